@@ -13,6 +13,12 @@ from scipy.special import log_softmax
 
 from kleash.cli import main
 from kleash.diagnosis import CAUSES, RolloutRecord, diagnose, read_rollouts
+from kleash.diagnosis.causes import HEALTHY
+from kleash.diagnosis.hypotheses import hypotheses_without_models
+from kleash.diagnosis.model_hypotheses import hypotheses_with_models
+from kleash.diagnosis.model_scores import ModelScores
+from kleash.diagnosis.noise_models import healthy_scale
+from kleash.diagnosis.token_table import tabulate
 from kleash.errors import OptionError, SourceError
 from kleash.records import Diagnosis, DoctorJob
 
@@ -171,6 +177,36 @@ def test_a_reference_that_equals_the_trainer_is_named() -> None:
     assert diagnose(world.rollouts(column, column, world.noisy(0.5))).findings == ()
 
 
+@pytest.mark.parametrize("value", [-1.0, -2.0, -3.0])
+def test_placeholders_of_ordinary_size_are_named_by_their_repetition(value: float) -> None:
+    """Their differences are as large as those of another model, so only that they repeat gives them away."""
+    world = World(2)
+    trainer, engine = world.logp(world.logits), world.noisy(0.02)
+    findings = diagnose(world.rollouts(trainer, np.where(world.position >= 15, value, engine))).findings
+    assert findings[0].cause == "mask" and findings[0].probability > 0.9, findings
+
+
+def test_no_cause_is_named_beside_a_healthy_engine_that_is_likelier() -> None:
+    world = World(2)
+    rollouts = world.rollouts(world.logp(world.logits), world.noisy(0.043))
+    others = [
+        cause for cause, share in shares_of_resamples(rollouts).items() if cause != HEALTHY and share > 0.05
+    ]
+    assert others, "rounding at this edge is likeliest, and not in every resample"
+    assert diagnose(rollouts).findings == ()
+
+
+def shares_of_resamples(rollouts: list[RolloutRecord]) -> dict[str, float]:
+    """The share of multinomial resamples of the responses that each hypothesis without models wins, by cause."""
+    hypotheses = hypotheses_without_models(tabulate(rollouts), healthy_scale("bfloat16"))
+    random, shares = np.random.default_rng(1), dict.fromkeys([HEALTHY, *CAUSES], 0.0)
+    for _ in range(100):
+        picks = random.integers(0, len(rollouts), len(rollouts))
+        scores = [each.log_likelihood[picks].sum() - each.penalty for each in hypotheses]
+        shares[hypotheses[int(np.argmax(scores))].cause] += 0.01
+    return shares
+
+
 def test_few_tokens_are_not_diagnosed() -> None:
     world = World(5)
     rollouts = world.rollouts(*temperature(world))[:1]
@@ -208,6 +244,24 @@ def test_clean_runs_of_the_shipped_pair_have_no_finding(benchmark: dict[str, Any
     for seed in (0, 1):  # an engine in float32, and one in bfloat16
         row = benchmark["trial"]("clean", benchmark["Run"](seed=seed, prompts=12, new_tokens=30))
         assert row["with_models"] == row["without_models"] == ("clean",)
+
+
+def test_models_score_only_the_precision_again_where_the_columns_are_healthy(
+    benchmark: dict[str, Any],
+) -> None:
+    """The other hypotheses each fit something, so with them a clean run has more chances of a false finding."""
+    for cause, expected in (
+        ("clean", {"precision"}),
+        ("temperature", {"precision", "temperature", "weights"}),
+    ):
+        run = benchmark["Run"](seed=0, prompts=6, new_tokens=16)
+        columns = benchmark["clean" if cause == "clean" else cause](run)
+        rollouts = benchmark["rollouts_of"](columns)
+        table, scale = tabulate(rollouts), healthy_scale(run.rounding)
+        scores = ModelScores.of(benchmark["pair_in"]("float32"), rollouts, table)
+        hypotheses = hypotheses_with_models(scores, hypotheses_without_models(table, scale), scale)
+        causes = {hypothesis.cause for hypothesis in hypotheses}
+        assert causes == expected if cause == "clean" else causes > expected, causes
 
 
 def written(path: Path, rollouts: list[RolloutRecord], **changes: Any) -> str:

@@ -6,13 +6,14 @@ import numpy as np
 
 from kleash.diagnosis.causes import CAUSES, HEALTHY
 from kleash.diagnosis.hypotheses import Hypothesis, hypotheses_without_models
-from kleash.diagnosis.model_scores import ModelScores, hypotheses_with_models
+from kleash.diagnosis.model_hypotheses import hypotheses_with_models
+from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import healthy_scale
 from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.rollout_records import RolloutRecord, read_rollouts
 from kleash.diagnosis.token_table import tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
-from kleash.models import Pair, load_pair
+from kleash.models import Pair, load_pair_with
 from kleash.store import Diagnosis, LikelyCause
 from kleash.version import __version__
 
@@ -90,15 +91,7 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
     rollouts = read_rollouts(job.rollouts, allow_logits=True, limit=job.limit)
     pair = None
     if job.policy is not None and job.reference is not None:
-        pair = load_pair(
-            job.policy,
-            job.reference,
-            revision_policy=job.revision_policy,
-            revision_reference=job.revision_reference,
-            dtype=job.dtype,
-            device=job.device,
-            trust_remote_code=job.trust_remote_code,
-        )
+        pair = load_pair_with(job.policy, job.reference, job)
     return diagnose(
         rollouts, pair=pair, rounding=job.rounding, file=job.rollouts, batch_tokens=job.batch_tokens
     )

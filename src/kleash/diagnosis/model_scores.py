@@ -1,6 +1,5 @@
-"""Hypotheses that score the same tokens again with the models, and see whether the differences vanish."""
+"""The log-probabilities of rollouts' tokens under the models, also at other settings and after other prompts."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, Hypothesis, from_fit
-from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding
+from kleash.diagnosis.noise_models import Floats
 from kleash.diagnosis.rollout_records import RolloutRecord
 from kleash.diagnosis.token_table import TokenTable
 from kleash.divergences import truncate
@@ -22,22 +20,8 @@ LOGITS_AT_ONCE = 2**24
 """Logits that are in memory at a time."""
 FITTED_TOKENS = 512
 """Tokens to which a temperature or a truncation is fitted, before all are scored with it."""
-LOG_TEMPERATURES = (math.log(0.1), math.log(10.0))
-TEMPERATURE_STEPS = 24
-SMALLEST_LOG_RATIO = 0.01
-"""Temperatures whose logarithms differ by less are equal."""
-FITTED_SEQUENCES = 8
-"""Responses on which changed prompts are tried, before all are scored after the best."""
 Settings = Mapping[str, int | float]
-TRUNCATIONS: tuple[Settings, ...] = (
-    *({"top_p": p} for p in (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)),
-    *({"top_k": k} for k in (1, 5, 10, 20, 30, 40, 50, 64, 100, 200)),
-    *({"min_p": m} for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
-)
-"""Settings of truncated sampling that are tried."""
-ONE_SIDED = 0.9
-"""Share of the larger differences that a truncation makes of one sign."""
-SHORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Settings of truncated sampling: "top_p", "top_k" or "min_p"."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,141 +184,6 @@ def hidden_states(
     return torch.cat(parts)
 
 
-def hypotheses_with_models(
-    scores: ModelScores, without_models: Sequence[Hypothesis], largest_scale: float
-) -> list[Hypothesis]:
-    """The hypotheses that predict the differences by scoring the tokens again.
-
-    Args:
-        scores: of the models.
-        without_models: the hypotheses that need none, the healthy one first. Where it explains the columns best, only
-            the precision of logits is examined, whose errors are of the size of rounding.
-        largest_scale: the largest error of logits that rounding explains, in nats.
-    """
-    hypotheses = [*_precision(scores, largest_scale)]
-    healthy = without_models[0]
-    if healthy.score >= max(hypothesis.score for hypothesis in without_models):
-        return hypotheses
-    hypotheses += _temperatures(scores, largest_scale)
-    hypotheses += _raw_logits(scores, largest_scale)
-    hypotheses += _truncations(scores, largest_scale)
-    hypotheses += _contexts(scores, largest_scale)
-    hypotheses += _weights(scores, largest_scale)
-    return hypotheses
-
-
-def _predicted(
-    scores: ModelScores, cause: str, prediction: Floats, largest_scale: float, what: str, parameters: int
-) -> Hypothesis:
-    """The hypothesis that the differences are a prediction up to rounding."""
-    table = scores.table
-    rest = table.difference - np.nan_to_num(prediction, nan=0.0, posinf=745.0, neginf=-745.0)
-    fit = rounding(Residuals(rest, table.unit), largest_scale)
-    before, after = (float(np.median(np.abs(values))) for values in (table.difference, rest))
-    evidence = f"{what}, the differences fall from {before:.2g} to {after:.2g} nats in the median"
-    return from_fit(table, cause, fit, evidence, more_parameters=parameters)
-
-
-def _precision(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
-    """Logits, or the whole softmax, rounded to 16 bits on one side."""
-    for name, dtype in SHORT_DTYPES.items():
-        rounded_logits = scores.token_logp(
-            lambda logits, dtype=dtype: logits.to(dtype).float().log_softmax(-1)
-        )
-        rounded = torch.from_numpy(rounded_logits).to(dtype).double().numpy()
-        for kind, values in (("logits", rounded_logits), ("logits and log-probabilities", rounded)):
-            error = values - scores.policy
-            for side, prediction in (("engine", -error), ("trainer", error)):
-                what = f"with the {side}'s {kind} rounded to {name}"
-                yield _predicted(scores, "precision", prediction, largest_scale, what, 2)
-
-
-def _temperatures(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
-    """Both columns at temperatures of their own; which side is wrong follows from the drawn tokens."""
-    table = scores.table
-    trainer, engine = (_fitted_temperature(scores, column) for column in (table.trainer, table.engine))
-    if abs(math.log(trainer / engine)) < SMALLEST_LOG_RATIO:
-        return
-    sampled = _sampling_temperature(scores)
-    prediction = scores.at_temperature(trainer) - scores.at_temperature(engine)
-    engine_error, trainer_error = (abs(math.log(side / sampled)) for side in (engine, trainer))
-    cause = "temperature" if engine_error <= trainer_error else "processed"
-    yield _predicted(
-        scores,
-        cause,
-        prediction,
-        largest_scale,
-        f"with the trainer at temperature {trainer:.3g} and the engine at {engine:.3g} (the tokens were drawn at about "
-        f"{sampled:.2g})",
-        2,
-    )
-
-
-def _fitted_temperature(scores: ModelScores, column: Floats) -> float:
-    """The temperature at which the policy's log-probabilities are nearest to a column, in mean absolute difference."""
-    sample = scores.sample
-
-    def distance(log_temperature: float) -> float:
-        return float(np.abs(sample.at_temperature(math.exp(log_temperature)) - column[sample.rows]).mean())
-
-    return math.exp(_minimum(distance, *LOG_TEMPERATURES))
-
-
-def _sampling_temperature(scores: ModelScores) -> float:
-    """The temperature under which the drawn tokens are likeliest."""
-
-    def surprise(log_temperature: float) -> float:
-        return -float(scores.sample.at_temperature(math.exp(log_temperature)).mean())
-
-    return math.exp(_minimum(surprise, *LOG_TEMPERATURES))
-
-
-def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function with one minimum, by golden sections."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = function(left), function(right)
-    for _ in range(TEMPERATURE_STEPS):
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = function(right)
-    return (low + high) / 2
-
-
-def _raw_logits(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
-    """One side returns logits in place of log-probabilities."""
-    logits = scores.token_logp(lambda logits: logits)
-    for side, prediction in (("engine", scores.policy - logits), ("trainer", logits - scores.policy)):
-        yield _predicted(scores, "processed", prediction, largest_scale, f"with logits of the {side}", 0)
-
-
-def _truncations(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
-    """One side is truncated and renormalised: it is larger by -log of the mass that it keeps."""
-    table, rows = scores.table, scores.sample.rows
-    large = table.difference[np.abs(table.difference) > 0.01]
-    if not len(large):
-        return
-    share_below = float(np.mean(large < 0))
-    if max(share_below, 1 - share_below) < ONE_SIDED:
-        return
-    side, sign = ("engine", 1.0) if share_below > 0.5 else ("trainer", -1.0)
-    distances = [
-        float(np.abs(sign * log_kept_mass(scores, settings, rows) - table.difference[rows]).mean())
-        for settings in TRUNCATIONS
-    ]
-    settings = TRUNCATIONS[int(np.argmin(distances))]
-    prediction = sign * log_kept_mass(scores, settings)
-    kept_mass = float(np.exp(-np.abs(prediction)).mean())
-    (name, value), *_ = settings.items()
-    what = f"with the {side} cut to {name} {value:g}, which keeps {kept_mass:.1%} of the mass on average"
-    yield _predicted(scores, "truncation", prediction, largest_scale, what, 2)
-
-
 def log_kept_mass(scores: ModelScores, settings: Settings, rows: np.ndarray | None = None) -> Floats:
     """Log of the mass that a truncation of the policy keeps at each token's position, in nats."""
     top_k = None if "top_k" not in settings else int(settings["top_k"])
@@ -346,63 +195,3 @@ def log_kept_mass(scores: ModelScores, settings: Settings, rows: np.ndarray | No
         return cut.log_kept_mass.unsqueeze(-1).expand_as(logits)
 
     return scores.token_logp(transform, rows=rows)
-
-
-def _contexts(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
-    """One side reads a prompt with a special token more or less at its beginning, or a token less at its end."""
-    first = {sequence.prompt_ids[0] for sequence in scores.sequences}
-    tokenizer = scores.pair.tokenizer
-    specials = {
-        name: token
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        if isinstance(token := getattr(tokenizer, name, None), int)
-    }
-    changes: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
-        f"{name.removesuffix('_token_id').upper()} before the prompt": lambda ids, token=token: (token, *ids)
-        for name, token in specials.items()
-    }
-    if all(len(sequence.prompt_ids) > 1 for sequence in scores.sequences):
-        if len(first) == 1:
-            changes["the prompt without its first token"] = lambda ids: ids[1:]
-        changes["the prompt without its last token"] = lambda ids: ids[:-1]
-    newline = tokenizer.encode("\n", add_special_tokens=False) if tokenizer is not None else []
-    if len(newline) == 1:
-        changes["a line break after the prompt"] = lambda ids: (*ids, newline[0])
-    limit = scores.pair.context_length
-    if limit is not None and max(sequence.num_input_tokens for sequence in scores.sequences) + 1 > limit:
-        changes = {what: change for what, change in changes.items() if "without" in what}
-    table, best = scores.table, ("", math.inf, 0.0)
-    for what, change in changes.items():
-        values = scores.with_prompts(change, FITTED_SEQUENCES)
-        gap, difference = scores.policy[: len(values)] - values, table.difference[: len(values)]
-        for sign in (1.0, -1.0):
-            distance = float(np.abs(difference - sign * gap).mean())
-            best = min(best, (what, distance, sign), key=lambda trial: trial[1])
-    what, _, sign = best
-    if what:
-        prediction = sign * (scores.policy - scores.with_prompts(changes[what]))
-        side = "engine" if sign > 0 else "trainer"
-        yield _predicted(scores, "context", prediction, largest_scale, f"with {what} for the {side}", 2)
-
-
-def _weights(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
-    """One side has the reference's weights, or weights on the way from the reference to the policy."""
-    table = scores.table
-    gap = scores.policy - scores.reference
-    for side, prediction in (("engine", gap), ("trainer", -gap)):
-        what = f"with the reference's weights for the {side}"
-        yield _predicted(scores, "weights", prediction, largest_scale, what, 0)
-    size = float(gap @ gap)
-    if not size:
-        return
-    part = float(gap @ table.difference) / size
-    rest = Residuals(table.difference - part * gap, table.unit)
-    fit = other_model(rest, max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale))
-    removed = 1 - float(rest.values @ rest.values) / float(table.difference @ table.difference)
-    yield from_fit(
-        table,
-        "weights",
-        fit,
-        f"{removed:.0%} of the squared differences lie along policy minus reference ({part:+.2f} of it)",
-        more_parameters=1,
-    )

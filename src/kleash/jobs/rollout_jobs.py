@@ -64,6 +64,8 @@ class DoctorJob:
     of the checkpoint."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
+    device_map: str | None = None
+    """Spread a model over several devices as transformers does: auto, balanced, sequential."""
     batch_tokens: int = 4096
     """Tokens in a batch, padding counted."""
     trust_remote_code: bool = False

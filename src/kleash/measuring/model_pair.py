@@ -27,7 +27,7 @@ from kleash.models import (
     compare_tokenizers,
     find_checkpoint,
     load_beside,
-    load_pair,
+    load_pair_with,
     resolve_window,
 )
 from kleash.models.cache.reference_cache import check_cache_folder
@@ -63,16 +63,7 @@ def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
         return load_beside_server(job, job.endpoint_role)
     folder = finished_cache(job)
     if folder is None:
-        return load_pair(
-            job.policy,
-            job.reference,
-            revision_policy=job.revision_policy,
-            revision_reference=job.revision_reference,
-            dtype=job.dtype,
-            device=job.device,
-            device_map=job.device_map,
-            trust_remote_code=job.trust_remote_code,
-        )
+        return load_pair_with(job.policy, job.reference, job)
     stored = StoredReference(folder)
     pair = load_beside(
         stored,

@@ -13,7 +13,14 @@ from kleash.models.heads import ExtractedHead, extract_head, logit_discrepancy
 from kleash.models.keyed_draws import SAMPLER, draw, exponentials
 from kleash.models.live_models import at_rest, live_model
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_loading import Loading, load_beside, load_pair, load_reference, pair_models
+from kleash.models.pair_loading import (
+    Loading,
+    load_beside,
+    load_pair,
+    load_pair_with,
+    load_reference,
+    pair_models,
+)
 from kleash.models.scoring import checked_reader, score, score_against_float32, score_batched_against_single
 from kleash.models.sequences import (
     Prompt,
@@ -56,6 +63,7 @@ __all__ = [
     "live_model",
     "load_beside",
     "load_pair",
+    "load_pair_with",
     "load_reference",
     "logit_discrepancy",
     "pair_models",

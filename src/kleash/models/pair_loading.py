@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kleash.errors import CannotRunError, OptionError
+from kleash.jobs import DoctorJob, MeasureJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import summarise_error, suppress_library_output
@@ -91,6 +92,24 @@ def load_pair(
         ]
         models, loading_notes = _load_models(checkpoints, tokenizers, loading)
     return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *loading_notes])))
+
+
+def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob) -> Pair:
+    """``load_pair`` with the options of a job.
+
+    Raises:
+        ModelError, OptionError, CannotRunError: as ``load_pair``.
+    """
+    return load_pair(
+        policy,
+        reference,
+        revision_policy=options.revision_policy,
+        revision_reference=options.revision_reference,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        trust_remote_code=options.trust_remote_code,
+    )
 
 
 def _load_models(
