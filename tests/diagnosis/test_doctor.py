@@ -342,6 +342,33 @@ def test_logits_are_read_by_the_doctor_alone(tmp_path: Path) -> None:
         read_rollouts(path)
 
 
+def test_equal_columns_above_0_are_logits_with_the_models_too(
+    tmp_path: Path, benchmark: dict[str, Any], capsys: Any
+) -> None:
+    sequences = benchmark["Run"](seed=0, prompts=4, new_tokens=20).draw()
+    values = np.linspace(1.0, 9.0, sum(len(sequence.response_ids) for sequence in sequences))
+    rollouts = benchmark["rollouts_of"](benchmark["Columns"](sequences, values, values))
+    path = written(tmp_path / "rollouts.jsonl", rollouts)
+    words = ["--policy", "shipped:policy", "--reference", "shipped:reference", "--json"]
+    assert main(["doctor", path, *words]) == 0
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["findings"][0]["cause"] == "processed"
+    assert f"{len(values)} of the engine's {len(values)} values are above 0" in " ".join(diagnosis["notes"])
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_float64_are_refused_or_stand_for_a_probability_of_0(tmp_path: Path) -> None:
+    world = World(6)
+    trainer, engine = world.logp(world.logits), world.noisy(0.005)
+    trainer[::50] = -1e300
+    assert diagnose(world.rollouts(trainer, engine)).findings[0].cause in ("tensor_parallel", "routing")
+    assert diagnose(world.rollouts(np.full_like(trainer, -np.inf), engine)).findings
+    engine[7] = 1e200
+    path = written(tmp_path / "rollouts.jsonl", world.rollouts(engine, engine))
+    with pytest.raises(SourceError, match=r"'trainer_logprobs' is 1e\+200 at token 7; neither a log-prob"):
+        read_rollouts(path, allow_logits=True)
+
+
 def test_a_diagnosis_is_plain_json() -> None:
     world = World(2)
     diagnosis = diagnose(world.rollouts(*shift(world)), file="\x1b[31m")

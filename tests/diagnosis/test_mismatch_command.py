@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from kleash.cli import main
 from kleash.diagnosis import measure_mismatch, read_rollouts
+from kleash.diagnosis.rollout_records import FIELD_NAMES, RESPONSE_MASKS
 from kleash.errors import OptionError, SourceError
 from kleash.leash import mismatch
 from kleash.records import MismatchJob
@@ -195,6 +198,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(response_mask=[1, 2]), "to hold 0 and 1, and it holds '2'"),
         (changed(response_mask=[0, 0]), "no token that counts"),
         (changed(reference_logprobs=[-1.0, math.nan]), "'reference_logprobs' is nan"),
+        (changed(engine_logprobs=[-1.0, -1e300]), "'engine_logprobs' is -1e+300 at token 1; the engine drew"),
     ],
 )
 def test_a_bad_record_is_one_sentence(row: dict[str, Any], message: str, tmp_path: Path, capsys: Any) -> None:
@@ -208,11 +212,44 @@ def test_a_bad_record_is_one_sentence(row: dict[str, Any], message: str, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("module", "column"),
+    [
+        ("trl/trainer/grpo_trainer.py", 1),
+        ("verl/trainer/ppo/ray_trainer.py", 0),
+    ],
+)
+def test_names_of_fields_are_those_of_the_installed_frameworks(module: str, column: int, root: Path) -> None:
+    """The table of docs/mismatch.md, which the reader follows, against what the frameworks call their tensors."""
+    rows = [
+        [re.findall(r"`(\w+)`", cell) for cell in line.strip("|\n ").split("|")]
+        for line in (root / "docs/mismatch.md").read_text().splitlines()
+        if re.match(r"\| `\w+`( \(optional\))? \| `", line)
+    ]
+    assert len(rows) == 6
+    folder = Path(find_spec(module.split("/")[0]).submodule_search_locations[0])
+    source = "".join(path.read_text() for path in (folder.parent / module).parent.glob("*.py"))
+    for row in rows:
+        for name in row[1 + column]:
+            assert f'"{name}"' in source, name
+            assert name in {
+                *FIELD_NAMES.get(row[0][0], ()),
+                *(RESPONSE_MASKS if row[0] == ["response_mask"] else ()),
+            }
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", "", "is empty"),
+        ("empty.jsonl", "", "empty.jsonl is empty; give a file of JSONL, a JSON array or Parquet"),
+        ("table.csv", "prompt,response\n1,2\n", "table.csv is read as CSV, and rollouts come as JSONL"),
+        ("blank.jsonl", "\n \n", "blank.jsonl holds no rollout"),
+        ("none.json", "[]", "none.json holds no rollout"),
         ("list.jsonl", "[1]", "expected a JSON object"),
-        ("plain.txt", "hello", "is not JSONL"),
+        (
+            "plain.txt",
+            "hello",
+            "plain.txt is read as plain text, and rollouts come as JSONL, a JSON array or Parquet; convert it",
+        ),
         ("cut.jsonl", '{"prompt_token_ids": [1', "expected a JSON object"),
         ("escape.jsonl", '{"\\u001b[31m": 1}', r"the record has '\x1b[31m'"),
     ],

@@ -15,7 +15,6 @@ import kleash.store.atomic
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
-from kleash.models.sources.source_files import ACCEPTED_FORMATS
 from kleash.store.checksums import seal_folder
 
 Run = Any
@@ -40,6 +39,13 @@ def failing(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixtu
     return run
 
 
+FORMATS = {
+    "--prompts": "JSONL, a JSON array, CSV, Parquet or plain text",
+    "--text": "JSONL, a JSON array, CSV, Parquet or plain text",
+    "--responses": "JSONL, a JSON array, CSV or Parquet",
+}
+
+
 def written(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
@@ -49,11 +55,11 @@ def written(path: Path, content: str | bytes) -> Path:
 def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, tmp_path: Path) -> None:
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
     empty = written(tmp_path / "empty.jsonl", "")
-    assert failing(option, empty) == f"{empty} is empty; give a file of {ACCEPTED_FORMATS}"
+    assert failing(option, empty) == f"{empty} is empty; give a file of {FORMATS[option]}"
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
     message = failing(option, tmp_path / "folder")
-    assert message == f"{tmp_path / 'folder'} is a folder; give a file of {ACCEPTED_FORMATS}"
+    assert message == f"{tmp_path / 'folder'} is a folder; give a file of {FORMATS[option]}"
 
 
 @pytest.mark.parametrize(

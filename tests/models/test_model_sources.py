@@ -336,7 +336,7 @@ def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records
 
 
 def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
-    with pytest.raises(SourceError, match="is not JSONL"):
+    with pytest.raises(SourceError, match="is read as plain text"):
         list(read_responses(write("a.txt", "hello"), pair))
     with pytest.raises(SourceError, match="holds no response, only blank lines"):
         list(read_responses(write("a.jsonl", "\n"), pair))

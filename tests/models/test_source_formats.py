@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -82,10 +83,10 @@ def pq_bytes(records):
 
 def test_a_record_has_every_column_of_its_row(write):
     record = {"prompt": "x", "answer": "4", "tests": ["a", None], "level": 3, "extra": {"k": 1.5}}
-    rows = list(read_records(_path(write("a.parquet", [record, {**record, "answer": None}]))))
+    rows = list(read_records(_path(write("a.parquet", [record, {**record, "answer": None}])), "prompts"))
     assert [row.fields for row in rows] == [record, {**record, "answer": None}]
     assert rows[1].location.endswith("a.parquet, row 2")
-    (row,) = read_records(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])))
+    (row,) = read_records(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])), "prompts")
     assert row.fields == {"prompt": "x", "answer": "4"}
 
 
@@ -161,8 +162,8 @@ def test_a_sentence_with_a_field_name_is_not_a_header(pair, write):
     for first in ("Summarise this, prompt", "text: the sea", "prompt me, please", "Hi"):
         name = write("a.prompts", f"{first}\nThe sea\n")
         assert [one.text for one in read_prompts(name, pair)] == [first, "The sea"]
-    assert detect_format(_path(write("b", "prompt,answer\nx,1\n"))) == "csv"
-    assert detect_format(_path(write("b.txt", "prompt,answer\nx,1\n"))) == "plain text"
+    assert detect_format(_path(write("b", "prompt,answer\nx,1\n")), "prompts") == "csv"
+    assert detect_format(_path(write("b.txt", "prompt,answer\nx,1\n")), "prompts") == "plain text"
 
 
 FORMATS = {
@@ -188,7 +189,7 @@ def test_trl_formats_give_the_same_prompts(pair, write, record, suffix):
 
 def test_null_keys_of_messages_in_parquet_are_removed(write):
     tool = {"role": "tool", "content": None, "name": "search"}
-    (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])))
+    (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])), "prompts")
     assert row.fields == {"messages": [USER, tool]}
 
 
@@ -367,11 +368,11 @@ def standard_input(monkeypatch):
     """Sets what standard input holds."""
 
     def holds(content):
-        source_files._standard_input.cache_clear()
+        source_files._copy_of_standard_input.cache_clear()
         monkeypatch.setattr("sys.stdin", Stream(content) if isinstance(content, bytes) else content)
 
     yield holds
-    source_files._standard_input.cache_clear()
+    source_files._copy_of_standard_input.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -386,9 +387,9 @@ def standard_input(monkeypatch):
 )
 def test_standard_input_may_have_any_format(pair, standard_input, content, where, record):
     standard_input(content)
-    assert [(line.location, line.fields) for line in read_records(source_path("-"))] == [
-        (f"standard input, {where}", record)
-    ]
+    assert [
+        (line.location, line.fields) for line in read_records(source_path("-", "prompts"), "prompts")
+    ] == [(f"standard input, {where}", record)]
     for _ in range(2):  # a source is read more than once
         assert [one.text for one in read_prompts("-", pair)] == ["The sea"]
 
@@ -409,7 +410,7 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
 
 
 def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
-    script = "from kleash.models import source_path; print(source_path('-').read_text())"
+    script = "from kleash.models import source_path; print(source_path('-', 'prompts').read_text())"
     done = subprocess.run(
         [sys.executable, "-c", script],
         input=b"The sea",
@@ -419,3 +420,47 @@ def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
     )
     assert done.stdout == b"The sea\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats"),
+    [
+        ("prompts", "JSONL, a JSON array, CSV, Parquet or plain text"),
+        ("text", "JSONL, a JSON array, CSV, Parquet or plain text"),
+        ("responses", "JSONL, a JSON array, CSV or Parquet"),
+        ("pairs", "JSONL, a JSON array, CSV or Parquet"),
+        ("rollouts", "JSONL, a JSON array or Parquet"),
+    ],
+)
+def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats: str, write, tmp_path):
+    names = {"jsonl": "a.jsonl", "json array": "a.json", "csv": "a.csv", "plain text": "a.txt"}
+    contents = {
+        "jsonl": '{"prompt": "a"}',
+        "json array": '[{"prompt": "a"}]',
+        "csv": "prompt\na",
+        "plain text": "a",
+    }
+    for source_format, name in names.items():
+        path = Path(write(name, contents[source_format]))
+        called = {"jsonl": "JSONL", "json array": "JSON array", "csv": "CSV"}.get(
+            source_format, source_format
+        )
+        if called in formats:
+            assert detect_format(path, kind) == source_format
+            continue
+        with pytest.raises(
+            SourceError, match=f"is read as {called}, and {kind} come as {formats}; convert it$"
+        ):
+            detect_format(path, kind)
+    (tmp_path / "empty").touch()
+    (tmp_path / "a.yaml").write_text("a: 1")
+    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
+    for name, message in (
+        ("empty", f"is empty; give a file of {formats}$"),
+        (".", f"is a folder; give a file of {formats}$"),
+        ("a.zip", f"give {formats}, in UTF-8$"),
+        ("a.yaml", f"is YAML by its suffix; give {formats}"),
+    ):
+        with pytest.raises(SourceError, match=message) as error:
+            detect_format(source_path(str(tmp_path / name), kind), kind)
+        assert ("plain text" in str(error.value)) == ("plain text" in formats)

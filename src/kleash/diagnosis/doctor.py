@@ -10,8 +10,8 @@ from kleash.diagnosis.model_hypotheses import hypotheses_with_models
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import healthy_scale
 from kleash.diagnosis.reference_column import reference_hypotheses
-from kleash.diagnosis.rollout_records import RolloutRecord, read_rollouts
-from kleash.diagnosis.token_table import tabulate
+from kleash.diagnosis.rollout_records import ROUNDING_NATS, RolloutRecord, read_rollouts
+from kleash.diagnosis.token_table import TokenTable, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair, load_pair_with
 from kleash.store import Diagnosis, LikelyCause
@@ -65,6 +65,7 @@ def diagnose(
             hypotheses = [hypothesis for hypothesis in hypotheses if not hypothesis.is_superseded]
         findings += _ranked(hypotheses, has_models=pair is not None)
         findings += _ranked(reference_hypotheses(table, scores, largest_scale), has_models=pair is not None)
+        notes += _impossible_values(table)
         if table.reference is None:
             notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
         elif pair is None:
@@ -95,6 +96,17 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
     return diagnose(
         rollouts, pair=pair, rounding=job.rounding, file=job.rollouts, batch_tokens=job.batch_tokens
     )
+
+
+def _impossible_values(table: TokenTable) -> list[str]:
+    """A note for each column with values above 0, which log-probabilities are not."""
+    columns = {"trainer": table.trainer, "engine": table.engine}
+    counts = {name: int(np.sum(column > ROUNDING_NATS)) for name, column in columns.items()}
+    return [
+        f"{count} of the {name}'s {len(table.trainer)} values are above 0, which log-probabilities are not"
+        for name, count in counts.items()
+        if count
+    ]
 
 
 def _ranked(hypotheses: Sequence[Hypothesis], *, has_models: bool) -> list[LikelyCause]:

@@ -20,6 +20,7 @@ from kleash.diagnosis.noise_models import (
     some_tokens,
     token_unit,
 )
+from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable
 
 DISTINCT = 3.0
@@ -300,7 +301,7 @@ IMPOSSIBLE = 100.0
 def logit_hypotheses(table: TokenTable) -> Iterator[Hypothesis]:
     """A column has values above 0, which log-probabilities are not."""
     for name, column in (("engine", table.engine), ("trainer", table.trainer)):
-        above = column > 1e-3
+        above = column > ROUNDING_NATS
         if above.any():
             yield Hypothesis(
                 cause="processed",

@@ -9,6 +9,7 @@ import torch
 from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, Hypothesis, from_fit
 from kleash.diagnosis.model_scores import ModelScores, Settings, log_kept_mass
 from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding
+from kleash.diagnosis.rollout_records import LOG_OF_ZERO
 
 LOG_TEMPERATURES = (math.log(0.1), math.log(10.0))
 TEMPERATURE_STEPS = 24
@@ -55,7 +56,7 @@ def _predicted(
 ) -> Hypothesis:
     """The hypothesis that the differences are a prediction up to rounding."""
     table = scores.table
-    rest = table.difference - np.nan_to_num(prediction, nan=0.0, posinf=745.0, neginf=-745.0)
+    rest = table.difference - np.nan_to_num(prediction, nan=0.0, posinf=-LOG_OF_ZERO, neginf=LOG_OF_ZERO)
     fit = rounding(Residuals(rest, table.unit), largest_scale)
     before, after = (float(np.median(np.abs(values))) for values in (table.difference, rest))
     evidence = f"{what}, the differences fall from {before:.2g} to {after:.2g} nats in the median"
@@ -206,13 +207,13 @@ def _weights(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
     for side, prediction in (("engine", gap), ("trainer", -gap)):
         what = f"with the reference's weights for the {side}"
         yield _predicted(scores, "weights", prediction, largest_scale, what, 0)
-    size = float(gap @ gap)
-    if not size:
+    size, total = float(gap @ gap), float(table.difference @ table.difference)
+    if not size or not total:
         return
     part = float(gap @ table.difference) / size
     rest = Residuals(table.difference - part * gap, table.unit)
     fit = other_model(rest, max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale))
-    removed = 1 - float(rest.values @ rest.values) / float(table.difference @ table.difference)
+    removed = 1 - float(rest.values @ rest.values) / total
     yield from_fit(
         table,
         "weights",

@@ -27,7 +27,6 @@ def reference_hypotheses(
     column = table.reference
     if column is None:
         return ()
-    column = np.maximum(column, -745.0)
     if scores is not None:
         return _with_models(table, column, scores, largest_scale)
     return _without_models(table, column, largest_scale)
@@ -54,7 +53,7 @@ def _with_models(
 
 def _without_models(table: TokenTable, column: Floats, largest_scale: float) -> list[Hypothesis]:
     """The column against the trainer's."""
-    trainer = np.maximum(table.trainer, -745.0)
+    trainer = table.trainer
     unit, smallest = token_unit(trainer), max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale)
     hypotheses = [
         from_fit(table, HEALTHY, other_model(Residuals(column - trainer, unit), smallest), "another model"),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kleash.errors import SourceError
 from kleash.models import hash_tokens, source_path
-from kleash.models.sources.source_files import detect_format, read_records
-from kleash.models.sources.source_records import SourceRecord, get_field, show_value, source_label
+from kleash.models.sources.source_files import read_records
+from kleash.models.sources.source_records import SourceRecord, get_field, show_value
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_token_ids": ("prompt_token_ids", "prompts", "prompt_ids"),
@@ -32,6 +32,9 @@ PROMPT_MASKS = ("prompt_mask",)
 ATTENTION_MASK = "attention_mask"
 """verl's mask over prompt and response; 0 at padding, which is removed."""
 LARGEST_TOKEN_ID = 2**31 - 1
+LOG_OF_ZERO = -745.0
+"""Log-probabilities below it are of a probability that is 0 in float64."""
+LARGEST_LOGIT = 1e4
 ROUNDING_NATS = 1e-3
 """Log-probabilities above 0 by at most this are rounding."""
 
@@ -75,12 +78,10 @@ def read_rollouts(name: str, *, allow_logits: bool = False, limit: int | None = 
     Raises:
         SourceError: at the first record that is not a rollout, with what was expected, or if no token counts.
     """
-    path = source_path(name)
-    if detect_format(path) not in ("jsonl", "json array", "parquet"):
-        raise SourceError(
-            f"{source_label(path)} is not JSONL; rollouts come as records of lists: JSONL, a JSON array or Parquet"
-        )
-    rollouts = [_rollout(record, allow_logits) for record in islice(read_records(path), limit)]
+    records = read_records(source_path(name, "rollouts"), "rollouts")
+    rollouts = [_rollout(record, allow_logits) for record in islice(records, limit)]
+    if not rollouts:
+        raise SourceError(f"{name} holds no rollout; give a record for each response")
     if not any(rollout.is_counted.any() for rollout in rollouts):
         raise SourceError(
             f"{name} has {len(rollouts)} rollouts and no token that counts; look at the masks "
@@ -221,7 +222,8 @@ def _check_values(
     """Check the values of the tokens that count.
 
     Raises:
-        SourceError: if one is NaN or +inf, or above 0, or if the engine gives a drawn token probability 0.
+        SourceError: if one is NaN or +inf, or above 0 (with ``allow_logits``, above any logit), or if the engine gives
+            a drawn token probability 0.
     """
     counted = np.where(mask, column, -1.0)
 
@@ -231,8 +233,9 @@ def _check_values(
             raise SourceError(f"{record.location}: {name!r} is {counted[place]:g} at token {place}; {reason}")
 
     refuse(np.isnan(counted) | (counted == math.inf), "mask the token, or leave the record out")
+    refuse(counted > LARGEST_LOGIT, "neither a log-probability nor a logit is as large; mask the token")
     if is_engine:
-        refuse(counted == -math.inf, "the engine drew this token, so it has a probability; mask it if not")
+        refuse(counted < LOG_OF_ZERO, "the engine drew this token, so it has a probability; mask it if not")
     if not allow_logits:
         refuse(
             counted > ROUNDING_NATS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kleash.diagnosis.noise_models import Floats, token_unit
-from kleash.diagnosis.rollout_records import RolloutRecord
+from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
 
 SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""
@@ -14,7 +14,10 @@ SMALLEST_RUN = 3
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenTable:
-    """Columns over all tokens that count, one response after the other."""
+    """Columns over all tokens that count, one response after the other.
+
+    Where trainer or reference rules a token out, its log-probability is that of the smallest float64, -745.
+    """
 
     trainer: Floats
     engine: Floats
@@ -30,8 +33,8 @@ class TokenTable:
 
     @property
     def difference(self) -> Floats:
-        """Trainer minus engine, in nats; where the trainer rules a token out, as far as a float64 can tell."""
-        return np.maximum(self.trainer, -745.0) - self.engine
+        """Trainer minus engine, in nats."""
+        return self.trainer - self.engine
 
     @property
     def unit(self) -> Floats:
@@ -71,14 +74,18 @@ class TokenTable:
 
 def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
     """The table of the tokens that count; the reference is None unless every rollout has one."""
+
+    def column(parts: list[np.ndarray]) -> Floats:
+        return np.maximum(np.concatenate(parts)[is_counted], LOG_OF_ZERO)
+
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     is_counted = np.concatenate([rollout.is_counted for rollout in rollouts])
     references = [rollout.reference for rollout in rollouts if rollout.reference is not None]
     has_reference = len(references) == len(rollouts)
     return TokenTable(
-        trainer=np.concatenate([rollout.trainer for rollout in rollouts])[is_counted],
+        trainer=column([rollout.trainer for rollout in rollouts]),
         engine=np.concatenate([rollout.engine for rollout in rollouts])[is_counted],
-        reference=np.concatenate(references)[is_counted] if has_reference else None,
+        reference=column(references) if has_reference else None,
         sequence=np.repeat(np.arange(len(rollouts)), lengths)[is_counted],
         position=np.concatenate([np.arange(length) for length in lengths])[is_counted],
         token_id=np.concatenate([rollout.response_ids for rollout in rollouts])[is_counted],

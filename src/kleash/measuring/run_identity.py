@@ -57,7 +57,7 @@ def shared_source_sha256(job: MeasureJob, ranks: RankGroup) -> Generator[str]:
         return
     hashes: dict[str, str] = {}
     hashing_rank = ranks.ranks_on_node[0]
-    source_key = file_key(source_path(job.source[1]))
+    source_key = file_key(source_path(job.source[1], job.source[0]))
     name = f"hashes/{hashing_rank}"
     if ranks.rank == hashing_rank:
         with sharing_hashes(hashes):

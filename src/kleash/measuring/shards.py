@@ -73,8 +73,9 @@ def hash_source(job: MeasureJob) -> str:
     Raises:
         SourceError: if the file is missing or empty.
     """
+    kind, name = job.source
     digest = sha256()
-    with source_path(job.source[1]).open("rb") as file:
+    with source_path(name, kind).open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

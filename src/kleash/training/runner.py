@@ -90,7 +90,9 @@ def header_of(job: TrainJob) -> RunHeader:
         ModelError: if there is no such model.
         OptionError, UnknownNameError, MissingExtraError, CannotRunError: if a reward function cannot be imported.
     """
-    source = job.source if isinstance(job, OnlineJob) else str(getattr(job, "pairs", ""))
+    kind, source = (
+        ("prompts", job.source) if isinstance(job, OnlineJob) else ("pairs", str(getattr(job, "pairs", "")))
+    )
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
@@ -103,7 +105,7 @@ def header_of(job: TrainJob) -> RunHeader:
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),
-        source_sha256=sha256(source_path(source).read_bytes()).hexdigest(),
+        source_sha256=sha256(source_path(source, kind).read_bytes()).hexdigest(),
         fingerprints=fingerprints,
         sampler=SAMPLER,
     )

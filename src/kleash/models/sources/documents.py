@@ -76,12 +76,12 @@ def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = Non
     Raises:
         SourceError: if a line cannot be read as a document.
     """
-    return sum(1 for _ in islice(_documents(source_path(name), tokenizer), limit))
+    return sum(1 for _ in islice(_documents(source_path(name, "text"), tokenizer), limit))
 
 
 def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[TokenSequence]:
     """Iterate over the windows of a source, whose size and stride are valid."""
-    path = source_path(name)
+    path = source_path(name, "text")
     has_windows = False
     for document, record in enumerate(islice(_documents(path, pair.tokenizer), limit)):
         token_ids = tuple(encode_text(pair.tokenizer, record.text, special_tokens=True))
@@ -112,7 +112,7 @@ def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, i
 
 def _documents(path: Path, tokenizer: Any) -> Iterator[SourceRecord]:
     """The documents of a source as records of plain text."""
-    for record in read_documents(path):
+    for record in read_documents(path, "text"):
         if record.fields is None:
             yield record
             continue

@@ -56,7 +56,7 @@ def count_columns(name: str, limit: int | None = None) -> Counter[str]:
 
 def _records(name: str, limit: int | None) -> Iterable[SourceRecord]:
     """The first ``limit`` records of a source of prompts."""
-    return islice(read_records(source_path(name)), limit)
+    return islice(read_records(source_path(name, "prompts"), "prompts"), limit)
 
 
 def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:

@@ -18,13 +18,12 @@ from kleash.models.sources.prompts import (
     encode_text,
     tokenise_prompt,
 )
-from kleash.models.sources.source_files import detect_format, read_records, source_path
+from kleash.models.sources.source_files import read_records, source_path
 from kleash.models.sources.source_records import (
     SourceRecord,
     get_field,
     is_finite_number,
     show_value,
-    source_label,
 )
 
 MAX_ID = 2**31 - 1
@@ -54,14 +53,11 @@ def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterat
     Raises:
         SourceError: at the first record that is not a response, with what was expected.
     """
-    path = source_path(name)
-    if detect_format(path) == "plain text":
-        raise SourceError(
-            f"{source_label(path)} is not JSONL; responses come as records with their prompts: JSONL, a JSON array, "
-            "CSV or Parquet"
-        )
+    path = source_path(name, "responses")
     assigner, is_empty = _IdAssigner(), True
-    responses = (response for record in read_records(path) for response in expand_responses(record))
+    responses = (
+        response for record in read_records(path, "responses") for response in expand_responses(record)
+    )
     for record in islice(responses, limit):
         is_empty = False
         yield _response(record, pair, assigner)

@@ -3,7 +3,7 @@
 import atexit
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from shutil import copyfileobj, rmtree
@@ -29,7 +29,22 @@ SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "plain text"]
 
 STANDARD_INPUT = "-"
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
-ACCEPTED_FORMATS = "JSONL, a JSON array, CSV, Parquet or plain text"
+FORMAT_NAMES: Mapping[SourceFormat, str] = {
+    "jsonl": "JSONL",
+    "json array": "a JSON array",
+    "csv": "CSV",
+    "parquet": "Parquet",
+    "plain text": "plain text",
+}
+"""How errors call a format."""
+FORMATS: Mapping[str, tuple[SourceFormat, ...]] = {
+    "prompts": ("jsonl", "json array", "csv", "parquet", "plain text"),
+    "text": ("jsonl", "json array", "csv", "parquet", "plain text"),
+    "responses": ("jsonl", "json array", "csv", "parquet"),
+    "pairs": ("jsonl", "json array", "csv", "parquet"),
+    "rollouts": ("jsonl", "json array", "parquet"),
+}
+"""What is in a source -> the formats that it may have."""
 FORMAT_BY_SUFFIX: dict[str, SourceFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -82,17 +97,24 @@ REFUSED_BY_SUFFIX = {
 """Formats that cannot be read, by suffix."""
 
 
-def source_path(name: str) -> Path:
+def accepted_formats(kind: str) -> str:
+    """The formats of ``FORMATS`` for errors: "JSONL, a JSON array or Parquet"."""
+    *names, last = (FORMAT_NAMES[source_format] for source_format in FORMATS[kind])
+    return f"{', '.join(names)} or {last}"
+
+
+def source_path(name: str, kind: str) -> Path:
     """The path of a source: the file ``name``, a shipped file, or a copy of standard input.
 
     Args:
         name: a path, "shipped:prompts", "shipped:text", or "-" for standard input.
+        kind: what is in it, a key of ``FORMATS``.
 
     Raises:
         SourceError: if there is no such file, or it is empty, or it cannot be read twice.
     """
     if name == STANDARD_INPUT:
-        return _standard_input()
+        return _standard_input(kind)
     path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
     try:
         status = path.stat()
@@ -101,46 +123,61 @@ def source_path(name: str) -> Path:
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         reason = getattr(error, "strerror", None) or error
         raise SourceError(
-            f"{shorten(name)} cannot be read ({reason}); give the name of a file of {ACCEPTED_FORMATS}"
+            f"{shorten(name)} cannot be read ({reason}); give the name of a file of {accepted_formats(kind)}"
         ) from error
     if S_ISDIR(status.st_mode):
-        raise SourceError(f"{name} is a folder; give a file of {ACCEPTED_FORMATS}")
+        raise SourceError(f"{name} is a folder; give a file of {accepted_formats(kind)}")
     if not S_ISREG(status.st_mode):
         raise SourceError(
             f"{name} is a pipe or a device, and a source is read more than once; write it to a file first, or "
             f"give {STANDARD_INPUT} and pipe it to standard input"
         )
     if status.st_size == 0:
-        raise SourceError(f"{name} is empty; give a file of {ACCEPTED_FORMATS}")
+        raise SourceError(f"{name} is empty; give a file of {accepted_formats(kind)}")
     return path
 
 
-def read_records(path: Path) -> Iterator[SourceRecord]:
+def read_records(path: Path, kind: str) -> Iterator[SourceRecord]:
     """Read the records of a source; in plain text, each line is a record.
 
     Raises:
         SourceError: if the file is damaged, or its format cannot be read.
     """
-    return _read(path, documents=False)
+    return _read(path, kind, documents=False)
 
 
-def read_documents(path: Path) -> Iterator[SourceRecord]:
+def read_documents(path: Path, kind: str) -> Iterator[SourceRecord]:
     """Read the records of a source; in plain text, blank lines separate records.
 
     Raises:
         SourceError: if the file is damaged, or its format cannot be read.
     """
-    return _read(path, documents=True)
+    return _read(path, kind, documents=True)
 
 
-def detect_format(path: Path) -> SourceFormat:
+def detect_format(path: Path, kind: str) -> SourceFormat:
     """The format of a source, by its first bytes, its suffix, or its first line that is not blank.
 
     A .txt file is plain text, a .jsonl file is JSONL and a .csv file is a table, whatever their content.
 
+    Args:
+        path: of the file.
+        kind: what is in it, a key of ``FORMATS``.
+
     Raises:
-        SourceError: if the format cannot be read, with its name.
+        SourceError: if the format cannot be read, or is none of ``FORMATS[kind]``, with its name.
     """
+    source_format = _detected_format(path, kind)
+    if source_format not in FORMATS[kind]:
+        raise SourceError(
+            f"{source_label(path)} is read as {FORMAT_NAMES[source_format]}, and {kind} come as "
+            f"{accepted_formats(kind)}; convert it"
+        )
+    return source_format
+
+
+def _detected_format(path: Path, kind: str) -> SourceFormat:
+    """``detect_format`` for all formats that any source may have."""
     start, suffix, label = _first_bytes(path), path.suffix.lower(), source_label(path)
     if start.startswith(b"PAR1"):
         return "parquet"
@@ -149,20 +186,20 @@ def detect_format(path: Path) -> SourceFormat:
             raise SourceError(f"{label} is packed by {program}; unpack it first")
     for prefix, refused_format in REFUSED_BY_START.items():
         if start.startswith(prefix):
-            raise SourceError(f"{label} is {refused_format}; give {ACCEPTED_FORMATS}, in UTF-8")
+            raise SourceError(f"{label} is {refused_format}; give {accepted_formats(kind)}, in UTF-8")
     if suffix in REFUSED_BY_SUFFIX:
         raise SourceError(
-            f"{label} is {REFUSED_BY_SUFFIX[suffix]} by its suffix; give {ACCEPTED_FORMATS} "
-            "(a .txt file is read as plain text)"
+            f"{label} is {REFUSED_BY_SUFFIX[suffix]} by its suffix; give {accepted_formats(kind)}"
+            + (" (a .txt file is read as plain text)" if "plain text" in FORMATS[kind] else "")
         )
     if FORMAT_BY_SUFFIX.get(suffix) == "parquet":
         raise SourceError(f"{label} is not a Parquet file, which begins with PAR1; make or fetch it again")
     return FORMAT_BY_SUFFIX.get(suffix) or _format_by_content(path, suffix)
 
 
-def _read(path: Path, *, documents: bool) -> Iterator[SourceRecord]:
+def _read(path: Path, kind: str, *, documents: bool) -> Iterator[SourceRecord]:
     """Read a source by its format; plain text as documents or as lines."""
-    source_format = detect_format(path)
+    source_format = detect_format(path, kind)
     if source_format == "jsonl":
         return read_jsonl(path)
     if source_format == "json array":
@@ -211,8 +248,16 @@ def _first_bytes(path: Path) -> bytes:
         raise SourceError(f"{source_label(path)} cannot be read: {error.strerror or error}") from error
 
 
+def _standard_input(kind: str) -> Path:
+    """The copy of standard input; raises SourceError if it is empty."""
+    path = _copy_of_standard_input()
+    if path.stat().st_size == 0:
+        raise SourceError(f"standard input is empty; pipe {accepted_formats(kind)} to it")
+    return path
+
+
 @lru_cache(maxsize=1)
-def _standard_input() -> Path:
+def _copy_of_standard_input() -> Path:
     """Copy standard input to a file, since it can be read only once; the file is deleted when the process ends."""
     stream = getattr(sys.stdin, "buffer", None)
     try:
@@ -229,6 +274,4 @@ def _standard_input() -> Path:
         raise SourceError(
             f"standard input cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
-    if path.stat().st_size == 0:
-        raise SourceError(f"standard input is empty; pipe {ACCEPTED_FORMATS} to it")
     return path

@@ -95,8 +95,8 @@ def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
         SourceError: naming the line, if a field is missing or of the other kind.
     """
     rows: list[dict[str, Any]] = []
-    for record in islice(read_records(source_path(name)), limit):
-        if record.fields is None:
+    for record in islice(read_records(source_path(name, "pairs"), "pairs"), limit):
+        if record.fields is None:  # an entry of a JSON array
             raise SourceError(
                 f"{record.location}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"
             )
