@@ -4,8 +4,9 @@
     python benchmarks/processes.py --prompts 40 --rounds 1   # a trial
 
 Both measure the shipped pair on the same prompts. The rate is tokens per second of ``measurement.json`` (without
-imports and loading), that of the independent runs the sum of theirs; and, apart, tokens per second of the whole
-commands. In every round one follows the other. The result is the median of the ratios within rounds.
+imports and loading), that of the independent runs the sum of theirs; beside it, tokens per second and processor time
+of the whole commands. In every round one follows the other, in every second round in reverse, so that other load on
+the machine meets both. The result is the median of the ratios within rounds.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -57,17 +59,35 @@ def finish(processes: dict[Path, "subprocess.Popen[bytes]"]) -> dict[str, float]
     }
 
 
-def one_round(folder: Path, prompts: int) -> dict[str, dict[str, float]]:
-    """Both ways, one after the other."""
+def one_round(folder: Path, prompts: int, *, torchrun_first: bool) -> dict[str, dict[str, float]]:
+    """Both ways, one after the other, with the load average of the machine during each."""
     whole = write_prompts(folder / "whole.txt", 0, prompts)
     halves = [
         write_prompts(folder / f"half-{number}.txt", number * (prompts // 2), prompts // 2)
         for number in (0, 1)
     ]
-    torchrun = finish({folder / "torchrun": start(whole, folder / "torchrun", LAUNCHER)})
     outs = [folder / f"apart-{number}" for number in (0, 1)]
-    independent = finish({out: start(half, out) for out, half in zip(outs, halves, strict=True)})
-    return {"torchrun": torchrun, "independent": independent}
+
+    def measure_by_torchrun() -> dict[str, float]:
+        return finish({folder / "torchrun": start(whole, folder / "torchrun", LAUNCHER)})
+
+    def measure_apart() -> dict[str, float]:
+        return finish({out: start(half, out) for out, half in zip(outs, halves, strict=True)})
+
+    ways = {"torchrun": measure_by_torchrun, "independent": measure_apart}
+    figures: dict[str, dict[str, float]] = {}
+    for name in ways if torchrun_first else reversed(ways):
+        cpu_seconds = cpu_seconds_of_children()
+        figures[name] = ways[name]()
+        figures[name]["cpu_seconds"] = cpu_seconds_of_children() - cpu_seconds
+        figures[name]["load_after"] = os.getloadavg()[0]
+    return figures
+
+
+def cpu_seconds_of_children() -> float:
+    """Processor time of all commands that have ended, with their ranks."""
+    usage = getrusage(RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -79,9 +99,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     rounds: list[dict[str, dict[str, float]]] = []
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            rounds.append(one_round(Path(folder), options.prompts))
+            rounds.append(one_round(Path(folder), options.prompts, torchrun_first=number % 2 == 0))
             print(json.dumps(rounds[-1]), flush=True)
 
     def ratio_of(name: str) -> float:
@@ -92,6 +112,7 @@ def main() -> None:
         "new_tokens": NEW_TOKENS,
         "ratio": ratio_of("rate"),
         "ratio_with_start": ratio_of("rate_with_start"),
+        "ratio_of_cpu_seconds": ratio_of("cpu_seconds"),
         "rounds": rounds,
     }
     print(json.dumps(figures, indent=2))

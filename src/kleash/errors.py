@@ -70,4 +70,12 @@ class RankError(KleashError, RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with a message that says what was saved."""
+    """Ctrl-C or SIGTERM, with a message that says what was saved.
+
+    ``is_reported`` is true if another rank prints it, so that this one need not.
+    """
+
+    def __init__(self, message: str, *, is_reported: bool = False) -> None:
+        """Make the interruption with this message."""
+        super().__init__(message)
+        self.is_reported = is_reported

@@ -1,5 +1,6 @@
 """The words of the command line: what they mean, what is answered to those that mean nothing, and help."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kleash.cli import main
+from kleash.cli import entry, main
 from kleash.cli.commands import RECORDS
 from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
@@ -297,3 +298,54 @@ def test_missing_packages_of_an_option_are_named_with_the_others(
 def test_an_option_error_of_a_job_is_one_sentence() -> None:
     with pytest.raises(OptionError, match="--top-p must be above 0"):
         read_words(["measure", "--top-p", "7"])
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "kleash: interrupted\n"), (signal.SIGTERM, 143, "kleash: terminated by SIGTERM\n")],
+)
+def test_signals_end_a_command_with_a_line_and_their_exit_code(
+    number: signal.Signals,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        signal.raise_signal(number)
+        return 0
+
+    def interrupted_in_an_import(words: list[str]) -> int:
+        try:
+            interrupted(words)
+        except KeyboardInterrupt as stop:
+            raise ImportError("the C extensions failed") from stop
+        return 0
+
+    handlers = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
+    for run, expected in ((interrupted, line), (interrupted_in_an_import, "kleash: interrupted\n")):
+        monkeypatch.setattr(entry, "_run", run)
+        assert entry.main(["measure"]) == code
+        assert capsys.readouterr().err == expected
+    assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_launcher_may_repeat_a_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun sends its processes the Ctrl-C that they got from the terminal."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def interrupted_twice(words: list[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            print("saved")
+        return 0
+
+    for rank, line in (("0", "kleash: interrupted\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(entry, "_run", interrupted_twice)
+        assert entry.main(["measure"]) == 130
+        assert tuple(capsys.readouterr()) == ("saved\n", line)

@@ -30,7 +30,7 @@ def result(out: Path) -> dict[str, Any]:
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(6000):
+    for _ in range(24_000):
         if path.exists():
             return
         assert process.poll() is None, "the run ended before it could be interrupted"
@@ -77,8 +77,11 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_prints_the_command_that_resumes(
-    pair: tuple[Path, Path], prompts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated by SIGTERM")]
+)
+def test_ctrl_c_and_sigterm_print_the_options_that_resume(
+    number: signal.Signals, cause: str, pair: tuple[Path, Path], prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
@@ -89,11 +92,11 @@ def test_ctrl_c_prints_the_command_that_resumes(
         preexec_fn=heed_interrupts,
     )
     wait_for(out / "sequences" / "part-00000.parquet", process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert (
-        error.strip() == f"kleash: interrupted; finished shards are on disk: resume with --resume --out {out}"
+    assert process.returncode == 128 + number
+    assert error.strip() == (
+        f"kleash: {cause}; finished shards are on disk: resume with --resume --out {out}"
     )
 
 

@@ -55,8 +55,12 @@ def test_torchrun_loses_a_rank_and_two_others_finish_with_the_same_result(
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.005)
     os.kill(workers_of(launcher)[1], signal.SIGKILL)
-    launcher.communicate(timeout=100)
+    _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == 1
+    advice = f"finished shards are on disk: resume with --resume --out {out}"
+    assert [line for line in errors.splitlines() if line.startswith("kleash: ")] == [
+        f"kleash: terminated by SIGTERM; {advice}"
+    ]
     assert not (out / "measurement.json").exists()
     before = {path: path.stat().st_mtime_ns for path in (out / "sequences").glob("part-*")}
     finished = RunFolder(out).finished_shards()

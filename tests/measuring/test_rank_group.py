@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def errors_of(futures: list[Future[Any]]) -> list[str]:
 
 def is_printed(future: Future[Any]) -> bool:
     error = future.exception()
-    return not (isinstance(error, RankError) and error.is_reported)
+    return not (isinstance(error, RankError | Interrupted) and error.is_reported)
 
 
 def test_values_are_gathered_broadcast_and_counted() -> None:
@@ -54,14 +55,20 @@ def test_a_process_alone_needs_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("error", "sentence", "printing"),
     [
-        (ModelError("there is no folder x"), "rank 2 stopped: there is no folder x"),
-        (ZeroDivisionError("division by zero"), "rank 2 stopped: ZeroDivisionError: division by zero"),
-        (Interrupted("interrupted; resume"), "rank 2 stopped: interrupted; resume"),
+        (ModelError("there is no folder x"), "rank 2 stopped: there is no folder x", [0, 2]),
+        (
+            ZeroDivisionError("division by zero"),
+            "rank 2 stopped: ZeroDivisionError: division by zero",
+            [0, 2],
+        ),
+        (Interrupted("interrupted; resume"), "rank 2 stopped: interrupted; resume", [2]),
     ],
 )
-def test_the_failure_of_a_rank_ends_those_that_wait(error: BaseException, sentence: str) -> None:
+def test_the_failure_of_a_rank_ends_those_that_wait(
+    error: BaseException, sentence: str, printing: list[int]
+) -> None:
     def work(group: RankGroup) -> None:
         if group.rank == 2:
             raise error
@@ -70,16 +77,52 @@ def test_the_failure_of_a_rank_ends_those_that_wait(error: BaseException, senten
     futures = in_threads(4, work)
     assert futures[2].exception() is error
     assert [message for rank, message in enumerate(errors_of(futures)) if rank != 2] == [sentence] * 3
-    assert [is_printed(future) for future in futures] == [True, False, True, False]
+    assert [rank for rank, future in enumerate(futures) if is_printed(future)] == printing
 
 
-def test_one_failure_of_all_ranks_is_reported_once() -> None:
+@pytest.mark.parametrize("kind", [CannotRunError, Interrupted])
+def test_one_failure_of_all_ranks_is_reported_once(kind: Callable[[str], BaseException]) -> None:
+    together = Barrier(4)
+
     def work(group: RankGroup) -> None:
-        raise CannotRunError("there is no cuda here")
+        together.wait()
+        raise kind("there is no cuda here")
 
-    futures = in_threads(4, work)
-    assert set(errors_of(futures)) == {"there is no cuda here"}
-    assert sum(map(is_printed, futures)) == 1
+    for _ in range(5):
+        futures = in_threads(4, work)
+        assert {message.split(": ")[-1] for message in errors_of(futures)} == {"there is no cuda here"}
+        assert all(type(future.exception()).__name__ in (kind.__name__, "RankError") for future in futures)
+        assert sum(map(is_printed, futures)) == 1
+
+
+def test_a_rank_that_torchrun_ends_after_a_failure_names_the_failure() -> None:
+    """torchrun sends SIGTERM to the others when one has failed, wherever they are."""
+    failed = Event()
+
+    def work(group: RankGroup) -> None:
+        if group.rank == 1:
+            raise ModelError("there is no folder x")
+        while group.peek("failure") is None:
+            failed.wait(0.01)
+        raise KeyboardInterrupt("terminated by SIGTERM")
+
+    futures = in_threads(3, work)
+    consequence = "rank 1 stopped: there is no folder x"
+    assert errors_of(futures) == [consequence, "there is no folder x", consequence]
+    assert isinstance(futures[0].exception(), Interrupted)
+    assert [is_printed(future) for future in futures] == [True, True, False]
+
+
+def test_a_failure_that_is_not_said_ends_the_others_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank was killed between counting its failure and telling it."""
+    monkeypatch.setattr(rank_group, "POST_S", 0.1)
+    store = LocalStore()
+    store.add("failures", 1)
+    store.set("node/1", '"node"')
+    error = CannotRunError("there is no cuda here")
+    with pytest.raises(CannotRunError) as caught, RankGroup(0, 2, store).running():
+        raise error
+    assert caught.value is error
 
 
 def test_a_rank_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
+from kleash.cli.signals import Termination, handling_termination
 from kleash.cli.streams import command_streams, json_escape
-from kleash.errors import KleashError, RankError
+from kleash.errors import Interrupted, KleashError, RankError
 from kleash.launch_environment import launched_rank
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
@@ -20,15 +21,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success, 1 if a check failed or training stopped early, 2 for an error in the request, 3 if a
-        gate is undecided, 130 if interrupted, 141 if the reader of standard output is gone.
+        gate is undecided, 130 if interrupted, 143 if terminated by SIGTERM, 141 if the reader of standard
+        output is gone.
     """
     arguments = list(sys.argv[1:] if words is None else words)
     _escape_unencodable_characters()
-    with command_streams():
-        return _exit_code(arguments)
+    with command_streams(), handling_termination() as termination:
+        return _exit_code(arguments, termination)
 
 
-def _exit_code(arguments: list[str]) -> int:
+def _exit_code(arguments: list[str], termination: Termination) -> int:
     """Run the command, print an error as one sentence, and return the exit code."""
     try:
         code = _run(arguments)
@@ -39,15 +41,28 @@ def _exit_code(arguments: list[str]) -> int:
             _print_error(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt as stop:
-        if launched_rank() == 0:
-            _print_error(str(stop) or "interrupted")
-        return EXIT_INTERRUPTED
+        _print_interruption(stop)
+        return termination.exit_code(EXIT_INTERRUPTED)
     except BrokenPipeError:  # such as "kleash … | head"
         return EXIT_BROKEN_PIPE
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich exits after a broken pipe
             return EXIT_BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else EXIT_SUCCESS
+    except Exception:
+        if termination.received is None:
+            raise
+        _print_interruption(
+            KeyboardInterrupt()
+        )  # such as numpy's ImportError if it is interrupted in its import
+        return termination.exit_code(EXIT_INTERRUPTED)
+
+
+def _print_interruption(stop: KeyboardInterrupt) -> None:
+    """Print why the command was interrupted, and what was saved; of several ranks one does."""
+    is_reported = stop.is_reported if isinstance(stop, Interrupted) else launched_rank() != 0
+    if not is_reported:
+        _print_error(str(stop) or "interrupted")
 
 
 def _print_error(message: str) -> None:

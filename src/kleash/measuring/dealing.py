@@ -5,6 +5,7 @@ What a shard holds does not depend on who scores it. The running KL, and the dec
 those of the shards from the first on without a gap: they are the same for any number of ranks.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from kleash.store.checksums import Checksums
 
 MIN_CLUSTERS = 64
 """``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
+CHECK_GROWTH = 1.01
+"""``until_relative_error`` is decided whenever the sequences have become so many times more: after each shard of a
+small run, and seldom enough in one of many shards that deciding, which reads all sums, takes little of its time."""
 KL_SHARE = 0.02
 """Largest share of the time that computing the KL for display may take: it grows with the number of sequences."""
 VISIBLE_S = 60.0
@@ -66,6 +70,9 @@ class RunningKL:
     next_index: int = 0
     _next_kl_time: float = 0.0
     """Before it, the KL is not computed for display."""
+    _num_sequences: int = 0
+    _next_decision: int = 0
+    """The number of sequences before which ``until_relative_error`` is not decided again."""
     _sequences: SequenceClusters = field(init=False)
     _checksums: Checksums = field(init=False)
 
@@ -81,10 +88,13 @@ class RunningKL:
         """Take in the shards that have been finished since, as far as there is no gap."""
         while self.stop is None and (sums := self._next_sums()) is not None:
             self._sequences.add_sums(sums)
+            self._num_sequences += len(sums.kl)
             self.next_index += self.run.job.part[1]
-            target, start = self.run.job.until_relative_error, time.monotonic()
-            if target is None and start < self._next_kl_time:
+            target = self.run.job.until_relative_error
+            is_due = time.monotonic() >= self._next_kl_time if target is None else self._is_decision()
+            if not is_due:
                 continue
+            start = time.monotonic()
             kl = self._sequences.kl()
             if self.has_kl:
                 self.run.reporter.update_kl(Number.of(kl))
@@ -92,6 +102,13 @@ class RunningKL:
             if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
                 self.stop = self.next_index
                 self.run.ranks.post("stop", self.stop)
+
+    def _is_decision(self) -> bool:
+        """Whether ``until_relative_error`` is decided after this shard, which depends on the shards alone."""
+        if self._num_sequences < self._next_decision:
+            return False
+        self._next_decision = math.ceil(CHECK_GROWTH * self._num_sequences)
+        return True
 
     def _next_sums(self) -> SequenceSums | None:
         """The sums of the next shard; None if it is not finished yet."""

@@ -25,6 +25,8 @@ BEAT_S = 5.0
 """Seconds from one sign of life of a rank to the next."""
 SILENCE_S = 300.0
 """Seconds without a sign of life after which a rank counts as lost."""
+POST_S = 2.0
+"""Seconds for which a rank that fails waits for the sentence of one that has failed before."""
 LEAVE_S = 10.0
 """Seconds for which the rank that hosts the store waits for the others at the end."""
 
@@ -148,12 +150,12 @@ class RankGroup:
             self.nodes = self.gather("node", self._node)
             yield self
         except BaseException as error:
-            first_failure = None
+            consequence = None
             with suppress(RankError):
-                first_failure = self._post_failure(error)
-            if isinstance(error, KleashError) and str(error) == first_failure:
-                raise RankError(str(error), is_reported=True) from error
-            raise
+                consequence = self._post_failure(error)
+            if consequence is None:
+                raise
+            raise consequence from error
         finally:
             with suppress(RankError):
                 self._leave()
@@ -217,9 +219,7 @@ class RankGroup:
             return
         failure = self.peek("failure")
         if failure is not None and failure["rank"] != self.rank:
-            raise RankError(
-                f"rank {failure['rank']} stopped: {failure['sentence']}", is_reported=not self.is_first
-            )
+            raise RankError(_stopped(failure), is_reported=self._is_printed(failure))
 
     def _listen(self) -> None:
         """Raise an error if a rank has given no sign of life for ``SILENCE_S``."""
@@ -253,16 +253,33 @@ class RankGroup:
             if ended.wait(min(BEAT_S, SILENCE_S / 4)):
                 return
 
-    def _post_failure(self, error: BaseException) -> str | None:
-        """Tell the others why this rank stops; returns the sentence of another rank that failed first, if any."""
-        failure = self.peek("failure")
-        if failure is not None:
-            return str(failure["sentence"])
-        is_sentence = isinstance(error, (KleashError, Interrupted))
-        sentence = str(error) if is_sentence else f"{type(error).__name__}: {error}"
+    def _post_failure(self, error: BaseException) -> BaseException | None:
+        """Tell the others why this rank stops.
+
+        Returns:
+            The error to raise instead, if another rank failed before with the same sentence, or if this one was
+            interrupted, as torchrun does after a failure; None otherwise.
+        """
         if self.add("failures") == 1:
-            self.post("failure", {"rank": self.rank, "sentence": sentence})
+            is_sentence = isinstance(error, KleashError | Interrupted)
+            sentence = str(error) if is_sentence else f"{type(error).__name__}: {error}"
+            is_interruption = isinstance(error, KeyboardInterrupt)
+            self.post(
+                "failure", {"rank": self.rank, "sentence": sentence, "is_interruption": is_interruption}
+            )
+            return None
+        deadline = time.monotonic() + POST_S
+        while (failure := self.peek("failure")) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if failure is not None and isinstance(error, KeyboardInterrupt):
+            return Interrupted(_stopped(failure), is_reported=self._is_printed(failure))
+        if failure is not None and isinstance(error, KleashError) and str(error) == failure["sentence"]:
+            return RankError(str(error), is_reported=True)
         return None
+
+    def _is_printed(self, failure: dict[str, Any]) -> bool:
+        """Whether this rank need not print the failure of another: rank 0 does, and of Ctrl-C one rank is enough."""
+        return not self.is_first or failure["is_interruption"]
 
     def _leave(self) -> None:
         """Count this rank as gone; the host of the store waits until all are."""
@@ -285,6 +302,11 @@ class RankGroup:
                 f"the store that the ranks share cannot be reached ({reason}): the first process or the launcher is "
                 "gone; start the run again with --resume"
             ) from error
+
+
+def _stopped(failure: dict[str, Any]) -> str:
+    """The sentence about the failure of another rank."""
+    return f"rank {failure['rank']} stopped: {failure['sentence']}"
 
 
 def launched_ranks() -> RankGroup:

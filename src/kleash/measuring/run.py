@@ -66,7 +66,7 @@ def measure(
         RunFolderError: if ``job.out`` cannot be written or resumed.
         RankError: if another rank fails, is lost, or measures something else.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
-        Interrupted: on Ctrl-C, with the command that resumes the run.
+        Interrupted: on KeyboardInterrupt, with the options that resume the run.
     """
     if job.shard is not None:
         raise OptionError(f"--shard {job.shard} scores a part of a run; call measure_part, and then merge")
@@ -152,7 +152,8 @@ def opened_run(
                 )
             except KeyboardInterrupt as stop:
                 raise Interrupted(
-                    f"interrupted; finished shards are on disk: resume with --resume --out {job.out or folder.root}"
+                    f"{stop or 'interrupted'}; finished shards are on disk: resume with --resume --out "
+                    f"{job.out or folder.root}"
                 ) from stop
 
 

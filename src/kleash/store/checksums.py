@@ -10,10 +10,11 @@ writer 3 to ``checksums-3.jsonl``. Readers merge all of them, and ``merge_checks
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -88,6 +89,16 @@ class Checksums:
             return cls(root, None)
         of_other_writers = (_lines_of(other) or [] for other in _other_checksums(root))
         return cls(root, [*lines, *(line for writer_lines in of_other_writers for line in writer_lines)])
+
+    @property
+    def names(self) -> Set[str]:
+        """The names of the files that have a checksum."""
+        return self._files.keys()
+
+    @property
+    def expected_names(self) -> Set[str]:
+        """The names of the files that were written and not taken away since."""
+        return self._files.keys() - self._removed
 
     def covers(self, path: Path) -> bool:
         """Whether a file has a checksum, or nothing in the folder has one."""
@@ -266,6 +277,12 @@ def _lines_of(path: Path) -> list[ChecksumLine] | None:
         return None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
+    return _parsed_lines(path, content)
+
+
+@lru_cache(maxsize=4)
+def _parsed_lines(path: Path, content: bytes) -> list[ChecksumLine]:
+    """The lines of a file of checksums with this content; a run of many shards is asked for them at every pass."""
     return [
         _parsed(path, number, line) for number, line in enumerate(_whole_lines(content).split(b"\n")[:-1], 1)
     ]
@@ -278,10 +295,17 @@ def _whole_lines(content: bytes) -> bytes:
 
 def record_removal(root: Path, *paths: Path) -> None:
     """Record that files are about to be removed, so that they are not reported as missing."""
+    if not paths:
+        return
     checksums = Checksums.read(root)
-    for path in paths:
-        if checksums.expects(path):
-            _append(root, {"file": path.relative_to(root).as_posix(), "removed": True})
+    _append(
+        root,
+        *(
+            {"file": path.relative_to(root).as_posix(), "removed": True}
+            for path in paths
+            if checksums.expects(path)
+        ),
+    )
 
 
 def seal_folder(root: Path) -> None:
@@ -315,14 +339,15 @@ def _bytes_of(path: Path, advice: str) -> bytes:
 
 
 def _record(root: Path, path: Path, checksum: FileChecksum, writer: int) -> None:
-    _append(root, _record_of(root, path, checksum), writer)
+    _append(root, _record_of(root, path, checksum), writer=writer)
 
 
 def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]:
     return {"file": path.relative_to(root).as_posix(), "bytes": checksum.size, "sha256": checksum.sha256}
 
 
-def _append(root: Path, record: dict[str, Any], writer: int = 0) -> None:
+def _append(root: Path, *records: dict[str, Any], writer: int = 0) -> None:
+    """Append a line for each record to a writer's checksums."""
     path = root / (OTHER_CHECKSUMS.replace("*", str(writer)) if writer else CHECKSUMS)
     try:
         new = not path.exists()
@@ -335,7 +360,7 @@ def _append(root: Path, record: dict[str, Any], writer: int = 0) -> None:
                 end -= 1
             file.seek(end)
             file.truncate()
-            file.write(_line(record).encode())
+            file.write("".join(map(_line, records)).encode())
             file.flush()
             os.fsync(file.fileno())
         if new:

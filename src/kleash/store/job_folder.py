@@ -160,8 +160,7 @@ class JobFolder(ABC):
                 settings or inputs, or if another process is writing it.
         """
         self.check(resume=resume)
-        with folder_lock(self.root, ADVICE_IF_LOCKED):
-            self.take_over()
+        with self.locked():
             self.check(resume=resume)
             if self.begun:
                 require_same(self.root, self.header(), header)
@@ -185,8 +184,15 @@ class JobFolder(ABC):
         except OSError as error:  # a name that is too long, a folder that may not be read
             raise cannot_write(self.root, error) from error
 
-    def take_over(self) -> None:  # noqa: B027
-        """Check or clear what other writers of an earlier run left; called with the folder locked."""
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Context in which the folder is locked for this process.
+
+        Raises:
+            RunFolderError: if another process is writing it.
+        """
+        with folder_lock(self.root, ADVICE_IF_LOCKED):
+            yield
 
     def _is_leftover(self, name: str) -> bool:
         """Whether a killed run may have left a file of this name."""

@@ -33,6 +33,8 @@ from kleash.store.tables import (
 
 KINDS = ("tokens", "sequences", "alternatives")
 """The folders of a run's parts."""
+COUNTED_KINDS = ("tokens", "sequences")
+"""The folders in which every shard has a file."""
 ALTERNATIVES = "alternatives.parquet"
 PART = re.compile(r"part-(\d{5}|[1-9]\d{5,})\.parquet")
 SHARD_FOLDERS = "shard-*-of-*"
@@ -77,11 +79,18 @@ class RunFolder(JobFolder):
             require_same(self.root, self.header(), header)
             yield self
 
-    def take_over(self) -> None:
-        """Check that no other writer of an earlier run is active, and merge the checksums of all."""
-        require_no_other_writer(self.root, ADVICE_IF_LOCKED)
-        if self.begun:
-            self.merge_checksums()
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Context in which the run is locked, no other writer of an earlier run is active, and checksums are merged.
+
+        Raises:
+            RunFolderError: if another process is writing it, or checksums are damaged.
+        """
+        with super().locked():
+            require_no_other_writer(self.root, ADVICE_IF_LOCKED)
+            if self.begun:
+                self.merge_checksums()
+            yield
 
     def merge_checksums(self) -> None:
         """Put the checksums of all writers into one file; the others must have left.
@@ -94,11 +103,17 @@ class RunFolder(JobFolder):
     def finished_shards(self) -> tuple[int, ...]:
         """The numbers of the shards whose files are there with their checksums, in rising order."""
         checksums = self.checksums()
-        return tuple(
-            index
-            for index in self._indices("sequences")
-            if all(path.exists() and checksums.covers(path) for path in self._shard(index, checksums))
-        )
+        covered, expected = checksums.names, checksums.expected_names
+        on_disk = {kind: frozenset(self._indices(kind)) for kind in KINDS}
+
+        def is_finished(index: int) -> bool:
+            has_top = _part_name("alternatives", index) in expected
+            return all(
+                index in on_disk[kind] and (not checksums.exists or _part_name(kind, index) in covered)
+                for kind in (KINDS if has_top else COUNTED_KINDS)
+            )
+
+        return tuple(index for index in sorted(on_disk["sequences"]) if is_finished(index))
 
     def require_shards(self, count: int, indices: Iterable[int] | None = None) -> None:
         """Check that all the shards are there that a finished run is made of.
@@ -218,4 +233,9 @@ class RunFolder(JobFolder):
         write_table(self._part(kind, index), columns, kinds, root=self.root, writer=self.writer)
 
     def _part(self, kind: str, index: int) -> Path:
-        return self.root / kind / f"part-{index:05d}.parquet"
+        return self.root / _part_name(kind, index)
+
+
+def _part_name(kind: str, index: int) -> str:
+    """The name of a shard's file in the folder of its run."""
+    return f"{kind}/part-{index:05d}.parquet"
