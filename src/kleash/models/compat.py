@@ -5,6 +5,7 @@ Every private or undocumented attribute that the models floor relies on is in th
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
 """
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,6 +63,50 @@ def replace_template_renderer(render: Callable[..., Any]) -> Iterator[None]:
     finally:
         with _RENDERER_LOCK:
             module.render_jinja_template = original
+
+
+def class_of_config(config: Any) -> Any:
+    """The class in transformers that a configuration's network with a head has; None if there is none.
+
+    It is the class of ``AutoModelForCausalLM``, or else that of ``AutoModelForMultimodalLM``, which has the models that
+    read images, audio or video.
+    """
+    transformers = import_extra("transformers", "models")
+    for auto_class in (
+        transformers.AutoModelForCausalLM,
+        getattr(transformers, "AutoModelForMultimodalLM", None),
+    ):
+        mapping = getattr(auto_class, "_model_mapping", {})
+        if type(config) in mapping:
+            classes = mapping[type(config)]
+            return classes[0] if isinstance(classes, tuple) else classes
+    return None
+
+
+def find_backbone(network: Any) -> Any:
+    """The submodule of a network that returns ``last_hidden_state``; the network itself if there is none.
+
+    ``base_model`` is the network itself for a class whose ``base_model_prefix`` names no attribute (Llama 4).
+    """
+    if network.base_model is not network:
+        return network.base_model
+    embedding = network.get_input_embeddings()
+    for module in network.children():
+        if hasattr(module, "base_model") and any(part is embedding for part in module.modules()):
+            return module
+    return network
+
+
+def use_exact_experts(network: Any) -> None:
+    """Let a mixture of experts compute one expert after the other: its grouped product has no float64."""
+    with contextlib.suppress(AttributeError, ValueError):  # transformers 4, and networks without experts
+        network.set_experts_implementation("eager")
+
+
+def adapter_tensor_prefixes() -> tuple[str, ...]:
+    """What the part of a tensor's name that PEFT adds to a module's path begins with, for every kind of adapter."""
+    prefixes = import_extra("peft.mapping", "models").PEFT_TYPE_TO_PREFIX_MAPPING.values()
+    return (*sorted(set(prefixes)), "base_layer", "modules_to_save", "token_adapter")
 
 
 def loaded_from(network: Any) -> str:

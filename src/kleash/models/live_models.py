@@ -15,6 +15,7 @@ from kleash.models.compat import loaded_from
 from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
+from kleash.models.text_towers import count_text_parameters
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""
@@ -58,7 +59,7 @@ def live_model(
         path=name or loaded_from(base) or type(base).__name__,
         revision=None,
         fingerprint="",
-        parameters=sum(p.numel() for p in base.parameters()),
+        parameters=count_text_parameters(base),
         adapters=adapters,
         adapter=adapter_name,
     )

@@ -7,7 +7,7 @@ import torch
 
 from kleash.errors import KleashError, ModelError
 from kleash.linear import Head
-from kleash.models.compat import summarise_error
+from kleash.models.compat import find_backbone, summarise_error
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
 from kleash.models.tokenizers import PROBES, token_count
@@ -67,7 +67,7 @@ def build_model(
         trust_remote_code=trust_remote_code,
         tokenizer=tokenizer,
         network=network,
-        backbone=network.base_model,
+        backbone=find_backbone(network),
         adapters=adapters,
         adapter=adapter,
     )
@@ -119,8 +119,9 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     generation_config = getattr(network, "generation_config", None)
     eos = getattr(generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = network.config.get_text_config(decoder=True).eos_token_id
+    for config in (network.config.get_text_config(decoder=True), network.config):
+        if eos is None:
+            eos = getattr(config, "eos_token_id", None)
     if eos is None:
         eos = tokenizer.eos_token_id
     if eos is None:
@@ -143,7 +144,7 @@ def read_context_length(network: Any) -> int | None:
     Raises:
         ModelError: if ``max_position_embeddings`` is not a number of tokens.
     """
-    length = getattr(network.config, "max_position_embeddings", None)
+    length = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(
             f"{getattr(network, 'name_or_path', '') or 'the model'} has the max_position_embeddings "

@@ -1,6 +1,5 @@
 """Loading networks from checkpoints, with checks of their configuration and weights."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,16 @@ from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
+from kleash.models.checkpoints.files import list_weight_files, read_safetensors_header
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import summarise_error
-
-NON_TEXT_PARTS = ("vision", "audio", "image", "video", "vq")
-"""Words in the names of sub-configurations of models that read more than text."""
+from kleash.models.compat import summarise_error, use_exact_experts
+from kleash.models.text_towers import (
+    NetworkClass,
+    has_other_parts,
+    is_of_other_part,
+    list_network_classes,
+    needs_other_parts,
+)
 
 
 def load_networks(
@@ -38,7 +42,7 @@ def load_networks(
         The networks by role, and notes on which bases are shared and which are loaded twice.
 
     Raises:
-        ModelError: if a network cannot be loaded, is not a decoder-only text model, or lacks weights.
+        ModelError: if a network cannot be loaded, is not a decoder-only model, or lacks weights.
     """
     checkpoints_by_folder: dict[Path, dict[str, Checkpoint]] = {}
     for role, checkpoint in checkpoints.items():
@@ -51,6 +55,8 @@ def load_networks(
         if device_map is None:
             network.to(device)
         network.eval()
+        if network.dtype == torch.float64:
+            use_exact_experts(network)
         return BaseNetwork(
             network=network, parameters=sum(p.numel() for p in network.parameters()), notes=base_notes
         )
@@ -81,18 +87,12 @@ def _load_base(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
         _check_decoder_only(config, subject)
-        check_network_size(
-            subject,
+        network_class = _choose_class(checkpoint, config, subject, trust_remote_code)
+        network, report = network_class.from_pretrained(
             checkpoint.folder,
-            config,
-            partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code),
-        )
-        network, report = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=config,
+            config=network_class.config,
             dtype=dtype,
             device_map=device_map,
-            trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by _check_shapes instead
@@ -109,11 +109,35 @@ def _load_base(
             f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
             f"{', '.join(missing_weights[:3])}; fetch the checkpoint again, or save it whole"
         )
-    unused_tensors = sorted(report["unexpected_keys"])
+    unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
     if not unused_tensors:
         return network, ()
     return network, (
         f"{len(unused_tensors)} tensors of {subject} are not used by its architecture, such as {unused_tensors[0]}",
+    )
+
+
+def _choose_class(checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool) -> NetworkClass:
+    """The first class for a configuration that fits the files and whose forward pass on text needs nothing but text.
+
+    Raises:
+        ModelError: if there is none, with the reason of the first.
+    """
+    names = {name for path in list_weight_files(checkpoint.folder) for name in read_safetensors_header(path)}
+    refusal: ModelError | None = None
+    for network_class in list_network_classes(config, names, trust_remote_code=trust_remote_code):
+        try:
+            skeleton = check_network_size(
+                subject, checkpoint.folder, network_class.config, network_class.from_config
+            )
+        except ModelError as error:
+            refusal = refusal or error
+            continue
+        if not has_other_parts(config) or not needs_other_parts(skeleton):
+            return network_class
+    raise refusal or ModelError(
+        f"{subject} ({config.model_type}) runs more than its language model on text, and transformers has no class of "
+        "its text part alone; kleash measures language models"
     )
 
 
@@ -131,15 +155,8 @@ def _check_shapes(report: Any, subject: str) -> None:
 
 
 def _check_decoder_only(config: Any, subject: str) -> None:
-    """Check that a configuration is of a decoder-only model that reads text alone."""
+    """Check that a configuration is of a decoder-only model."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{subject} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
-        )
-    sub_configs = sorted(getattr(config, "sub_configs", {}))
-    non_text_parts = [name for name in sub_configs if any(part in name for part in NON_TEXT_PARTS)]
-    if non_text_parts:
-        raise ModelError(
-            f"{subject} is a multi-modal model ({config.model_type}, with {', '.join(non_text_parts)}); kleash "
-            "measures models of text alone"
         )

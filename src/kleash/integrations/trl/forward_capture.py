@@ -15,6 +15,7 @@ from kleash.integrations.trl.compat import add_fused_lm_head, disable_gradient_c
 from kleash.linear import Head
 from kleash.models import at_rest, live_model
 from kleash.models.adapters.peft_adapters import require_unchanged_base
+from kleash.models.compat import find_backbone
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -114,7 +115,7 @@ class ForwardCapture:
             return original(model, *args, **kwargs)
         hidden = None
         if self._captures_hidden:
-            with capture_hidden_states(base_network(self._unwrap(model)).base_model) as outputs:
+            with capture_hidden_states(find_backbone(base_network(self._unwrap(model)))) as outputs:
                 result = original(model, *args, **kwargs)
             hidden = torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
         else:

@@ -79,7 +79,7 @@ def make_probe(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows 
     required_ids = [token for token in dict.fromkeys(tokens) if 0 <= token < vocab_size]
     spread_ids = [(17 + index * step) % vocab_size for index in range(PROBE_TOKENS)]
     ids = [*required_ids[:MAX_REQUIRED_TOKENS], *spread_ids]
-    context = getattr(network.config, "max_position_embeddings", None)
+    context = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
     length = min(
         len(ids), 2 * PROBE_TOKENS, context if isinstance(context, int) and context > 0 else len(ids)
     )

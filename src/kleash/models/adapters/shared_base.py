@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kleash.models.adapters.network_state import NetworkState, bitwise_equal, probe_logits, record_state
@@ -16,6 +17,7 @@ from kleash.models.adapters.peft_adapters import (
     trained_token_ids,
 )
 from kleash.models.adapters.rules import AdapterSettings, find_rule, is_plain_lora
+from kleash.models.adapters.tensor_names import fit_adapter_names
 from kleash.models.checkpoints.resolution import Checkpoint
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -131,28 +133,32 @@ def _load_on_one_base(
     network, is_tied = base.network, has_tied_embeddings(base.network)
     before = record_state(network, trained_token_ids(checkpoints)) if len(roles_by_adapter) > 1 else None
     wrapper: Any = None
-    names: dict[Path | None, str] = {}
+    names: dict[Path | None, str] = {None: ""}
+    parameters: dict[Path | None, int] = {None: 0}
+    notes: dict[Path | None, tuple[str, ...]] = {None: ()}
     adapter_logits: dict[str, Any] = {}
     for folder, roles in roles_by_adapter.items():
         if folder is None:
             continue
-        checkpoint, role = checkpoints[roles[0]], roles[0]
-        wrapper = attach_adapter(network, wrapper, checkpoint, role)
-        wrapper.eval()
-        names[folder] = role
-        check_acts_by_weights(wrapper, network, checkpoint, role, is_tied)
+        role = names[folder] = roles[0]
+        with TemporaryDirectory(prefix="kleash-adapter-") as scratch:
+            checkpoint, notes[folder] = fit_adapter_names(network, checkpoints[role], Path(scratch))
+            parameters[folder] = count_adapter_parameters(checkpoint)
+            wrapper = attach_adapter(network, wrapper, checkpoint, role)
+            wrapper.eval()
+            check_acts_by_weights(wrapper, network, checkpoint, role, is_tied)
         if before is not None:
             _check_unchanged(before, wrapper, network, checkpoint, adapter_logits)
             adapter_logits[role] = probe_logits(network, before.probe)
     networks = {}
     for role, checkpoint in checkpoints.items():
-        name = None if checkpoint.adapter is None else names[checkpoint.adapter.resolve()]
+        folder = None if checkpoint.adapter is None else checkpoint.adapter.resolve()
         networks[role] = LoadedNetwork(
             network=network,
             adapters=wrapper,
-            adapter=name,
-            parameters=base.parameters + count_adapter_parameters(checkpoint),
-            notes=base.notes,
+            adapter=names[folder] or None,
+            parameters=base.parameters + parameters[folder],
+            notes=(*base.notes, *notes[folder]),
         )
     return networks
 

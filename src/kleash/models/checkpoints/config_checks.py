@@ -27,7 +27,7 @@ MAX_SHOWN_CHARACTERS = 80
 COUNT_SETTINGS = re.compile(r"layers?$|layers?_|blocks?$|depth|stages?$|experts?")
 """Names of settings that are numbers of modules."""
 NON_SIZE_SETTINGS = re.compile(
-    r"position|length|seq|token|theta|window|factor|alpha|beta|scal|seed|key|step|indices|version|eps|tinit|tfinal|deltat|_id"
+    r"position|length|seq|token|theta|window|factor|alpha|beta|scal|seed|key|step|indices|version|eps|tinit|tfinal|deltat|_id|clip|logit"
 )
 """Names of settings whose numbers do not determine the size of a tensor."""
 RANK_SETTINGS = re.compile(r"(^|_)r$|rank")
@@ -148,7 +148,7 @@ def check_config_sizes(subject: str, folder: Path) -> None:
             )
 
 
-def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> None:
+def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> Any:
     """Build the network of a configuration on the meta device and compare its parameters with those in its files.
 
     Args:
@@ -156,6 +156,9 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> N
         folder: the folder of its weights.
         config: a transformers configuration.
         build: builds the network of a configuration, such as ``AutoModelForCausalLM.from_config``.
+
+    Returns:
+        The network on the meta device.
 
     Raises:
         ModelError: if it has too many parameters or buffers, or cannot be built.
@@ -185,6 +188,7 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> N
             f"{subject} describes in its config.json a network of {parameters} weights and tables of {buffer_elements} "
             f"numbers, and its files hold {elements} numbers; correct config.json, or fetch the checkpoint again"
         )
+    return network
 
 
 def check_adapter_sizes(subject: str, adapter: Path, base: Path) -> None:

@@ -19,6 +19,8 @@ from kleash.models.compat import summarise_error
 from kleash.models.sandbox.process import render_chat
 from kleash.models.sources.source_records import SourceRecord, check_unicode, get_field, show_value
 
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of records whose text refers to something that is no text."""
 TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of messages."""
 
@@ -45,7 +47,8 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
     """Check that there are messages and that each has a role and content; return them.
 
     Raises:
-        SourceError: if the list is empty, or a message lacks its role or content.
+        SourceError: if the list is empty, a message lacks its role or content, or its content holds an image, audio or
+            video.
     """
     if not messages:
         raise SourceError(f"{record.location}: {name!r} is empty; it needs at least one message")
@@ -59,7 +62,35 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
                 f"{record.location}: expected each message to have a 'role' and 'content' and found "
                 f"{show_value(message)}"
             )
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            kinds = (
+                [part.get("type"), *MEDIA_COLUMNS, "image_url", "input_audio"]
+                if isinstance(part, dict)
+                else []
+            )
+            kind = next((kind for kind in kinds[:1] if kind), None) or next(
+                filter(part.get, kinds[1:]), "text"
+            )
+            if kind != "text":
+                raise SourceError(
+                    f"{record.location}: a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on "
+                    "text alone; leave the record out, or give its text"
+                )
     return messages
+
+
+def check_text_only(record: SourceRecord) -> None:
+    """Check that a record has no image, audio or video beside its text, as TRL's data sets for vision have.
+
+    Raises:
+        SourceError: if it has, with the name of the column.
+    """
+    for name in MEDIA_COLUMNS:
+        if (record.fields or {}).get(name):
+            raise SourceError(
+                f"{record.location}: the record has {name!r} beside its text, and kleash measures models on text "
+                "alone; leave the record out, or the column if the text stands without it"
+            )
 
 
 def parse_preference(record: SourceRecord) -> Preference:

@@ -15,7 +15,7 @@ from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
 from kleash.models.adapters.network_state import make_probe, probe_logits
-from kleash.models.compat import summarise_error, suppress_library_output
+from kleash.models.compat import find_backbone, summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
 from kleash.training.model_options import load_models, lora_settings, require_trainable
 from kleash.training.ppo.policy import Policy, TokenBatch
@@ -105,7 +105,7 @@ def load_actor_critic(job: TrainJob, device: torch.device) -> ActorCritic:
         sampler=replace(
             policy,
             network=network,
-            backbone=network.base_model,
+            backbone=find_backbone(network),
             adapters=None,
             adapter=None,
             context_length=pair.context_length,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kleash.linear import Head, TokenTerms, linear_kl, linear_objective
 from kleash.models import TokenSequence
+from kleash.models.compat import find_backbone
 from kleash.models.scoring import pad_batch
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class Policy(torch.nn.Module):
 
     def hidden_states(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
         """Final hidden states at the positions that predict the batch's tokens."""
-        hidden = self.network.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
+        hidden = find_backbone(self.network)(input_ids=batch.ids, use_cache=False).last_hidden_state
         return hidden[batch.rows, batch.cols]
 
     def predict_values(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:

@@ -10,6 +10,7 @@ import torch
 from kleash.errors import ModelError
 from kleash.jobs import TrainJob
 from kleash.models import Pair, find_checkpoint
+from kleash.models.compat import find_backbone
 from kleash.training.model_options import load_models, lora_settings
 
 
@@ -82,7 +83,7 @@ def skip_padding_in_positions(network: Any) -> Any:
     TRL pads prompts on the left and passes no positions. Rotary embeddings give the same outputs; learned positions, as
     in GPT-2, would be those of the padded prompt, not those at which the response was generated.
     """
-    body = network.base_model
+    body = find_backbone(network)
     if "position_ids" in inspect.signature(body.forward).parameters and _depends_on_padding(body):
         body.register_forward_pre_hook(_pass_positions, with_kwargs=True)
     return network

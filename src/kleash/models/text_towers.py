@@ -1,0 +1,181 @@
+"""Text towers: the language model and head of a checkpoint with vision, audio or video parts, without those parts."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kleash.extras import import_extra
+from kleash.models.compat import class_of_config
+
+OTHER_CONFIG_NAMES = re.compile(
+    r"vision|audio|image|video|vq|speech|speaker|talker|thinker|projector|qformer|perceiver|protein"
+)
+"""Names of sub-configurations of models that read or write more than text."""
+OTHER_PART_NAMES = re.compile(
+    r"vision|visual|image|img|audio|video|speech|sound|vq|multi_?modal|mm_|projector|connector|aligner|merger|abstractor"
+    r"|resampler|perceiver|qformer|talker|token2wav|codec|protein"
+)
+"""Attribute names of modules that read or write something other than text."""
+COMPOSITE_TEXT_NAME = re.compile(r"(^|\.)(language_model|text_model|llm)\.")
+"""Part of a tensor's name in files that hold more than the text part."""
+META_PROBE = ((3, 4, 5, 6), (6, 5, 4, 3))
+"""Token ids of the forward pass that shows whether a network runs without its other parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkClass:
+    """A class that a checkpoint's network can be loaded as, with the configuration and the names of tensors for it."""
+
+    name: str
+    config: Any
+    from_config: Any
+    """Builds the network of a configuration."""
+    from_pretrained: Any
+    """Loads the network of a folder."""
+
+
+def has_other_parts(config: Any) -> bool:
+    """Whether a configuration is of a model that reads or writes more than text."""
+    return any(OTHER_CONFIG_NAMES.search(name) for name in getattr(config, "sub_configs", {}))
+
+
+def list_network_classes(
+    config: Any, tensor_names: Mapping[str, Any], *, trust_remote_code: bool
+) -> Iterator[NetworkClass]:
+    """Iterate over the classes that a checkpoint's network may be loaded as, the preferred first.
+
+    Without other parts there is one, the class of ``AutoModelForCausalLM``. So it is if that is the causal class of the
+    text part alone (Qwen3.5, Llama 4). Otherwise the first is the composite class without its other parts, and the
+    second the causal class of the text part, if transformers has one: for composite classes that cannot be built here,
+    or whose forward pass runs other parts on text, too (Gemma 3n).
+
+    Args:
+        config: a transformers configuration.
+        tensor_names: the names of the tensors in the checkpoint's files.
+        trust_remote_code: whether the checkpoint's own code may run.
+    """
+    auto_class = import_extra("transformers", "models").AutoModelForCausalLM
+    has_remote_class = trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    text_config = config.get_text_config(decoder=True)
+    composite = None if has_remote_class or not has_other_parts(config) else class_of_config(config)
+    if composite is None or (text_config is not config and composite.config_class is type(text_config)):
+        remote = {"trust_remote_code": trust_remote_code}
+        yield NetworkClass(
+            name=type(config).__name__,
+            config=config,
+            from_config=partial(auto_class.from_config, **remote),
+            from_pretrained=partial(auto_class.from_pretrained, **remote),
+        )
+        return
+    is_text_only = not any(COMPOSITE_TEXT_NAME.search(name) for name in tensor_names)
+    tower = _tower_class(composite)
+    yield NetworkClass(
+        name=composite.__name__,
+        config=config,
+        from_config=tower._from_config,
+        from_pretrained=partial(_load_tower, tower, is_text_only),
+    )
+    text_class = class_of_config(text_config)
+    if text_config is not config and text_class is not None:
+        prefixes = {
+            r"^(model\.)?(language_model|text_model)\.model\.": "model.",
+            r"^model\.(language_model|text_model)\.": "model.",
+            r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
+        }
+        yield NetworkClass(
+            name=text_class.__name__,
+            config=text_config,
+            from_config=text_class._from_config,
+            from_pretrained=partial(text_class.from_pretrained, key_mapping=prefixes),
+        )
+
+
+def is_of_other_part(config: Any, name: str) -> bool:
+    """Whether a tensor that the text part of a model does not use belongs to another part, by its name."""
+    before_layers = re.split(r"\.(?:layers|blocks|h)\.", name)[0]
+    return has_other_parts(config) and OTHER_PART_NAMES.search(before_layers) is not None
+
+
+def needs_other_parts(network: Any) -> bool:
+    """Whether the forward pass of a network on the meta device needs a part of it that was left out."""
+    try:
+        network(input_ids=torch.tensor(META_PROBE, device="meta"), use_cache=False)
+    except (AttributeError, TypeError) as error:
+        return "NoneType" in str(error)
+    except Exception:  # a forward pass may not run without memory, for many reasons
+        return False
+    return False
+
+
+def leave_out_other_parts(network: Any) -> list[str]:
+    """Remove the modules that text does not run through from a network, and return their names."""
+    names = [name for name, _ in iterate_other_parts(network)]
+    for name in names:
+        parent, _, attribute = name.rpartition(".")
+        setattr(network.get_submodule(parent), attribute, None)
+    return names
+
+
+def iterate_other_parts(network: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Iterate over the modules of a network that text does not run through, by their names.
+
+    They are the modules beside the language model and the embeddings whose names say what they read or write.
+    """
+    text_modules = [network.get_decoder(), network.get_input_embeddings(), network.get_output_embeddings()]
+    text_modules = [module for module in text_modules if module is not None]
+    pending = [("", network)]
+    while pending:
+        prefix, parent = pending.pop()
+        for attribute, module in parent.named_children():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            holds_text = any(module is part or part in module.modules() for part in text_modules)
+            if not holds_text and OTHER_PART_NAMES.search(attribute):
+                yield name, module
+            elif not isinstance(module, torch.nn.ModuleList) and (
+                not any(module is part for part in text_modules) or module is network.base_model
+            ):
+                pending.append((name, module))
+
+
+def count_text_parameters(network: Any) -> int:
+    """The number of a network's parameters without those of parts that text does not run through."""
+    if not has_other_parts(network.config):
+        return sum(p.numel() for p in network.parameters())
+    ids_of_other_parts = {id(p) for _, module in iterate_other_parts(network) for p in module.parameters()}
+    return sum(p.numel() for p in network.parameters() if id(p) not in ids_of_other_parts)
+
+
+def _tower_class(composite: Any) -> Any:
+    """A subclass of a composite class whose networks are made without their other parts."""
+
+    class Tower(composite):
+        def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+            super().__init__(config, *arguments, **named)
+            leave_out_other_parts(self)
+
+    # transformers looks up by the name of a class how tensors are renamed.
+    Tower.__name__, Tower.__qualname__, Tower.__module__ = (
+        composite.__name__,
+        composite.__qualname__,
+        composite.__module__,
+    )
+    return Tower
+
+
+def _load_tower(tower: Any, is_text_only: bool, folder: Any, **options: Any) -> tuple[Any, Any]:
+    """``from_pretrained`` of a class of ``_tower_class``; the network has the composite class itself."""
+    if is_text_only:
+        with torch.device("meta"):
+            skeleton = tower._from_config(options["config"])
+        decoder = next(name for name, module in skeleton.named_modules() if module is skeleton.get_decoder())
+        if decoder.startswith("model."):
+            options["key_mapping"] = {rf"^model\.(?!{decoder[6:]}\.)": f"{decoder}."}
+    network, report = tower.from_pretrained(folder, **options)
+    network.__class__ = tower.__base__
+    return network, report

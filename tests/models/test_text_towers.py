@@ -1,0 +1,214 @@
+"""Models with vision, audio or video parts on text, against the composite class's own forward pass in float64."""
+
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.special import log_softmax
+from scoring_cases import random_sequences
+from tiny_towers import FAMILIES, load_composite, save_tower
+
+from kleash.errors import ModelError, SourceError
+from kleash.models import Sampling, generate, live_model, load_pair, read_prompts, score, tokenise_prompts
+
+SEQUENCES = random_sequences(((5, 7), (1, 12), (9, 1)))
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory):
+    """(policy, reference) folders of a family, made once."""
+    made = {}
+
+    def find(family: str) -> tuple[Path, Path]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = tuple(
+                save_tower(folder / role, family, apart=apart)
+                for role, apart in (("policy", 0.1), ("reference", 0.0))
+            )
+        return made[family]
+
+    return find
+
+
+def logp_of(network, sequence):
+    """Log-probabilities of the whole vocabulary at the scored positions of a sequence, by the network's own logits."""
+    ids = torch.tensor([[*sequence.prompt_ids, *sequence.response_ids]])
+    with torch.no_grad():
+        logits = network(input_ids=ids).logits[0]
+    return log_softmax(logits[len(sequence.prompt_ids) - 1 : -1].numpy(), axis=-1)
+
+
+def exact_kl(policy, reference, sequences=SEQUENCES):
+    """KL(policy || reference) of every response token, by sums over the vocabulary."""
+    pairs = [(logp_of(policy, sequence), logp_of(reference, sequence)) for sequence in sequences]
+    return np.concatenate([(np.exp(logp) * (logp - logq)).sum(-1) for logp, logq in pairs])
+
+
+def text_parameters(composite):
+    """The parameters of a composite model's decoder and head, each once."""
+    parts = [composite.get_decoder(), composite.get_input_embeddings(), composite.get_output_embeddings()]
+    if (
+        composite.config.model_type == "phi4_multimodal"
+    ):  # the decoder of this one has the other parts in itself
+        parts = [composite.model.layers, composite.model.norm, *parts[1:]]
+    parts = [part for part in parts if part is not None]
+    return sum(p.numel() for p in {id(p): p for part in parts for p in part.parameters()}.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_is_measured_as_its_composite_model_reads_text(towers, family, tmp_path):
+    policy, reference = towers(family)
+    composites = load_composite(policy), load_composite(reference)
+    pair = load_pair(str(policy), str(reference), dtype="float64")
+    assert not [note for note in pair.notes if "come apart" in note or "not used" in note]
+    assert (
+        pair.policy.parameters
+        == text_parameters(composites[0])
+        < sum(p.numel() for p in composites[0].parameters())
+    )
+    assert pair.policy.context_length == 128
+    scores = score(pair, SEQUENCES)
+    kl = exact_kl(*composites)
+    assert kl.max() > 0.01
+    np.testing.assert_allclose(scores["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(
+        score(replace(pair, reference=pair.policy), SEQUENCES)["kl_policy_reference"], 0
+    )
+
+    prompts = tokenise_prompts(["The sea", "A long road leads out of the town"], pair)
+    responses = generate(pair.policy, prompts, Sampling(max_new_tokens=5))
+    for response in responses:
+        logp = logp_of(composites[0], response)[
+            np.arange(len(response.response_ids)), list(response.response_ids)
+        ]
+        np.testing.assert_allclose(response.logp_sampled, logp, rtol=1e-5, atol=1e-5)
+
+    adapter, adapted = composite_adapter(tmp_path / "adapter", composites[1], reference)
+    pair = load_pair(str(policy), str(adapter), dtype="float64")
+    kl = exact_kl(composites[0], adapted)
+    assert kl.max() > 0.01
+    np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
+    assert any("belong to parts of" in note for note in pair.notes)
+
+
+def composite_adapter(folder, composite, base):
+    """A LoRA adapter on all linear layers of a composite model, the vision part's too, and the model with it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    # The router of Llama 4 is a linear layer that returns two tensors, which PEFT adapts and cannot run.
+    targets = ["q_proj", "o_proj"] if composite.config.model_type == "llama4" else "all-linear"
+    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(composite, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn_like(weight))
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(folder)
+    return folder, adapted.eval()
+
+
+def test_files_with_the_names_of_other_versions_are_read(towers, tmp_path):
+    for family, names in (
+        ("qwen3_vl", {"model.language_model.": "model."}),  # the text part alone
+        ("llava", {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}),
+        ("llava", {"language_model.model.": "model.", "language_model.lm_head": "lm_head"}),
+    ):
+        policy, _ = towers(family)
+        folder = shutil.copytree(policy, tmp_path / family, dirs_exist_ok=True)
+        tensors = load_file(policy / "model.safetensors")
+        for old, new in names.items():
+            tensors = {name.replace(old, new): x for name, x in tensors.items() if "vis" not in name}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        pair = load_pair(str(folder), str(policy), dtype="float64")
+        np.testing.assert_array_equal(score(pair, SEQUENCES)["kl_policy_reference"], 0)
+
+
+def test_a_text_part_without_one_of_its_weights_is_refused(towers, tmp_path):
+    policy, reference = towers("llava")
+    tensors = load_file(policy / "model.safetensors")
+    for name in ("language_model.model.layers.1.self_attn.q_proj.weight", "language_model.lm_head.weight"):
+        folder = shutil.copytree(policy, tmp_path / name)
+        save_file(
+            {key: x for key, x in tensors.items() if key != name},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        with pytest.raises(
+            ModelError, match=r"lacks 1 of its weights, which would be random: .*weight; fetch"
+        ):
+            load_pair(str(folder), str(reference))
+
+
+def test_an_adapter_of_the_text_class_fits_the_composite_model(towers, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    _, reference = towers("llava")
+    composite = load_composite(reference)
+    text = LlamaForCausalLM._from_config(composite.config.text_config, dtype=torch.float64)
+    text.model, text.lm_head = composite.model.language_model, composite.lm_head
+    folder, adapted = composite_adapter(tmp_path / "adapter", text.eval(), reference)
+    assert not any("language_model" in name for name in load_file(folder / "adapter_model.safetensors"))
+    pair = load_pair(str(folder), str(reference), dtype="float64")
+    kl = exact_kl(adapted, load_composite(reference))
+    assert kl.max() > 0.01
+    np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
+
+
+def test_an_adapter_of_the_vision_part_alone_is_refused(towers, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    _, reference = towers("llava")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(
+            load_composite(reference), LoraConfig(r=2, target_modules=["linear_1", "linear_2"])
+        )
+        adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match="changes no tensor of the language model of"):
+        load_pair(str(tmp_path / "adapter"), str(reference))
+
+
+def test_a_composite_model_in_memory_is_counted_by_its_text_part(towers):
+    policy, reference = towers("llava")
+    composite = load_composite(policy)
+    pair = load_pair(str(policy), str(reference), dtype="float64")
+    live = live_model(composite, pair.tokenizer)
+    assert live.parameters == pair.policy.parameters == text_parameters(composite)
+    assert live.head.weight is not None
+    np.testing.assert_array_equal(score(replace(pair, reference=live), SEQUENCES)["kl_policy_reference"], 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}], "holds 'image'"),
+        ([{"role": "user", "content": [{"image_url": {"url": "x"}}]}], "holds 'image_url'"),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "holds 'input_audio'"),
+    ],
+)
+def test_a_prompt_with_an_image_is_refused(pair, prompt, message):
+    with pytest.raises(
+        SourceError, match=rf"prompt 1: a message of 'messages' {message}, and kleash measures .* text alone"
+    ):
+        tokenise_prompts([prompt], pair)
+
+
+def test_a_record_with_a_column_of_images_is_refused(pair, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "What is in the picture?", "images": ["a.png"]}) + "\n")
+    with pytest.raises(SourceError, match="line 1: the record has 'images' beside its text"):
+        read_prompts(str(path), pair)
+    path.write_text(json.dumps({"prompt": "What is it?", "images": []}) + "\n")
+    assert len(read_prompts(str(path), pair)) == 1

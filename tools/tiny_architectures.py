@@ -1,0 +1,133 @@
+"""Configurations of tiny random models of every architecture in transformers: each size of the default is made small.
+
+The rules go by the names of settings, so that a new architecture mostly needs none of its own. What no rule can know
+(sizes that must fit each other) is in ``SPECIAL_CASES``.
+"""
+
+import re
+from typing import Any
+
+VOCABULARY = 320
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"^(decoder_|text_|extended_|padded_|unpadded_)?vocab_size(_per_layer_input)?$|^n_vocab$", VOCABULARY),
+    (
+        r"^(num|n)_(hidden_|decoder_|encoder_|text_|transformer_)?(layers?|blocks?)$|^depth$|(en|de)coder_layers$",
+        2,
+    ),
+    (r"num_layers_.*shared|kv_shared_layers", 0),
+    (r"(key_value|kv)_heads|num_key_value|n_kv|multi_query_group", 2),
+    (r"(^|_)n_groups?$|num_groups|topk_group", 1),
+    (r"heads$|n_head$|num_heads", 4),
+    (r"top_?k|experts_per_tok|num_selected", 2),
+    (r"n_shared|num_shared|shared_experts?$", 1),
+    (r"(num|n)_.*experts|num_experts|moe_num", 4),
+    (r"head_dim$|head_size$|d_kv|kv_channels|rotary_dim|qk_nope|rope_head_dim|v_head", 8),
+    (r"lora_rank|_rank$|^rank", 8),
+    (r"^(intermediate|ffn|mlp|inner|d_ff|feed_forward|dff|n_inner)|_ff(n)?_|ffn_dim|intermediate_size", 48),
+    (
+        r"hidden_size|n_embd|d_model|^dim$|embed_dim|model_dim|embedding_size|word_embed|hidden_dim|^width$|d_embed",
+        32,
+    ),
+    (r"residual_dim|size_per_layer|hidden_units|emb_dim|d_inner|lru_width|attn_hidden|nemo_.*dim", 32),
+    (r"max_position|n_positions|max_seq|n_ctx|max_target|max_source|seq_length|context_length", 128),
+    (r"sliding_window|attention_window|window_size|local_attention", 8),
+    (r"chunk_size$", 16),
+    (r"state_size|d_state|ssm_state", 8),
+    (r"num_position_embeddings|position_embedding_size", 64),
+)
+"""Patterns of settings' names, and the largest number that each gets; the first that matches counts."""
+TOKEN_IDS = {"bos": 0, "eos": 1, "pad": 2}
+"""Special tokens of the tiny tokenizer; those of images and the like come after its tokens."""
+OTHER_TOKEN_ID = 310
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+SPECIAL_CASES: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    "gemma3n": {"audio_config": {"sscp_conv_channel_size": [4, 4], "input_feat_size": 16}},
+    "gemma4": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+        },
+        "text_config": {
+            "per_layer_config": None,
+            "global_head_dim": 16,
+            "final_logit_softcapping": 5.0,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    },
+    "glm4v": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
+    "llama4": {
+        "vision_config": {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    },
+}
+
+
+def tiny_config(architecture: str, **settings: Any) -> Any:
+    """The configuration of a tiny model.
+
+    Args:
+        architecture: a ``model_type`` of transformers.
+        settings: values that replace others; a dictionary replaces those of a sub-configuration.
+    """
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[architecture]
+    tiny = _shrink(config_class().to_dict())
+    for changes in (SPECIAL_CASES.get(architecture, {}), settings):
+        tiny = _replace(tiny, changes)
+    for name in ("transformers_version", "architectures", "dtype"):
+        tiny.pop(name, None)
+    return config_class.from_dict(tiny)
+
+
+def _replace(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings with changes; a change to None removes the setting."""
+    settings = dict(settings)
+    for name, value in changes.items():
+        old = settings.get(name)
+        if value is None:
+            settings.pop(name, None)
+        else:
+            settings[name] = (
+                _replace(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+            )
+    return settings
+
+
+def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings with every size made small, and lists of layers as short as the number of layers."""
+    tiny: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_nested = isinstance(value, dict) and name not in ("id2label", "label2id")
+        tiny[name] = _shrink(value) if is_nested else _shrink_value(name, value)
+    count = next((name for name in LAYER_COUNTS if isinstance(settings.get(name), int)), None)
+    if count is not None:
+        for name, value in settings.items():
+            if isinstance(value, list) and len(value) == settings[count] > tiny[count]:
+                tiny[name] = _shrink_value(name, _shorten(value, tiny[count]))
+    return tiny
+
+
+def _shrink_value(name: str, value: Any) -> Any:
+    """A setting's value made small by the rule for its name; what is no number stays."""
+    if "token_id" in name or "token_index" in name:
+        token = next((token for kind, token in TOKEN_IDS.items() if name.startswith(kind)), OTHER_TOKEN_ID)
+        if isinstance(value, list):
+            return [token] * len(value)
+        return token if isinstance(value, int) and value >= 0 else value
+    if isinstance(value, list):
+        return [_shrink_value(name, item) for item in value]
+    if type(value) is not int or value <= 0:
+        return value
+    return next((min(size, value) for pattern, size in SIZES if re.search(pattern, name)), value)
+
+
+def _shorten(values: list[Any], length: int) -> list[Any]:
+    """The first values of a list that differ from each other, filled up with the last."""
+    kinds = [value for index, value in enumerate(values) if value not in values[:index]]
+    return (kinds + values[-1:] * length)[:length]
