@@ -1,4 +1,4 @@
-"""Writes a small Llama checkpoint with a byte-level BPE as a GGUF file in float32, for llama-cpp-python.
+"""Writes a small checkpoint with a byte-level BPE as a GGUF file, as llama.cpp's converter does.
 
     python tests/helpers/gguf_file.py MODEL_FOLDER FILE.gguf
 
@@ -6,82 +6,192 @@ Needs the packages gguf and safetensors, and neither torch nor transformers.
 """
 
 import json
+import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
 }
+"""transformers' model type → llama.cpp's architecture, where they differ."""
+INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
+"""Model types whose query and key projections are stored in the order of llama.cpp's rotary embedding."""
+Edit = Callable[[gguf.GGUFWriter], None]
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key projection in the order of llama.cpp's rotary embedding."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(folder: Path, path: Path) -> None:
-    """Write the checkpoint in ``folder`` to ``path``."""
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    edit: Edit | None = None,
+    edit_tensors: Callable[[dict[str, np.ndarray]], Any] | None = None,
+    tokens: Mapping[int, str] | None = None,
+    parts: int = 1,
+) -> Path:
+    """Write the checkpoint in ``folder`` to ``path``.
+
+    Args:
+        folder: with config.json, model.safetensors and tokenizer.json.
+        path: of the file; of the first part if there are several.
+        kind: the ggml type of matrices whose rows are whole blocks; the rest is float32.
+        edit: changes settings before they are written.
+        edit_tensors: changes the tensors by their names in the file.
+        tokens: other texts of tokens.
+        parts: number of files.
+    """
     config = json.loads((folder / "config.json").read_text())
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    writer = gguf.GGUFWriter(str(path), "llama")
+    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(str(path), arch)
+    add_settings(writer, config)
+    add_vocabulary(writer, folder, config["vocab_size"], tokens or {})
+    if edit is not None:
+        edit(writer)
+    tensors = dict(named_tensors(folder, config, arch))
+    if edit_tensors is not None:
+        edit_tensors(tensors)
+    if parts == 1:
+        write_file(writer, tensors, kind)
+        return path
+    names = list(tensors)
+    for number in range(parts):
+        part = path.with_name(f"{path.stem}-{number + 1:05d}-of-{parts:05d}.gguf")
+        part_writer = gguf.GGUFWriter(str(part), arch)
+        if number == 0:
+            part_writer.kv_data[0].update(writer.kv_data[0])
+        part_writer.add_uint16("split.no", number)
+        part_writer.add_uint16("split.count", parts)
+        part_writer.add_int32("split.tensors.count", len(names))
+        write_file(part_writer, {name: tensors[name] for name in names[number::parts]}, kind)
+    return path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
+
+
+def write_file(writer: gguf.GGUFWriter, tensors: Mapping[str, np.ndarray], kind: str) -> None:
+    """Write the file of ``writer`` with ``tensors``."""
+    quantised = gguf.GGMLQuantizationType[kind]
+    block, _ = gguf.GGML_QUANT_SIZES[quantised]
+    for name, tensor in tensors.items():
+        values = np.ascontiguousarray(tensor)
+        if values.ndim > 1 and values.shape[-1] % block == 0 and kind != "F32":
+            writer.add_tensor(name, gguf.quants.quantize(values, quantised), raw_dtype=quantised)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Write the settings of the architecture."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config.get("rope_parameters") or older_rope_parameters(config)
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if local is not None:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for name, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+    ):
+        if config.get(name) is not None:
+            add(config[name])
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+
+
+def older_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the rotary embedding as transformers 4 writes them."""
+    rope = {"rope_theta": config["rope_theta"], "rope_type": "default", **(config.get("rope_scaling") or {})}
+    if "rope_local_base_freq" not in config:
+        return rope
+    return {"full_attention": rope, "sliding_attention": {"rope_theta": config["rope_local_base_freq"]}}
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, folder: Path, rows: int, changed: Mapping[int, str]) -> None:
+    """Write the tokens of ``tokenizer.json``, filled up to the rows of the embedding."""
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     special = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
     names = {index: token for token, index in {**tokenizer["model"]["vocab"], **special}.items()}
     merges = tokenizer["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([names[index] for index in range(config["vocab_size"])])
-    writer.add_token_types(
-        [
-            gguf.TokenType.CONTROL if names[index] in special else gguf.TokenType.NORMAL
-            for index in range(config["vocab_size"])
-        ]
-    )
+    types = dict.fromkeys(names, gguf.TokenType.NORMAL)
+    types |= dict.fromkeys(special.values(), gguf.TokenType.CONTROL)
+    names |= changed
+    writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(rows)])
+    writer.add_token_types([types.get(index, gguf.TokenType.UNUSED) for index in range(rows)])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(True)
+
+
+def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
+    """The tensors of a checkpoint with their names in a GGUF file; experts of a layer are stacked."""
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.astype(np.float32)
-        if ".q_proj." in name or ".k_proj." in name:
+        if config["model_type"] in INTERLEAVED and re.search(r"\.[qk]_proj\.", name):
             kind = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             values = interleaved(values, config[kind])
-        if name.startswith("model.layers."):
-            layer, _, part = name.removeprefix("model.layers.").partition(".")
-            target = f"blk.{layer}.{LAYER_NAMES[part.removesuffix('.weight')]}.weight"
-        else:
-            target = {
-                "model.embed_tokens.weight": "token_embd.weight",
-                "model.norm.weight": "output_norm.weight",
-                "lm_head.weight": "output.weight",
-            }[name]
-        writer.add_tensor(target, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if expert is not None:
+            experts.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = values
+            continue
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        stem, _, suffix = name.rpartition(".")
+        yield f"{names.get_name(stem)}.{suffix}", values
+    for name, weights in experts.items():
+        merged = names.get_name(name.removesuffix(".weight"))
+        yield f"{merged}.weight", np.stack([weights[number] for number in range(len(weights))])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from kleash.jobs.option_groups import (
     changed_options,
     flag,
     is_endpoint,
+    is_gguf,
     require_limit,
 )
 
@@ -36,7 +37,8 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
 
     policy: str = SHIPPED_POLICY
     """The model that was trained, merged or quantised, the p of KL(p || q): a folder, a hub id, a PEFT adapter's
-    folder, or the address of an inference server (http://host:port/v1)."""
+    folder, a GGUF file (also as owner/name:file.gguf of the hub), or the address of an inference server
+    (http://host:port/v1)."""
     revision_policy: str | None = None
     """Branch, tag or commit of the policy on the hub."""
     prompts: str | None = None
@@ -147,7 +149,8 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
             return
         if is_endpoint(self.policy) and is_endpoint(self.reference):
             raise OptionError(
-                "--policy and --reference are both behind servers, and a bound needs one whole distribution; load one "
+                "--policy and --reference are both behind servers, and a bound needs one whole distribution; load "
+                "one "
                 "of them here"
             )
         if self.source[0] == "prompts":
@@ -203,7 +206,10 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
             return []
         names = changed_options(self, [option.name for option in fields(EndpointOptions)])
         shared = {option.name for option in fields(Job)}
-        return [f"{flag(name)} does nothing without a server" for name in names if name not in shared]
+        sentences = [f"{flag(name)} does nothing without a server" for name in names if name not in shared]
+        if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
+            sentences.append("--tokenizer does nothing without a GGUF file or a server")
+        return sentences
 
     @property
     def truncates(self) -> bool:
@@ -217,6 +223,7 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
             left_out |= {option.name for option in fields(EndpointOptions)} - {
                 option.name for option in fields(Job)
             }
+            left_out |= set() if self.tokenizer else {"tokenizer"}
         return {
             option.name: getattr(self, option.name) for option in fields(self) if option.name not in left_out
         }

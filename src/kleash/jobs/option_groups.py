@@ -36,9 +36,9 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "vf_coef clip_range_value ent_coef",
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
     "hidden states of an engine": "from_hidden_states layers",
-    "endpoints": "policy_model reference_model tokenizer top_logprobs endpoint_concurrency endpoint_timeout "
+    "endpoints": "policy_model reference_model top_logprobs endpoint_concurrency endpoint_timeout "
     "endpoint_retries",
-    "loading": "revision_policy revision_reference trust_remote_code",
+    "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
@@ -124,10 +124,14 @@ class ScoringOptions(LoadingOptions):
     """What is read, for jobs that score sequences without training."""
 
     reference: str = SHIPPED_REFERENCE
-    """The model that policies are compared with, the q of KL(p || q): a folder, a hub id, or a PEFT adapter's
-    folder; for "measure" also the address of an inference server."""
+    """The model that policies are compared with, the q of KL(p || q): a folder, a hub id, a PEFT adapter's
+    folder, or a GGUF file (also as owner/name:file.gguf of the hub); for "measure" also the address of an inference
+    server."""
     revision_reference: str | None = None
     """Branch, tag or commit of the reference on the hub."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer that reads the source where a model is a GGUF file or behind a server; that of
+    the other model if not given. Both must have the same tokens."""
     text: str | None = None
     """Source: JSONL, a JSON array, CSV or Parquet with "text", or plain text with a blank line between documents; - is
     standard input. The models read it."""
@@ -159,9 +163,6 @@ class EndpointOptions(Job):
     """Name of the policy on its server; if not given, the only model that the server lists."""
     reference_model: str | None = None
     """Name of the reference on its server; if not given, the only model that the server lists."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer that reads the source; that of the local model if not given. Both must have
-    the same tokens."""
     top_logprobs: int = 20
     """Likeliest tokens that the server lists at each position. More of them make the bounds tighter; a server may
     allow 20 at most."""
@@ -185,6 +186,11 @@ class EndpointOptions(Job):
 def is_endpoint(name: str) -> bool:
     """Whether a model is named by the address of an inference server."""
     return name.lower().startswith(("http://", "https://"))
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return name.lower().endswith(".gguf")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,8 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
         for role, default in (("reference", SHIPPED_REFERENCE), ("policy", SHIPPED_POLICY)):
             if getattr(job, role) == default:
                 raise TokenizerMismatchError(
-                    f"{error}; without --{role} it is {default}, the small model that ships with kleash: give --{role}"
+                    f"{error}; without --{role} it is {default}, the small model that ships with kleash: give "
+                    f"--{role}"
                 ) from error
         raise
 
@@ -108,7 +109,8 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         client, listed_model, tokenizer=tokenizer, vocab_size=local.vocab_size, top=job.top_logprobs
     )
     note = (
-        f"the {role} is {endpoint.model} behind {address} ({endpoint.dialect.name}), which lists {endpoint.top} tokens "
+        f"the {role} is {endpoint.model} behind {address} ({endpoint.dialect.name}), which lists {endpoint.top} "
+        "tokens "
         "at each position; its weights and settings cannot be checked"
     )
     if endpoint.dialect.context_tokens > 1:
@@ -165,6 +167,7 @@ def loading(job: MeasureJob) -> Loading:
         device=job.device,
         device_map=job.device_map,
         trust_remote_code=job.trust_remote_code,
+        tokenizer=job.tokenizer,
     )
 
 

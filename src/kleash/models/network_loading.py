@@ -12,6 +12,7 @@ from kleash.models.checkpoints.config_checks import check_config_sizes, check_ne
 from kleash.models.checkpoints.files import list_weight_files, read_safetensors_header
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import summarise_error, use_exact_experts
+from kleash.models.gguf.network import load_gguf_network
 from kleash.models.text_towers import (
     NetworkClass,
     has_other_parts,
@@ -44,14 +45,21 @@ def load_networks(
     Raises:
         ModelError: if a network cannot be loaded, is not a decoder-only model, or lacks weights.
     """
-    checkpoints_by_folder: dict[Path, dict[str, Checkpoint]] = {}
+    checkpoints_by_folder: dict[tuple[Path, ...], dict[str, Checkpoint]] = {}
     for role, checkpoint in checkpoints.items():
-        checkpoints_by_folder.setdefault(checkpoint.folder.resolve(), {})[role] = checkpoint
+        files = tuple(path.resolve() for path in checkpoint.gguf or (checkpoint.folder,))
+        checkpoints_by_folder.setdefault(files, {})[role] = checkpoint
     networks: dict[str, LoadedNetwork] = {}
     notes: list[str] = []
 
     def load_base(role: str) -> BaseNetwork:
-        network, base_notes = _load_base(checkpoints[role], role, dtype, device_map, trust_remote_code)
+        checkpoint = checkpoints[role]
+        if checkpoint.gguf:
+            network, base_notes = load_gguf_network(
+                checkpoint.gguf, f"the {role} {checkpoint.name}", dtype=dtype, device_map=device_map
+            )
+        else:
+            network, base_notes = _load_base(checkpoint, role, dtype, device_map, trust_remote_code)
         if device_map is None:
             network.to(device)
         network.eval()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.sequences import TokenSequence
-from kleash.store import ModelRecord
+from kleash.store import ModelRecord, StoredWeights
 
 
 @runtime_checkable
@@ -53,6 +53,8 @@ class Model:
     """Maps what ``hidden_states`` returns to logits."""
     fingerprint: str
     """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``."""
+    weights: StoredWeights | None = None
+    """How the checkpoint stores the weights; None for a network in memory."""
     device_map: str | None = None
     """The device map that it was loaded with."""
     trust_remote_code: bool = False
@@ -113,6 +115,7 @@ class Model:
             parameters=self.parameters,
             vocabulary=self.vocab_size,
             fingerprint=self.fingerprint,
+            weights=self.weights,
         )
 
 

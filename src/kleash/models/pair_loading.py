@@ -9,12 +9,14 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.jobs import DoctorJob, MeasureJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
+from kleash.models.checkpoints.weight_storage import describe_weights
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size
 from kleash.models.network_loading import load_networks
 from kleash.models.pair import Model, Pair
-from kleash.models.tokenizers import compare_tokenizers, load_tokenizer, token_count
+from kleash.models.pair_tokenizers import load_tokenizers
+from kleash.models.tokenizers import token_count
 from kleash.store.checksums import UNCHECKED
 
 DTYPES = {
@@ -40,6 +42,8 @@ class Loading:
     """How transformers spreads a model over devices; then ``device`` stays "auto"."""
     trust_remote_code: bool = False
     """Whether Python code of the checkpoint may run."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer that reads text for GGUF files; None for the other model's."""
 
 
 # The arguments are the options of the same names of a measurement.
@@ -53,6 +57,7 @@ def load_pair(
     device: str = "auto",
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    tokenizer: str | None = None,
 ) -> Pair:
     """Load policy and reference, and check that they can be compared.
 
@@ -61,8 +66,8 @@ def load_pair(
     rows; otherwise both are truncated to the tokens.
 
     Args:
-        policy: folder, hub id, adapter's folder, or "shipped:policy".
-        reference: folder, hub id, adapter's folder, or "shipped:reference".
+        policy: folder, hub id, adapter's folder, GGUF file, or "shipped:policy".
+        reference: folder, hub id, adapter's folder, GGUF file, or "shipped:reference".
         revision_policy: branch, tag or commit of a hub id.
         revision_reference: branch, tag or commit of a hub id.
         dtype: "float32", "bfloat16", "float16" or "float64"; "auto" is float32 on a CPU and the checkpoint's dtype on
@@ -70,26 +75,27 @@ def load_pair(
         device: "auto" is the first GPU, or else the CPU.
         device_map: how transformers spreads a model over devices; then ``device`` stays "auto".
         trust_remote_code: whether Python code of the checkpoints may run.
+        tokenizer: folder or hub id of the tokenizer that reads text for GGUF files; None for the other model's.
 
     Raises:
         ModelError: if a model cannot be loaded, or the two do not put probability on the same tokens.
         OptionError: if dtype or device is unknown.
         CannotRunError: if the device is not available.
     """
-    loading = Loading(dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
+    loading = Loading(
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer,
+    )
     checkpoints = {
         "policy": find_checkpoint(policy, revision_policy),
         "reference": find_checkpoint(reference, revision_reference),
     }
     with suppress_library_output():
-        tokenizers = {
-            role: load_tokenizer(checkpoint, role, trust_remote_code)
-            for role, checkpoint in checkpoints.items()
-        }
-        notes = [
-            *compare_tokenizers(tokenizers["policy"], tokenizers["reference"]),
-            *_adapter_notes(checkpoints),
-        ]
+        tokenizers, tokenizer_notes = load_tokenizers(checkpoints, trust_remote_code, tokenizer)
+        notes = [*tokenizer_notes, *_adapter_notes(checkpoints)]
         models, loading_notes = _load_models(checkpoints, tokenizers, loading)
     return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *loading_notes])))
 
@@ -109,6 +115,7 @@ def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob)
         device=options.device,
         device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
+        tokenizer=options.tokenizer if isinstance(options, MeasureJob) else None,
     )
 
 
@@ -141,6 +148,7 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
+        models[role] = replace(models[role], weights=describe_weights(checkpoint, loaded.base_parameters))
         notes += [*loaded.notes, *([head_note] if head_note else [])]
     return models, notes
 
@@ -232,12 +240,14 @@ def load_alone(role: str, name: str, revision: str | None, loading: Loading) -> 
     """
     checkpoints = {role: find_checkpoint(name, revision)}
     with suppress_library_output():
-        tokenizer = load_tokenizer(checkpoints[role], role, loading.trust_remote_code)
-        models, loading_notes = _load_models(checkpoints, {role: tokenizer}, loading)
+        tokenizers, tokenizer_notes = load_tokenizers(
+            checkpoints, loading.trust_remote_code, loading.tokenizer
+        )
+        models, loading_notes = _load_models(checkpoints, tokenizers, loading)
     model = models[role]
     check_vocab_size(model, model.vocab_size, "logits")
-    notes = (*_adapter_notes(checkpoints), *loading_notes)
-    return Pair(policy=model, reference=model, tokenizer=tokenizer, notes=notes)
+    notes = (*tokenizer_notes, *_adapter_notes(checkpoints), *loading_notes)
+    return Pair(policy=model, reference=model, tokenizer=tokenizers[role], notes=notes)
 
 
 def load_beside(
@@ -259,10 +269,12 @@ def load_beside(
     stored.check_reference(reference, revision_reference, str(dtype).removeprefix("torch."))
     checkpoints = {"policy": find_checkpoint(policy, revision_policy)}
     with suppress_library_output():
-        tokenizer = load_tokenizer(checkpoints["policy"], "policy", loading.trust_remote_code)
         stored_tokenizer = stored.tokenizer(loading.trust_remote_code)
-        notes = [*compare_tokenizers(tokenizer, stored_tokenizer), *_adapter_notes(checkpoints)]
-        models, loading_notes = _load_models(checkpoints, {"policy": tokenizer}, loading)
+        tokenizers, tokenizer_notes = load_tokenizers(
+            checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
+        )
+        notes = [*tokenizer_notes, *_adapter_notes(checkpoints)]
+        models, loading_notes = _load_models(checkpoints, tokenizers, loading)
     notes.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
     reference_model = stored.as_model(models["policy"].device, stored_tokenizer)
     pair = pair_models(models["policy"], reference_model, (*notes, *loading_notes, *stored.contents.notes))

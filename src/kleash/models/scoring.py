@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import NonFiniteError, OptionError
+from kleash.jobs.option_groups import is_gguf
 from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.compat import suppress_library_output
@@ -317,6 +318,7 @@ def score_against_float32(
         device="auto" if model.device_map else str(model.device),
         device_map=model.device_map,
         trust_remote_code=model.trust_remote_code,
+        tokenizer=model.tokenizer.name_or_path if is_gguf(model.path) else None,
     ).reference
     float32_model = replace(
         float32_model, head=truncate_head(float32_model.head, model.vocab_size), vocab_size=model.vocab_size

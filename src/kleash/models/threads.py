@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -121,12 +120,6 @@ def _are_small(names: Sequence[str]) -> bool:
     """Whether the weights of each model, with its adapter, are at most ``SMALL_BYTES``."""
     for name in dict.fromkeys(names):
         checkpoint = find_checkpoint(name)
-        folders = [folder for folder in (checkpoint.folder, checkpoint.adapter) if folder is not None]
-        if sum(_weight_bytes(folder) for folder in folders) > SMALL_BYTES:
+        if sum(path.stat().st_size for path in checkpoint.weight_files()) > SMALL_BYTES:
             return False
     return True
-
-
-def _weight_bytes(folder: Path) -> int:
-    """Total size of the safetensors files in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

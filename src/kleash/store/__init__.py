@@ -29,6 +29,7 @@ from kleash.store.measurement import (
     ModelRecord,
     PromptDrift,
     SequenceTotal,
+    StoredWeights,
 )
 from kleash.store.metrics import METRICS, Metric, metric_of, spelt
 from kleash.store.mismatch_record import MismatchRecord
@@ -92,6 +93,7 @@ __all__ = [
     "SequenceTotal",
     "Statistic",
     "StepRecord",
+    "StoredWeights",
     "TrainingFolder",
     "TrainingResult",
     "ValueRow",

@@ -17,6 +17,18 @@ SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """How a model's weights are stored on disk."""
+
+    bytes: int
+    """Of all tensors."""
+    bits_per_weight: float
+    """Bits on disk for each weight of the network, with scales, offsets and what is not quantised."""
+    modules: Mapping[str, str]
+    """Type of each module's matrix; modules of one type that differ in the layer stand together: "blk.0-27.attn_q"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelRecord:
     """Which model it was."""
 
@@ -30,6 +42,8 @@ class ModelRecord:
     fingerprint: str
     """Hash of every byte of its weights, configuration, tokenizer and adapter; without "sha256:" before it an older
     one, of samples of the weights."""
+    weights: StoredWeights | None = None
+    """How the weights are stored; None in older records, and for models in memory or behind a server."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ class LoadedNetwork:
     """The PEFT model around the network; None if no role has an adapter on it."""
     adapter: str | None
     """Name of this role's adapter in the PEFT model; None for the base."""
+    base_parameters: int
     parameters: int
     notes: tuple[str, ...]
 
@@ -157,6 +158,7 @@ def _load_on_one_base(
             network=network,
             adapters=wrapper,
             adapter=names[folder] or None,
+            base_parameters=base.parameters,
             parameters=base.parameters + parameters[folder],
             notes=(*base.notes, *notes[folder]),
         )

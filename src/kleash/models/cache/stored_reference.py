@@ -147,6 +147,7 @@ class StoredReference:
             eos_token_ids=(),
             head=head,
             fingerprint=cached.fingerprint,
+            weights=cached.weights,
             tokenizer=tokenizer,
             network=None,
             backbone=None,
@@ -207,7 +208,9 @@ def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
         RunFolderError: if the folder cannot be written.
     """
     save_tensors(folder / HEAD, head_tensors(model.head), root=folder)
-    source = tokenizer_folder(find_checkpoint(model.path, model.revision))
+    checkpoint = find_checkpoint(model.path, model.revision)
+    # The tokenizer of a GGUF model is that of another folder.
+    source = Path(model.tokenizer.name_or_path) if checkpoint.gguf else tokenizer_folder(checkpoint)
     try:
         (folder / TOKENIZER).mkdir(exist_ok=True)
         for path in list_input_files(source):

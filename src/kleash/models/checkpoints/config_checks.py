@@ -90,7 +90,8 @@ def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> No
     core = settings.get("megatron_core")
     if settings.get("megatron_config") is not None or core not in (None, MEGATRON):
         raise ModelError(
-            f"the adapter {name} has a megatron_config, for which the module {_abbreviate(core)} would be imported and "
+            f"the adapter {name} has a megatron_config, for which the module {_abbreviate(core)} would be imported "
+            "and "
             "run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -166,14 +167,23 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> A
     headers = [read_safetensors_header(path) for path in list_weight_files(folder)]
     tensors = sum(len(header) for header in headers)
     elements = sum(prod(entry["shape"]) for header in headers for entry in header.values())
+    return check_built_size(subject, tensors, elements, config, build)
+
+
+def check_built_size(subject: str, tensors: int, elements: int, config: Any, build: Any) -> Any:
+    """``check_network_size`` of files that hold ``tensors`` tensors of ``elements`` numbers together.
+
+    Raises:
+        ModelError: if the network has too many parameters or buffers, or cannot be built.
+    """
     is_quantised = getattr(config, "quantization_config", None) is not None
     try:
         with torch.device("meta"), _limit_registrations(4096 + 32 * tensors):
             network = build(deepcopy(config))
     except _TooManyModulesError as error:
         raise ModelError(
-            f"{subject} describes in its config.json a network of {error} parts and more, and its files hold {tensors} "
-            "tensors; correct config.json, or fetch the checkpoint again"
+            f"{subject} describes in its config.json a network of {error} parts and more, and its files hold "
+            f"{tensors} tensors; correct config.json, or fetch the checkpoint again"
         ) from error
     except Exception as error:  # the exception type depends on the configuration
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
@@ -185,8 +195,8 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> A
         ALWAYS_ALLOWED_BUFFER_ELEMENTS, 4 * elements
     ):
         raise ModelError(
-            f"{subject} describes in its config.json a network of {parameters} weights and tables of {buffer_elements} "
-            f"numbers, and its files hold {elements} numbers; correct config.json, or fetch the checkpoint again"
+            f"{subject} describes in its config.json a network of {parameters} weights and tables of "
+            f"{buffer_elements} numbers, and its files hold {elements} numbers; correct config.json, or fetch the checkpoint again"
         )
     return network
 

@@ -1,13 +1,14 @@
 """Resolving a model's name to a checkpoint: a folder with configuration and safetensors, and one of an adapter."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
+from kleash.jobs.option_groups import is_gguf
 from kleash.models.checkpoints.config_checks import (
     check_adapter_files,
     check_index,
@@ -15,6 +16,7 @@ from kleash.models.checkpoints.config_checks import (
 )
 from kleash.models.checkpoints.file_hashes import hash_files
 from kleash.models.checkpoints.files import INDEX, read_json, read_safetensors_header
+from kleash.models.checkpoints.gguf_files import HUB_FILE, list_part_names, open_gguf
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.shipped import shipped_folder
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
@@ -23,6 +25,15 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 IGNORED_FILES = ["*/*", "consolidated*"]
+FETCHED_BESIDE_GGUF = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "config.json",
+]
+"""Files that are fetched beside a GGUF file."""
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 NON_INPUT_FILES = re.compile(
@@ -46,6 +57,8 @@ class Checkpoint:
     """Folder of the PEFT adapter; None without an adapter."""
     base: str = ""
     """The base's name in adapter_config.json."""
+    gguf: tuple[Path, ...] = ()
+    """The files of a GGUF model, in order; empty for safetensors."""
 
     def fingerprint(self) -> str:
         """Hash of every byte of weights, configuration, tokenizer and adapter: "sha256:" and 32 hex digits.
@@ -57,10 +70,13 @@ class Checkpoint:
             ModelError: if a file cannot be read.
         """
         return _hash_of(
-            (role, folder, path)
-            for role, folder in self._folders()
-            for path in list_input_files(folder)
-            if path.name != GENERATION_CONFIG
+            [("gguf", self.folder, path) for path in self.gguf]
+            or [
+                (role, folder, path)
+                for role, folder in self._folders()
+                for path in list_input_files(folder)
+                if path.name != GENERATION_CONFIG
+            ]
         )
 
     def generation_fingerprint(self) -> str:
@@ -75,7 +91,14 @@ class Checkpoint:
             if (folder / GENERATION_CONFIG).is_file()
         )
 
+    def weight_files(self) -> list[Path]:
+        """The files of the weights: safetensors of the base and the adapter, or GGUF."""
+        folders = [folder for _, folder in self._folders()]
+        return [*self.gguf, *(path for folder in folders for path in folder.glob("*.safetensors"))]
+
     def _folders(self) -> list[tuple[str, Path]]:
+        if self.gguf:
+            return []
         folders = [("base", self.folder), ("adapter", self.adapter)]
         return [(role, folder) for role, folder in folders if folder is not None]
 
@@ -101,15 +124,17 @@ def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
-    """Resolve ``name`` to a checkpoint: a folder, a hub id, a shipped model, or an adapter's folder.
+    """Resolve ``name`` to a checkpoint: a folder, a hub id, a shipped model, an adapter's folder, or a GGUF file.
 
     Args:
-        name: path or hub id, or "shipped:policy".
+        name: path or hub id, "shipped:policy", or "owner/name:file.gguf" for a file of the hub.
         revision: branch, tag or commit, for a hub id.
 
     Raises:
         ModelError: if there is no configuration or no safetensors, or a check of the settings fails.
     """
+    if is_gguf(name):
+        return _find_gguf(name, revision)
     folder, commit = _find_folder(name, revision)
     if not (folder / "adapter_config.json").is_file():
         _check_model_folder(name, folder)
@@ -132,6 +157,33 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     return Checkpoint(name=name, folder=base_folder, revision=commit, adapter=folder, base=base)
 
 
+def _find_gguf(name: str, revision: str | None) -> Checkpoint:
+    """The checkpoint of a GGUF file on disk or on the hub, with all files of a split model.
+
+    Raises:
+        ModelError: if there is no such file, or a header is damaged.
+    """
+    path = Path(name).expanduser()
+    match = HUB_FILE.fullmatch(name)
+    if match is not None and not path.exists():
+        part_names = list_part_names(match[2])
+        folder, commit = _fetch(match[1], revision, part_names)
+        paths = tuple(folder / part for part in part_names)
+    else:
+        if revision is not None:
+            raise ModelError(f"{name} is a file, which has no revision {revision!r}; leave the revision out")
+        commit = None
+        paths = tuple(path.parent / part for part in list_part_names(path.name))
+    for part in paths:
+        if not part.is_file():
+            raise ModelError(
+                f"there is no file {part}; give a GGUF file, all parts of it if it is split, or "
+                "owner/name:file.gguf of the hub"
+            )
+    open_gguf(paths)
+    return Checkpoint(name=name, folder=paths[0].parent, revision=commit, gguf=paths)
+
+
 def resolve_commit(name: str, revision: str | None) -> str:
     """The commit of a revision of a hub id; fetches nothing else.
 
@@ -148,7 +200,8 @@ def resolve_commit(name: str, revision: str | None) -> str:
             return Path(hub.snapshot_download(name, revision=revision, local_files_only=True)).name
         except (OSError, ValueError, hub.errors.HfHubHTTPError):
             raise ModelError(
-                f"the hub does not say which commit {name} is at ({summarise_error(error)}); give the whole commit as "
+                f"the hub does not say which commit {name} is at ({summarise_error(error)}); give the whole commit "
+                "as "
                 "its revision"
             ) from error
 
@@ -185,14 +238,17 @@ def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, st
     return _find_folder(base, revision)
 
 
-def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
-    """Download a model from the hub; return its folder and commit."""
+def _fetch(name: str, revision: str | None, gguf_names: Sequence[str] = ()) -> tuple[Path, str | None]:
+    """Download a model from the hub, or GGUF files with the tokenizer beside them; return its folder and commit."""
     hub = import_extra("huggingface_hub", "models")
     try:
         with suppress_library_output():
             folder = Path(
                 hub.snapshot_download(
-                    name, revision=revision, allow_patterns=FETCHED_FILES, ignore_patterns=IGNORED_FILES
+                    name,
+                    revision=revision,
+                    allow_patterns=[*gguf_names, *FETCHED_BESIDE_GGUF] if gguf_names else FETCHED_FILES,
+                    ignore_patterns=None if gguf_names else IGNORED_FILES,
                 )
             )
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
@@ -206,6 +262,9 @@ def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
 def _check_model_folder(name: str, folder: Path) -> None:
     """Check that a folder has a configuration and safetensors, and that the settings pass the checks."""
     if not (folder / "config.json").is_file():
+        gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)
+        if gguf_file is not None:
+            raise ModelError(f"{name} holds GGUF files; name one of them, such as {gguf_file}")
         raise ModelError(
             f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
         )

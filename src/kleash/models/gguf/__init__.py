@@ -1,0 +1,1 @@
+"""GGUF files: reading them, their vocabulary, and a transformers network with their weights."""

@@ -1,0 +1,153 @@
+"""Decoding the tensors of GGUF files into parameters, a few rows at a time and in several threads."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kleash.errors import ModelError
+from kleash.extras import import_extra
+from kleash.models.checkpoints.gguf_header import StoredTensor
+from kleash.models.gguf.architectures import GGUFArchitecture, parameter_names
+
+TILE_WEIGHTS = 1 << 20
+"""Weights decoded at once by a thread: 4 MB in float32."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies, which no parameter holds."""
+
+
+def decode_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+    """Decode rows ``start`` to ``stop`` of a tensor: [rows, columns] in float32.
+
+    The decoder is ``dequantize`` of the package gguf.
+
+    Raises:
+        ModelError: if gguf has no decoder for its type, or the file has become shorter.
+    """
+    constants = import_extra("gguf.constants", "models")
+    quants = import_extra("gguf.quants", "models")
+    kind = constants.GGMLQuantizationType[tensor.kind]
+    row_bytes = tensor.num_bytes // (tensor.elements // tensor.shape[-1])
+    with tensor.path.open("rb") as file:
+        data = np.fromfile(
+            file, dtype=np.uint8, count=(stop - start) * row_bytes, offset=tensor.offset + start * row_bytes
+        )
+    if data.size != (stop - start) * row_bytes:
+        raise ModelError(f"{tensor.path} ends within {tensor.name}; fetch or make it again")
+    blocks = data.reshape(stop - start, row_bytes)
+    if tensor.kind == "F64":
+        return blocks.view(np.float64).astype(np.float32)
+    try:
+        with np.errstate(all="ignore"):
+            return quants.dequantize(blocks, kind)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{tensor.path} holds {tensor.name} in the type {tensor.kind}, which the package gguf does not decode; "
+            "quantise "
+            "the model to another type"
+        ) from error
+
+
+def read_parameters(
+    tensors: Sequence[StoredTensor],
+    architecture: GGUFArchitecture,
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Decode all tensors of a model.
+
+    Each tensor is decoded by rows into one of ``dtype``, so that a thread holds a tile of float32 beside it.
+
+    Args:
+        tensors: of all files of the model.
+        architecture: of the model.
+        attributes: of its configuration.
+        dtype: of the parameters.
+
+    Returns:
+        The parameters by the names of a safetensors checkpoint, and the names of tensors that are no parameter.
+
+    Raises:
+        ModelError: if a tensor cannot be decoded.
+    """
+    parameters: dict[str, Tensor] = {}
+    unused: list[str] = []
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for tensor in tensors:
+            find_name = parameter_names(tensor.name, architecture)
+            if find_name is None:
+                unused += [tensor.name] if tensor.name != ROPE_FACTORS else []
+                continue
+            rows = _row_order(tensor, architecture, attributes)
+            offset = architecture.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+            values = _decode(tensor, rows, offset, dtype, threads)
+            parameters |= dict(_by_parameter(tensor, find_name, values))
+    return parameters, tuple(unused)
+
+
+def _by_parameter(
+    tensor: StoredTensor, find_name: Callable[[int], str], values: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that a decoded tensor holds: one for each expert, or itself."""
+    if "_exps." in tensor.name:
+        yield from ((find_name(expert), weight) for expert, weight in enumerate(values))
+    elif tensor.name.endswith("ffn_gate_inp_shexp.weight"):
+        yield find_name(0), values.reshape(1, -1)
+    else:
+        yield find_name(0), values
+
+
+def _row_order(
+    tensor: StoredTensor, architecture: GGUFArchitecture, attributes: Mapping[str, Any]
+) -> Tensor | None:
+    """The row of the parameter for each row of the file; None if they agree."""
+    part = tensor.name.split(".")[-2]
+    if not architecture.interleaved_rope or part not in ("attn_q", "attn_k"):
+        return None
+    heads = attributes["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        raise ModelError(
+            f"{tensor.path} has {rows} rows in {tensor.name}, which are not those of {heads} heads"
+        )
+    # The file has pairs (i, i + half) of a head next to each other, the parameter has halves.
+    return torch.arange(rows).reshape(heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _decode(
+    tensor: StoredTensor, rows: Tensor | None, offset: float, dtype: torch.dtype, threads: ThreadPoolExecutor
+) -> Tensor:
+    """Decode a tensor into ``dtype``; ``rows`` and ``offset`` as in ``_row_order`` and ``norm_offset``."""
+    columns = tensor.shape[-1]
+    num_rows = tensor.elements // columns
+    values = torch.empty(num_rows, columns, dtype=dtype)
+    step = max(1, TILE_WEIGHTS // columns)
+
+    def fill(start: int) -> None:
+        stop = min(start + step, num_rows)
+        tile = torch.from_numpy(np.ascontiguousarray(decode_rows(tensor, start, stop)))
+        if offset:
+            tile = tile - offset
+        values[slice(start, stop) if rows is None or num_rows == 1 else rows[start:stop]] = tile.to(dtype)
+
+    _run_all(threads.map(fill, range(0, num_rows, step)))
+    if rows is not None and num_rows == 1:  # a bias
+        return torch.empty_like(values[0]).index_copy_(0, rows, values[0])
+    return values.reshape(tensor.shape)
+
+
+def _run_all(results: Iterable[None]) -> None:
+    """Wait for all results; raises the first error."""
+    for _ in results:
+        pass
+
+
+def rope_factors(tensors: Sequence[StoredTensor]) -> Tensor | None:
+    """The divisors of the rotary frequencies, [head_dim / 2] in float32; None if the model has none."""
+    for tensor in tensors:
+        if tensor.name == ROPE_FACTORS:
+            return torch.from_numpy(decode_rows(tensor, 0, 1).copy()).reshape(-1)
+    return None

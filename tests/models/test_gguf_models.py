@@ -1,0 +1,456 @@
+"""GGUF files as models: weights and settings against the checkpoints that they were made from."""
+
+import runpy
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_file import interleaved, write_gguf
+from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
+from transformers import AutoConfig
+
+from kleash.errors import ModelError, RunFolderError
+from kleash.measuring import cache_reference, measure
+from kleash.models import Pair, find_checkpoint, load_pair, read_text, score
+from kleash.models.checkpoints.gguf_header import read_gguf_header
+from kleash.models.gguf.architectures import ARCHITECTURES
+from kleash.models.gguf.weights import decode_rows
+from kleash.models.pair_tokenizers import load_tokenizers
+from kleash.models.sequences import TokenSequence
+from kleash.records import CacheJob, MeasureJob
+
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 8}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "yarn": (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "granite": ("granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen2moe": ("qwen2_moe", MOE),
+    "qwen3moe": ("qwen3_moe", {**MOE, "norm_topk_prob": True}),
+    "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", {**GEMMA, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {**GEMMA, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {"sliding_window": None}),
+}
+KINDS = (
+    *("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "Q3_K", "Q2_K"),
+    *("IQ4_XS", "IQ4_NL", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+)
+
+
+def tiny_gguf(folder: Path, name: str = "llama", **options: Any) -> tuple[Path, Path]:
+    """A tiny model of ``MODELS`` as a folder, and as a GGUF file in it."""
+    model_type, settings = MODELS[name]
+    CONFIGS["gguf"] = lambda **more: AutoConfig.for_model(
+        model_type, **{**SHAPE, **ATTENTION, **SPECIAL, **settings, **more}
+    )
+    try:
+        save_tiny(folder, "gguf", apart=0.2)
+    finally:
+        del CONFIGS["gguf"]
+    return folder, write_gguf(folder, folder / "model.gguf", **options)
+
+
+def logits(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of policy and reference for all kinds of tokens, beyond the sliding windows."""
+    ids = torch.arange(3, 63).reshape(1, -1) * 5 % 300
+    with torch.no_grad():
+        return pair.policy.network(ids).logits, pair.reference.network(ids).logits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return tiny_gguf(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_float32_file_gives_the_logits_of_the_checkpoint_it_was_made_from(
+    tmp_path: Path, name: str
+) -> None:
+    folder, path = tiny_gguf(tmp_path, name)
+    pair = load_pair(str(path), str(folder))
+    assert torch.equal(*logits(pair))
+    assert pair.policy.eos_token_ids == (1,)
+    assert not [note for note in pair.notes if "not mapped" in note]
+
+
+def test_all_architectures_are_tested() -> None:
+    assert set(ARCHITECTURES) <= set(MODELS)
+
+
+def test_the_factors_of_llama_3_divide_the_rotary_frequencies(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    save_tiny(tmp_path, rope_scaling=scaling)
+
+    def add_factors(tensors: dict[str, np.ndarray]) -> None:
+        # llama.cpp, conversion/llama.py, generate_extra_tensors
+        frequencies = 1.0 / 10_000.0 ** (np.arange(0, 8, 2) / 8)
+        wavelengths = 2 * np.pi / frequencies
+        smooth = (32 / wavelengths - 1) / (4 - 1)
+        factors = np.where(wavelengths < 8, 1, np.where(wavelengths > 32, 8, 1 / ((1 - smooth) / 8 + smooth)))
+        tensors["rope_freqs.weight"] = factors.astype(np.float32)
+
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", edit_tensors=add_factors)
+    policy, reference = logits(load_pair(str(path), str(tmp_path)))
+    torch.testing.assert_close(policy, reference, rtol=0, atol=2e-5)
+    plain = logits(load_pair(str(write_gguf(tmp_path, tmp_path / "plain.gguf")), str(tmp_path)))[0]
+    assert (plain - reference).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_decoded_as_by_transformers_own_decoder(tmp_path: Path, kind: str) -> None:
+    decoder = pytest.importorskip("transformers.integrations.gguf.dequant")
+    number = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    rng = np.random.default_rng(int(number))
+    blocks = rng.integers(0, 256, size=(6, 512 // block * block_bytes), dtype=np.uint8)
+    path = tmp_path / "blocks.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tensor,) = read_gguf_header(path).tensors
+    assert (tensor.kind, tensor.shape) == (kind, (6, 512))
+    decoded = torch.from_numpy(np.concatenate([decode_rows(tensor, 0, 4), decode_rows(tensor, 4, 6)]))
+    expected = decoder.dequantize(torch.from_numpy(blocks).reshape(-1), int(number)).reshape(6, 512)
+    finite = expected.isfinite() & decoded.isfinite()
+    assert finite.float().mean() > 0.9
+    torch.testing.assert_close(decoded[finite], expected[finite], rtol=1e-6, atol=0)
+
+
+def test_a_quantised_file_is_measured_like_its_decoded_weights(tmp_path: Path) -> None:
+    folder, path = tiny_gguf(tmp_path, kind="Q8_0")
+    pair = load_pair(str(path), str(folder))
+    original = pair.reference.network.state_dict()
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    for name, weight in pair.policy.network.state_dict().items():
+        expected = original[name].numpy()
+        if expected.ndim == 2 and expected.shape[1] % 32 == 0:
+            rows = np.arange(len(expected))[:, None]
+            if "q_proj" in name or "k_proj" in name:
+                rows = interleaved(rows, len(expected) // 8)
+            stored = gguf.quants.quantize(expected[rows[:, 0]], q8)
+            expected = np.empty_like(expected)
+            expected[rows[:, 0]] = gguf.quants.dequantize(stored, q8)
+        assert np.array_equal(weight.numpy(), expected), name
+    pair.policy.network.save_pretrained(tmp_path / "decoded")
+    ids = [0, 40, 80, 120, 160, 200]
+    sequence = TokenSequence(
+        prompt_id=0, sample_id=0, prompt_ids=ids[:1], response_ids=ids[1:], prompt_text="", response_text=""
+    )
+    logp, logq = (double_logits(place, ids).log_softmax(-1)[:-1] for place in (tmp_path / "decoded", folder))
+    kl = (logp.exp() * (logp - logq)).sum(-1).numpy()
+    assert np.abs(score(pair, [sequence])["kl_policy_reference"] - kl).max() < 1e-6
+    assert kl.max() > 1e-5
+
+
+def test_the_record_has_bytes_bits_and_the_type_of_each_module(tmp_path: Path) -> None:
+    folder, path = tiny_gguf(tmp_path, kind="Q8_0")
+    pair = load_pair(str(path), str(folder))
+    weights = pair.policy.record().weights
+    assert weights is not None
+    header = read_gguf_header(path)
+    stored = gguf.GGUFReader(path).tensors
+    assert weights.bytes == sum(int(tensor.n_bytes) for tensor in stored)
+    assert weights.bits_per_weight == 8 * weights.bytes / sum(int(tensor.n_elements) for tensor in stored)
+    assert weights.modules["blk.0-1.attn_q"] == "Q8_0"
+    assert weights.modules["blk.0-1.ffn_down"] == "F32"  # its 48 columns are no whole blocks
+    assert len(header.tensors) == len(stored)
+    plain = pair.reference.record().weights
+    assert plain is not None
+    assert (plain.bits_per_weight, plain.modules["model.layers.0-1.self_attn.q_proj"]) == (32.0, "F32")
+
+
+def test_two_files_of_one_folder_are_two_models(tmp_path: Path) -> None:
+    folder, path = tiny_gguf(tmp_path)
+    coarse = write_gguf(folder, folder / "coarse.gguf", "Q4_0")
+    pair = load_pair(str(path), str(coarse), tokenizer=str(folder))
+    assert pair.policy.network is not pair.reference.network
+    assert pair.policy.fingerprint != pair.reference.fingerprint
+    policy, reference = logits(pair)
+    assert (policy - reference).abs().max() > 0.01
+    same = load_pair(str(coarse), str(coarse), tokenizer=str(folder))
+    assert same.policy.network is same.reference.network
+
+
+def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
+    folder, path = tiny_gguf(tmp_path, parts=3)
+    assert path.name == "model-00001-of-00003.gguf"
+    for name in (path, path.with_name("model-00002-of-00003.gguf")):
+        assert torch.equal(*logits(load_pair(str(name), str(folder))))
+    second = path.with_name("model-00002-of-00003.gguf").rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(ModelError, match=r"there is no file .*model-00002-of-00003.gguf"):
+        load_pair(str(path), str(folder))
+    with pytest.raises(ModelError, match="says that its model has 3 files, and its name says 1"):
+        load_pair(str(second), str(folder))
+    path.with_name("model-00003-of-00003.gguf").rename(tmp_path / "model-00002-of-00003.gguf")
+    second.rename(tmp_path / "model-00003-of-00003.gguf")
+    with pytest.raises(ModelError, match="says that it is file 3 of 3; restore the files' names"):
+        load_pair(str(path), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda tensors: tensors.pop("blk.1.ffn_up.weight"),
+            "1 of its weights are missing and would be random",
+        ),
+        (
+            lambda tensors: tensors.update({"blk.0.attn_sinks.weight": np.ones(4, np.float32)}),
+            "1 tensors that the architecture 'llama' does not have here, such as blk.0.attn_sinks.weight",
+        ),
+        (
+            lambda tensors: tensors.update({"blk.0.ffn_up.weight": np.ones((40, 32), np.float32)}),
+            "1 of its weights have other shapes than its settings say",
+        ),
+        (
+            lambda tensors: tensors.update({"rope_freqs.weight": np.zeros(4, np.float32)}),
+            "rope_freqs.weight that is no list of factors",
+        ),
+        (lambda tensors: tensors.pop("token_embd.weight"), "it has no matrix token_embd.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    llama: tuple[Path, Path], tmp_path: Path, change: Any, reason: str
+) -> None:
+    folder, path = llama[0], write_gguf(llama[0], tmp_path / "model.gguf", edit_tensors=change)
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(path), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (
+            lambda w: w.add_string("general.architecture", "mpt"),
+            "is of the architecture 'mpt', and kleash reads",
+        ),
+        (lambda w: w.add_uint32("llama.block_count", 2**31), "claims 2147483648 layers and has 21 tensors"),
+        (lambda w: w.add_uint32("llama.feed_forward_length", 2**31), "its intermediate_size is 2.14748e.09"),
+        (
+            lambda w: w.add_array("llama.attention.head_count", [4, 4]),
+            r"head_count is \[4, 4\], and should be one",
+        ),
+        (
+            lambda w: w.add_uint32("llama.attention.value_length", 4),
+            "its keys have 8 numbers a head and its values 4",
+        ),
+        (
+            lambda w: w.add_string("llama.rope.scaling.type", "longrope"),
+            "its positions are scaled by 'longrope'",
+        ),
+        (lambda w: w.add_bool("llama.attention.causal", False), "its attention is not causal"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    llama: tuple[Path, Path], tmp_path: Path, edit: Any, reason: str
+) -> None:
+    def replace(writer: Any) -> None:
+        before = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()
+        edit(writer)
+        writer.kv_data[0] = before | writer.kv_data[0]
+
+    folder, path = llama[0], write_gguf(llama[0], tmp_path / "model.gguf", edit=replace)
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(path), str(folder))
+
+
+def test_settings_without_a_counterpart_are_named(tmp_path: Path) -> None:
+    folder, path = tiny_gguf(
+        tmp_path, edit=lambda writer: writer.add_float32("llama.attention.new_scale", 2.0)
+    )
+    notes = load_pair(str(path), str(folder)).notes
+    assert any("1 settings that are not mapped" in note and "attention.new_scale" in note for note in notes)
+
+
+def test_a_gguf_needs_a_tokenizer(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, path = llama
+    alone = tmp_path / "model.gguf"
+    alone.write_bytes(path.read_bytes())
+    with pytest.raises(ModelError, match="no other model has a tokenizer for it; give --tokenizer"):
+        load_pair(str(alone), str(alone))
+    assert load_pair(str(alone), str(alone), tokenizer=str(folder)).is_one_model
+    assert load_pair(str(path), str(path)).is_one_model  # with the tokenizer beside it
+    with pytest.raises(ModelError, match=r"holds GGUF files; name one of them, such as .*model.gguf"):
+        load_pair(str(tmp_path), str(folder))
+    with pytest.raises(ModelError, match="is a file, which has no revision 'main'"):
+        load_pair(str(path), str(folder), revision_policy="main")
+    with pytest.raises(ModelError, match=r"owner/name is not a folder here"):
+        load_pair("owner/name:model.gguf", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "edit", "reason"),
+    [
+        (
+            {40: "wrong"},
+            None,
+            r"320 tokens, of which 1 differ from the reference's tokenizer: token 40 is 'wrong'",
+        ),
+        ({1: "</end>"}, None, r"token 1 is '</end>' in the file and '</s>'"),
+        ({}, lambda w: w.kv_data[0]["tokenizer.ggml.merges"].value.reverse(), r"merges .* merge 0 is"),
+        (
+            {},
+            lambda w: w.kv_data[0]["tokenizer.ggml.merges"].value.pop(),
+            r"has 40 merges and .* 41: merge 40 is",
+        ),
+        ({}, lambda w: w.kv_data[0]["tokenizer.ggml.tokens"].value.pop(), r"319 tokens and 320 values of"),
+        (
+            {},
+            lambda w: w.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(0, 1),
+            "is normal in the file",
+        ),
+        ({}, lambda w: w.add_uint32("tokenizer.ggml.eot_token_id", 999), "names token 999 as eot_token_id"),
+        ({}, lambda w: w.kv_data[0].pop("tokenizer.ggml.tokens"), r"has no tokenizer.ggml.tokens"),
+    ],
+)
+def test_another_vocabulary_is_refused_with_the_first_difference(
+    llama: tuple[Path, Path], tmp_path: Path, tokens: dict[int, str], edit: Any, reason: str
+) -> None:
+    folder, path = llama[0], write_gguf(llama[0], tmp_path / "model.gguf", tokens=tokens, edit=edit)
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(path), str(folder))
+
+
+def test_added_tokens_may_be_written_as_they_are_decoded(tmp_path: Path) -> None:
+    folder, _ = tiny_gguf(tmp_path)
+    tokenizer = tiny_tokenizer.__wrapped__()
+    tokenizer.add_tokens(["\u2581\u2581"])
+    tokenizer.save_pretrained(folder)
+    path = write_gguf(folder, folder / "model.gguf", tokens={300: "  "}, edit=_user_defined(300))
+    assert load_pair(str(path), str(folder)).policy.vocab_size == 320
+    path = write_gguf(folder, folder / "model.gguf", tokens={300: "   "}, edit=_user_defined(300))
+    with pytest.raises(ModelError, match="token 300 is '   ' in the file"):
+        load_pair(str(path), str(folder))
+
+
+def _user_defined(token_id: int) -> Any:
+    return lambda writer: writer.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(token_id, 4)
+
+
+def test_begin_and_end_tokens_that_differ_are_named(tmp_path: Path) -> None:
+    def edit(writer: Any) -> None:
+        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
+        writer.add_add_bos_token(False)
+        writer.add_uint32("tokenizer.ggml.eot_token_id", 5)
+
+    folder, path = tiny_gguf(tmp_path, edit=edit)
+    pair = load_pair(str(path), str(folder))
+    assert pair.policy.eos_token_ids == (1, 5)
+    assert any("puts the begin token before a text" in note and "puts none" in note for note in pair.notes)
+
+
+@pytest.fixture
+def damage(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    root = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(root)
+    return runpy.run_path(str(root / "model_file_damage.py"))
+
+
+def test_damaged_files_are_refused_in_a_sentence(
+    llama: tuple[Path, Path], tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    folder, path = llama
+    header = min(tensor.offset for tensor in read_gguf_header(path).tensors)
+
+    def read(mutant: Path) -> Any:
+        find_checkpoint(str(mutant))
+        return [value for values in load_tokenizers_of(mutant, folder) for value in values]
+
+    figures = damage["run_mutants"](path.read_bytes(), header, tmp_path / "mutant.gguf", read, 120, 1)
+    assert figures["failures"] == []
+    assert figures["outcomes"]["refused"] > 60
+    assert set(figures["outcomes"]) <= {"refused", "same", "other weights", "other settings"}
+
+
+def load_tokenizers_of(path: Path, folder: Path) -> Any:
+    checkpoints = {"policy": find_checkpoint(str(path)), "reference": find_checkpoint(str(folder))}
+    return [load_tokenizers(checkpoints, False)[1]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "offset", "value", "reason"),
+    [
+        ("<4s", 0, b"GGML", "it does not begin with GGUF"),
+        ("<I", 4, 1, "is of GGUF version 1, and versions 2 and 3 are read"),
+        ("<I", 4, 3 << 24, "is a big-endian GGUF file"),
+        ("<Q", 8, 2**40, "it claims 22 settings and 1099511627776 tensors"),
+        ("<Q", 16, 2**63, "it claims 9223372036854775808 settings and 21 tensors"),
+        ("<Q", 24, 2**62, "'a key' claims 4611686018427387904 bytes"),
+    ],
+)
+def test_hostile_numbers_at_the_beginning_are_named(
+    llama: tuple[Path, Path], tmp_path: Path, layout: str, offset: int, value: Any, reason: str
+) -> None:
+    data = bytearray(llama[1].read_bytes())
+    struct.pack_into(layout, data, offset, value)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=reason):
+        read_gguf_header(path)
+
+
+def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    data = llama[1].read_bytes()
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data[:-64])
+    with pytest.raises(ModelError, match=rf"it should have {len(data)} bytes and has {len(data) - 64}"):
+        read_gguf_header(path)
+    path.write_bytes(data + bytes(64))
+    with pytest.raises(
+        ModelError, match=rf"its tensors end at byte {len(data)}, and it has {len(data) + 64}"
+    ):
+        read_gguf_header(path)
+
+
+def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, path = llama
+    coarse = write_gguf(folder, tmp_path / "coarse.gguf", "Q4_0")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"The {animal} is here." for animal in ("cat", "dog", "cow", "fox", "hen")))
+
+    def job(**options: Any) -> MeasureJob:
+        return MeasureJob(
+            **{"policy": str(coarse), "reference": str(path), "text": str(text), "tokenizer": str(folder)}
+            | options
+        )
+
+    cache = tmp_path / "cache"
+    cache_reference(CacheJob(reference=str(path), text=str(text), tokenizer=str(folder), out=str(cache)))
+    cached = measure(job(out=str(tmp_path / "run"), reference_cache=str(cache)))
+    pair = load_pair(str(coarse), str(path), tokenizer=str(folder))
+    columns = score(pair, list(read_text(str(text), pair)))
+    kl = cached.per_token["kl_policy_reference"]
+    assert kl.value == pytest.approx(float(columns["kl_policy_reference"].mean()), abs=1e-6)
+    assert kl.value > 1e-4
+    write_gguf(folder, coarse, "Q8_0")
+    with pytest.raises(RunFolderError, match="the fingerprint of the policy"):
+        measure(job(out=str(tmp_path / "run"), reference_cache=str(cache), resume=True))
