@@ -18,7 +18,7 @@ from kleash.measuring import cache_reference, measure
 from kleash.models import Pair, find_checkpoint, load_pair, read_text, score
 from kleash.models.checkpoints.gguf_header import read_gguf_header
 from kleash.models.gguf.architectures import ARCHITECTURES
-from kleash.models.gguf.weights import decode_rows
+from kleash.models.gguf.tensor_decoding import decode_rows
 from kleash.models.pair_tokenizers import load_tokenizers
 from kleash.models.sequences import TokenSequence
 from kleash.records import CacheJob, MeasureJob

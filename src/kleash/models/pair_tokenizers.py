@@ -48,20 +48,20 @@ def load_tokenizers(
         if not checkpoint.gguf
     }
     notes: list[str] = []
-    given = None
+    stated_tokenizer = None
     if tokenizer is not None and len(tokenizers) < len(checkpoints):
-        given = load_tokenizer(_find_tokenizer(tokenizer), "tokenizer", trust_remote_code)
+        stated_tokenizer = load_tokenizer(_find_tokenizer(tokenizer), "tokenizer", trust_remote_code)
     if stored_reference is not None:
         tokenizers["reference"] = stored_reference
-    others = dict(tokenizers)
+    available = dict(tokenizers)
     for role, checkpoint in checkpoints.items():
         if not checkpoint.gguf:
             continue
-        if given is not None:
-            owner, loaded = f"the tokenizer {tokenizer}", given
-        elif others:
-            other = next(iter(others))
-            owner, loaded = f"the {other}'s tokenizer", others[other]
+        if stated_tokenizer is not None:
+            owner, loaded = f"the tokenizer {tokenizer}", stated_tokenizer
+        elif available:
+            other = next(iter(available))
+            owner, loaded = f"the {other}'s tokenizer", available[other]
         else:
             owner, loaded = "the tokenizer beside it", _load_beside(checkpoint, role, trust_remote_code)
         notes += _compare_gguf(checkpoint, role, loaded, owner)

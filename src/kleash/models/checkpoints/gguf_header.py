@@ -1,6 +1,6 @@
 """Reading the header of an untrusted GGUF file: settings and the table of tensors, within limits.
 
-Source: ggml, ``docs/gguf.md``, versions 2 and 3 in little-endian order.
+Source: the description of the format in ggml, versions 2 and 3, little-endian.
 """
 
 import struct

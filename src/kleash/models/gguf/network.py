@@ -13,8 +13,8 @@ from kleash.models.checkpoints.config_checks import ALWAYS_ALLOWED_SIZE, check_b
 from kleash.models.checkpoints.gguf_files import GGUFFiles, open_gguf
 from kleash.models.compat import summarise_error
 from kleash.models.gguf.architectures import GGUFArchitecture, config_attributes, find_architecture
+from kleash.models.gguf.tensor_decoding import ROPE_FACTORS, read_parameters, rope_factors
 from kleash.models.gguf.vocabulary import END_TOKENS
-from kleash.models.gguf.weights import ROPE_FACTORS, read_parameters, rope_factors
 
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 MAX_SHOWN_NAMES = 4
