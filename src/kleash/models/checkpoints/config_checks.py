@@ -196,7 +196,8 @@ def check_built_size(subject: str, tensors: int, elements: int, config: Any, bui
     ):
         raise ModelError(
             f"{subject} describes in its config.json a network of {parameters} weights and tables of "
-            f"{buffer_elements} numbers, and its files hold {elements} numbers; correct config.json, or fetch the checkpoint again"
+            f"{buffer_elements} numbers, and its files hold {elements} numbers; correct config.json, or fetch the "
+            "checkpoint again"
         )
     return network
 
