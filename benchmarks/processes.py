@@ -91,7 +91,7 @@ def cpu_seconds_of_children() -> float:
 
 
 def main() -> None:
-    """Run the rounds and write ``results/processes.json``."""
+    """Run the rounds and write ``results/processes.json`` after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,21 +102,26 @@ def main() -> None:
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
             rounds.append(one_round(Path(folder), options.prompts, torchrun_first=number % 2 == 0))
-            print(json.dumps(rounds[-1]), flush=True)
+        print(json.dumps(rounds[-1]), flush=True)
+        figures = summary(options.prompts, rounds)
+        write_result("processes", figures, packages=("torch", "transformers"))
+    print(json.dumps(figures, indent=2))
+
+
+def summary(prompts: int, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """The ratios of torchrun to independent runs, medians over the rounds."""
 
     def ratio_of(name: str) -> float:
         return round(median(row["torchrun"][name] / row["independent"][name] for row in rounds), 3)
 
-    figures: dict[str, Any] = {
-        "prompts": options.prompts,
+    return {
+        "prompts": prompts,
         "new_tokens": NEW_TOKENS,
         "ratio": ratio_of("rate"),
         "ratio_with_start": ratio_of("rate_with_start"),
         "ratio_of_cpu_seconds": ratio_of("cpu_seconds"),
         "rounds": rounds,
     }
-    print(json.dumps(figures, indent=2))
-    write_result("processes", figures, packages=("torch", "transformers"))
 
 
 if __name__ == "__main__":

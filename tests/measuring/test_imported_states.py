@@ -314,6 +314,20 @@ def test_non_finite_rows_are_named(value: float, files: Path, refusal: Callable[
     assert f"{path} holds NaN or infinities in row 7" in refusal(files)
 
 
+def test_a_row_of_zeros_is_named_in_any_file(
+    files: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that was not filled; its logits would be those of a uniform distribution."""
+    monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
+
+    def clear(states: torch.Tensor) -> torch.Tensor:
+        states[11] = 0.0
+        return states
+
+    path = edit(without_logps(files), clear, 2)
+    assert f"{path} holds only zeros in row 11, which no model computes" in refusal(files)
+
+
 def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.Tensor) -> None:
     save_file({"hidden_states": states, "token_ids": tokens, **more}, path)
 
@@ -327,7 +341,11 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
         (lambda p: save(p, torch.zeros(9, 2, 16), torch.arange(9)), "layers of 16 numbers in float32 and"),
         (lambda p: save(p, torch.zeros(9, 3, 32), torch.arange(9)), "holds 3 layers of 32 numbers"),
         (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16 and"),
-        (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "holds 8 rows of hidden states for 9 tokens"),
+        (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "holds 8 rows of hidden states (shape [8, 2, 32])"),
+        (lambda p: save(p, torch.zeros(2, 9, 32), torch.arange(9)), "for 9 tokens; let the engine save it again, as ["),
+        (lambda p: save(p, torch.zeros(9, 2, 0), torch.arange(9)), "holds 2 layers of 0 numbers"),
+        (lambda p: (p.unlink(), p.mkdir()), "is not a regular file"),
+        (lambda p: (p.unlink(), p.symlink_to("gone")), "is not a regular file"),
         (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "of shape [9, 32]"),
         (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "holds no tokens"),
         (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token ids of dtype F32"),
@@ -360,6 +378,10 @@ def test_damaged_files_are_named(
     ("change", "message"),
     [
         (lambda r: r["meta_info"]["hidden_states"].pop(), "rows of hidden states for"),
+        (
+            lambda r: r["meta_info"].update(hidden_states=r["meta_info"]["hidden_states"][-1:]),
+            'ask for return_hidden_states true, not "last", and run SGLang with',
+        ),
         (lambda r: r["meta_info"]["hidden_states"][0][3].pop(), "not rows of numbers of one length"),
         (lambda r: r["meta_info"]["hidden_states"][0][3].__setitem__(0, float("nan")), "infinities in row 3"),
         (lambda r: r["meta_info"].pop("input_token_logprobs"), "has no token ids: add the 'input_ids'"),

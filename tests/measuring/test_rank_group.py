@@ -150,6 +150,24 @@ def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("hosts_store", [True, False])
+def test_the_rank_that_hosts_the_store_leaves_last(hosts_store: bool) -> None:
+    store, order = LocalStore(), list[int]()
+
+    def work(rank: int) -> None:
+        with RankGroup(rank, 2, store, hosts_store=hosts_store and rank == 0).running() as group:
+            group.gather("header", rank)
+            time.sleep(0.3 * rank)
+            if rank == 1:
+                order.append(rank)
+        if rank == 0:
+            order.append(rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+    assert order == ([1, 0] if hosts_store else [0, 1])
+
+
 def test_a_rank_that_scores_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_group, "SILENCE_S", 0.4)
 

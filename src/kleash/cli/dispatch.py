@@ -87,8 +87,7 @@ def _measure(job: MeasureJob) -> int:
         sys.stdout.write(to_json(result))
     elif not job.quiet:
         print_part(result, job)
-    gate = result.gate if isinstance(result, Measurement) else None
-    return 0 if gate is None else gate.exit_code
+    return _exit_code_of_gate(result) if isinstance(result, Measurement) else 0
 
 
 def _merge(command: MergeJob) -> int:
@@ -97,9 +96,14 @@ def _merge(command: MergeJob) -> int:
 
     folder = command.folder.expanduser()
     with nullcontext() if command.quiet else Progress() as progress:
-        measurement = merge(folder, progress)
+        measurement = merge(folder, progress, at_most=command.at_most)
     _print_result(measurement, folder, as_json=command.json, quiet=command.quiet)
-    return 0
+    return _exit_code_of_gate(measurement)
+
+
+def _exit_code_of_gate(measurement: Measurement) -> int:
+    """The exit code of a measurement's gate; 0 if it has none."""
+    return 0 if measurement.gate is None else measurement.gate.exit_code
 
 
 def _print_result(measurement: Measurement, folder: Path, *, as_json: bool, quiet: bool) -> None:

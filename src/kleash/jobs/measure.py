@@ -122,8 +122,8 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
             )
         if self.at_most is not None:
             raise OptionError(
-                f"--shard {self.shard} sees a part of the run and cannot judge the whole; after kleash merge, give "
-                "--at-most to kleash report"
+                f"--shard {self.shard} sees a part of the run and cannot judge the whole; give --at-most to kleash "
+                "merge"
             )
         if self.out is None:
             raise OptionError(f"--shard {self.shard} needs --out, the folder that all parts share")

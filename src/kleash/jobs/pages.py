@@ -31,10 +31,17 @@ class MergeJob:
 
     folder: Path
     """The folder with the parts, as in --out of "kleash measure --shard"."""
+    at_most: float | None = None
+    """A limit in nats for the KL(policy || reference) per token of the run. Exit code 0 if it is not above the limit,
+    1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
     quiet: bool = False
     """Print nothing but errors."""
     json: bool = False
     """Print the result as JSON instead of a summary."""
+
+    def __post_init__(self) -> None:
+        """Check the limit; raises OptionError."""
+        require_limit(self.at_most)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from kleash.models.cache.hidden_states import sequence_key
 from kleash.models.cache.layer_states import find_final_norm
 from kleash.models.cache.saved_records import SavedRequest
 from kleash.models.cache.saved_state_checks import SavedStateChecker
-from kleash.models.cache.saved_states import SavedStates, check_finite_rows
+from kleash.models.cache.saved_states import SavedStates, check_rows
 from kleash.models.scoring import score_against_states
 
 NORM_TOKENS = 8
@@ -124,7 +124,7 @@ class ImportedStates:
         """The final hidden states of a request at the scored positions of a sequence."""
         start = len(sequence.prompt_ids) - 1
         rows = self._saved.read(request, start, start + len(sequence.response_ids))
-        check_finite_rows(rows[:, -1:], request, start)
+        check_rows(rows[:, -1:], request, start)
         return self._checker.final_states(rows)
 
     def _find_sequences(

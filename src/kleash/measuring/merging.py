@@ -1,10 +1,9 @@
 """Making one run of the parts that array tasks scored."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import OptionError, RunFolderError
+from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.run import measure
@@ -13,7 +12,9 @@ from kleash.store.array_task import part_folders
 from kleash.version import __version__
 
 
-def merge(out: Path, reporter: ProgressReporter | None = None) -> Measurement:
+def merge(
+    out: Path, reporter: ProgressReporter | None = None, *, at_most: float | None = None
+) -> Measurement:
     """Make one run of the parts that ``measure_part`` scored into ``out``, with the numbers of a single process.
 
     Copies the shards, verified by their checksums, and makes the measurement as a resumed run does: the models are
@@ -22,13 +23,14 @@ def merge(out: Path, reporter: ProgressReporter | None = None) -> Measurement:
     Args:
         out: the folder with the parts, which becomes that of the run.
         reporter: receives the progress.
+        at_most: the limit of a gate in nats per token, as in ``MeasureJob``; None for no gate.
 
     Returns:
         The measurement, as in ``measurement.json``.
 
     Raises:
-        RunFolderError: if parts are missing, unfinished, damaged or of different runs.
-        OptionError: if the parts were made by a version with other options.
+        RunFolderError: if parts are missing, unfinished, damaged, of different runs or of another version.
+        OptionError: if ``at_most`` is not a limit.
         And what ``measure`` raises.
     """
     reporter = reporter if reporter is not None else NullProgressReporter()
@@ -36,7 +38,7 @@ def merge(out: Path, reporter: ProgressReporter | None = None) -> Measurement:
     tasks = [ArrayTask.read(folder) for folder in folders]
     headers = [RunFolder(folder).header() for folder in folders]
     _require_one_run(folders, tasks, headers)
-    job = _job_of(headers[0], out)
+    job = _job_of(headers[0], out, at_most)
     run = RunFolder(out)
     with run.writing(headers[0], resume=True):
         on_disk = set(run.finished_shards())
@@ -66,14 +68,16 @@ def _require_one_run(folders: list[Path], tasks: list[ArrayTask], headers: list[
             )
 
 
-def _job_of(header: RunHeader, out: Path) -> MeasureJob:
-    """The job whose parts these are, writing to ``out``."""
-    known = {field.name for field in fields(MeasureJob)}
-    unknown = [name for name in header.settings if name not in known]
-    if unknown:
-        raise OptionError(
-            f"the parts in {out} were made by kleash {header.kleash} with --{unknown[0].replace('_', '-')}, which "
-            f"kleash {__version__} does not have; merge with that version"
+def _job_of(header: RunHeader, out: Path, at_most: float | None) -> MeasureJob:
+    """The job whose parts these are, writing to ``out``.
+
+    Raises:
+        RunFolderError: if another version of kleash scored the parts, whose numbers this one would not resume.
+    """
+    if header.kleash != __version__:
+        raise RunFolderError(
+            f"the parts in {out} were scored by kleash {header.kleash} and this is kleash {__version__}; merge with "
+            "that version"
         )
     settings: dict[str, Any] = dict(header.settings)
-    return MeasureJob(**settings, out=str(out), resume=True)
+    return MeasureJob(**settings, out=str(out), resume=True, at_most=at_most)

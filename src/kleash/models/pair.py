@@ -41,8 +41,8 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     """Device of the inputs and the hidden states."""
-    parameters: int
-    """Number of parameters of the base and the adapter together."""
+    parameters: int | None
+    """Number of parameters of the base and the adapter together; None where a server does not say it."""
     vocab_size: int
     """Tokens that have a logit."""
     context_length: int | None

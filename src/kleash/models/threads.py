@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.pair import Pair
+from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import resolve_device
 
 SMALL_BYTES = 100_000_000
@@ -63,7 +63,7 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
     """
     models = (pair.policy, pair.reference)
     are_on_cpu = all(model.device.type == "cpu" and model.device_map is None for model in models)
-    are_tiny = all(model.parameters * model.dtype.itemsize <= TINY_BYTES for model in models)
+    are_tiny = all(map(_is_tiny, models))
     is_default = _is_default_number(torch.get_num_threads())
     if processes == 1 or (are_tiny and is_default):
         with _one_thread_if(are_on_cpu and are_tiny and is_default) as note:
@@ -78,6 +78,11 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
     has_unused_cores = are_on_cpu and not are_tiny and share > 1 and torch.get_num_threads() == 1
     advice = f"one CPU thread for each of {processes} processes; set {THREAD_VARIABLES[0]}={share} to use all cores"
     yield advice if has_unused_cores else None
+
+
+def _is_tiny(model: Model) -> bool:
+    """Whether one thread scores a model fastest; of a model behind a server nothing is computed here."""
+    return model.parameters is None or model.parameters * model.dtype.itemsize <= TINY_BYTES
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from kleash.errors import RunFolderError
 from kleash.store.checksums import Checksums, write_checked
 from kleash.store.codec import to_json
+from kleash.store.locks import folder_lock
 
 TASK = "part.json"
 """Written when all shards of a part are on disk."""
@@ -39,17 +40,25 @@ class ArrayTask:
 
     @classmethod
     def read(cls, root: Path) -> "ArrayTask":
-        """The record in the folder of a part.
+        """The record in the folder of a part, as ``part_folders`` lists it.
 
         Raises:
-            RunFolderError: if the part has not finished, or the record is damaged.
+            RunFolderError: if the part is still being scored, has not finished or is that of another folder, or the
+                record is damaged.
         """
+        name = root.name.removeprefix("shard-").replace("-of-", "/")
         if not (root / TASK).exists():
-            name = root.name.removeprefix("shard-").replace("-of-", "/")
+            with folder_lock(root, f"wait until part {name} has finished, then merge"):
+                raise RunFolderError(
+                    f"{root} has not finished; run it again with --shard {name} --resume, then merge"
+                )
+        task = Checksums.read(root).read_record(cls, root / TASK, "a part of a run")
+        if f"{task.number}/{task.count}" != name:
             raise RunFolderError(
-                f"{root} has not finished; run it again with --shard {name} --resume, then merge"
+                f"{root} holds part {task.number}/{task.count} of a run, as its {TASK} says: the folder was copied or "
+                f"renamed; score part {name} into a folder of its own, then merge"
             )
-        return Checksums.read(root).read_record(cls, root / TASK, "a part of a run")
+        return task
 
 
 def part_folders(out: Path) -> list[Path]:

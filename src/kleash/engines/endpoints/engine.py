@@ -50,8 +50,8 @@ class ServedModel(Model):
     """The server."""
 
     def record(self) -> ModelRecord:
-        """The model's entry in a run's records; the server does not say its weights, dtype or number of parameters."""
-        return replace(super().record(), dtype="unknown", parameters=None, fingerprint="")
+        """The model's entry in a run's records; the server does not say its weights or dtype."""
+        return replace(super().record(), dtype="unknown", fingerprint="")
 
 
 def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
@@ -63,7 +63,7 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
         revision=None,
         dtype=local.dtype,
         device=local.device,
-        parameters=0,
+        parameters=None,
         vocab_size=local.vocab_size,
         context_length=min(lengths, default=None),
         eos_token_ids=local.eos_token_ids,

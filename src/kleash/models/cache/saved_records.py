@@ -93,8 +93,9 @@ def _sglang_record(request: SavedRequest, record: dict[str, Any], meta: dict[str
         )
     if len(states) not in (len(token_ids), len(token_ids) - 1):
         raise ModelError(
-            f"{request} holds {len(states)} rows of hidden states for {len(token_ids)} tokens; run SGLang with "
-            "--disable-radix-cache and --chunked-prefill-size -1, so that no row is left out"
+            f"{request} holds {len(states)} rows of hidden states for {len(token_ids)} tokens; ask for "
+            'return_hidden_states true, not "last", and run SGLang with --disable-radix-cache and '
+            "--chunked-prefill-size -1, so that no row is left out"
         )
     row_ids = token_ids[: len(states)]
     pairs = {ids: logps[: len(ids)] for ids in (token_ids, row_ids)}

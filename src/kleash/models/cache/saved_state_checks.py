@@ -16,7 +16,7 @@ from kleash.models.cache.layer_states import (
 )
 from kleash.models.cache.saved_logps import explain_logps, logps_agree, token_logps
 from kleash.models.cache.saved_records import SavedRequest
-from kleash.models.cache.saved_states import SavedStates, check_finite_rows
+from kleash.models.cache.saved_states import SavedStates, check_rows
 from kleash.models.cache.state_causes import StateComparison, explain_states
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence
@@ -91,7 +91,7 @@ class SavedStateChecker:
         """
         token_ids = (*sequence.prompt_ids, *sequence.response_ids)[:-1]
         rows = self.saved.read(request, 0, len(token_ids))
-        check_finite_rows(rows, request, 0)
+        check_rows(rows, request, 0)
         comparison = StateComparison(
             request=request,
             rows=rows.to(self.model.device, self.model.dtype),

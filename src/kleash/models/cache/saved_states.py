@@ -201,8 +201,8 @@ class SavedStates:
             )
         if shape[0] != token_shape[0]:
             raise ModelError(
-                f"{path} holds {shape[0]} rows of hidden states for {token_shape[0]} tokens; let the engine save it "
-                "again, without chunked prefill"
+                f"{path} holds {shape[0]} rows of hidden states (shape {shape}) for {token_shape[0]} tokens; let the "
+                "engine save it again, as [tokens, layers, dim] and without chunked prefill"
             )
         request = SavedRequest(path=path, line=None, offset=0, rows=shape[0])
         self._add(request, self.token_ids(request), FLOAT_DTYPES[states["dtype"]], *shape[1:])
@@ -310,13 +310,25 @@ def _keys_of(sequence: TokenSequence) -> tuple[bytes, bytes]:
     return _key(token_ids), _key(token_ids[:-1])
 
 
-def check_finite_rows(states: Tensor, request: SavedRequest, start: int) -> None:
-    """Check that rows of a request are finite.
+def check_rows(states: Tensor, request: SavedRequest, start: int) -> None:
+    """Check that rows of a request are finite, and that the last layer of none is zero in all numbers.
+
+    Args:
+        states: [rows, layers, dim].
+        request: where they are.
+        start: the number of the first row.
 
     Raises:
         NonFiniteError: naming the file and the row.
+        ModelError: likewise, if the row is zero, as in a buffer that was not filled.
     """
     finite = states.isfinite().flatten(1).all(-1)
     if not finite.all():
         row = start + int((~finite).nonzero()[0])
         raise NonFiniteError(f"{request} holds NaN or infinities in row {row}; let the engine save it again")
+    filled = (states[:, -1] != 0).any(-1)
+    if not filled.all():
+        row = start + int((~filled).nonzero()[0])
+        raise ModelError(
+            f"{request} holds only zeros in row {row}, which no model computes; let the engine save it again"
+        )

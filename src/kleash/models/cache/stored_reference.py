@@ -141,7 +141,7 @@ class StoredReference:
             revision=cached.revision,
             dtype=getattr(torch, cached.dtype),
             device=device,
-            parameters=cached.parameters or 0,  # null only in records of endpoints, which have no cache
+            parameters=cached.parameters,
             vocab_size=cached.vocabulary,
             context_length=contents.context,
             eos_token_ids=(),
