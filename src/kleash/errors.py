@@ -69,6 +69,10 @@ class RankError(KleashError, RuntimeError):
         self.is_reported = is_reported
 
 
+class ClusterError(KleashError, RuntimeError):
+    """A Ray cluster that cannot be reached or has no room, or whose workers are lost or differ from the driver."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, with a message that says what was saved.
 

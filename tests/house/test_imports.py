@@ -116,15 +116,18 @@ def test_what_only_reads_files_never_imports_torch(module: str) -> None:
 )
 def test_help_never_imports_torch(words: str) -> None:
     done = run(
-        f"deny('torch', 'transformers')\nfrom kleash.cli import main\nraise SystemExit(main({words.split()!r}))"
+        f"deny('torch', 'transformers', 'ray')\nfrom kleash.cli import main\nraise SystemExit(main({words.split()!r}))"
     )
     assert done.returncode == 0, done.stderr
     assert "kleash" in done.stdout
 
 
-def test_a_missing_extra_is_named() -> None:
-    done = run(
-        "deny('transformers')\nfrom kleash.cli import main\nraise SystemExit(main(['measure', '--quiet']))"
-    )
+@pytest.mark.parametrize(
+    ("package", "words", "extra"),
+    [("transformers", [], "models"), ("ray", ["--engine", "ray"], "ray")],
+)
+def test_a_missing_extra_is_named(package: str, words: list[str], extra: str) -> None:
+    command = ["measure", "--quiet", *words]
+    done = run(f"deny({package!r})\nfrom kleash.cli import main\nraise SystemExit(main({command!r}))")
     assert done.returncode == 2
-    assert done.stderr.strip() == "kleash: transformers is not installed; run: pip install 'kleash[models]'"
+    assert done.stderr.strip() == f"kleash: {package} is not installed; run: pip install 'kleash[{extra}]'"

@@ -24,6 +24,9 @@ METAVARS: Mapping[str, str] = {
     "report_to": "TRACKER",
     "reward": "REWARD",
     "device": "DEVICE",
+    "engine": "local|ray",
+    "address": "HOST:PORT",
+    "resources_per_worker": "NAME=AMOUNT",
     "target": "TARGET",
 }
 METAVARS_OF_TYPES: Mapping[Any, str] = {int: "N", float: "X", str: "WORD", Path: "FILE"}

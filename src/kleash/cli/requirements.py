@@ -22,6 +22,8 @@ def require_packages(command: Command) -> None:
         MissingExtraError: with all that are missing.
     """
     match command:
+        case MeasureJob() if command.engine == "ray":
+            require_installed(("rich", *MODELS, *_for_loading(command), "ray"), "'kleash[ray]'")
         case MeasureJob() | CacheJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
         case MergeJob():

@@ -15,6 +15,7 @@ from kleash.jobs.option_groups import (
     GenerationOptions,
     Job,
     ScoringOptions,
+    WorkerOptions,
     changed_options,
     flag,
     is_endpoint,
@@ -29,7 +30,7 @@ WITHOUT_EFFECT = {"prompts": WINDOWS, "text": DRAWING, "responses": (*DRAWING, *
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
+class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptions):
     """Measure how far one language model has drifted from another, and write a report.
 
     Without arguments: the small pair that ships with kleash.
@@ -161,6 +162,11 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
             raise OptionError(
                 f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; "
                 "leave it out"
+            )
+        if self.engine != "local":
+            raise OptionError(
+                f"--{role} is a server, which --endpoint-concurrency requests reach at once from one process; leave "
+                f"--engine {self.engine} out"
             )
         for name, reason in (
             ("reference_cache", "holds a loaded reference's hidden states"),

@@ -18,9 +18,10 @@ SHIPPED_PROMPTS = "shipped:prompts"
 SHIPPED_TEXT = "shipped:text"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ENGINES = ("local", "ray")
 OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
-DEALING_OPTIONS = frozenset({"shard"})
+DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""
 REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})
 """Options of how an inference server is asked, which change no number."""
@@ -39,6 +40,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "endpoints": "policy_model reference_model top_logprobs endpoint_concurrency endpoint_timeout "
     "endpoint_retries",
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
+    "workers of a Ray cluster": "engine address workers resources_per_worker",
     "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
@@ -181,6 +183,54 @@ class EndpointOptions(Job):
         self._above_0("endpoint_timeout")
         if self.endpoint_retries < 0:
             raise OptionError(f"--endpoint-retries must be at least 0; it is {self.endpoint_retries}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(Job):
+    """Which workers score the shards of a run."""
+
+    engine: str = "local"
+    """local scores in this process, or in those that torchrun started; ray in the workers of a Ray cluster."""
+    address: str | None = None
+    """The Ray cluster: host:port, ray://host:port, or auto for the one on this machine. If not given, that of
+    RAY_ADDRESS, or else one that is started here for this run."""
+    workers: int | None = None
+    """Workers on the Ray cluster, each with both models; as many as it has room for if not given."""
+    resources_per_worker: str | None = None
+    """What a worker reserves on its node of the Ray cluster, such as gpu=1 or cpu=8,memory=64e9; gpu=1 if not given
+    and there are GPUs, otherwise cpu=1."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._one_of("engine", ENGINES)
+        self._at_least_1("workers")
+        if self.engine != "ray":
+            for name in changed_options(self, ("address", "workers", "resources_per_worker")):
+                raise OptionError(f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out")
+        if self.resources_per_worker is not None:
+            parse_resources(self.resources_per_worker)
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """The amounts of ``--resources-per-worker`` by the names of resources: {"cpu": 4.0, "gpu": 1.0}.
+
+    Raises:
+        OptionError: if it is not of the form name=number,name=number.
+    """
+    amounts: dict[str, float] = {}
+    for entry in text.split(","):
+        name, _, number = (part.strip() for part in entry.partition("="))
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = -1.0
+        if not name or name in amounts or not (math.isfinite(amount) and amount >= 0):
+            raise OptionError(
+                f"--resources-per-worker takes amounts such as gpu=1 or cpu=4,memory=16e9, each once; it is {text!r}"
+            )
+        amounts[name] = amount
+    return amounts
 
 
 def is_endpoint(name: str) -> bool:

@@ -7,20 +7,24 @@ those of the shards from the first on without a gap: they are the same for any n
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kleash.engines import Engine, Shard
+from kleash.engines.ray import RayEngine
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, TopEntries, alternatives_of_shard
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rank_group import POLL_S, RankGroup
+from kleash.measuring.remote_shards import describe_costs, take_alternatives, threshold, worker_line
 from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, sum_sequences
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
+from kleash.store.worker_log import append_worker_lines
 
 MIN_CLUSTERS = 64
 """``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
@@ -43,6 +47,8 @@ class OpenRun:
     reporter: ProgressReporter
     ranks: RankGroup
     source_sha256: str
+    workers: RayEngine | None = None
+    """The workers that score the shards; None where this process does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +160,10 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
     plan = plan_shards(run.job, run.pair)
     run.reporter.set_total(plan.sequences if run.job.shard is None else None)
     dealing = Dealing(run=run, finished=finished)
-    for shard in dealing.turns(plan.shards):
+    turns = dealing.turns(plan.shards)
+    if running is not None and isinstance(engine, RayEngine):
+        _write_scored(run, engine, turns, running)
+    for shard in turns:
         _score_shard(run, engine, shard, largest)
         if running is not None:
             running.advance()
@@ -209,9 +218,29 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
         largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-    message = {"rank": run.ranks.rank, "sums": sum_sequences(result.tokens).to_lists()}
-    run.ranks.post(f"sums/{shard.index}", message)
-    run.reporter.add_scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
+    _count_shard(run, shard.index, sum_sequences(result.tokens))
+
+
+def _write_scored(run: OpenRun, engine: RayEngine, turns: Iterator[Shard], running: RunningKL) -> None:
+    """Write the shards that the workers of a Ray cluster score; once the run stops, the others are abandoned."""
+    start = time.monotonic()
+    for scored in engine.pool.results(turns, lambda: threshold(running.largest)):
+        index, packed = scored.shard.index, scored.part.packed
+        append_worker_lines(run.folder.root, [worker_line(scored)])
+        run.folder.write_encoded_shard(index, packed.files, take_alternatives(packed, running.largest))
+        _count_shard(run, index, packed.sums)
+        running.advance()
+        if running.stop is not None:
+            break
+    deque(turns, maxlen=0)  # the shards that are on disk count for the checks of the source
+    for sentence in describe_costs(engine.pool.workers, time.monotonic() - start):
+        run.reporter.note(sentence)
+
+
+def _count_shard(run: OpenRun, index: int, sums: SequenceSums) -> None:
+    """Post the sums of a shard that is on disk, and show its progress."""
+    run.ranks.post(f"sums/{index}", {"rank": run.ranks.rank, "sums": sums.to_lists()})
+    run.reporter.add_scored(len(sums.kl), int(sums.tokens.sum()))
 
 
 def _all_done(running: RunningKL) -> bool:

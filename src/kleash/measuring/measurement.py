@@ -40,6 +40,7 @@ from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
+from kleash.store.worker_log import smaller_batches_warning
 from kleash.version import __version__
 
 
@@ -63,6 +64,7 @@ class SequenceCounts:
     tokens: int
     prompts: int
     truncated: int
+    shards: int
     all_have_logprobs: bool
 
 
@@ -127,7 +129,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
             tokens=counts.tokens,
             clusters=len(sums[TOKENS]),
             truncated_sequences=counts.truncated,
-            shards=len(run.folder.finished_shards()),
+            shards=counts.shards,
         ),
         **to_fields(numbers),
         left_out=left_out,
@@ -184,6 +186,7 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
         tokens=tokens,
         prompts=len(np.unique(prompts)),
         truncated=truncated,
+        shards=len(folder.finished_shards()),
         all_have_logprobs=not any_unknown,
     )
 
@@ -241,6 +244,7 @@ def run_warnings(
                 *counts.clusters.warnings,
                 *estimand.warnings,
                 *run.checks.warnings(),
+                *smaller_batches_warning(run.folder.root, run.job.batch_tokens, counts.shards),
                 *rounding.warnings,
                 *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if has_estimators else ()),
                 *(weight_warnings(totals.terms.weight, estimand) if has_kl else ()),

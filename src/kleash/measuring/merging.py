@@ -9,6 +9,7 @@ from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.run import measure
 from kleash.store import ArrayTask, Measurement, RunFolder, RunHeader
 from kleash.store.array_task import part_folders
+from kleash.store.worker_log import append_worker_lines, read_worker_lines
 from kleash.version import __version__
 
 
@@ -45,7 +46,10 @@ def merge(
         for folder, task in zip(folders, tasks, strict=True):
             part = RunFolder(folder)
             part.require_shards(task.shards, task.indices)
-            run.copy_shards([index for index in task.indices if index not in on_disk], part)
+            to_copy = [index for index in task.indices if index not in on_disk]
+            lines = read_worker_lines(folder)
+            append_worker_lines(out, [lines[index] for index in to_copy if index in lines])
+            run.copy_shards(to_copy, part)
         run.require_shards(tasks[0].shards)
     reporter.note(f"{tasks[0].shards} shards of {len(folders)} parts are in {out}")
     return measure(job, reporter)

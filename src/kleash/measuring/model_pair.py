@@ -37,10 +37,14 @@ from kleash.store import CachedSource
 from kleash.store.locks import folder_lock
 
 
-def load_models(job: MeasureJob, source_sha256: str) -> Pair:
+def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
     """Load the policy and the reference of a job; a finished cache of its text or responses replaces the reference.
 
     Of two models of which one is behind a server, the other one is loaded, and the server is asked for a probe.
+
+    Args:
+        job: the job.
+        source_sha256: the hash of the source, which the cache must cover; None if that is not to be checked.
 
     Raises:
         ModelError: if a model cannot be loaded, the two cannot be compared, or the cache is of another model.
@@ -58,7 +62,7 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
         raise
 
 
-def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
+def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
     """``load_models`` without its advice about the shipped models."""
     if job.endpoint_role is not None:
         return load_beside_server(job, job.endpoint_role)
@@ -74,7 +78,8 @@ def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
         revision_reference=job.revision_reference,
         loading=loading(job),
     )
-    _check_covered(job, pair, stored, source_sha256)
+    if source_sha256 is not None:
+        _check_covered(job, pair, stored, source_sha256)
     return pair
 
 

@@ -1,7 +1,7 @@
 """The measuring job: load the models, score shard by shard, write the files."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from kleash.measuring.run_identity import (
     require_same_on_all_ranks,
     shared_source_sha256,
 )
-from kleash.models import ReferenceCache
+from kleash.measuring.workers import ray_engine
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
@@ -65,6 +65,7 @@ def measure(
         NonFiniteError: if a model gives NaN or infinite logits.
         RunFolderError: if ``job.out`` cannot be written or resumed.
         RankError: if another rank fails, is lost, or measures something else.
+        ClusterError: if the Ray cluster cannot be reached, or its workers fail, are lost or measure something else.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
         Interrupted: on KeyboardInterrupt, with the options that resume the run.
     """
@@ -72,8 +73,7 @@ def measure(
         raise OptionError(f"--shard {job.shard} scores a part of a run; call measure_part, and then merge")
     with opened_run(job, reporter, ranks) as run:
         start = monotonic()
-        with filled_cache(job, run.pair) as cache:
-            engine = _engine(run, cache)
+        with _engine(run) as engine:
             shards = run_shards(run, engine)
         if not run.ranks.is_first:
             return decode(Measurement, run.ranks.broadcast("measurement"))
@@ -109,8 +109,8 @@ def measure_part(
     if job.shard is None:
         raise OptionError("measure_part scores a part of a run; set --shard, such as 3/8, or call measure")
     with opened_run(job, reporter, ranks) as run:
-        with filled_cache(job, run.pair) as cache:
-            shards = run_shards(run, _engine(run, cache))
+        with _engine(run) as engine:
+            shards = run_shards(run, engine)
         if not run.ranks.is_first:
             return decode(ArrayTask, run.ranks.broadcast("part"))
         number, count = job.part
@@ -127,28 +127,40 @@ def opened_run(
     """Context in which the models of a job are loaded and its folder is locked, on all ranks."""
     ranks = ranks if ranks is not None else RankGroup()
     reporter = reporter if reporter is not None and ranks.is_first else NullProgressReporter()
-    with ranks.running():
+    with ranks.running(), ExitStack() as stack:
         check_ranks_can_share(job, ranks)
         folder = RunFolder(folder_of(job), writer=ranks.rank)
         if ranks.is_first:
             folder.check(resume=job.resume)
+            folder.require_unlocked()
         for sentence in job.without_effect():
             reporter.note(sentence)
         with shared_source_sha256(job, ranks) as digest:
-            pair = load_models(_on_device_of_rank(job, ranks), digest)
+            workers = stack.enter_context(ray_engine(job, reporter.note)) if job.engine == "ray" else None
+            pair = (
+                workers.pair if workers is not None else load_models(_on_device_of_rank(job, ranks), digest)
+            )
         for sentence in pair.notes:
             reporter.note(sentence)
         header = header_of(job, pair, digest)
         require_same_on_all_ranks(job, header, ranks)
         with (
             _opened_folder(folder, header, job, ranks),
-            threads_for_scoring(pair, len(ranks.ranks_on_node)) as threads,
+            threads_for_scoring(pair, len(ranks.ranks_on_node))
+            if workers is None
+            else nullcontext() as threads,
         ):
             if threads is not None:
                 reporter.note(threads)
             try:
                 yield OpenRun(
-                    job=job, pair=pair, folder=folder, reporter=reporter, ranks=ranks, source_sha256=digest
+                    job=job,
+                    pair=pair,
+                    folder=folder,
+                    reporter=reporter,
+                    ranks=ranks,
+                    source_sha256=digest,
+                    workers=workers,
                 )
             except KeyboardInterrupt as stop:
                 raise Interrupted(
@@ -196,9 +208,14 @@ def _opened_folder(
         yield
 
 
-def _engine(run: OpenRun, cache: ReferenceCache | None) -> Engine:
-    """The engine that scores the run's shards in this process."""
-    return engine_for(run.job, run.pair, cache, run.reporter.add_generated, NUM_ALTERNATIVES)
+@contextmanager
+def _engine(run: OpenRun) -> Generator[Engine]:
+    """Context with the engine that scores the run's shards: the workers, or the models in this process."""
+    if run.workers is not None:
+        yield run.workers
+        return
+    with filled_cache(run.job, run.pair) as cache:
+        yield engine_for(run.job, run.pair, cache, run.reporter.add_generated, NUM_ALTERNATIVES)
 
 
 def _on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:

@@ -25,21 +25,27 @@ def check_ranks_can_share(job: MeasureJob, ranks: RankGroup) -> None:
     """Check the options that several processes cannot share.
 
     Raises:
-        OptionError: if there is no ``--out``, or the source is standard input.
+        OptionError: if there is no ``--out``, the source is standard input, or they would start workers of Ray.
         CannotRunError: if the run would fill a reference cache.
     """
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 and job.engine == "local":
         return
-    if job.out is None:
-        raise OptionError("several processes must agree on the run's folder; give --out")
-    kind, path = job.source
-    if path == STANDARD_INPUT:
-        raise OptionError(f"--{kind} - is read by one process; write it to a file for several")
     if job.reference_cache is not None and finished_cache(job) is None:
         raise CannotRunError(
             f"--reference-cache {job.reference_cache} would be filled by several processes; make it with kleash cache "
             "first, or leave it out"
         )
+    if ranks.world_size == 1:
+        return
+    if job.engine != "local":
+        raise OptionError(
+            f"--engine {job.engine} deals shards to its own workers; start one process instead of {ranks.world_size}"
+        )
+    if job.out is None:
+        raise OptionError("several processes must agree on the run's folder; give --out")
+    kind, path = job.source
+    if path == STANDARD_INPUT:
+        raise OptionError(f"--{kind} - is read by one process; write it to a file for several")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from kleash.errors import RunFolderError
 from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
-from kleash.store.locks import folder_lock
+from kleash.store.locks import LOCK, folder_lock
 from kleash.store.measurement import SCHEMA
 from kleash.store.renamed_fields import with_current_options
 
@@ -193,6 +193,16 @@ class JobFolder(ABC):
         """
         with folder_lock(self.root, ADVICE_IF_LOCKED):
             yield
+
+    def require_unlocked(self) -> None:
+        """Check that no other process is writing the folder, before models are loaded.
+
+        Raises:
+            RunFolderError: if one is.
+        """
+        if (self.root / LOCK).exists():
+            with folder_lock(self.root, ADVICE_IF_LOCKED):
+                pass
 
     def _is_leftover(self, name: str) -> bool:
         """Whether a killed run may have left a file of this name."""

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import cannot_write
@@ -26,10 +26,12 @@ from kleash.store.tables import (
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
     TOP_COLUMNS,
+    encode_table,
     read_columns,
     read_parts,
     write_table,
 )
+from kleash.store.worker_log import WORKER_LOG
 
 KINDS = ("tokens", "sequences", "alternatives")
 """The folders of a run's parts."""
@@ -39,6 +41,21 @@ ALTERNATIVES = "alternatives.parquet"
 PART = re.compile(r"part-(\d{5}|[1-9]\d{5,})\.parquet")
 SHARD_FOLDERS = "shard-*-of-*"
 """The folders of a run's array tasks, which ``kleash merge`` puts together."""
+
+
+class EncodedShard(NamedTuple):
+    """The files of a shard."""
+
+    tokens: bytes
+    sequences: bytes
+
+
+def encode_shard(tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> EncodedShard:
+    """The files of a shard's tokens and sequences."""
+    bounds = {name: kind for name, kind in BOUND_COLUMNS.items() if name in tokens}
+    return EncodedShard(
+        encode_table(tokens, {**TOKEN_COLUMNS, **bounds}), encode_table(sequences, SEQUENCE_COLUMNS)
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class RunFolder(JobFolder):
     writer: int = 0
     """The number of this process among those that write the run; the first is 0."""
     leftovers: ClassVar[frozenset[str]] = frozenset(
-        {LOCK, OTHER_LOCKS, *KINDS, CHECKSUMS, OTHER_CHECKSUMS, SHARD_FOLDERS}
+        {LOCK, OTHER_LOCKS, *KINDS, CHECKSUMS, OTHER_CHECKSUMS, SHARD_FOLDERS, WORKER_LOG}
     )
     subfolders: ClassVar[tuple[str, ...]] = KINDS
 
@@ -90,6 +107,8 @@ class RunFolder(JobFolder):
             require_no_other_writer(self.root, ADVICE_IF_LOCKED)
             if self.begun:
                 self.merge_checksums()
+            else:  # what a run left that was killed before its first shard
+                (self.root / WORKER_LOG).unlink(missing_ok=True)
             yield
 
     def merge_checksums(self) -> None:
@@ -177,11 +196,16 @@ class RunFolder(JobFolder):
         top: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a shard: ``top`` of its worst sequences, its tokens, and its sequences, which make it count."""
+        self.write_encoded_shard(index, encode_shard(tokens, sequences), top)
+
+    def write_encoded_shard(
+        self, index: int, shard: EncodedShard, top: Mapping[str, Any] | None = None
+    ) -> None:
+        """``write_shard`` of files that another process has encoded."""
         if top is not None:
-            self._write_part("alternatives", index, top, TOP_COLUMNS)
-        bounds = {name: kind for name, kind in BOUND_COLUMNS.items() if name in tokens}
-        self._write_part("tokens", index, tokens, {**TOKEN_COLUMNS, **bounds})
-        self._write_part("sequences", index, sequences, SEQUENCE_COLUMNS)
+            self._write_part("alternatives", index, encode_table(top, TOP_COLUMNS))
+        self._write_part("tokens", index, shard.tokens)
+        self._write_part("sequences", index, shard.sequences)
 
     def write_alternatives(self, columns: Mapping[str, Any]) -> None:
         """Write the likeliest tokens of both models in the worst sequences."""
@@ -227,10 +251,8 @@ class RunFolder(JobFolder):
         indices = (int(match.group(1)) for match in matches if match is not None)
         return sorted(set(indices))
 
-    def _write_part(
-        self, kind: str, index: int, columns: Mapping[str, Any], kinds: Mapping[str, str]
-    ) -> None:
-        write_table(self._part(kind, index), columns, kinds, root=self.root, writer=self.writer)
+    def _write_part(self, kind: str, index: int, content: bytes) -> None:
+        write_checked(self.root, self._part(kind, index), content, writer=self.writer)
 
     def _part(self, kind: str, index: int) -> Path:
         return self.root / _part_name(kind, index)

@@ -1,6 +1,7 @@
 """The columns of the run folder's Parquet files."""
 
 from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +108,22 @@ def write_table(
         root: the folder that keeps the file's checksum; None for none.
         writer: the number of this process among those that write the folder.
     """
+    content = encode_table(columns, kinds)
+    if root is None:
+        write_atomically(path, content)
+    else:
+        write_checked(root, path, content, writer=writer)
+
+
+def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:
+    """The bytes of a Parquet file of ``columns``; arguments as for ``write_table``."""
     arrow = import_extra("pyarrow", "models")
     parquet = import_extra("pyarrow.parquet", "models")
     types = {"int32": arrow.int32(), "float32": arrow.float32(), "string": arrow.string()}
     arrays = [arrow.array(columns[name], type=types[kind], from_pandas=False) for name, kind in kinds.items()]
-    table = arrow.Table.from_arrays(arrays, names=list(kinds))
-
-    def write(unfinished: Path) -> None:
-        with unfinished.open("wb") as file:  # Arrow takes only names that are UTF-8
-            parquet.write_table(table, file, compression="zstd")
-
-    if root is None:
-        write_atomically(path, write)
-    else:
-        write_checked(root, path, write, writer=writer)
+    file = BytesIO()
+    parquet.write_table(arrow.Table.from_arrays(arrays, names=list(kinds)), file, compression="zstd")
+    return file.getvalue()
 
 
 def read_columns(

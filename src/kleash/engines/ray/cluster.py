@@ -1,0 +1,244 @@
+"""Connecting to a Ray cluster, and what a worker reserves on it.
+
+Ray's core ends the process, after minutes, if nothing answers at the address of a cluster. So the address is probed
+first: a cluster answers the opening of an HTTP/2 connection, over which gRPC runs, with a frame of settings.
+"""
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from kleash.engines.ray.compat import address_of_this_machine, without_messages
+from kleash.errors import ClusterError, OptionError
+from kleash.extras import import_extra
+from kleash.jobs.option_groups import parse_resources
+
+PROBE_S = 4.0
+"""Seconds within which an address must accept a connection, and again within which it must answer."""
+CLIENT_PORT = 10001
+"""The port of ``ray://host``."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The opening of an HTTP/2 connection, with an empty frame of settings."""
+SETTINGS_FRAME = 4
+ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\[\]]+)(?::(?P<port>\d{1,5}))?")
+FORMS = "host:port, ray://host:port, or auto for the cluster on this machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResources:
+    """What one worker reserves on its node."""
+
+    cpu: float = 1.0
+    gpu: float = 0.0
+    memory: float = 0.0
+    """In bytes."""
+    custom: Mapping[str, float] = field(default_factory=dict)
+    """Resources that the cluster's owner named."""
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """The amounts above 0, by Ray's names of resources."""
+        amounts = {"CPU": self.cpu, "GPU": self.gpu, "memory": self.memory, **self.custom}
+        return {name: amount for name, amount in amounts.items() if amount > 0}
+
+    def actor_options(self) -> dict[str, Any]:
+        """The options of Ray's actors that reserve this much."""
+        options: dict[str, Any] = {"num_cpus": self.cpu, "num_gpus": self.gpu, "resources": dict(self.custom)}
+        return options | ({"memory": int(self.memory)} if self.memory else {})
+
+    def places_on(self, available: Mapping[str, float]) -> int:
+        """The number of workers that fit on a node, or on a cluster, with these resources."""
+        counts = [int(available.get(name, 0.0) / amount) for name, amount in self.amounts.items()]
+        return min(counts, default=1)
+
+    def __str__(self) -> str:
+        """As ``--resources-per-worker`` takes it."""
+        return ",".join(f"{name.lower()}={amount:g}" for name, amount in self.amounts.items()) or "cpu=0"
+
+
+def worker_resources(option: str | None, *, has_gpus: bool) -> WorkerResources:
+    """What ``--resources-per-worker`` reserves; by default a CPU, and a GPU if there are any.
+
+    Raises:
+        OptionError: if the option is malformed.
+    """
+    amounts = {} if option is None else parse_resources(option)
+    amounts = {name.lower() if name.lower() in ("cpu", "gpu") else name: n for name, n in amounts.items()}
+    return WorkerResources(
+        cpu=amounts.pop("cpu", 1.0),
+        gpu=amounts.pop("gpu", 1.0 if option is None and has_gpus else 0.0),
+        memory=amounts.pop("memory", 0.0),
+        custom=amounts,
+    )
+
+
+@contextmanager
+def connected_cluster(
+    address: str | None, *, workers: int | None = None, resources: str | None = None
+) -> Generator[ModuleType]:
+    """Context in which this process is connected to a Ray cluster; yields the module ``ray``.
+
+    A cluster that this process is connected to already is used, and stays connected. Without an address, and without
+    the environment variable RAY_ADDRESS, a cluster of this machine alone is started, which ends with the context.
+
+    Args:
+        address: host:port of the cluster's head, ray://host:port, or "auto" for the cluster on this machine.
+        workers: for a cluster that is started here: the number of workers that it must have room for.
+        resources: the option ``--resources-per-worker``, likewise.
+
+    Raises:
+        MissingExtraError: if ray is not installed.
+        OptionError: if the address is malformed, or not that of the cluster to which this process is connected.
+        ClusterError: if nothing answers, or what answers is no Ray cluster of this version.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+    ray = import_extra("ray", "ray")
+    if ray.is_initialized():
+        _require_connected_to(ray, address)
+        with without_messages():
+            yield ray
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    if address in (None, "local"):
+        settings: dict[str, Any] = {"address": "local", "include_dashboard": False}
+        cpus = _local_cpus(workers, resources)
+        settings |= {} if cpus is None else {"num_cpus": cpus}
+    else:
+        settings = {"address": reachable_address(str(address))}
+    with without_messages():
+        try:
+            _connect(ray, str(address), settings)
+            yield ray
+        finally:
+            with suppress(Exception):
+                ray.shutdown()
+
+
+def _connect(ray: ModuleType, address: str, settings: dict[str, Any]) -> None:
+    """Call ``ray.init`` without its log.
+
+    Raises:
+        ClusterError: if it fails.
+    """
+    try:
+        ray.init(**settings, log_to_driver=False, logging_level=logging.CRITICAL)
+    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if settings["address"] == "local":
+            raise ClusterError(f"no Ray cluster can be started here: {reason}") from error
+        raise ClusterError(
+            f"the Ray cluster at {address} cannot be used: {reason}; this machine must be one of its nodes, or the "
+            "address that of its client server, ray://host:10001"
+        ) from error
+
+
+def reachable_address(address: str) -> str:
+    """The address at which Ray connects, once something has answered there.
+
+    Raises:
+        OptionError: if the address is malformed.
+        ClusterError: if nothing answers, or something other than a Ray cluster does.
+    """
+    if address == "auto":
+        running = address_of_this_machine()
+        if running is None:
+            raise ClusterError(
+                "--address auto: no Ray cluster is running on this machine; start one with ray start --head, or leave "
+                "--address out"
+            )
+        _probe(running, *_host_and_port(running))
+        return running
+    _probe(address, *_host_and_port(address))
+    return address
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The host and port of an address.
+
+    Raises:
+        OptionError: if it is malformed.
+    """
+    match = ADDRESS.fullmatch(address)
+    port = None if match is None else match["port"] or (CLIENT_PORT if match["client"] else None)
+    if match is None or port is None or not 0 < int(port) < 65536:
+        raise OptionError(f"--address takes {FORMS}; it is {address!r}")
+    return match["host"].strip("[]"), int(port)
+
+
+def _probe(address: str, host: str, port: int) -> None:
+    """Raise ClusterError unless a server of gRPC answers."""
+    advice = "is the cluster running, and is this its address (ray status says it on a node)?"
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") == "1":
+                return
+            connection.settimeout(PROBE_S)
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(9)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ClusterError(f"no Ray cluster answers at {address} ({reason}); {advice}") from error
+    if len(answer) < 4 or answer[3] != SETTINGS_FRAME:
+        raise ClusterError(f"what answers at {address} is no Ray cluster; {advice}")
+
+
+def _require_connected_to(ray: ModuleType, address: str | None) -> None:
+    """Raise OptionError if an address is given and this process is connected to another cluster."""
+    if address in (None, "auto"):
+        return
+    connected = str(ray.get_runtime_context().gcs_address)
+    if str(address).startswith("ray://") or address == connected:
+        return
+    raise OptionError(
+        f"--address is {address}, and this process is connected to the Ray cluster at {connected}; leave the address "
+        "out"
+    )
+
+
+def _local_cpus(workers: int | None, resources: str | None) -> int | None:
+    """The CPUs that a cluster of this machine must claim to have for its workers; None for those it has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    needed = (workers or 0) * worker_resources(resources, has_gpus=False).cpu
+    return max(cores, -int(-needed // 1))
+
+
+def requested_workers(
+    ray: ModuleType, workers: int | None, option: str | None, note: Callable[[str], None]
+) -> tuple[int, WorkerResources]:
+    """The number of workers of a run and what each reserves, from the options and the nodes of the cluster.
+
+    Args:
+        ray: the connected module.
+        workers: ``--workers``; None for as many as the cluster has room for.
+        option: ``--resources-per-worker``.
+        note: called with a sentence if there is room for fewer.
+
+    Raises:
+        ClusterError: if no node has room for a worker, with what the nodes have.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resources = worker_resources(option, has_gpus=any(node.get("GPU", 0) for node in nodes))
+    places = sum(resources.places_on(node) for node in nodes)
+    if not places:
+        offers = "; ".join(
+            dict.fromkeys(
+                ", ".join(f"{name.lower()}={node.get(name, 0):g}" for name in resources.amounts)
+                for node in nodes
+            )
+        )
+        raise ClusterError(
+            f"no node of the Ray cluster has {resources} for a worker (its {len(nodes)} nodes have {offers}); change "
+            "--resources-per-worker, or add a node"
+        )
+    if workers is not None and workers > places:
+        note(
+            f"the Ray cluster has room for {places} of {workers} workers; the others join when there is more"
+        )
+    return workers or places, resources

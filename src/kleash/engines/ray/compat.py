@@ -1,0 +1,44 @@
+"""What is private to Ray 2.60 and used here.
+
+``ray._private.worker.print_to_stdstream`` prints errors of the cluster to standard output, even with
+``log_to_driver=False``, where a run may print JSON. If it is gone, these messages are printed.
+``ray._private.services.canonicalize_bootstrap_address`` gives the address of the cluster on this machine, which must
+be probed before ``ray.init`` connects to it. If it is gone, ``--address auto`` is refused.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+PRINT = "print_to_stdstream"
+
+
+@contextmanager
+def without_messages() -> Generator[None]:
+    """Context in which Ray prints no messages of its cluster."""
+    module = import_module("ray._private.worker")
+    original = getattr(module, PRINT, None)
+    if original is None:
+        yield
+        return
+    setattr(module, PRINT, _ignore)
+    try:
+        yield
+    finally:
+        setattr(module, PRINT, original)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def address_of_this_machine() -> str | None:
+    """The address of the Ray cluster that runs on this machine; None if there is none."""
+    services = import_module("ray._private.services")
+    find_address = getattr(services, "canonicalize_bootstrap_address", None)
+    try:
+        address = None if find_address is None else find_address("auto")
+    except ConnectionError:
+        return None
+    return None if address is None else str(address)

@@ -1,0 +1,429 @@
+"""The workers of a run: starting them, handing out shards, and going on when one is lost.
+
+Each worker has at most ``IN_FLIGHT`` shards, so that it never waits for the next one and few results are in memory.
+A shard is handed out again if its worker is lost. What it holds does not depend on who scores it, so of two results
+of one shard the first is taken and the second dropped.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from kleash.engines.base import Shard
+from kleash.engines.ray.cluster import WorkerResources
+from kleash.engines.ray.shard_worker import LoadedModels, ScoredPart, ShardWorker, WorkerCode
+from kleash.engines.ray.worker_loss import WorkerLoss, are_too_many, describe_loss, needs_smaller_batches
+from kleash.errors import ClusterError, KleashError
+
+IN_FLIGHT = 2
+"""Shards that a worker has: one that it scores, and the next."""
+MAX_FAILED_STARTS = 3
+"""Workers that may end one after the other while they load the models."""
+MAX_CALLS = 3
+"""Workers on which one call is tried."""
+START_S = 600.0
+"""Seconds for which a run without workers waits for the cluster to start one."""
+JOIN_S = 20.0
+"""Seconds for which the first worker waits for the others before anything is written."""
+NOTE_S = 30.0
+"""Seconds after which the user is told that the cluster has no room yet."""
+POLL_S = 1.0
+"""Seconds from one look at the clock to the next."""
+LATE_FACTOR, LATE_S = 4.0, 10.0
+"""A shard is late after this many times the median, and not before so many seconds."""
+RESUME = "finished shards are on disk: run again with --resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """The workers that a run asks for."""
+
+    count: int
+    resources: WorkerResources
+    code: WorkerCode
+    batch_tokens: int
+    versions: Mapping[str, str]
+    """The driver's versions, which the workers' must equal."""
+    packages: tuple[str, ...]
+    """The packages among them."""
+    expected: Mapping[str, Any]
+    """The driver's entries of a worker's description."""
+
+
+class ScoredShard(NamedTuple):
+    """The result of a shard, with what it cost."""
+
+    shard: Shard
+    part: ScoredPart
+    worker: "PoolWorker"
+
+
+@dataclass(eq=False, kw_only=True)
+class Task:
+    """A shard whose result is awaited."""
+
+    shard: Shard
+    batch_tokens: int
+    losses: list[WorkerLoss] = field(default_factory=list)
+    """The workers that were lost while they scored it."""
+    start_time: float = 0.0
+    """When it was handed out last."""
+    copies: int = 0
+    """Workers that have it."""
+    is_done: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class PoolWorker:
+    """A worker, and what it has done."""
+
+    number: int
+    actor: Any
+    node: str = ""
+    """The name of its machine; empty until the cluster has started it."""
+    process: int = 0
+    is_ready: bool = False
+    queue: deque[Task] = field(default_factory=deque)
+    shards: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    """Time spent on scoring."""
+
+    @property
+    def name(self) -> str:
+        """The worker in words."""
+        return f"worker {self.number}" + (f" on {self.node}" if self.node else "")
+
+
+class Call(NamedTuple):
+    """A call of a worker's method whose result is awaited."""
+
+    method: str
+    worker: PoolWorker
+    task: Task | None = None
+
+
+class WorkerPool:
+    """The workers of one run, on a cluster to which this process is connected."""
+
+    def __init__(self, ray: ModuleType, spec: WorkerSpec, note: Callable[[str], None]) -> None:
+        """Ask the cluster for the workers.
+
+        Args:
+            ray: the connected module.
+            spec: what is asked for.
+            note: called with sentences for the user.
+        """
+        self._ray, self._spec, self._note = ray, spec, note
+        self._actor_class: Any = ray.remote(ShardWorker)
+        self._calls: dict[Any, Call] = {}
+        self._alive: list[PoolWorker] = []
+        self._failed_starts = 0
+        self._idle_since = time.monotonic()
+        self._has_noted_wait = False
+        self._source: Iterator[Shard] = iter(())
+        self._backlog: list[Task] = []
+        self._open: dict[int, Task] = {}
+        self._failures: dict[int, BaseException] = {}
+        self._durations: deque[float] = deque(maxlen=101)
+        self._first: LoadedModels | None = None
+        self.workers: list[PoolWorker] = []
+        """All workers that were started, also those that were lost."""
+        for _ in range(spec.count):
+            self._start_worker()
+
+    def wait_for_models(self) -> LoadedModels:
+        """Wait until the workers have loaded the models, and return what the first one says of them.
+
+        All are compared with the driver and with the first. Those that take longer than ``JOIN_S`` join later.
+
+        Raises:
+            ClusterError: if none starts, or one differs.
+            KleashError: if a worker cannot load the models.
+        """
+        while self._first is None:
+            self._receive()
+        deadline = time.monotonic() + JOIN_S
+        while not all(worker.is_ready for worker in self._alive) and time.monotonic() < deadline:
+            self._receive()
+        ready = sum(worker.is_ready for worker in self._alive)
+        if ready < self._spec.count:
+            self._note(f"{ready} of {self._spec.count} workers have started; the others join later")
+        return self._first
+
+    def results(self, shards: Iterator[Shard], hint: Callable[[], Any]) -> Iterator[ScoredShard]:
+        """Score shards, and iterate over the results in the order in which they are finished.
+
+        An error of a shard is raised once all earlier shards are finished, so that it is that of a single process.
+
+        Args:
+            shards: taken one by one, when a worker has room.
+            hint: returns what is sent along with a shard.
+
+        Raises:
+            ClusterError: if no worker is left, or a shard ends every worker that scores it.
+            Exception: what a worker raised.
+        """
+        self._source = shards
+        while True:
+            self._hand_out(hint)
+            if self._failures and min(self._failures) < min(self._open, default=min(self._failures) + 1):
+                raise self._failures[min(self._failures)]
+            if not self._open:
+                return
+            yield from self._receive()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method on any worker, on another one if that is lost.
+
+        Raises:
+            ClusterError: if no worker is left, or too many are lost.
+            Exception: what a worker raised.
+        """
+        for attempt in range(MAX_CALLS):
+            while not any(worker.is_ready for worker in self._alive):
+                self._receive()
+            worker = next(worker for worker in self._alive if worker.is_ready)
+            try:
+                return self._ray.get(getattr(worker.actor, method).remote(*arguments))
+            except self._ray.exceptions.RayTaskError as error:
+                raise cause_of(error) from error
+            except self._ray.exceptions.RayError as error:
+                loss = describe_loss(self._ray, error)
+                self._lose(worker, loss)
+                if attempt == MAX_CALLS - 1:
+                    raise ClusterError(
+                        f"{MAX_CALLS} workers were lost while they scored the sample for the noise floor "
+                        f"({loss.reason}); {RESUME}"
+                    ) from error
+        raise AssertionError
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._alive:
+            with suppress(Exception):
+                self._ray.kill(worker.actor)
+        self._alive.clear()
+        self._calls.clear()
+
+    def _start_worker(self) -> None:
+        """Ask the cluster for one more worker."""
+        number = len(self.workers)
+        options = self._spec.resources.actor_options()
+        actor = self._actor_class.options(max_restarts=0, max_task_retries=0, **options).remote(number)
+        worker = PoolWorker(number=number, actor=actor)
+        self.workers.append(worker)
+        self._alive.append(worker)
+        self._send(Call("versions", worker), self._spec.packages)
+
+    def _send(self, call: Call, *arguments: Any) -> None:
+        """Call a worker's method."""
+        self._calls[getattr(call.worker.actor, call.method).remote(*arguments)] = call
+
+    def _hand_out(self, hint: Callable[[], Any]) -> None:
+        """Give the next shards to the workers that have room, first to those that have none."""
+        for depth in range(IN_FLIGHT):
+            for worker in self._alive:
+                if not worker.is_ready or len(worker.queue) > depth:
+                    continue
+                task = self._next_task() or (self._late_task() if depth == 0 else None)
+                if task is None:
+                    return
+                task.start_time, task.copies = time.monotonic(), task.copies + 1
+                worker.queue.append(task)
+                self._send(Call("score", worker, task), task.shard, task.batch_tokens, hint())
+
+    def _next_task(self) -> Task | None:
+        """The next shard: the first of those that lost their worker, or else one from the source."""
+        failed = min(self._failures, default=None)
+        lost = [task for task in self._backlog if failed is None or task.shard.index < failed]
+        if lost:
+            task = min(lost, key=lambda task: task.shard.index)
+            self._backlog.remove(task)
+            return task
+        shard = next(self._source, None) if failed is None else None
+        if shard is None:
+            return None
+        self._open[shard.index] = Task(shard=shard, batch_tokens=self._spec.batch_tokens)
+        return self._open[shard.index]
+
+    def _late_task(self) -> Task | None:
+        """The shard that has been with one worker for the longest time, if that is much longer than usual."""
+        if not self._durations:
+            return None
+        limit = time.monotonic() - max(LATE_S, LATE_FACTOR * IN_FLIGHT * median(self._durations))
+        late = [task for task in self._open.values() if task.copies == 1 and task.start_time < limit]
+        return min(late, key=lambda task: task.start_time, default=None)
+
+    def _receive(self) -> list[ScoredShard]:
+        """Wait for results or for ``POLL_S``, and deal with all that has arrived."""
+        calls = list(self._calls)
+        ready, waiting = self._ray.wait(calls, num_returns=1, timeout=POLL_S)
+        if ready and waiting:
+            ready += self._ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
+        scored: list[ScoredShard] = []
+        for reference in ready:
+            call = self._calls.pop(reference, None)
+            if call is None:  # its worker was lost meanwhile
+                continue
+            try:
+                answer = self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                self._fail(call, error)
+            except self._ray.exceptions.RayError as error:
+                self._lose(call.worker, describe_loss(self._ray, error))
+            else:
+                scored += self._take(call, answer)
+        self._look_at_clock()
+        return scored
+
+    def _take(self, call: Call, answer: Any) -> list[ScoredShard]:
+        """Deal with what a worker returned."""
+        worker, task = call.worker, call.task
+        if call.method == "versions":
+            worker.node, versions = answer
+            self._require_same(worker, versions, self._spec.versions)
+            self._send(Call("load", worker), self._spec.code)
+        elif call.method == "load":
+            self._join(worker, answer)
+        elif task is not None:
+            worker.queue.remove(task)
+            task.copies -= 1
+            self._durations.append(answer.seconds)
+            worker.seconds += answer.seconds
+            if not task.is_done:
+                task.is_done = True
+                del self._open[task.shard.index]
+                worker.shards += 1
+                worker.tokens += answer.tokens
+                return [ScoredShard(task.shard, answer, worker)]
+        return []
+
+    def _join(self, worker: PoolWorker, loaded: LoadedModels) -> None:
+        """Compare a worker that has loaded the models with the driver and the first worker."""
+        worker.process = loaded.process
+        expected = self._spec.expected
+        self._require_same(worker, {name: loaded.description.get(name) for name in expected}, expected)
+        if self._first is None:
+            self._first = loaded
+        self._require_same(worker, loaded.description, self._first.description, "on the first worker")
+        worker.is_ready = True
+        self._failed_starts = 0
+
+    def _require_same(
+        self,
+        worker: PoolWorker,
+        described: Mapping[str, Any],
+        expected: Mapping[str, Any],
+        where: str = "here",
+    ) -> None:
+        """Raise ClusterError if a worker differs."""
+        names = [name for name in {**expected, **described} if expected.get(name) != described.get(name)]
+        if not names:
+            return
+        differences = "; ".join(
+            f"{name} is {described.get(name)!r} there and {expected.get(name)!r} {where}" for name in names
+        )
+        raise ClusterError(
+            f"{worker.name} measures something else: {differences}; all nodes need the same versions and files"
+        )
+
+    def _fail(self, call: Call, error: Any) -> None:
+        """Deal with an error that a worker raised: of a shard it counts when all before it are finished."""
+        cause, task = cause_of(error), call.task
+        if cause is not error:
+            cause.__cause__ = error
+        if task is None:
+            if isinstance(cause, KleashError):
+                raise ClusterError(f"{call.worker.name} cannot load the models: {cause}") from error
+            raise cause
+        call.worker.queue.remove(task)
+        task.copies -= 1
+        if not task.is_done:
+            task.is_done = True
+            del self._open[task.shard.index]
+            self._failures[task.shard.index] = cause
+
+    def _lose(self, worker: PoolWorker, loss: WorkerLoss) -> None:
+        """Put a lost worker's shards back, and ask for another worker.
+
+        Raises:
+            ClusterError: if the shard that it scored has lost too many, or workers do not even start.
+        """
+        if worker not in self._alive:
+            return
+        self._alive.remove(worker)
+        self._calls = {
+            reference: call for reference, call in self._calls.items() if call.worker is not worker
+        }
+        with suppress(Exception):
+            self._ray.kill(worker.actor)
+        for place, task in enumerate(worker.queue):
+            task.copies -= 1
+            if task.is_done or task.copies:
+                continue
+            self._backlog.append(task)
+            if place == 0:
+                self._blame(task, loss)
+        if not worker.is_ready and not loss.is_of_node:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                raise ClusterError(
+                    f"{self._failed_starts} workers ended one after the other while they started ({loss.reason}); "
+                    "does each node have kleash, the models, and the memory for them?"
+                )
+        again = f"; scored again: {describe_shards(list(worker.queue))}" if worker.queue else ""
+        self._note(f"{worker.name} was lost ({loss.reason}){again}")
+        worker.queue.clear()
+        self._start_worker()
+
+    def _blame(self, task: Task, loss: WorkerLoss) -> None:
+        """Count the loss of a worker against the shard that it scored."""
+        task.losses.append(loss)
+        if are_too_many(task.losses):
+            raise ClusterError(
+                f"{describe_shards([task])} ended {len(task.losses)} workers that scored it, the last because "
+                f"{loss.reason}; look at what it holds, or give a worker more memory with --resources-per-worker; "
+                f"{RESUME}"
+            )
+        if needs_smaller_batches(task.losses):
+            task.batch_tokens = max(1, task.batch_tokens // 2)
+
+    def _look_at_clock(self) -> None:
+        """Tell the user that the cluster has started no worker, and give up after ``START_S``."""
+        now = time.monotonic()
+        if any(worker.node for worker in self._alive):
+            self._idle_since, self._has_noted_wait = now, False
+            return
+        seconds = now - self._idle_since
+        if seconds > START_S:
+            raise ClusterError(
+                f"the Ray cluster has started no worker with {self._spec.resources} within {START_S:.0f} s; see ray "
+                f"status, and ask for less with --workers or --resources-per-worker; {RESUME}"
+            )
+        if seconds > NOTE_S and not self._has_noted_wait:
+            self._has_noted_wait = True
+            self._note(f"waiting for the Ray cluster to start workers with {self._spec.resources}")
+
+
+def cause_of(error: Any) -> BaseException:
+    """The exception that a worker raised, from Ray's error around it."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+def describe_shards(tasks: list[Task]) -> str:
+    """Shards in words, with the prompts, documents or responses in them."""
+    return " and ".join(describe_shard(task.shard) for task in tasks)
+
+
+def describe_shard(shard: Shard) -> str:
+    """A shard in words."""
+    items = shard.prompts or shard.sequences
+    first, last = items[0].prompt_id, items[-1].prompt_id
+    return f"shard {shard.index} (prompt_id {first}" + (f" to {last})" if last != first else ")")

@@ -1,0 +1,111 @@
+"""``--engine ray`` on a real local cluster: the files and numbers of one process, through the loss of a worker."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kleash.measuring import NullProgressReporter, measure
+from kleash.records import MeasureJob
+
+pytestmark = [
+    pytest.mark.peers("ray"),
+    pytest.mark.filterwarnings("ignore"),
+]  # Ray's threads warn of deprecations
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """This process, connected to a cluster of two CPUs; a run uses it and leaves it connected."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
+        yield ray
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> MeasureJob:
+    """About a dozen shards, measured by this process."""
+    policy, reference = map(str, pair)
+    job = MeasureJob(
+        policy=policy,
+        reference=reference,
+        prompts=str(prompts),
+        max_new_tokens=6,
+        batch_tokens=8,
+        out=str(tmp_path_factory.mktemp("alone") / "run"),
+    )
+    measure(job)
+    return job
+
+
+class Notes(NullProgressReporter):
+    """Keeps the notes of a run."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def note(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    """Everything but the time."""
+    measured = json.loads((folder / "measurement.json").read_text())
+    return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
+
+
+def require_same_files(out: Path, expected: Path) -> None:
+    for kind in ("tokens", "sequences"):
+        names = sorted(path.name for path in (expected / kind).iterdir())
+        assert sorted(path.name for path in (out / kind).iterdir()) == names
+        for name in names:
+            assert (out / kind / name).read_bytes() == (expected / kind / name).read_bytes(), name
+    assert (out / "alternatives.parquet").read_bytes() == (expected / "alternatives.parquet").read_bytes()
+
+
+def test_workers_measure_what_one_process_measures_although_one_is_killed(
+    cluster: Any, job: MeasureJob, tmp_path: Path
+) -> None:
+    """The first worker is killed as soon as a shard is on disk; the rest is measured by others."""
+    out, notes = tmp_path / "run", Notes()
+    ray_job = replace(job, engine="ray", workers=2, out=str(out))
+    killed = threading.Thread(target=kill_a_worker_after_the_first_shard, args=(out,))
+    killed.start()
+    measure(ray_job, notes)
+    killed.join()
+    alone = Path(str(job.out))
+    require_same_files(out, alone)
+    assert numbers(out) == numbers(alone)
+    lost = [sentence for sentence in notes.sentences if " was lost (its process was killed" in sentence]
+    assert len(lost) == 1 and "; scored again: shard " in lost[0], notes.sentences
+    costs = [sentence for sentence in notes.sentences if " of scoring (" in sentence]
+    assert sum(int(cost.split(": ")[1].split(" ")[0]) for cost in costs) == numbers(alone)["counts"]["shards"]
+
+
+def kill_a_worker_after_the_first_shard(out: Path) -> None:
+    """Kill one of the workers that descend from this process."""
+    from psutil import Process
+
+    for _ in range(24_000):
+        if any((out / "sequences").glob("part-*")):
+            break
+        time.sleep(0.005)
+    workers = [
+        child
+        for child in Process().children(recursive=True)
+        if child.is_running() and "ShardWorker" in " ".join(child.cmdline())
+    ]
+    os.kill(workers[0].pid, signal.SIGKILL)
