@@ -31,7 +31,7 @@ from kleash.store import RunFolder
 from kleash.store.tables import read_columns
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-OPTIONS = ("--limit", "40", "--max-new-tokens", "24", "--batch-tokens", "64", "--quiet")
+OPTIONS = ("--limit", "40", "--max-new-tokens", "24", "--batch-tokens", "16", "--quiet")
 TIMES = ("seconds", "finished")
 PATCHED_DRIVER = """
 import os, resource, sys

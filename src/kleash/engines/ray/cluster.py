@@ -98,7 +98,6 @@ def connected_cluster(
         ClusterError: if nothing answers, or what answers is no Ray cluster of this version.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     ray = import_extra("ray", "ray")
     if ray.is_initialized():
         _require_connected_to(ray, address)
