@@ -8,7 +8,7 @@ those of the shards from the first on without a gap: they are the same for any n
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kleash.engines import Engine, Shard
@@ -20,6 +20,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rank_group import POLL_S, RankGroup
 from kleash.measuring.remote_shards import describe_costs, take_alternatives, threshold, worker_line
 from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, sum_sequences
+from kleash.measuring.shard_writer import ShardWriter, WrittenShard
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair
 from kleash.store import Number, RunFolder
@@ -224,17 +225,27 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
 def _write_scored(run: OpenRun, engine: RayEngine, turns: Iterator[Shard], running: RunningKL) -> None:
     """Write the shards that the workers of a Ray cluster score; once the run stops, the others are abandoned."""
     start = time.monotonic()
-    for scored in engine.pool.results(turns, lambda: threshold(running.largest)):
-        index, packed = scored.shard.index, scored.part.packed
-        append_worker_lines(run.folder.root, [worker_line(scored)])
-        run.folder.write_encoded_shard(index, packed.files, take_alternatives(packed, running.largest))
-        _count_shard(run, index, packed.sums)
-        running.advance()
-        if running.stop is not None:
-            break
+    with ShardWriter(run.folder) as writer:
+        for scored in engine.pool.results(turns, lambda: threshold(running.largest)):
+            packed = scored.part.packed
+            append_worker_lines(run.folder.root, [worker_line(scored)])
+            writer.add(
+                scored.shard.index, packed.files, take_alternatives(packed, running.largest), packed.sums
+            )
+            _count_written(run, running, writer.written())
+            if running.stop is not None:
+                break
+        _count_written(run, running, writer.written(all_of_them=True))
     deque(turns, maxlen=0)  # the shards that are on disk count for the checks of the source
     for sentence in describe_costs(engine.pool.workers, time.monotonic() - start):
         run.reporter.note(sentence)
+
+
+def _count_written(run: OpenRun, running: RunningKL, written: Iterable[WrittenShard]) -> None:
+    """Count shards that are on disk."""
+    for shard in written:
+        _count_shard(run, shard.index, shard.sums)
+    running.advance()
 
 
 def _count_shard(run: OpenRun, index: int, sums: SequenceSums) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 from kleash.errors import KleashError, RunFolderError
@@ -33,6 +34,7 @@ UNCHECKED = (
 )
 BLOCK = 1 << 20
 MOST_THREADS = 8
+_appending = Lock()
 COPY = "copy the whole folder again, or make it anew in another one"
 
 
@@ -347,7 +349,12 @@ def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]
 
 
 def _append(root: Path, *records: dict[str, Any], writer: int = 0) -> None:
-    """Append a line for each record to a writer's checksums."""
+    """Append a line for each record to a writer's checksums; the threads of a process take turns."""
+    with _appending:
+        _append_lines(root, records, writer)
+
+
+def _append_lines(root: Path, records: Iterable[dict[str, Any]], writer: int) -> None:
     path = root / (OTHER_CHECKSUMS.replace("*", str(writer)) if writer else CHECKSUMS)
     try:
         new = not path.exists()

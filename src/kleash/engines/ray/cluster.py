@@ -7,7 +7,9 @@ first: a cluster answers the opening of an HTTP/2 connection, over which gRPC ru
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -127,7 +129,8 @@ def _connect(ray: ModuleType, address: str, settings: dict[str, Any]) -> None:
         ClusterError: if it fails.
     """
     try:
-        ray.init(**settings, log_to_driver=False, logging_level=logging.CRITICAL)
+        with _keeping_handler(signal.SIGTERM):
+            ray.init(**settings, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if settings["address"] == "local":
@@ -136,6 +139,19 @@ def _connect(ray: ModuleType, address: str, settings: dict[str, Any]) -> None:
             f"the Ray cluster at {address} cannot be used: {reason}; this machine must be one of its nodes, or the "
             "address that of its client server, ray://host:10001"
         ) from error
+
+
+@contextmanager
+def _keeping_handler(number: int) -> Generator[None]:
+    """Context after which a signal has the handler that it had before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
 
 
 def reachable_address(address: str) -> str:
