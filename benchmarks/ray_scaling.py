@@ -108,7 +108,9 @@ def synthetic_shard(number: int, draw: np.random.Generator) -> tuple[Shard, Shar
         )
         for n in range(RESPONSES)
     )
-    return Shard(index=number, prompts=prompts), ShardResult(tokens, sequences, likeliest)
+    return Shard(index=number, prompts=prompts), ShardResult(
+        tokens=tokens, sequences=sequences, likeliest=likeliest
+    )
 
 
 def measure_costs(folder: Path) -> tuple[Costs, dict[str, Any]]:
