@@ -22,9 +22,10 @@ from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.model_pair import finished_cache, load_models
 from kleash.measuring.remote_shards import pack_shard
 from kleash.measuring.run_identity import PACKAGES
-from kleash.models import find_checkpoint
+from kleash.models import StoredReference, find_checkpoint
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
-from kleash.models.tokenizers import load_tokenizer
+from kleash.models.compat import suppress_library_output
+from kleash.models.pair_tokenizers import load_tokenizers
 
 
 @contextmanager
@@ -37,8 +38,7 @@ def ray_engine(job: MeasureJob, note: Callable[[str], None]) -> Generator[RayEng
         MissingExtraError: if ray is not installed.
     """
     expected = expected_description(job)
-    policy = find_checkpoint(job.policy, job.revision_policy)
-    tokenizer = load_tokenizer(policy, "policy", job.trust_remote_code)
+    tokenizer = policy_tokenizer(job)
     with connected_cluster(job.address, workers=job.workers, resources=job.resources_per_worker) as ray:
         count, resources = requested_workers(ray, job.workers, job.resources_per_worker, note)
         spec = WorkerSpec(
@@ -55,6 +55,17 @@ def ray_engine(job: MeasureJob, note: Callable[[str], None]) -> Generator[RayEng
             yield RayEngine(pool=pool, loaded=pool.wait_for_models(), tokenizer=tokenizer)
         finally:
             pool.close()
+
+
+def policy_tokenizer(job: MeasureJob) -> Any:
+    """The tokenizer by which the driver reads the source: the policy's, as a worker loads it."""
+    checkpoints, folder = {"policy": find_checkpoint(job.policy, job.revision_policy)}, finished_cache(job)
+    if folder is None:
+        checkpoints["reference"] = find_checkpoint(job.reference, job.revision_reference)
+    with suppress_library_output():
+        stored = None if folder is None else StoredReference(folder).tokenizer(job.trust_remote_code)
+        tokenizers, _ = load_tokenizers(checkpoints, job.trust_remote_code, job.tokenizer, stored)
+    return tokenizers["policy"]
 
 
 def worker_engine(job: MeasureJob, folder: str) -> LocalEngine:
