@@ -179,13 +179,15 @@ def driver_is_killed(scene: Scene, out: Path) -> dict[str, Any]:
         command.wait_for_shards(count)
         command.process.kill()
         command.process.communicate()
-    kept = {path.name: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
+    earlier_files = {path.name: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
     outcome = require_same(scene, Command(out, "--resume").end(), out)
     finished = RunFolder(out).finished_shards()
     again = [
-        name for name, changed in kept.items() if (out / "sequences" / name).stat().st_mtime_ns != changed
+        name
+        for name, changed in earlier_files.items()
+        if (out / "sequences" / name).stat().st_mtime_ns != changed
     ]
-    return {**outcome, "shards": len(finished), "kept": len(kept), "scored again": len(again)}
+    return {**outcome, "shards": len(finished), "kept": len(earlier_files), "scored again": len(again)}
 
 
 def two_drivers(scene: Scene, out: Path) -> dict[str, Any]:
@@ -266,9 +268,9 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     largest = 0.0
     for path in sorted((alone / "tokens").iterdir()):
         names = ["token_id", "kl_policy_reference", "logp_policy"]
-        here, there = (read_columns(root / "tokens" / path.name, names) for root in (out, alone))
-        assert (here["token_id"] == there["token_id"]).all()
-        largest = max([largest, *(float(np.abs(here[n] - there[n]).max()) for n in names[1:])])
+        on_ray, in_one_process = (read_columns(root / "tokens" / path.name, names) for root in (out, alone))
+        assert (on_ray["token_id"] == in_one_process["token_id"]).all()
+        largest = max([largest, *(float(np.abs(on_ray[n] - in_one_process[n]).max()) for n in names[1:])])
     assert largest < 1e-4, largest
     return {"warning": warning, "largest difference of a column": largest, "seconds": round(ended.seconds, 1)}
 

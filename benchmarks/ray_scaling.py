@@ -133,12 +133,12 @@ def measure_costs(folder: Path) -> tuple[Costs, dict[str, Any]]:
         json.loads(text)
     count = (process_time() - begin) / MEASURED_SHARDS
     header = RunHeader(kleash="0", settings={}, source_sha256="0" * 64, fingerprints={})
-    with RunFolder(folder / "one").writing(header, resume=False) as one:
+    with RunFolder(folder / "one").writing(header, resume=False) as run_folder:
         begin = perf_counter()
         for (shard, _), part, top in zip(results, packed, tops, strict=True):
-            one.write_encoded_shard(shard.index, part.files, top)
+            run_folder.write_encoded_shard(shard.index, part.files, top)
         write_one_thread = (perf_counter() - begin) / MEASURED_SHARDS
-        measure = measure_passes(one)
+        measure = measure_passes(run_folder)
     with RunFolder(folder / "several").writing(header, resume=False) as several:
         begin = perf_counter()
         with ShardWriter(several) as writer:
