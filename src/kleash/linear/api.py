@@ -294,6 +294,17 @@ def shared_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tenso
     return HeadInputs(hidden=columns, head=Head(None), temperature=1.0, dtype=pair.p.dtype)
 
 
+def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tensor, "*tokens vocab"]:
+    """All logits of this rank's tokens, in at least float32 and without a gradient.
+
+    Args:
+        hidden: final hidden states, also of no token.
+        head: whose rows are stored on several ranks, which all call this.
+    """
+    values = logits(stored_rows_as_logits(hidden, head, 1.0))
+    return values.reshape(*hidden.shape[:-1], values.shape[-1])
+
+
 def stored_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
     """The logits of this rank's tokens, from a head whose rows are stored on several ranks."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):

@@ -22,6 +22,7 @@ from kleash.linear.sharding import (
     exchange_storage,
     ranks_of,
     storage_group,
+    temperature_bits,
 )
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
 from kleash.registry import look_up
@@ -102,12 +103,13 @@ def stored_pair(
     """``checked_pair`` for heads of which each rank stores some rows, and has only these in the pair."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     stored = storage_group(head_p.weight) is not None, storage_group(head_q.weight) is not None
-    error, specs = None, NO_SPECS
+    error, specs = None, [*NO_SPECS, UNSHARDED]
     try:
         head_p, head_q = heads_of_rank(head_p, head_q, stored)
         check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
         number = hidden_p.itemsize + 16 * hidden_q.itemsize
         specs = specs_of_rank((hidden_p, head_p), (hidden_q, head_q), stored, number)
+        specs.append(temperature_bits(temperature))
     except KleashError as local_error:
         error = local_error
     storage = exchange_storage(group, hidden_p.device, specs, error)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
@@ -15,7 +16,8 @@ dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
 SPECS = "tokens", "bytes a logit", "tensors that require a gradient"
 """What ranks that share a vocabulary agree on before a call."""
-STORAGE_SPECS = "bytes a number of the hidden states", *SPECS[1:]
+TEMPERATURE = "temperature"
+STORAGE_SPECS = "bytes a number of the hidden states", *SPECS[1:], TEMPERATURE
 """The same for ranks that store a head between them and have different tokens."""
 UNSHARDED = -1
 """The number of rows that stands for a head that is not sharded."""
@@ -124,6 +126,18 @@ def storage_group(tensor: Tensor | None) -> Any:
     return mesh.get_group() if mesh.size() > 1 else None
 
 
+def temperature_bits(temperature: float | Tensor) -> int:
+    """A temperature as an integer that ranks can exchange and compare; -1 for one of each token."""
+    if isinstance(temperature, Tensor):
+        return UNSHARDED
+    return int(np.float64(temperature).view(np.int64))
+
+
+def temperature_of_bits(bits: int) -> float | str:
+    """The temperature of an exchanged integer."""
+    return "one for each token" if bits == UNSHARDED else float(np.int64(bits).view(np.float64))
+
+
 def agreed_specs(
     group: Any,
     device: torch.device,
@@ -156,7 +170,8 @@ def agreed_specs(
     raise_together(errors, error, ranks, members)
     for name, numbers in zip(names, table[2:], strict=True):
         if len(set(numbers)) > 1:
-            raise CannotRunError(f"{members} disagree on the {name}: {numbers}; give all of them the same")
+            shown = [temperature_of_bits(bits) for bits in numbers] if name == TEMPERATURE else numbers
+            raise CannotRunError(f"{members} disagree on the {name}: {shown}; give all of them the same")
     return table[:2]
 
 

@@ -12,6 +12,7 @@ from kleash.models.generation import Sampling, generate
 from kleash.models.heads import ExtractedHead, extract_head, logit_discrepancy
 from kleash.models.keyed_draws import SAMPLER, draw, exponentials
 from kleash.models.live_models import at_rest, live_model
+from kleash.models.lockstep import in_lockstep, turns_of
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import (
     Loading,
@@ -60,6 +61,7 @@ __all__ = [
     "generate",
     "hash_tokens",
     "head_tensors",
+    "in_lockstep",
     "live_model",
     "load_beside",
     "load_pair",
@@ -79,4 +81,5 @@ __all__ = [
     "token_count",
     "token_texts",
     "tokenise_prompts",
+    "turns_of",
 ]

@@ -3,12 +3,14 @@
 Every private or undocumented attribute that the models floor relies on is in this module. transformers:
 ``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
+torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``.
 """
 
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 from kleash.extras import import_extra
 
 MAX_REASON_CHARACTERS = 300
+HOOK_FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
+"""Attributes of ``torch.nn.Module`` that say how hooks are called."""
 
 _RENDERER_LOCK = threading.RLock()
 
@@ -146,3 +150,47 @@ def has_adapter_on_one_embedding(embedding: Any, head: Any) -> bool:
     if getattr(layers[1], "tied_adapter", None) is not None:
         return layers[1].tied_adapter is not layers[0]
     return any(isinstance(layer, tuner_layer) for layer in layers)
+
+
+def fsdp_modules(network: Any) -> list[Any]:
+    """The modules of a network that ``torch.distributed.fsdp.fully_shard`` was applied to."""
+    kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
+    return [module for module in network.modules() if isinstance(module, kind)]
+
+
+def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes in which FSDP2 gathers the weights of these modules (``MixedPrecisionPolicy.param_dtype``), if set."""
+    policies = [module._get_fsdp_state()._mp_policy for module in modules]
+    return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+
+
+def copy_without_fsdp(network: Any) -> Any:
+    """A copy of a tree of modules that shares parameters and buffers, without FSDP's hooks and classes.
+
+    An instance's own ``forward`` is left out too (Accelerate's and TRL's wrappers), since it is bound to the original.
+    A module that occurs twice is copied once.
+    """
+    kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
+    copies: dict[int, Any] = {}
+
+    def copy(module: Any) -> Any:
+        if id(module) in copies:
+            return copies[id(module)]
+        base = next(base for base in type(module).__mro__ if not issubclass(base, kind))
+        result = copies[id(module)] = object.__new__(base)
+        state = {name: value for name, value in vars(module).items() if name != "forward"}
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = state[name].items()
+            state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_fsdp(hook))
+        for name in ("_parameters", "_buffers", *HOOK_FLAGS):
+            state[name] = state[name].copy()
+        vars(result).update(state)
+        children = state["_modules"].items()
+        vars(result)["_modules"] = {name: child and copy(child) for name, child in children}
+        return result
+
+    return copy(network)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kleash.errors import ModelError
 from kleash.linear import Head
+from kleash.linear.api import stored_logits
 from kleash.models.compat import effective_weight_and_bias
 from kleash.precision import at_least_float32
 
@@ -48,7 +49,7 @@ def extract_head(
     Raises:
         ModelError: if later tokens change the logits of earlier ones, so that the model is not causal.
     """
-    with torch.inference_mode():
+    with torch.no_grad():  # DTensors take no inference mode
         network_logits = network(input_ids=probe, use_cache=False).logits
         _check_causal(network, probe, network_logits, subject)
         vocab_size = network_logits.shape[-1]
@@ -85,7 +86,7 @@ def logit_discrepancy(
     dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
     max_logit = torch.where(network_logits.isfinite(), network_logits, 0).abs().amax(-1, keepdim=True)
     ulp = max_logit.to(dtype) * torch.finfo(network_logits.dtype).eps
-    terms = at_least_float32(hidden).abs() @ at_least_float32(head.weight).abs().T.to(hidden.device)
+    terms = head_logits(at_least_float32(hidden).abs(), Head(at_least_float32(head.weight).abs()))
     unit = torch.finfo(at_least_float32(hidden).dtype).eps
     tolerance = TOLERANCE_ULPS * ulp + hidden.shape[-1] ** 0.5 * unit * terms.to(dtype) * abs(head.scale)
     difference = (network_logits.to(dtype) - logits.to(dtype)).abs()
@@ -98,16 +99,34 @@ def head_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tenso
     """All logits of a few tokens at once, in at least float32, without a temperature."""
     if head.weight is None:
         return at_least_float32(hidden)
+    if hasattr(head.weight, "device_mesh"):
+        return stored_logits(hidden, head)
     dtype = torch.promote_types(at_least_float32(hidden).dtype, at_least_float32(head.weight).dtype)
     return head.logits_of_product(hidden.to(dtype) @ head.weight.to(hidden.device, dtype).T)
 
 
+def first_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The first rows of a weight or bias; of a DTensor, each rank keeps those that it stores."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor[:rows]
+    if len(tensor) == rows:  # a slice would redistribute the gradient
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    stored: Any = tensor
+    mesh, placements = stored.device_mesh, stored.placements
+    first = -(-len(tensor) // mesh.size()) * mesh.get_local_rank()  # as torch.chunk divides
+    local = stored.to_local()[: max(0, rows - first)]
+    shape = torch.Size((rows, *tensor.shape[1:]))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+
+
 def truncate_head(head: Head, vocab_size: int) -> Head:
     """The head restricted to its first ``vocab_size`` rows; the softmax is then over these tokens."""
-    if head.weight is None:
+    if head.weight is None or len(head.weight) == vocab_size:
         return head
-    bias = None if head.bias is None else head.bias[:vocab_size]
-    return replace(head, weight=head.weight[:vocab_size], bias=bias)
+    bias = None if head.bias is None else first_rows(head.bias, vocab_size)
+    return replace(head, weight=first_rows(head.weight, vocab_size), bias=bias)
 
 
 def _plain_head(network: Any, vocab_size: int) -> Head | None:

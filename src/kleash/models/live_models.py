@@ -3,12 +3,13 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kleash.errors import ModelError
+from kleash.errors import KleashError, ModelError
 from kleash.models.adapters.peft_adapters import require_unchanged_base, trainable_base_parameters
 from kleash.models.adapters.rules import find_rule
 from kleash.models.compat import loaded_from
@@ -16,6 +17,7 @@ from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
 from kleash.models.text_towers import count_text_parameters
+from kleash.models.sharded_networks import reshard, view_without_fsdp, weight_storage
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""
@@ -35,6 +37,9 @@ def live_model(
     embedding is merged into a copy when this is called; so call it again for each measurement. The network must be in
     evaluation mode (``at_rest``), since dropout would be measured too.
 
+    A network that FSDP2 shards is used through a view of its modules, which gathers one weight at a time. All ranks
+    call this together. They then make the same calls of the model, or take turns (``in_lockstep``).
+
     Args:
         network: not wrapped for distribution (``accelerator.unwrap_model``).
         tokenizer: of the network.
@@ -43,15 +48,23 @@ def live_model(
         name: the model's name in errors and records; None for the name that it was loaded by.
 
     Raises:
-        ModelError: if it is not a causal language model of text, is in training mode, or is sharded over processes; if
-            an adapter has changed the base to be measured, or needs a forward pass of PEFT's.
+        ModelError: if it is not a causal language model of text, is in training mode, or is sharded in a way that
+            is not supported; if an adapter has changed the base to be measured, or needs a forward pass of PEFT's.
     """
+    subject = f"the {role}"
+    storage = weight_storage(network, subject)
+    error: KleashError | None = None
+    try:
+        adapter_name = _check(network, adapter, role)
+    except KleashError as raised:
+        error, adapter_name = raised, None
+    if storage is not None:
+        storage.raise_together(error)
+        network = view_without_fsdp(network, storage)
+    elif error is not None:
+        raise error
     adapters = network if hasattr(network, "get_base_model") else None
     base = network if adapters is None else adapters.get_base_model()
-    adapter_name = _resolve_adapter(adapters, adapter, role)
-    _check_at_rest(base, role)
-    if adapters is not None:
-        _check_adapters(adapters, adapter_name, role)
     model, _ = build_model(
         base,
         tokenizer,
@@ -63,7 +76,24 @@ def live_model(
         adapters=adapters,
         adapter=adapter_name,
     )
-    return model
+    if storage is None:
+        return model
+    if model.head.weight is None:
+        raise ModelError(
+            f"{subject} ({type(base).__name__}) is sharded and does not come apart into hidden states and a head, "
+            "which is not supported"
+        )
+    return replace(model, dtype=storage.param_dtype or model.dtype, storage=storage)
+
+
+def _check(network: Any, adapter: str | None, role: str) -> str | None:
+    """Check that a network and its adapters can be measured; returns the name of the adapter, None for the base."""
+    adapters = network if hasattr(network, "get_base_model") else None
+    adapter_name = _resolve_adapter(adapters, adapter, role)
+    _check_at_rest(network if adapters is None else adapters.get_base_model(), role)
+    if adapters is not None:
+        _check_adapters(adapters, adapter_name, role)
+    return adapter_name
 
 
 @contextmanager
@@ -74,6 +104,8 @@ def at_rest(*networks: Any) -> Iterator[None]:
     parameters require gradients, and the random states of Python, NumPy, and PyTorch on the CPU and on the devices of
     the networks. So a measurement during training does not change its further course by a bit.
     """
+    for network in networks:
+        reshard(network)  # so that flags of parameters are restored where they are set
     modes = [(module, module.training) for network in networks for module in network.modules()]
     gradient_flags = [(p, p.requires_grad) for network in networks for p in network.parameters()]
     active_adapters = [
@@ -139,17 +171,17 @@ def _check_adapters(peft_model: Any, adapter_name: str | None, role: str) -> Non
 
 
 def _check_at_rest(network: Any, role: str) -> None:
-    """Check that a network is in evaluation mode, whole on this process, and in a supported dtype."""
+    """Check that a network is in evaluation mode, whole or sharded by FSDP2, and in a supported dtype."""
     if network.training:
         raise ModelError(
             f"the {role} is in training mode, so that dropout would be measured; put it at_rest first"
         )
     embedding = network.get_input_embeddings().weight
     is_matrix = embedding.dim() == 2 and embedding.numel() > 0
-    if not is_matrix or hasattr(embedding, "device_mesh") or hasattr(embedding, "ds_id"):
+    if not is_matrix or hasattr(embedding, "ds_id"):
         raise ModelError(
             f"the weights of the {role} are sharded over processes, of which each holds a part; a live network is "
-            "measured where every process holds it whole (one process, or DistributedDataParallel)"
+            "measured with FSDP2 (fully_shard), or where every process holds it whole (DistributedDataParallel)"
         )
     if network.dtype not in DTYPES.values():
         raise ModelError(f"the {role} has weights in {network.dtype}; kleash runs {', '.join(DTYPES)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.sequences import TokenSequence
+from kleash.models.weight_storage import WeightStorage
 from kleash.store import ModelRecord, StoredWeights
 
 
@@ -25,6 +26,23 @@ class StoredHiddenStates(Protocol):
 
     def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
         """The token columns of the "noise" floor or the dtype "gap" at a temperature; None if they are not stored."""
+        ...
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """The order in which ranks that share weights make the calls that take all of them (``lockstep``)."""
+
+    def wait_for_pass(self, role: str) -> None:
+        """Wait until all ranks make a forward pass of the model with this role."""
+        ...
+
+    def wait_for_log_probabilities(self, role: str) -> None:
+        """Wait until all ranks compute log-probabilities by the head of the model with this role."""
+        ...
+
+    def wait_for_statistics(self, role: str, *, top: bool) -> None:
+        """Wait until all ranks compare the model with this role with the reference; ``top``: also likeliest tokens."""
         ...
 
 
@@ -70,6 +88,10 @@ class Model:
     """Name of this model's adapter in ``adapters``; None for the base."""
     stored: StoredHiddenStates | None = None
     """Source of hidden states of a model that is not loaded; then ``network`` is None."""
+    storage: WeightStorage | None = None
+    """The ranks that store the weights between them; None if they are whole on this process."""
+    turns: Turns | None = None
+    """The turns of these ranks, with which each can have tokens of its own; None if all make the same calls."""
 
     @contextmanager
     def activate_adapter(self) -> Iterator[None]:
@@ -96,11 +118,22 @@ class Model:
         """
         ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
+        self.wait_for_pass()
         with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
                 output = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
                 return output.logits[..., : self.vocab_size]
             return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def wait_for_pass(self) -> None:
+        """Wait until all ranks that store the weights make a forward pass; returns at once if they are whole."""
+        if self.turns is not None and self.storage is not None:
+            self.turns.wait_for_pass(self.role)
+
+    def wait_for_log_probabilities(self) -> None:
+        """Wait until all ranks that store the head compute log-probabilities; returns at once if it is whole."""
+        if self.turns is not None and self.storage is not None:
+            self.turns.wait_for_log_probabilities(self.role)
 
     def is_same_as(self, other: "Model") -> bool:
         """Whether both are the same network with the same adapter, so that one forward pass serves both."""
@@ -138,6 +171,11 @@ class Pair:
         policy, reference = self.policy, self.reference
         has_same_files = policy.fingerprint != "" and policy.fingerprint == reference.fingerprint
         return policy.is_same_as(reference) or (has_same_files and policy.dtype == reference.dtype)
+
+    def wait_for_statistics(self, *, top: bool) -> None:
+        """Wait until all ranks that store weights compare the two models; returns at once if they are whole."""
+        if self.policy.turns is not None:
+            self.policy.turns.wait_for_statistics(self.policy.role, top=top)
 
     @property
     def vocab_size(self) -> int:

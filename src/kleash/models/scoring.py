@@ -207,6 +207,7 @@ def _columns_of_models(
         head_on_device(reference.head, hidden_p),
     )
     columns: dict[str, np.ndarray] = {}
+    readers.pair.wait_for_statistics(top=top > 0)
     with torch.inference_mode():
         if top:
             statistics, *top_of_models = token_statistics_and_top(

@@ -16,11 +16,13 @@ from kleash.models import (
     Sampling,
     at_rest,
     compare_tokenizers,
+    in_lockstep,
     live_model,
     load_reference,
     pair_models,
     read_prompts,
     tokenise_prompts,
+    turns_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class DriftMonitor(AttachedCallback):
 
         Raises:
             OptionError: if the callback is not attached, or there is no reference.
-            ModelError: if the two models cannot be compared, or the weights are sharded.
+            ModelError: if the two models cannot be compared, or the weights are sharded in a way that is not supported.
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
@@ -107,9 +109,12 @@ class DriftMonitor(AttachedCallback):
                 self._parsed_prompts = self._read(pair)
             rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
             prompts = self._parsed_prompts[rank::world_size]
-            part = (
-                draw_drift(pair, prompts, self.sampling, batch_tokens=self.batch_tokens) if prompts else None
-            )
+            with turns_of(pair, self.sampling.temperature or 1.0):
+                part = (
+                    draw_drift(pair, prompts, self.sampling, batch_tokens=self.batch_tokens)
+                    if prompts
+                    else None
+                )
         parts: list[DriftPart | None] = import_extra("accelerate.utils", "models").gather_object([part])
         return drift_of([part for part in parts if part is not None])
 
@@ -156,7 +161,7 @@ class DriftMonitor(AttachedCallback):
                 "the trainer has no reference (no adapter, no ref_model); give DriftMonitor a reference: the "
                 "folder or hub id that training started from"
             )
-        return pair_models(policy, reference, ())
+        return in_lockstep(pair_models(policy, reference, ()))
 
     def _load(self, policy: Model, name: str) -> Pair:
         if self._loaded_pair is None:

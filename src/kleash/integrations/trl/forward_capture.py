@@ -11,11 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import CannotRunError, OptionError
-from kleash.integrations.trl.compat import add_fused_lm_head, disable_gradient_checkpointing, use_adapter
+from kleash.integrations.trl.compat import (
+    add_fused_lm_head,
+    disable_gradient_checkpointing,
+    prepare_fsdp,
+    use_adapter,
+)
 from kleash.linear import Head
 from kleash.models import at_rest, live_model
 from kleash.models.adapters.peft_adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
+from kleash.models.heads import first_rows
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -65,7 +71,10 @@ class ForwardCapture:
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
-        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        if getattr(self, "is_fsdp_enabled", False):
+            self.ref_model = prepare_fsdp(reference, self.accelerator)
+        else:
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def _check_base(self) -> None:
         """Check that TRL's reference, the policy with its adapters disabled, is the policy's base.
@@ -149,14 +158,10 @@ class ForwardCapture:
         """The layouts of the heads of policy and reference (``read_head_layout``), read once.
 
         Raises:
-            CannotRunError: if a head cannot be read, or is sharded.
+            CannotRunError: if a head cannot be read.
+            ModelError: if one is sharded in a way that is not supported.
         """
         if self._head_layouts is None:
-            if getattr(self, "is_fsdp_enabled", False):
-                raise CannotRunError(
-                    "FSDP shards the heads from which the exact KL is computed, which is not tested; take kl='k3', or "
-                    "DistributedDataParallel"
-                )
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
             reference_head = policy_head
@@ -196,7 +201,8 @@ def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
 
     Raises:
         CannotRunError: if the model does not come apart into hidden states and a plain matrix.
-        ModelError: if it is not a causal language model of text, or its weights are sharded.
+        ModelError: if it is not a causal language model of text, or its weights are sharded in a way that is not
+            supported.
     """
     layer = base_network(network).get_output_embeddings()
     if any(hasattr(layer, name) for name in ("base_layer", "modules_to_save", "token_adapter")):
@@ -215,10 +221,40 @@ def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
 
 
 def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:
-    """``layout`` with the current weights of the network's head, detached unless ``requires_grad``."""
+    """``layout`` with the current weights of the network's head, detached unless ``requires_grad``.
+
+    Weights that FSDP2 has gathered are used as they are; those that it stores on several ranks (DTensors) stay there.
+    """
     layer = base_network(network).get_output_embeddings()
     rows = 0 if layout.weight is None else len(layout.weight)
-    weight, bias = layer.weight[:rows], None if layer.bias is None else layer.bias[:rows]
-    if not requires_grad:
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
+    weight, bias = (
+        None if x is None else _current_rows(x, rows, layout, requires_grad=requires_grad)
+        for x in (layer.weight, layer.bias)
+    )
     return replace(layout, weight=weight, bias=bias)
+
+
+def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: bool) -> Tensor:
+    """The rows of a head that are tokens; the gradient of stored ones is the mean over the ranks, as that of FSDP."""
+    tensor = first_rows(tensor if requires_grad else tensor.detach(), rows)
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return tensor
+    if layout.weight is not None and tensor.dtype != layout.weight.dtype:
+        tensor = tensor.to(layout.weight.dtype)  # FSDP's param_dtype, in which the network computes
+    return _WithMeanGradient.apply(tensor, mesh.size())
+
+
+class _WithMeanGradient(torch.autograd.Function):
+    """A tensor whose gradient, the sum over the ranks, is divided by their number."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, ranks: int) -> Tensor:
+        """The tensor itself."""
+        context.ranks = ranks
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The mean over the ranks."""
+        return gradient / context.ranks, None

@@ -1,0 +1,181 @@
+"""Networks whose weights FSDP2 stores on several ranks: how they are sharded, and a view that runs without FSDP.
+
+FSDP gathers the output embedding whole in every forward pass. The view gathers one weight at a time, for as long as
+its module runs; of the input embedding only the rows of the tokens, and of the output embedding nothing: logits are
+computed where its rows are (``kleash.linear``). The network itself, which a trainer goes on using, is not touched.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kleash.errors import ModelError
+from kleash.linear import Head
+from kleash.linear.api import stored_logits
+from kleash.linear.head_storage import HeadStorage
+from kleash.models.compat import copy_without_fsdp, fsdp_modules, fsdp_param_dtypes
+from kleash.models.weight_storage import WeightStorage
+
+
+def reshard(network: Any) -> list[Any]:
+    """Free the weights that FSDP2 has gathered, so that this rank has its shards; returns the sharded modules."""
+    modules = fsdp_modules(network)
+    for module in modules:
+        module.reshard()
+    return modules
+
+
+def weight_storage(network: Any, subject: str) -> WeightStorage | None:
+    """How FSDP2 stores a network's weights; None if they are whole on this process.
+
+    Gathered weights are freed first, so that all ranks have their shards.
+
+    Raises:
+        ModelError: if they are sharded in another way. The reason does not depend on the rank.
+    """
+    modules = reshard(network)
+    weights = {name: x for name, x in network.named_parameters() if hasattr(x, "device_mesh")}
+    if not weights:
+        return None
+    if not modules:
+        raise ModelError(
+            f"{subject} has weights that are DTensors without FSDP, such as {next(iter(weights))}; tensor parallelism "
+            "of a live network is not supported, and fully_shard is"
+        )
+    meshes = {id(x.device_mesh): x.device_mesh for x in weights.values()}
+    mesh, *more_meshes = meshes.values()
+    if mesh.ndim != 1 or any(other.mesh.tolist() != mesh.mesh.tolist() for other in more_meshes):
+        sizes = sorted({tuple(other.mesh.shape) for other in (mesh, *more_meshes)})
+        raise ModelError(
+            f"{subject} is sharded over device meshes of the shapes {sizes}; kleash takes one mesh of one dimension, "
+            "without replicas (HSDP) or tensor parallelism"
+        )
+    moved = [name for name, x in weights.items() if x.to_local().device.type != mesh.device_type]
+    if moved:
+        raise ModelError(
+            f"{subject} has weights that are offloaded to the CPU, such as {moved[0]}; leave out the offload policy"
+        )
+    dtypes = fsdp_param_dtypes(modules)
+    if len(dtypes) > 1:
+        raise ModelError(
+            f"{subject} computes in {' and '.join(sorted(map(str, dtypes)))} by the mixed precision of its modules; "
+            "give all of them one param_dtype"
+        )
+    for name, layer in (
+        ("input", network.get_input_embeddings()),
+        ("output", network.get_output_embeddings()),
+    ):
+        weight = getattr(layer, "weight", None)
+        if hasattr(weight, "device_mesh") and not weight.placements[0].is_shard(0):
+            raise ModelError(
+                f"the {name} embedding of {subject} is stored as {tuple(weight.placements)}; shard it by rows, Shard(0)"
+            )
+    if mesh.size() == 1:
+        return None
+    device = torch.device(next(iter(weights.values())).device)
+    return WeightStorage(mesh.get_group(), dtypes.pop() if dtypes else None, device)
+
+
+def view_without_fsdp(network: Any, storage: WeightStorage) -> Any:
+    """A copy of a network's modules that shares its weights, and gathers them one module at a time.
+
+    Args:
+        network: a transformers or PEFT model.
+        storage: of its weights.
+    """
+    view = copy_without_fsdp(network)
+    base = view.get_base_model() if hasattr(view, "get_base_model") else view
+    rows_only = {id(base.get_input_embeddings()): _FetchedRows, id(base.get_output_embeddings()): _StoredHead}
+    for module in view.modules():
+        names = [name for name, x in module.named_parameters(recurse=False) if hasattr(x, "device_mesh")]
+        if names:
+            rows_only.get(id(module), _GatheredWeights)(module, names, storage)
+    return view
+
+
+class _GatheredWeights:
+    """Gathers a module's own weights for as long as the module runs."""
+
+    def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
+        """``names``: of the parameters that are stored on several ranks."""
+        self.names, self.storage = names, storage
+        self.shards: dict[str, Any] = {}
+        module.register_forward_pre_hook(self.gather, with_kwargs=True)
+        module.register_forward_hook(self.free, always_call=True)
+
+    def gather(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Put whole weights in the place of the shards."""
+        for name in self.names:
+            shard = self.shards[name] = module._parameters[name]
+            with torch.inference_mode(False), torch.no_grad():
+                whole = self.storage.cast(shard).full_tensor()
+                module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+
+    def free(self, module: Any, args: Any, output: Any) -> None:
+        """Put the shards back."""
+        module._parameters.update(self.shards)
+        self.shards.clear()
+
+
+class _FetchedRows(_GatheredWeights):
+    """Fetches the rows of an embedding that a batch reads, from the ranks that store them."""
+
+    def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
+        """Arguments as of ``_GatheredWeights``."""
+        super().__init__(module, names, storage)
+        module.padding_idx = None  # matters to gradients only, and names a row of the whole embedding
+
+    def gather(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Put the rows of the batch in the place of the shard, and their numbers in the place of the token ids."""
+        ids = args[0] if args else kwargs.pop("input")
+        shard = self.shards["weight"] = module._parameters["weight"]
+        unique, positions = torch.unique(ids, return_inverse=True)
+        rows = _fetch_rows(self.storage.cast(shard).to_local(), unique, self.storage)
+        module._parameters["weight"] = torch.nn.Parameter(rows, requires_grad=False)
+        return (positions, *args[1:]), kwargs
+
+
+class _StoredHead:
+    """Computes logits where the rows of the output embedding are."""
+
+    def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
+        """Arguments as of ``_GatheredWeights``."""
+        if type(module) is not torch.nn.Linear:
+            raise ModelError(
+                f"the output embedding is a {type(module).__name__} whose rows are stored on several ranks; kleash "
+                "takes a plain torch.nn.Linear there, without an adapter"
+            )
+        for name in names:
+            weight = storage.cast(module._parameters[name])
+            module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
+        self.head = Head(module.weight, module.bias)
+        module.forward = self.logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The product of hidden states and all rows."""
+        return stored_logits(hidden, self.head).to(hidden.dtype)
+
+
+def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: WeightStorage) -> Tensor:
+    """The rows of an embedding with these numbers. A collective, in which each rank asks for rows of its own.
+
+    Args:
+        local: the consecutive rows that this rank stores.
+        ids: the rows to return.
+        storage: the ranks.
+    """
+    ranks = HeadStorage(storage.group, [0] * storage.world_size, local.device)
+    rows, counts = ranks.all_gather_numbers(len(local), len(ids))
+    first = sum(rows[: ranks.rank])
+    most = max(counts)
+    sent = local.new_zeros((storage.world_size, most, local.shape[-1]))
+    for place, needed_ids in zip(sent, ranks.gather_tokens(ids, counts).split(counts), strict=True):
+        is_local = (needed_ids >= first) & (needed_ids < first + len(local))
+        place[: len(needed_ids)][is_local] = local[needed_ids[is_local] - first]
+    received = local.new_empty((most, local.shape[-1]))
+    dist: Any = torch.distributed
+    dist.reduce_scatter_tensor(received, cast("Any", sent).flatten(0, 1), group=storage.group)
+    return received[: len(ids)]

@@ -1,0 +1,376 @@
+"""Two processes that store the weights of tiny models between them by FSDP2, and have prompts of their own.
+
+``sharded_ranks.py RANK STORE FOLDER OUT``: writes the result of each check, or its traceback, into OUT. The models lie
+in FOLDER; ``make_models`` writes them.
+"""
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tiny_models import save_tiny, tiny_adapter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kleash.errors import KleashError
+from kleash.integrations.trainer import DriftMonitor
+from kleash.linear import Head, token_statistics
+from kleash.models import Sampling, live_model
+
+VOCAB_SIZE = 320
+PROMPTS = [
+    "the sea was calm",
+    "she counted the birds",
+    "a long road leads out of the town",
+    "it is said",
+    "two men",
+]
+SAMPLING = Sampling(max_new_tokens=6, samples_per_prompt=2, temperature=0.8)
+KINDS = {"llama": {}, "qwen3": {}, "gpt2": {}, "gemma2": {}}
+"""Architectures: a head of its own, a tied head, another layout of layers, a scaled embedding and a softcap."""
+KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
+CHECKS: dict[str, Callable[["Ranks"], object]] = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def make_models(folder: Path) -> None:
+    """Policy and reference of each architecture, and an adapter."""
+    for kind in KINDS:
+        for role, seed in (("policy", 1), ("reference", 2)):
+            save_tiny(folder / f"{kind}-{role}", kind, seed=seed)
+    tiny_adapter(folder / "adapter", folder / "llama-policy")
+
+
+class Ranks:
+    """This process, and the folder of the models."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
+        self.mesh = init_device_mesh("cpu", (2,))
+
+    def network(self, name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.folder / name).eval()
+
+    def sharded(self, name: str, **more: Any) -> Any:
+        """A network with a unit for each layer and one for the rest, as FSDP2's tutorial shards it."""
+        return shard(self.network(name), mesh=self.mesh, **more)
+
+    def tokenizer(self, name: str) -> Any:
+        return AutoTokenizer.from_pretrained(self.folder / name)
+
+    def drift(
+        self, policy: Any, reference: Any, *, alone: bool = False, kind: str = "llama", **more: Any
+    ) -> Any:
+        """What a DriftMonitor measures: all prompts on this process if ``alone``."""
+        settings = {"prompts": PROMPTS, "sampling": SAMPLING, "batch_tokens": 40, **more}
+        monitor = DriftMonitor(reference=reference, **settings)
+        rank, count = (0, 1) if alone else (self.rank, 2)
+        if alone:  # other processes measure the same
+            with mock.patch("accelerate.utils.gather_object", list):
+                return self.attached(monitor, policy, kind, rank, count).measure()
+        return self.attached(monitor, policy, kind, rank, count).measure()
+
+    def attached(self, monitor: Any, policy: Any, kind: str, rank: int, count: int) -> Any:
+        monitor.trainer = SimpleNamespace(
+            accelerator=SimpleNamespace(unwrap_model=lambda x: x, process_index=rank, num_processes=count),
+            model=policy,
+            processing_class=self.tokenizer(f"{kind}-policy"),
+        )
+        return monitor
+
+
+def shard(network: Any, *, mesh: Any, layers: bool = True, **more: Any) -> Any:
+    base = network.get_base_model() if hasattr(network, "get_base_model") else network
+    blocks = base.transformer.h if hasattr(base, "transformer") else base.model.layers
+    for layer in blocks if layers else ():
+        fully_shard(layer, mesh=mesh, **more)
+    return fully_shard(network, mesh=mesh, **more)
+
+
+@contextmanager
+def largest_message() -> Iterator[Counter[str]]:
+    """The largest number of elements that a rank receives in one call of each collective."""
+    names = ("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor", "all_reduce")
+    originals = {name: getattr(dist, name) for name in names}
+    functional: Any = torch.ops._c10d_functional.all_gather_into_tensor
+    sizes: Counter[str] = Counter()
+
+    def counted(name):
+        def call(tensor, *args, **kwargs):
+            sizes[name] = max(sizes[name], tensor.numel())
+            return originals[name](tensor, *args, **kwargs)
+
+        return call
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is functional.default:
+                sizes["full_tensor"] = max(sizes["full_tensor"], result.numel())
+            return result
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        with Dispatched():
+            yield sizes
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    for unit in ("token", "sequence"):
+        a, b = one.per(unit), other.per(unit)
+        assert abs(a.value - b.value) <= tolerance * max(1.0, abs(a.value)), (unit, a, b)
+        assert np.allclose(a.standard_error, b.standard_error, rtol=0.01, atol=tolerance, equal_nan=True), (
+            a,
+            b,
+        )
+    assert (one.sequences, one.tokens) == (other.sequences, other.tokens)
+
+
+@check
+def drift_of_sharded_models_equals_that_of_one_process(ranks):
+    for kind in KINDS:
+        whole = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
+        alone = ranks.drift(*whole, alone=True, kind=kind)
+        assert alone.per_token.value > 0.01
+        policy, reference = ranks.sharded(f"{kind}-policy"), ranks.sharded(f"{kind}-reference")
+        same(alone, ranks.drift(policy, reference, kind=kind))
+
+
+@check
+def a_rank_without_prompts_takes_part(ranks):
+    kind = "llama"
+    whole = ranks.network("llama-policy"), ranks.network("llama-reference")
+    alone = ranks.drift(*whole, alone=True, prompts=PROMPTS[:1])
+    sharded = ranks.sharded("llama-policy"), ranks.sharded("llama-reference")
+    same(alone, ranks.drift(*sharded, prompts=PROMPTS[:1]))
+    same(alone, ranks.drift(sharded[0], whole[1], prompts=PROMPTS[:1]))  # only one of both is sharded
+    same(alone, ranks.drift(whole[0], sharded[1], prompts=PROMPTS[:1], kind=kind))
+
+
+@check
+def an_adapter_over_a_sharded_base_is_measured(ranks):
+    from peft import PeftModel
+
+    def adapted():
+        return PeftModel.from_pretrained(
+            ranks.network("llama-policy"), ranks.folder / "adapter", is_trainable=True
+        )
+
+    alone = ranks.drift(adapted().eval(), None, alone=True)
+    assert alone.per_token.value > 0.01
+    policy = shard(adapted(), mesh=ranks.mesh).train()
+    trained = {name for name, x in policy.named_parameters() if x.requires_grad}
+    same(alone, ranks.drift(policy, None))
+    assert {name for name, x in policy.named_parameters() if x.requires_grad} == trained and policy.training
+
+
+@check
+def no_message_has_the_size_of_the_head(ranks):
+    policy, reference = ranks.sharded("llama-policy"), ranks.sharded("llama-reference")
+    head = policy.lm_head.weight.numel()
+    assert head == VOCAB_SIZE * 32
+    few_rows = {f"kleash.linear.impl.{name}.BLOCK_SHARE": 2**17 for name in ("stored_heads", "gathered_rows")}
+    with largest_message() as sizes, ExitStack() as patches:
+        for name, value in few_rows.items():
+            patches.enter_context(mock.patch(name, value))
+        ranks.drift(policy, reference, batch_tokens=20)
+    assert max(sizes.values()) < head / 2, sizes
+    assert sizes["full_tensor"] >= 32 * 48 and sizes["all_gather_into_tensor"] > 0, (
+        "the counters see something"
+    )
+    return dict(sizes)
+
+
+@check
+def measuring_between_steps_changes_no_gradient(ranks):
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(ranks.rank))
+    gradients = []
+    for measured in (False, True):
+        policy = ranks.sharded("qwen3-policy", reshard_after_forward=not measured).train()
+        for _ in range(2):
+            if measured:
+                ranks.drift(policy, ranks.network("qwen3-reference"), kind="qwen3", prompts=PROMPTS[:2])
+            policy(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([x.grad.full_tensor() for x in policy.parameters()])
+    assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+@check
+def mixed_precision_is_that_of_the_forward_pass(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.no_grad():
+        half = ranks.network("llama-policy").bfloat16(), ranks.network("llama-reference").bfloat16()
+    alone = ranks.drift(*half, alone=True)
+    sharded = [ranks.sharded(f"llama-{role}", mp_policy=policy) for role in ("policy", "reference")]
+    drift = ranks.drift(*sharded)
+    same(
+        alone, drift, 1e-2
+    )  # sums of other lengths are rounded to bfloat16 in the same places, and norms may not be
+
+
+@check
+def exact_loss_of_trl_equals_that_of_one_process(ranks):
+    """Value and gradient of GRPO's and RLOO's exact KL, of a batch whose rows are divided between the ranks."""
+    from trl import GRPOConfig, RLOOConfig
+    from trl_batches import batch, make
+
+    from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
+
+    rows = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+    inputs = batch(tools=False)
+    inputs["advantages"].zero_()  # leaves the KL term alone
+    inputs["old_logps"] = torch.zeros(4)
+    for empty in (False, True):
+        inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+        for trainer, config in ((LeashedGRPOTrainer, GRPOConfig), (LeashedRLOOTrainer, RLOOConfig)):
+            for kind in ("llama",) if empty else ("llama", "qwen3"):
+                made = partial(exact_loss, ranks, partial(make, trainer, config), kind, inputs)
+                loss, gradients = made(slice(None), None)
+                assert loss > 0.01
+                for reshards in (True, False):
+                    sharded_loss, sharded = made(rows, reshards)
+                    assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
+                    for x, y in zip(gradients, sharded, strict=True):
+                        assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (kind, trainer)
+
+
+def exact_loss(
+    ranks: Ranks, make: Any, kind: str, inputs: dict[str, Any], rows: slice, reshards: bool | None
+) -> tuple[float, list[Any]]:
+    """The mean over the ranks of the loss of a trainer with a sharded model, twice accumulated, and its gradient.
+
+    ``reshards=None`` is one process with a whole model.
+    """
+    network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
+    processes = 1 if reshards is None else 2
+    if reshards is not None:
+        network, reference = (
+            shard(x, mesh=ranks.mesh, reshard_after_forward=reshards) for x in (network, reference)
+        )
+    with (
+        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
+        mock.patch("accelerate.Accelerator.num_processes", processes),
+    ):
+        trainer = make(
+            network,
+            ranks.folder / "run",
+            reference=reference,
+            processing_class=ranks.tokenizer("llama-policy"),
+            config_of={"gradient_accumulation_steps": 2},
+        )
+        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
+        losses = [trainer._compute_loss(trainer.model, mine) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+    total = torch.stack([loss.detach() for loss in losses]).sum()
+    dist.all_reduce(total)
+    gradients = [getattr(x.grad, "full_tensor", lambda x=x: x.grad)() for x in network.parameters()]
+    return float(total) / 2, gradients
+
+
+@check
+def what_cannot_be_done_is_refused_on_all_ranks(ranks):
+    network = ranks.network
+    hybrid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    whole = network("llama-reference")
+    columns = ranks.sharded("llama-policy", shard_placement_fn=lambda x: Shard(x.dim() - 1))
+    mixed = network("llama-policy")
+    for layer, dtype in zip(mixed.model.layers, (torch.bfloat16, torch.float32), strict=True):
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    refused = {
+        "device meshes of the shapes": shard(network("llama-policy"), mesh=hybrid),
+        "shard it by rows": columns,
+        "by the mixed precision of its modules": fully_shard(mixed, mesh=ranks.mesh),
+    }
+    for words, policy in refused.items():
+        refusal_of(lambda policy=policy: ranks.drift(policy, whole), words)
+    nan = network("llama-policy")
+    with torch.no_grad():
+        nan.model.norm.weight.fill_(torch.nan)
+    refusal_of(
+        lambda: ranks.drift(shard(nan, mesh=ranks.mesh), whole), "NaN|has stopped|cannot be run|does not come"
+    )
+    policy = ranks.sharded("llama-policy")
+    hidden, token_ids = torch.randn(3, 32), torch.zeros(3, dtype=torch.long)
+    head = Head(policy.lm_head.weight)
+    for temperature in (0.5 + ranks.rank, torch.ones(3) if ranks.rank else 1.0):
+        refusal_of(
+            lambda temperature=temperature: token_statistics(
+                hidden, head, hidden + 1, head, token_ids, temperature=temperature
+            ),
+            r"disagree on the temperature: \[(0.5, 1.5|1.0, 'one for each token')\]",
+        )
+    one_in_training = ranks.sharded("llama-policy")
+
+    one_in_training.train(ranks.rank == 0)
+    refusal_of(
+        lambda: live_model(one_in_training, ranks.tokenizer("llama-policy")),
+        "training mode|refuses its arguments",
+    )
+
+
+def refusal_of(call: Callable[[], Any], words: str) -> None:
+    try:
+        call()
+    except KleashError as error:
+        assert re.search(words, str(error)), error
+    else:
+        raise AssertionError(f"nothing was refused: {words}")
+
+
+def main(rank: int, store: str, folder: Path, out: Path, only: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }  # which Accelerate asks for, and does not use
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    results: dict[str, object] = {}
+    ranks = Ranks(rank, folder)
+    for name, function in CHECKS.items():
+        if only and name not in only:
+            continue
+        try:
+            results[name] = function(ranks)
+        except Exception:
+            results[name] = traceback.format_exc()
+            if not KEEP_GOING:
+                break
+    out.write_text(json.dumps(results))
+    if not any(isinstance(x, str) for x in results.values()):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
