@@ -41,7 +41,7 @@ def job_of(folder: Path, out: Path, **more: Any) -> Any:
     """The run that is compared: one process has more responses than the other, and more micro-batches."""
     return tiny_job(
         folder,
-        "qwen3",
+        "llama",
         prompts_per_step=5,
         samples_per_prompt=2,
         batch_tokens=30,
@@ -61,8 +61,9 @@ def shard(accelerator: Any, policy: Any, optimizer: Any) -> tuple[Any, Any]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (accelerator.num_processes,))
-    for layer in policy.network.model.layers:
-        fully_shard(layer, mesh=mesh)
+    for module in policy.modules():
+        if type(module).__name__ in policy._no_split_modules:
+            fully_shard(module, mesh=mesh)
     fully_shard(policy, mesh=mesh)
     return policy, torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0)
 

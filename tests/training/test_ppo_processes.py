@@ -12,9 +12,12 @@ import torch
 from ppo_cases import tiny_job
 from ppo_process import two_steps
 from safetensors.torch import load_file
+from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
+from kleash.linear import Head
 from kleash.records import read_steps
+from kleash.training.ppo.policy import Policy
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 TWICE = ("two", "two-sharded")
@@ -27,7 +30,7 @@ takes_the_mean = pytest.mark.skipif(
 def runs(tmp_path_factory):
     """The same run in this process; in two that Accelerate launched; and in those two with sharded weights."""
     folder = tmp_path_factory.mktemp("ppo-processes")
-    tiny_job(folder, "qwen3")
+    tiny_job(folder, "llama")
     draw = random.Random(0)
     replay = [[draw.randrange(3, 300) for _ in range(draw.randint(1, 8))] for _ in range(10)]
     (folder / "replay.json").write_text(json.dumps(replay))
@@ -51,6 +54,21 @@ def runs(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
+
+
+def test_accelerate_shards_the_head_as_a_unit_of_its_own(tmp_path):
+    """Its forward is never called, so FSDP never gathers it."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
+    for kind, has_unit in (("llama", True), ("qwen3", False)):  # tied weights are one unit with the embedding
+        network = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / kind, kind))
+        policy = Policy(network, Head(network.lm_head.weight))
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        plugin.set_auto_wrap_policy(policy)
+        is_unit = fsdp2_prepare_auto_wrap_policy(plugin, policy)
+        assert is_unit(network.lm_head) == has_unit
+        assert all(map(is_unit, network.model.layers)) and not is_unit(network.model.layers[0].mlp.up_proj)
 
 
 @pytest.mark.parametrize("name", TWICE)
@@ -82,7 +100,7 @@ def test_final_weights_agree_for_any_number_of_processes(runs, name):
     )
     weights = [key for key in one if key.startswith("weight/")]
     assert one.keys() == other.keys() and len(weights) > 20
-    first = load_file(runs / "qwen3-policy/model.safetensors")
+    first = load_file(runs / "llama-policy/model.safetensors")
     moved = max((one[f"weight/network.{key}"] - x).abs().max().item() for key, x in first.items())
     apart = max((one[key] - other[key]).abs().max().item() for key in weights)
     assert apart < 0.1 * moved, "Adam divides rounding by rounding: a weight without a gradient may differ"

@@ -20,6 +20,27 @@ from kleash.models.compat import copy_without_fsdp, fsdp_modules, fsdp_param_dty
 from kleash.models.weight_storage import WeightStorage
 
 
+def with_mean_gradient(tensor: Tensor) -> Tensor:
+    """A stored weight whose gradient is the mean over the ranks, as FSDP's, and not the sum; other weights as they are."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    return tensor if mesh is None else _WithMeanGradient.apply(tensor, mesh.size())
+
+
+class _WithMeanGradient(torch.autograd.Function):
+    """``with_mean_gradient``."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, ranks: int) -> Tensor:
+        """The tensor itself."""
+        context.ranks = ranks
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The mean over the ranks."""
+        return gradient / context.ranks, None
+
+
 def reshard(network: Any) -> list[Any]:
     """Free the weights that FSDP2 has gathered, so that this rank has its shards; returns the sharded modules."""
     modules = fsdp_modules(network)
@@ -28,15 +49,20 @@ def reshard(network: Any) -> list[Any]:
     return modules
 
 
-def weight_storage(network: Any, subject: str) -> WeightStorage | None:
+def weight_storage(network: Any, subject: str, *, root: Any = None) -> WeightStorage | None:
     """How FSDP2 stores a network's weights; None if they are whole on this process.
 
     Gathered weights are freed first, so that all ranks have their shards.
 
+    Args:
+        network: a transformers or PEFT model.
+        subject: "the policy", for errors.
+        root: the module that FSDP was applied to, if the network is a part of it.
+
     Raises:
         ModelError: if they are sharded in another way. The reason does not depend on the rank.
     """
-    modules = reshard(network)
+    modules = reshard(network if root is None else root)
     weights = {name: x for name, x in network.named_parameters() if hasattr(x, "device_mesh")}
     if not weights:
         return None
@@ -143,7 +169,7 @@ class _StoredHead:
 
     def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
         """Arguments as of ``_GatheredWeights``."""
-        if type(module) is not torch.nn.Linear:
+        if not isinstance(module, torch.nn.Linear) or type(module).forward is not torch.nn.Linear.forward:
             raise ModelError(
                 f"the output embedding is a {type(module).__name__} whose rows are stored on several ranks; kleash "
                 "takes a plain torch.nn.Linear there, without an adapter"

@@ -22,6 +22,7 @@ from kleash.models import at_rest, live_model
 from kleash.models.adapters.peft_adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
+from kleash.models.sharded_networks import with_mean_gradient
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -242,19 +243,4 @@ def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: boo
         return tensor
     if layout.weight is not None and tensor.dtype != layout.weight.dtype:
         tensor = tensor.to(layout.weight.dtype)  # FSDP's param_dtype, in which the network computes
-    return _WithMeanGradient.apply(tensor, mesh.size())
-
-
-class _WithMeanGradient(torch.autograd.Function):
-    """A tensor whose gradient, the sum over the ranks, is divided by their number."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, ranks: int) -> Tensor:
-        """The tensor itself."""
-        context.ranks = ranks
-        return tensor.detach()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The mean over the ranks."""
-        return gradient / context.ranks, None
+    return with_mean_gradient(tensor)

@@ -16,11 +16,12 @@ from kleash.errors import RunFolderError
 from kleash.extras import import_extra
 from kleash.leash import Leash, beta_from_dict
 from kleash.models.compat import summarise_error, suppress_library_output
+from kleash.models.sharded_networks import reshard
 from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
 from kleash.store.training_folder import CHECKPOINTS
-from kleash.training.ppo.policy import Policy, reshard
+from kleash.training.ppo.policy import Policy
 from kleash.training.ppo.setup import TrainingSetup
 
 STATE, PROGRESS, POLICY = "state.safetensors", "progress.json", "policy"
@@ -163,27 +164,12 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
     Raises:
         RunFolderError: if the checkpoint is damaged, or of another model.
     """
-    load_file = import_extra("safetensors.torch", "models").load_file
-    damage = import_extra("safetensors", "models").SafetensorError
+    safetensors = import_extra("safetensors", "models")
+    damage = safetensors.SafetensorError
     reshard(setting.actor_critic.policy)
     try:
-        tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
-        policy: Policy = setting.actor_critic.policy
-        trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
-        optimizer = _unwrap(setting.optimizer)
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(_shard_like(tensors[f"weight/{name}"], parameter))
-        for name, parameter in trained.items():
-            start = f"optimizer/{name}/"
-            optimizer_state = {
-                key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)
-            }
-            if optimizer_state:
-                optimizer.state[parameter] = {
-                    key: x if x.shape != parameter.shape else _shard_like(x, parameter)
-                    for key, x in optimizer_state.items()
-                }
+        with safetensors.safe_open(checkpoint / STATE, framework="pt") as stored:
+            _restore_tensors(setting, stored)
     except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
         raise RunFolderError(
             f"the checkpoint {checkpoint} cannot be read: {summarise_error(error)}; {_advice(checkpoint)}"
@@ -208,16 +194,42 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
     return None
 
 
+def _restore_tensors(setting: TrainingSetup, stored: Any) -> None:
+    """Restore weights and optimiser state from an open file, of which one tensor at a time is in memory."""
+    policy: Policy = setting.actor_critic.policy
+    trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
+    optimizer, keys = _unwrap(setting.optimizer), list(stored.keys())
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(_shard_like(stored.get_tensor(f"weight/{name}"), parameter))
+    for name, parameter in trained.items():
+        start = f"optimizer/{name}/"
+        state = {key.removeprefix(start): stored.get_tensor(key) for key in keys if key.startswith(start)}
+        if state:
+            optimizer.state[parameter] = {
+                key: x if x.shape != parameter.shape else _shard_like(x, parameter)
+                for key, x in state.items()
+            }
+
+
 def _tensors(setting: TrainingSetup) -> dict[str, Tensor]:
-    """Trained weights and optimiser state, gathered and on the CPU. A collective if weights are sharded."""
+    """Trained weights and optimiser state on the CPU of the first process, and nothing on others.
+
+    A collective if weights are sharded: they are gathered one tensor at a time, and other processes keep none.
+    """
     policy: Policy = setting.actor_critic.policy
     optimizer = _unwrap(setting.optimizer)
     tensors: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
-            tensors[f"weight/{name}"] = _gather(parameter)
-            for key, state in optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer/{name}/{key}"] = _gather(state)
+            state = optimizer.state.get(parameter, {})
+            stored = {f"weight/{name}": parameter} | {
+                f"optimizer/{name}/{key}": x for key, x in state.items()
+            }
+            for key, x in stored.items():
+                whole = _gather(x)
+                if setting.group.is_first:
+                    tensors[key] = whole
     return tensors
 
 

@@ -8,10 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.errors import ModelError
 from kleash.linear import Head, TokenTerms, linear_kl, linear_objective
-from kleash.models import TokenSequence
+from kleash.models import Model, Pair, TokenSequence, in_lockstep
 from kleash.models.compat import find_backbone
+from kleash.models.heads import first_rows
 from kleash.models.scoring import pad_batch
+from kleash.models.sharded_networks import view_without_fsdp, weight_storage, with_mean_gradient
 
 T = TypeVar("T")
 Objective = Callable[[TokenTerms, slice], Tensor]
@@ -60,6 +63,13 @@ class PolicyLoss(NamedTuple):
     """Detached."""
 
 
+class OutputEmbedding(torch.nn.Linear):
+    """An output embedding that FSDP2 shards as a unit of its own, by its class.
+
+    Its forward is never called, so that FSDP never gathers it; ``kleash.linear`` computes with the stored rows.
+    """
+
+
 class Policy(torch.nn.Module):
     """A causal language model and its critic: a linear layer on the final hidden states, initialised to 0.
 
@@ -91,7 +101,8 @@ class Policy(torch.nn.Module):
         self.head_without_weights = replace(head, weight=None, bias=None)
         self.adapters = (adapters,)  # a tuple, so that torch does not register its parameters a second time
         # transformers' list of layers that Accelerate wraps with FSDP; without it, FSDP wraps the whole module.
-        self._no_split_modules = getattr(network, "_no_split_modules", None)
+        layers = getattr(network, "_no_split_modules", None)
+        self._no_split_modules = None if layers is None else [*layers, *_own_unit(network)]
 
     def forward(self, what: Callable[..., T], *arguments: Any) -> T:
         """Run one of the methods below inside the wrapper."""
@@ -171,9 +182,12 @@ class Policy(torch.nn.Module):
         """The network's head as it is now."""
         layer = self.network.get_output_embeddings()
         parts = [layer.weight, getattr(layer, "bias", None)]
-        weight, bias = (x if x is None or len(x) == self.vocab_size else x[: self.vocab_size] for x in parts)
-        if detached:
-            weight, bias = (x if x is None else x.detach() for x in (weight, bias))
+        weight, bias = (
+            None
+            if x is None
+            else first_rows(x.detach() if detached else with_mean_gradient(x), self.vocab_size)
+            for x in parts
+        )
         return replace(self.head_without_weights, weight=weight, bias=bias)
 
     def tie_weights(self) -> None:
@@ -184,16 +198,41 @@ class Policy(torch.nn.Module):
 def with_gathered_weights(wrapped: Any, function: Callable[["Policy"], T]) -> T:
     """Return ``function(policy)`` for the unwrapped policy, with sharded weights (FSDP2) gathered meanwhile.
 
-    Generation takes a different number of forward passes on each process, so no pass may need other processes.
+    For generation where the weights are sharded in a way that ``sharded_sampler`` does not take: it makes a different
+    number of forward passes on each process, so no pass may need other processes.
     """
     with torch.no_grad():
         return wrapped(_call_with_gathered, function)
 
 
-def reshard(policy: Policy) -> None:
-    """Free the gathered weights, so that each process has its shards (FSDP2), which the optimiser has too."""
-    for module in _sharded(policy):
-        module.reshard()
+def sharded_sampler(policy: Policy, sampler: Model) -> Model | None:
+    """The policy as a model for generation with the weights where FSDP2 stores them; None if it cannot be had.
+
+    Processes with it take turns (``turns_of``).
+    """
+    try:
+        storage = weight_storage(policy.network, "the policy", root=policy)
+    except ModelError:  # two dimensions, or offloaded: the reason is the same on all processes
+        return None
+    if storage is None:
+        return None
+    view = view_without_fsdp(policy.network, storage)
+    layer = view.get_output_embeddings()
+    weight, bias = (
+        None if x is None else first_rows(x, policy.vocab_size) for x in (layer.weight, layer.bias)
+    )
+    head = replace(policy.head_without_weights, weight=weight, bias=bias)
+    model = replace(sampler, network=view, backbone=view.base_model, head=head, storage=storage)
+    return in_lockstep(Pair(policy=model, reference=model, tokenizer=model.tokenizer)).policy
+
+
+def _own_unit(network: Any) -> list[str]:
+    """Give the output embedding its own class, if it is a plain layer of its own; returns the class's name."""
+    layer, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if type(layer) is not torch.nn.Linear or layer.weight is embedding.weight:
+        return []
+    layer.__class__ = OutputEmbedding
+    return [OutputEmbedding.__name__]
 
 
 def _call_with_gathered(policy: Policy, function: Callable[[Policy], T]) -> T:

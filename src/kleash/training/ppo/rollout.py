@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kleash.models import Prompt, Sampling, TokenSequence, batch_by_length, generate
-from kleash.training.ppo.policy import Policy, with_gathered_weights
+from kleash.models import Pair, Prompt, Sampling, TokenSequence, batch_by_length, generate, turns_of
+from kleash.training.ppo.policy import Policy, sharded_sampler, with_gathered_weights
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.process_group import ProcessGroup
 from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of
@@ -204,7 +204,13 @@ def _draw(
         return generate(sampler, prompts, sampling, batch_tokens=job.batch_tokens)
 
     with setting.autocast():
-        responses = with_gathered_weights(setting.wrapped_policy, respond)
+        sharded = sharded_sampler(setting.actor_critic.policy, setting.actor_critic.sampler)
+        if sharded is None:
+            responses = with_gathered_weights(setting.wrapped_policy, respond)
+        else:
+            pair = Pair(policy=sharded, reference=sharded, tokenizer=sharded.tokenizer)
+            with turns_of(pair, job.temperature):
+                responses = generate(sharded, prompts, sampling, batch_tokens=job.batch_tokens)
     return [
         replace(response, sample_id=index % samples)
         for response, index in zip(responses, indices, strict=True)

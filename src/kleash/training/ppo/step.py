@@ -8,6 +8,7 @@ from kleash.errors import NonFiniteError
 from kleash.leash import beta_reason
 from kleash.linear import Head
 from kleash.models import Prompt
+from kleash.models.sharded_networks import reshard
 from kleash.training.job_controllers import tightened
 from kleash.training.ppo.checkpointing import POLICY, TrainingState, last_checkpoint
 from kleash.training.ppo.failure_report import describe_non_finite, save_batch
@@ -35,6 +36,7 @@ def one_step(
     signals = learning_signals(_reward_signals(rollout), job, leash.beta)
     generated = monotonic()
 
+    reshard(setting.actor_critic.policy)  # so that each process copies its own rows
     before = frozen_head(setting.actor_critic.policy.head(detached=True), trained=not job.lora_rank)
     set_learning_rate(setting, progress.learning_rate)
     result = _update(setting, rollout, signals, root, progress.step)
