@@ -21,7 +21,7 @@ from kleash.models.weight_storage import WeightStorage
 
 
 def with_mean_gradient(tensor: Tensor) -> Tensor:
-    """A stored weight whose gradient is the mean over the ranks, as FSDP's, and not the sum; other weights as they are."""
+    """A stored weight whose gradient is the mean over the ranks, as with FSDP, and not the sum; others unchanged."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     return tensor if mesh is None else _WithMeanGradient.apply(tensor, mesh.size())
 
