@@ -16,8 +16,8 @@ from kleash.models.compat import loaded_from
 from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
-from kleash.models.text_towers import count_text_parameters
 from kleash.models.sharded_networks import reshard, view_without_fsdp, weight_storage
+from kleash.models.text_towers import count_text_parameters
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""

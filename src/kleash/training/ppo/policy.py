@@ -222,7 +222,7 @@ def sharded_sampler(policy: Policy, sampler: Model) -> Model | None:
         None if x is None else first_rows(x, policy.vocab_size) for x in (layer.weight, layer.bias)
     )
     head = replace(policy.head_without_weights, weight=weight, bias=bias)
-    model = replace(sampler, network=view, backbone=view.base_model, head=head, storage=storage)
+    model = replace(sampler, network=view, backbone=find_backbone(view), head=head, storage=storage)
     return in_lockstep(Pair(policy=model, reference=model, tokenizer=model.tokenizer)).policy
 
 
