@@ -248,12 +248,14 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
     for empty in (False, True):
         inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-        for trainer, config in ((LeashedGRPOTrainer, GRPOConfig), (LeashedRLOOTrainer, RLOOConfig)):
-            for kind in ("llama",) if empty else ("llama", "qwen3"):
+        for trainer, config in ((LeashedGRPOTrainer, GRPOConfig), (LeashedRLOOTrainer, RLOOConfig))[
+            : 2 - empty
+        ]:
+            for kind in ("llama",) if empty or trainer is LeashedRLOOTrainer else ("llama", "qwen3"):
                 made = partial(exact_loss, ranks, partial(make, trainer, config), kind, inputs)
                 loss, gradients = made(slice(None), None)
                 assert loss > 0.01
-                for reshards in (True, False):
+                for reshards in (True, False)[: 1 + (kind == "llama" and not empty)]:
                     sharded_loss, sharded = made(rows, reshards)
                     assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
                     for x, y in zip(gradients, sharded, strict=True):

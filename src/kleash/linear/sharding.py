@@ -1,9 +1,9 @@
 """Process groups of sharded heads: checks of the group, the rows of each rank, and the agreement between ranks."""
 
+import struct
 from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
@@ -130,12 +130,14 @@ def temperature_bits(temperature: float | Tensor) -> int:
     """A temperature as an integer that ranks can exchange and compare; -1 for one of each token."""
     if isinstance(temperature, Tensor):
         return UNSHARDED
-    return int(np.float64(temperature).view(np.int64))
+    return int.from_bytes(struct.pack("<d", temperature), "little", signed=True)
 
 
 def temperature_of_bits(bits: int) -> float | str:
     """The temperature of an exchanged integer."""
-    return "one for each token" if bits == UNSHARDED else float(np.int64(bits).view(np.float64))
+    if bits == UNSHARDED:
+        return "one for each token"
+    return struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
 
 
 def agreed_specs(

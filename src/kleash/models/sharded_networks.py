@@ -94,7 +94,7 @@ def weight_storage(network: Any, subject: str, *, root: Any = None) -> WeightSto
         ("input", network.get_input_embeddings()),
         ("output", network.get_output_embeddings()),
     ):
-        weight = getattr(layer, "weight", None)
+        weight: Any = getattr(layer, "weight", None)
         if hasattr(weight, "device_mesh") and not weight.placements[0].is_shard(0):
             raise ModelError(
                 f"the {name} embedding of {subject} is stored as {tuple(weight.placements)}; shard it by rows, Shard(0)"
@@ -169,7 +169,8 @@ class _StoredHead:
 
     def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
         """Arguments as of ``_GatheredWeights``."""
-        if not isinstance(module, torch.nn.Linear) or type(module).forward is not torch.nn.Linear.forward:
+        kind: Any = type(module)
+        if not isinstance(module, torch.nn.Linear) or kind.forward is not torch.nn.Linear.forward:
             raise ModelError(
                 f"the output embedding is a {type(module).__name__} whose rows are stored on several ranks; kleash "
                 "takes a plain torch.nn.Linear there, without an adapter"
@@ -178,7 +179,7 @@ class _StoredHead:
             weight = storage.cast(module._parameters[name])
             module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
         self.head = Head(module.weight, module.bias)
-        module.forward = self.logits
+        vars(module)["forward"] = self.logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The product of hidden states and all rows."""
