@@ -16,7 +16,7 @@ from kleash.models.compat import loaded_from
 from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
-from kleash.models.sharded_networks import reshard, view_without_fsdp, weight_storage
+from kleash.models.sharded_networks import reshard, shard_storage, view_without_fsdp
 from kleash.models.text_towers import count_text_parameters
 
 ACTIVE_ADAPTER = "the one in use"
@@ -52,7 +52,7 @@ def live_model(
             is not supported; if an adapter has changed the base to be measured, or needs a forward pass of PEFT's.
     """
     subject = f"the {role}"
-    storage = weight_storage(network, subject)
+    storage = shard_storage(network, subject)
     error: KleashError | None = None
     try:
         adapter_name = _check(network, adapter, role)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.sequences import TokenSequence
-from kleash.models.weight_storage import WeightStorage
+from kleash.models.shard_storage import ShardStorage
 from kleash.store import ModelRecord, StoredWeights
 
 
@@ -88,7 +88,7 @@ class Model:
     """Name of this model's adapter in ``adapters``; None for the base."""
     stored: StoredHiddenStates | None = None
     """Source of hidden states of a model that is not loaded; then ``network`` is None."""
-    storage: WeightStorage | None = None
+    storage: ShardStorage | None = None
     """The ranks that store the weights between them; None if they are whole on this process."""
     turns: Turns | None = None
     """The turns of these ranks, with which each can have tokens of its own; None if all make the same calls."""

@@ -17,7 +17,7 @@ from kleash.linear import Head
 from kleash.linear.api import stored_logits
 from kleash.linear.head_storage import HeadStorage
 from kleash.models.compat import copy_without_fsdp, fsdp_modules, fsdp_param_dtypes
-from kleash.models.weight_storage import WeightStorage
+from kleash.models.shard_storage import ShardStorage
 
 
 def with_mean_gradient(tensor: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def reshard(network: Any) -> list[Any]:
     return modules
 
 
-def weight_storage(network: Any, subject: str, *, root: Any = None) -> WeightStorage | None:
+def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStorage | None:
     """How FSDP2 stores a network's weights; None if they are whole on this process.
 
     Gathered weights are freed first, so that all ranks have their shards.
@@ -102,10 +102,10 @@ def weight_storage(network: Any, subject: str, *, root: Any = None) -> WeightSto
     if mesh.size() == 1:
         return None
     device = torch.device(next(iter(weights.values())).device)
-    return WeightStorage(mesh.get_group(), dtypes.pop() if dtypes else None, device)
+    return ShardStorage(mesh.get_group(), dtypes.pop() if dtypes else None, device)
 
 
-def view_without_fsdp(network: Any, storage: WeightStorage) -> Any:
+def view_without_fsdp(network: Any, storage: ShardStorage) -> Any:
     """A copy of a network's modules that shares its weights, and gathers them one module at a time.
 
     Args:
@@ -125,7 +125,7 @@ def view_without_fsdp(network: Any, storage: WeightStorage) -> Any:
 class _GatheredWeights:
     """Gathers a module's own weights for as long as the module runs."""
 
-    def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
+    def __init__(self, module: Any, names: Sequence[str], storage: ShardStorage) -> None:
         """``names``: of the parameters that are stored on several ranks."""
         self.names, self.storage = names, storage
         self.shards: dict[str, Any] = {}
@@ -149,7 +149,7 @@ class _GatheredWeights:
 class _FetchedRows(_GatheredWeights):
     """Fetches the rows of an embedding that a batch reads, from the ranks that store them."""
 
-    def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
+    def __init__(self, module: Any, names: Sequence[str], storage: ShardStorage) -> None:
         """Arguments as of ``_GatheredWeights``."""
         super().__init__(module, names, storage)
         module.padding_idx = None  # matters to gradients only, and names a row of the whole embedding
@@ -167,7 +167,7 @@ class _FetchedRows(_GatheredWeights):
 class _StoredHead:
     """Computes logits where the rows of the output embedding are."""
 
-    def __init__(self, module: Any, names: Sequence[str], storage: WeightStorage) -> None:
+    def __init__(self, module: Any, names: Sequence[str], storage: ShardStorage) -> None:
         """Arguments as of ``_GatheredWeights``."""
         kind: Any = type(module)
         if not isinstance(module, torch.nn.Linear) or kind.forward is not torch.nn.Linear.forward:
@@ -186,7 +186,7 @@ class _StoredHead:
         return stored_logits(hidden, self.head).to(hidden.dtype)
 
 
-def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: WeightStorage) -> Tensor:
+def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: ShardStorage) -> Tensor:
     """The rows of an embedding with these numbers. A collective, in which each rank asks for rows of its own.
 
     Args:

@@ -14,7 +14,7 @@ from kleash.models import Model, Pair, TokenSequence, in_lockstep
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
 from kleash.models.scoring import pad_batch
-from kleash.models.sharded_networks import view_without_fsdp, weight_storage, with_mean_gradient
+from kleash.models.sharded_networks import shard_storage, view_without_fsdp, with_mean_gradient
 
 T = TypeVar("T")
 Objective = Callable[[TokenTerms, slice], Tensor]
@@ -211,7 +211,7 @@ def sharded_sampler(policy: Policy, sampler: Model) -> Model | None:
     Processes with it take turns (``turns_of``).
     """
     try:
-        storage = weight_storage(policy.network, "the policy", root=policy)
+        storage = shard_storage(policy.network, "the policy", root=policy)
     except ModelError:  # two dimensions, or offloaded: the reason is the same on all processes
         return None
     if storage is None:

@@ -10,7 +10,7 @@ from kleash.linear.head_storage import all_gather_numbers, raise_together
 
 
 @dataclass(frozen=True, eq=False)
-class WeightStorage:
+class ShardStorage:
     """The ranks that store the weights of a network between them."""
 
     group: Any
