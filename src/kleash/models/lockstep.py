@@ -1,8 +1,8 @@
 """Ranks that share the weights of a model make the same collective calls, each with tokens of its own.
 
 Ranks generate and score different prompts, so they need a model at different times. Before each call that takes all of
-them, a rank says which one it needs; all ranks then make the call that comes first in ``Call``, those that need
-another, or none, without tokens.
+them, a rank says which one it needs; all ranks then make the call that comes first in ``CollectiveCall``, those that
+need another, or none, without tokens.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ FAILED = -1
 FINISHED = 0
 
 
-class Call(IntEnum):
+class CollectiveCall(IntEnum):
     """A call in which all ranks take part; a rank with another one waits for its turn."""
 
     POLICY_PASS = 1
@@ -46,27 +46,27 @@ class Lockstep:
 
     def wait_for_pass(self, role: str) -> None:
         """Wait until all ranks make a forward pass of the model with this role. Errors as ``wait_for_turn``."""
-        self.wait_for_turn(Call.POLICY_PASS if role == "policy" else Call.REFERENCE_PASS)
+        self.wait_for_turn(CollectiveCall.POLICY_PASS if role == "policy" else CollectiveCall.REFERENCE_PASS)
 
     def wait_for_log_probabilities(self, role: str) -> None:
         """Wait until all ranks compute log-probabilities of the model with this role."""
-        self.wait_for_turn(Call.POLICY_LOGP if role == "policy" else Call.REFERENCE_LOGP)
+        self.wait_for_turn(CollectiveCall.POLICY_LOGP if role == "policy" else CollectiveCall.REFERENCE_LOGP)
 
     def wait_for_statistics(self, role: str, *, top: bool) -> None:
         """Wait until all ranks compare the model with this role with the reference."""
         if role != "policy":
-            self.wait_for_turn(Call.REFERENCE_STATISTICS)
+            self.wait_for_turn(CollectiveCall.REFERENCE_STATISTICS)
         else:
-            self.wait_for_turn(Call.STATISTICS_AND_TOP if top else Call.STATISTICS)
+            self.wait_for_turn(CollectiveCall.STATISTICS_AND_TOP if top else CollectiveCall.STATISTICS)
 
-    def wait_for_turn(self, call: Call) -> None:
+    def wait_for_turn(self, call: CollectiveCall) -> None:
         """Take part in the calls of other ranks until all make this one.
 
         Raises:
             CannotRunError: if another rank has failed.
         """
         while (chosen := self._announce(call)) != call:
-            self._make_without_tokens(Call(chosen))
+            self._make_without_tokens(CollectiveCall(chosen))
 
     @contextmanager
     def until_all_finish(self, temperature: float) -> Iterator[None]:
@@ -79,7 +79,7 @@ class Lockstep:
                 self._gather(FAILED)
             raise
         while (chosen := self._announce(FINISHED)) != FINISHED:
-            self._make_without_tokens(Call(chosen))
+            self._make_without_tokens(CollectiveCall(chosen))
 
     def _announce(self, needed: int) -> int:
         """The call that all ranks make next; ``FINISHED`` if none needs any."""
@@ -94,23 +94,23 @@ class Lockstep:
     def _gather(self, number: int) -> list[int]:
         return all_gather_numbers(self.storage.group, self.storage.device, [number])[0]
 
-    def _make_without_tokens(self, call: Call) -> None:
+    def _make_without_tokens(self, call: CollectiveCall) -> None:
         """Take part in a call of other ranks."""
         policy, reference = self.pair.policy, self.pair.reference
         with torch.inference_mode():
-            if call in (Call.POLICY_PASS, Call.REFERENCE_PASS):
-                model = policy if call == Call.POLICY_PASS else reference
+            if call in (CollectiveCall.POLICY_PASS, CollectiveCall.REFERENCE_PASS):
+                model = policy if call == CollectiveCall.POLICY_PASS else reference
                 with model.activate_adapter():
                     one_token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
                     model.backbone(input_ids=one_token, use_cache=False)
-            elif call in (Call.POLICY_LOGP, Call.REFERENCE_LOGP):
-                model = policy if call == Call.POLICY_LOGP else reference
+            elif call in (CollectiveCall.POLICY_LOGP, CollectiveCall.REFERENCE_LOGP):
+                model = policy if call == CollectiveCall.POLICY_LOGP else reference
                 log_probabilities(_no_tokens(model), model.head, temperature=self.temperature)
             else:
-                first = reference if call == Call.REFERENCE_STATISTICS else policy
+                first = reference if call == CollectiveCall.REFERENCE_STATISTICS else policy
                 inputs = (_no_tokens(first), first.head, _no_tokens(reference), reference.head)
                 token_ids = torch.zeros(0, dtype=torch.long, device=policy.device)
-                if call == Call.STATISTICS_AND_TOP:
+                if call == CollectiveCall.STATISTICS_AND_TOP:
                     token_statistics_and_top(*inputs, token_ids, top=1, temperature=self.temperature)
                 else:
                     token_statistics(*inputs, token_ids, temperature=self.temperature)
