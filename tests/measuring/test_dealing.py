@@ -266,6 +266,7 @@ def test_a_rank_with_other_settings_is_named_before_anything_is_written(
     futures = in_threads(2, lambda group: measure(jobs[group.rank], ranks=group), nodes=2)
     errors = [future.exception() for future in futures]
     assert all(message in str(error) for error in errors), errors
+    assert [error.is_reported for error in errors if isinstance(error, RankError)].count(False) == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -281,7 +282,9 @@ def test_a_rank_with_another_version_of_a_package_is_named(
     monkeypatch.setattr(run_identity, "version", version_of)
     header = RunHeader(kleash="1", settings={}, source_sha256="a" * 64, fingerprints={})
     futures = in_threads(2, lambda group: require_same_on_all_ranks(job, header, group))
-    messages = {str(future.exception()) for future in futures}
+    errors = [future.exception() for future in futures]
+    assert all(isinstance(error, RankError) and not error.is_reported for error in errors)
+    messages = set(map(str, errors))
     assert len(messages) == 1 and "the version of transformers is '4." in messages.pop()
     assert set(seen) == set(run_identity.PACKAGES)
 

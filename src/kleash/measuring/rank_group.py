@@ -258,23 +258,23 @@ class RankGroup:
 
         Returns:
             The error to raise instead, if another rank failed before with the same sentence, or if this one was
-            interrupted, as torchrun does after a failure; None otherwise.
+            interrupted, as by torchrun after a failure; None otherwise.
         """
+        is_interruption = isinstance(error, KeyboardInterrupt)
+        sentence = str(error) or "interrupted"
         if self.add("failures") == 1:
-            is_sentence = isinstance(error, KleashError | Interrupted)
-            sentence = str(error) if is_sentence else f"{type(error).__name__}: {error}"
-            is_interruption = isinstance(error, KeyboardInterrupt)
-            self.post(
-                "failure", {"rank": self.rank, "sentence": sentence, "is_interruption": is_interruption}
-            )
-            return None
+            if not isinstance(error, KleashError | KeyboardInterrupt):
+                sentence = f"{type(error).__name__}: {error}"
+            failure = {"rank": self.rank, "sentence": sentence, "is_interruption": is_interruption}
+            self.post("failure", failure)
+            return Interrupted(sentence) if is_interruption else None
         deadline = time.monotonic() + POST_S
         while (failure := self.peek("failure")) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        if failure is not None and isinstance(error, KeyboardInterrupt):
+        if failure is not None and is_interruption:
             return Interrupted(_stopped(failure), is_reported=self._is_printed(failure))
-        if failure is not None and isinstance(error, KleashError) and str(error) == failure["sentence"]:
-            return RankError(str(error), is_reported=True)
+        if failure is not None and isinstance(error, KleashError) and sentence == failure["sentence"]:
+            return RankError(sentence, is_reported=True)
         return None
 
     def _is_printed(self, failure: dict[str, Any]) -> bool:

@@ -101,7 +101,7 @@ def require_same_on_all_ranks(job: MeasureJob, header: RunHeader, ranks: RankGro
     """Check that all ranks have the same settings, files and versions.
 
     Raises:
-        RankError: naming a rank that differs from the first, and in what.
+        RankError: on all ranks, naming one that differs from the first, and in what.
     """
     versions = {f"the version of {name}": version(name) for name in PACKAGES}
     where = {"--out": job.out, "--shard": job.shard, "--resume": job.resume}
@@ -116,6 +116,5 @@ def require_same_on_all_ranks(job: MeasureJob, header: RunHeader, ranks: RankGro
             )
             raise RankError(
                 f"rank {rank} on {ranks.nodes[rank]} measures something else: {differences}; start all ranks with "
-                "the same command, files and versions",
-                is_reported=not ranks.is_first,
+                "the same command, files and versions"
             )
