@@ -299,8 +299,15 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
     warnings: list[str] = []
     for run, name in zip(runs[1:], names[1:], strict=True):
         other = run.measurement
-        fingerprints = [measurement.models["reference"].fingerprint for measurement in (other, first)]
-        if len({fingerprint.startswith(KIND_OF_FINGERPRINT) for fingerprint in fingerprints}) > 1:
+        references = [measurement.models["reference"] for measurement in (other, first)]
+        fingerprints = [reference.fingerprint for reference in references]
+        if not all(fingerprints):  # of a server
+            if references[0].path != references[1].path:
+                warnings.append(
+                    f"a reference of {name} and {names[0]} is behind a server, which does not show its weights, so it "
+                    "is not known whether their reference is the same"
+                )
+        elif len({fingerprint.startswith(KIND_OF_FINGERPRINT) for fingerprint in fingerprints}) > 1:
             warnings.append(
                 f"{name} and {names[0]} were measured by versions of kleash whose fingerprints cannot be compared, so "
                 "it is not known whether their reference is the same"

@@ -107,12 +107,12 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
         RunFolderError: naming what differs, if it is another.
     """
     differences = stored.differences(header)
-    older = [mark for mark in stored.fingerprints.values() if not mark.startswith(KIND_OF_FINGERPRINT)]
-    if (
-        differences
-        and older
-        and any(mark.startswith(KIND_OF_FINGERPRINT) for mark in header.fingerprints.values())
-    ):
+    has_older_fingerprint = any(
+        header.fingerprints.get(name, "").startswith(KIND_OF_FINGERPRINT)
+        and not mark.startswith(KIND_OF_FINGERPRINT)
+        for name, mark in stored.fingerprints.items()
+    )
+    if differences and has_older_fingerprint and stored.settings == header.settings:
         raise RunFolderError(
             f"{root} holds a run of an older kleash, whose fingerprints read only samples of the weights, so that "
             "nothing proves that the models are still the same; give another --out (report and compare read it as "

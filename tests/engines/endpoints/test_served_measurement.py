@@ -206,6 +206,9 @@ def test_report_summary_and_comparison_show_the_bounds(
     assert "kl_policy_reference" not in comparison.differences[0].differences
     assert abs(comparison.differences[0].differences["perplexity_policy"].value) < 1e-3
     assert "kl_policy_reference_lower" in comparison.runs[1].numbers
+    assert not any("reference is" in warning for warning in comparison.warnings)
+    (warning,) = compare([runs["local"], runs["reference"]]).warnings
+    assert "behind a server, which does not show its weights" in warning
     page = str(runs["vllm"].parent / "comparison.html")
     assert main(["compare", str(runs["vllm"]), str(runs["local"]), "--out", page]) == 0
     assert main(["report", str(runs["vllm"])]) == 0
@@ -289,6 +292,14 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(
     assert resumed.counts.tokens == whole.counts.tokens
     for name, number in whole.per_token.items():
         assert resumed.per_token[name].value == pytest.approx(number.value, abs=1e-5)
+    words[2] = f"{server}/sglang/none/v1"
+    assert main([*words, "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "holds another run: " in error
+        and "--policy was" in error
+        and "was 'vLLM: policy' and is now" in error
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and ranks are threads here
@@ -379,6 +390,34 @@ def test_addresses_that_hold_a_key_or_no_host(
     assert main(["measure", "--policy", address, "--text", str(text), "--quiet"]) == 2
     error = capsys.readouterr().err
     assert message in error and "secret" not in error
+
+
+def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout = {"prompt_token_ids": [1], "response_token_ids": [2]}
+    rollout |= {"trainer_logprobs": [-1], "engine_logprobs": [-1]}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout))
+    out, server = ["--out", str(tmp_path / "run")], "http://127.0.0.1:1/v1"
+    for words in (
+        ["doctor", str(tmp_path / "rollouts.jsonl"), "--policy", server, "--reference", "shipped:reference"],
+        ["train", "rloo", "--policy", server, "--prompts", "shipped:prompts", "--reward", "math.fsum", *out],
+        [
+            "train",
+            "distill",
+            "--policy",
+            "shipped:policy",
+            "--teacher",
+            server,
+            "--prompts",
+            "shipped:prompts",
+            *out,
+        ],
+        ["cache", "--reference", server, "--text", "shipped:text", *out],
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "server" in error and "name" in error and error.count("\n") == 1, error
 
 
 def test_options_of_servers_without_one_do_nothing() -> None:

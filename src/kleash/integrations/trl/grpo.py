@@ -27,7 +27,7 @@ class GRPOLeash(KLMixin):
 
     Logged: ``kl``, the number that beta multiplies in the loss (in the reward: the mean over responses);
     ``kl/per_token``, ``kl/per_sequence``, ``beta``, and with importance weights ``kl/effective_share``, the effective
-    sample size as a share of the tokens.
+    sample size as a share of the tokens. With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +66,14 @@ class GRPOLeash(KLMixin):
         return super()._is_off_policy or self.use_vllm
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = self._generated_and_scored(inputs)
+        engine_logp = output.get("sampling_per_token_logps")
+        if engine_logp is not None:
+            self._log_engine_mismatch(output, output.get("old_per_token_logps"), engine_logp)
+        return output
+
+    def _generated_and_scored(self, inputs: Any) -> dict[str, Any]:
+        """TRL's generated batch, with the reference's hidden states if the KL needs them."""
         parent: Any = super()
         if self.beta == 0:
             return parent._generate_and_score_completions(inputs)

@@ -15,6 +15,7 @@ from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.estimators.weights import ImportanceWeights
 from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
+from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
 from kleash.integrations.trl.terms import KLOptions, UpdateSize
 from kleash.kl_rules import default_scope
@@ -228,6 +229,21 @@ class KLMixin(ForwardCapture):
         )
         if kl.effective_share is not None:
             self._log_metrics(**{"kl/effective_share": kl.effective_share})
+
+    def _log_engine_mismatch(
+        self, output: dict[str, Any], trainer_logp: Tensor | None, engine_logp: Tensor
+    ) -> None:
+        """Log the mismatch of trainer and engine on a generated batch, before the update. A collective.
+
+        Args:
+            output: the result of ``_generate_and_score_completions``.
+            trainer_logp: the policy's log-probabilities of the tokens; None for one more pass of the policy.
+            engine_logp: those that the engine returned.
+        """
+        if trainer_logp is None:
+            trainer_logp = self._forward_pass(output, reference=False, hidden=False).logp
+        mask = self._response_mask(output)
+        self._log_metrics(**mismatch_metrics(trainer_logp, engine_logp, mask, self.accelerator))
 
     def _log_metrics(self, **metrics: float) -> None:
         """Add values to those that TRL averages and logs."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kleash.integrations.trl.compat import RLOOTrainer
 from kleash.integrations.trl.kl_mixin import BEHAVIOUR_LOGP, REFERENCE_HIDDEN, REFERENCE_LOGP, KLMixin
+from kleash.integrations.trl.mismatch_metrics import EngineLogprobs
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
 
@@ -18,7 +19,8 @@ class RLOOLeash(KLMixin):
     With ``kl_place="loss"`` the KL is not in the reward (TRL's code reads a beta of 0, and the reference's pass is
     made here). It is added to the loss as the mean over responses of the sum over tokens, as RLOO averages.
 
-    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence`` and ``beta``.
+    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence`` and ``beta``; with vLLM also the mismatch of trainer and
+    engine, ``mismatch/*``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,27 +29,38 @@ class RLOOLeash(KLMixin):
         require_unscaled_reward(
             self._kl_options, {"normalize_advantages": (self.normalize_advantages, False)}
         )
+        self._engine_logprobs = EngineLogprobs(self.vllm_generation) if self.use_vllm else None
 
     normalize_advantages: bool
+    use_vllm: bool
+    vllm_generation: Any
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output, trainer_logp = self._generated_and_scored(inputs)
+        if self._engine_logprobs is not None:
+            engine_logp = self._engine_logprobs.as_tensor(output["completion_ids"])
+            self._log_engine_mismatch(output, trainer_logp, engine_logp)
+        return output
+
+    def _generated_and_scored(self, inputs: Any) -> tuple[dict[str, Any], Tensor]:
+        """TRL's generated batch with what the KL needs of the reference, and the policy's log-probabilities."""
         parent: Any = super()
-        if self.beta == 0:
-            return parent._generate_and_score_completions(inputs)
-        if self._kl_options.place == "reward":
+        if self.beta == 0 or self._kl_options.place == "reward":
             with self._record_passes(hidden=False) as passes:
                 output = parent._generate_and_score_completions(inputs)
-            self._log_reward_kl(passes[0].logp - passes[1].logp, output["completion_mask"])
-            return output
+            if self.beta != 0:
+                self._log_reward_kl(passes[0].logp - passes[1].logp, output["completion_mask"])
+            return output, passes[0].logp
         with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
             output = parent._generate_and_score_completions(inputs)
+        policy_logp = passes[0].logp
         reference = self._forward_pass(output, reference=True, hidden=self._kl_options.exact)
         output[REFERENCE_LOGP] = reference.logp
         if self._is_off_policy:
-            output[BEHAVIOUR_LOGP] = passes[0].logp
+            output[BEHAVIOUR_LOGP] = policy_logp
         if reference.hidden is not None:
             output[REFERENCE_HIDDEN] = reference.hidden
-        return output
+        return output, policy_logp
 
     def _log_reward_kl(self, per_token: Tensor, completion_mask: Tensor) -> None:
         """Replace TRL's logged mean over tokens by the KL in the rewards, per response. A collective."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.jobs.option_groups import is_gguf
+from kleash.jobs.option_groups import is_endpoint, is_gguf
 from kleash.models.checkpoints.config_checks import (
     check_adapter_files,
     check_index,
@@ -131,8 +131,13 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
         revision: branch, tag or commit, for a hub id.
 
     Raises:
-        ModelError: if there is no configuration or no safetensors, or a check of the settings fails.
+        ModelError: if it is a server's address, there is no configuration or no safetensors, or a check of the
+            settings fails.
     """
+    if is_endpoint(name):
+        raise ModelError(
+            f"{name} is the address of a server, and the model itself is needed here; name its folder or hub id"
+        )
     if is_gguf(name):
         return _find_gguf(name, revision)
     folder, commit = _find_folder(name, revision)

@@ -1,0 +1,195 @@
+"""TRL's trainers with vLLM's server mode, which a stand-in server in a process of its own answers."""
+
+import io
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import torch
+from accelerate import Accelerator
+from tiny_models import save_tiny
+from trl_batches import make
+
+from kleash.leash import mismatch
+
+pytestmark = [
+    pytest.mark.peers("trl"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+SERVER = Path(__file__).parents[1] / "helpers" / "vllm_server.py"
+TEMPERATURE = 0.7
+
+
+class PostedWeights:
+    """In place of vLLM's NCCL engine: the tensors are posted to the server."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+        content = io.BytesIO()
+        torch.save([(name, tensor.detach().clone()) for name, tensor in iterator], content)
+        requests.post(f"{trainer_args.group}/stand_in/weights", data=content.getvalue()).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), str(folder)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        port = process.stdout.readline().strip()
+        assert port, "the server did not start"
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+        process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def trl() -> Iterator[SimpleNamespace]:
+    """kleash's trainers, and TRL's modules as if vLLM were installed, with weights posted to the stand-in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+        from trl.generation import vllm_client, vllm_generation
+
+        import kleash.integrations.trl as ours
+
+    def init_communicator(client: Any, device: Any = 0) -> None:
+        assert client.get_server_info()["weight_transfer_config"] is not None
+        init_info = {"world_size": client.get_world_size() + 1, "rank_offset": 1}
+        client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": init_info})
+        client.communicator = client.base_url
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (vllm_client, vllm_generation):
+            patch.setattr(module, "is_vllm_available", lambda min_version=None: True)
+        patch.setattr(vllm_client, "NCCLWeightTransferEngine", PostedWeights, raising=False)
+        patch.setattr(vllm_client, "NCCLTrainerSendWeightsArgs", SimpleNamespace, raising=False)
+        patch.setattr(vllm_client.VLLMClient, "init_communicator", init_communicator)
+        patch.setattr(vllm_client.VLLMClient, "close_communicator", lambda client: None)
+        yield SimpleNamespace(GRPOConfig=package.GRPOConfig, RLOOConfig=package.RLOOConfig, **vars(ours))
+
+
+def trained(
+    trl: SimpleNamespace,
+    kind: str,
+    address: str,
+    folder: Path,
+    out: Path,
+    settings: dict[str, Any],
+    **options: Any,
+) -> Any:
+    """A trainer after its steps; its batches are in ``batches``."""
+    settings = {"temperature": TEMPERATURE, "learning_rate": 1e-2, "max_steps": 3, **settings}
+    vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": address}
+
+    class Recorded(getattr(trl, f"Leashed{kind}Trainer")):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            self.batches.append(super()._generate_and_score_completions(inputs))
+            return self.batches[-1]
+
+    config = getattr(trl, f"{kind}Config")
+    trainer = make(Recorded, config, str(folder), out, config_of={**settings, **vllm}, **options)
+    trainer.batches = []
+    trainer.train()
+    trainer.steps = [entry for entry in trainer.state.log_history if "mismatch/tokens" in entry]
+    batches = settings["max_steps"] // settings.get("num_iterations", 1)
+    assert len(trainer.steps) == len(trainer.batches) == batches, "it is logged once for each generated batch"
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "options"),
+    [
+        ("GRPO", {}, {}),
+        ("GRPO", {"num_iterations": 2, "max_steps": 4}, {"kl_scope": "sequence"}),
+        ("GRPO", {"vllm_importance_sampling_correction": False, "max_steps": 2}, {"kl": "k3"}),
+        ("GRPO", {"beta": 0.0, "max_steps": 1}, {}),
+        ("RLOO", {"max_steps": 2}, {}),
+        ("RLOO", {"max_steps": 1}, {"kl": "k1", "kl_place": "reward"}),
+    ],
+)
+def test_an_engine_with_the_trainers_weights_has_no_mismatch(
+    trl: SimpleNamespace,
+    server: str,
+    folder: Path,
+    tmp_path: Path,
+    kind: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    trainer = trained(trl, kind, f"{server}/none", folder, tmp_path, settings, **options)
+    for step in trainer.steps:
+        assert 0 <= step["mismatch/kl_engine_trainer"] < 1e-9, "new weights have reached the engine"
+        assert step["mismatch/mean_weight"] == pytest.approx(1, abs=1e-5)
+        assert step["mismatch/effective_share"] == pytest.approx(1, abs=1e-5)
+        assert step["mismatch/largest_log_ratio"] < 1e-4 and step["mismatch/tokens"] >= 4
+    if trainer.beta:
+        kl = [step["kl"] for step in trainer.steps]
+        assert abs(kl[0]) < 1e-6 and all(math.isfinite(value) for value in kl)
+        if len(kl) > 1:
+            assert abs(kl[-1]) > 1e-4, "the policy has left the reference"
+
+
+def test_log_probabilities_from_before_the_temperature_show(
+    trl: SimpleNamespace, server: str, folder: Path, tmp_path: Path
+) -> None:
+    trainer = trained(trl, "GRPO", f"{server}/raw", folder, tmp_path, {"max_steps": 1})
+    (batch,), (step,) = trainer.batches, trainer.steps
+    mask = batch["completion_mask"].bool()
+    trainer_logp, engine_logp = (
+        batch[name][mask].double().numpy() for name in ("old_per_token_logps", "sampling_per_token_logps")
+    )
+    ratio = np.exp(trainer_logp - engine_logp)
+    expected = {
+        "kl_engine_trainer": np.mean(ratio - 1 - np.log(ratio)),
+        "kl_trainer_engine": np.mean(ratio * np.log(ratio) - ratio + 1),
+        "mean_weight": np.mean(ratio),
+        "effective_share": np.sum(ratio) ** 2 / np.sum(ratio**2) / len(ratio),
+        "largest_log_ratio": np.abs(np.log(ratio)).max(),
+        "tokens": len(ratio),
+    }
+    for name, value in expected.items():
+        assert step[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9), name
+    assert step["mismatch/kl_engine_trainer"] > 1e-4 and abs(step["mismatch/mean_weight"] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_stale_weights_show_from_the_second_step_on(
+    trl: SimpleNamespace, server: str, folder: Path, tmp_path: Path, kind: str
+) -> None:
+    trainer = trained(trl, kind, f"{server}/stale", folder, tmp_path, {"max_steps": 2})
+    first, second = (step["mismatch/kl_engine_trainer"] for step in trainer.steps)
+    assert first < 1e-9 and second > 1e-4
+
+
+def test_tokens_without_an_engines_value_are_left_out() -> None:
+    from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
+
+    draw = torch.Generator().manual_seed(1)
+    trainer, engine = -torch.rand(2, 3, 5, generator=draw)
+    mask = torch.rand(3, 5, generator=draw) < 0.8
+    is_known = torch.rand(3, 5, generator=draw) < 0.7
+    metrics = mismatch_metrics(trainer, torch.where(is_known, engine, torch.nan), mask, Accelerator(cpu=True))
+    expected = mismatch(trainer, engine, mask & is_known)
+    assert metrics["mismatch/tokens"] == int((mask & is_known).sum()) < int(mask.sum())
+    assert metrics["mismatch/jensen_shannon"] == pytest.approx(expected.jensen_shannon.value, rel=1e-12)
+    nothing = mismatch_metrics(trainer, torch.full_like(engine, torch.nan), mask, Accelerator(cpu=True))
+    assert nothing == {"mismatch/tokens": 0.0}
