@@ -203,7 +203,33 @@ def gguf_case(folder: Path) -> tuple[bytes, int, Callable[[Path], Any]]:
     return path.read_bytes(), header, read
 
 
-CASES: dict[str, Callable[[Path], tuple[bytes, int, Callable[[Path], Any]]]] = {"gguf": gguf_case}
+def read_base_logits(path: Path) -> Any:
+    """Everything that a file of base logits says."""
+    from kleash.models.base_logits import open_base_logits
+
+    file = open_base_logits(path)
+    rows = [file.read(chunk, 0, file.scored) for chunk in range(len(file.tokens))]
+    arrays = [array for part in rows for array in (part.scale, part.minimum, part.codes)]
+    return file.context, hash(file.tokens.tobytes()), hash(tuple(array.tobytes() for array in arrays))
+
+
+def logits_case(folder: Path) -> tuple[bytes, int, Callable[[Path], Any]]:
+    """A file of base logits of the shipped reference, the bytes before its codes, and what reads it."""
+    from kleash.measuring import write_base_logits
+    from kleash.records import LogitsJob
+
+    text, path = folder / "text.txt", folder / "base.kld"
+    text.write_text("A long road leads out of the town; nobody remembers where it was meant to end. " * 20)
+    result = write_base_logits(
+        LogitsJob(logits=str(path), reference="shipped:reference", text=str(text), context=32, limit=4)
+    )
+    return path.read_bytes(), 20 + 4 * result.chunks * result.context, read_base_logits
+
+
+CASES: dict[str, Callable[[Path], tuple[bytes, int, Callable[[Path], Any]]]] = {
+    "gguf": gguf_case,
+    "base logits": logits_case,
+}
 
 
 def main() -> None:
@@ -220,7 +246,7 @@ def main() -> None:
     for kind in arguments.kinds:
         with tempfile.TemporaryDirectory() as folder:
             intact, header, read = CASES[kind](Path(folder))
-            path = Path(folder) / f"mutant.{kind}"
+            path = Path(folder) / f"mutant.{kind.partition(' ')[0]}"
             figures[kind] = run_mutants(intact, header, path, read, arguments.mutants, arguments.seed)
         print(kind, figures[kind])
     if arguments.write:

@@ -12,6 +12,7 @@ from kleash.jobs import (
     DoctorJob,
     DPOJob,
     GRPOJob,
+    LogitsJob,
     MeasureJob,
     MergeJob,
     MismatchJob,
@@ -29,6 +30,7 @@ Command = (
     | MismatchJob
     | DoctorJob
     | CacheJob
+    | LogitsJob
     | AuditJob
     | DemonstrationJob
     | TrainJob
@@ -37,7 +39,7 @@ ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
-    "": ("measure", "merge", "report", "compare", "mismatch", "doctor", "cache", "audit", "train"),
+    "": ("measure", "merge", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit", "train"),
     "train": ("demonstration", *ALGORITHMS),
 }
 RECORDS: Mapping[str, type[Command]] = {
@@ -48,6 +50,7 @@ RECORDS: Mapping[str, type[Command]] = {
     "mismatch": MismatchJob,
     "doctor": DoctorJob,
     "cache": CacheJob,
+    "logits": LogitsJob,
     "audit": AuditJob,
     "train": DemonstrationJob,
     "train demonstration": DemonstrationJob,
@@ -60,7 +63,8 @@ DESCRIPTIONS: Mapping[str, str] = {
     "Without an algorithm, runs a demonstration of the penalty's effect, in two minutes.",
 }
 EPILOGS: Mapping[str, str] = {
-    "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the small "
+    "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the "
+    "small "
     "models that ship with kleash.",
     "train": "kleash train ALGORITHM --help shows the options of an algorithm. The options of the demonstration may "
     'also directly follow "kleash train".',

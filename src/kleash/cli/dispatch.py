@@ -11,6 +11,7 @@ from typing import Any
 
 from kleash.cli.caching import run_cache
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
+from kleash.cli.logits import run_logits
 from kleash.cli.progress import Progress
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part
@@ -22,6 +23,7 @@ from kleash.jobs import (
     CacheJob,
     DemonstrationJob,
     DoctorJob,
+    LogitsJob,
     MeasureJob,
     MismatchJob,
     TrainJob,
@@ -58,6 +60,8 @@ def run(command: Command) -> int:
             return run_doctor(command)
         case CacheJob():
             return run_cache(command)
+        case LogitsJob():
+            return run_logits(command)
         case AuditJob():
             return _audit(command)
         case DemonstrationJob():

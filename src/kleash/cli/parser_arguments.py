@@ -15,7 +15,7 @@ from kleash.jobs.option_groups import OPTION_HEADINGS, POSITIONAL, in_order_of_h
 
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
-    **dict.fromkeys(("prompts", "text", "responses", "pairs", "rollouts"), "FILE"),
+    **dict.fromkeys(("prompts", "text", "responses", "pairs", "rollouts", "logits"), "FILE"),
     **dict.fromkeys(("reference_cache", "out", "folder"), "FOLDER"),
     "folders": "FOLDER FOLDER ...",
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),
@@ -51,7 +51,8 @@ class StoreOnce(Action):
 
 
 def arguments_of(record: type) -> list[tuple[str, str, dict[str, Any]]]:
-    """The fields of a record in the order of the help: heading, flag or name, keyword arguments of ``add_argument``."""
+    """The fields of a record in the order of the help: heading, flag or name, keyword arguments of "
+    "``add_argument``."""
     hints, docstrings = get_type_hints(record, include_extras=True), field_docstrings(record)
     headings = {name: title for title, names in OPTION_HEADINGS.items() for name in names.split()}
     return [

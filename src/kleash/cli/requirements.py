@@ -5,7 +5,16 @@ from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
 from kleash.extras import is_installed, require_installed
-from kleash.jobs import CacheJob, DemonstrationJob, DoctorJob, MeasureJob, MismatchJob, PPOJob, TrainJob
+from kleash.jobs import (
+    CacheJob,
+    DemonstrationJob,
+    DoctorJob,
+    LogitsJob,
+    MeasureJob,
+    MismatchJob,
+    PPOJob,
+    TrainJob,
+)
 
 PAGES = ("jinja2", "plotly")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
@@ -26,6 +35,10 @@ def require_packages(command: Command) -> None:
             require_installed(("rich", *MODELS, *_for_loading(command), "ray"), "'kleash[ray]'")
         case MeasureJob() | CacheJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
+        case LogitsJob():
+            names = (command.policy or "", command.reference or "")
+            adapters = [ADAPTERS] if any(map(is_adapter, names)) else []
+            require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case MergeJob():
             require_installed(("rich", *MODELS), "'kleash[models]'")
         case DemonstrationJob():

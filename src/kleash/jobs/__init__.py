@@ -3,6 +3,7 @@
 from kleash.jobs.algorithms import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob
 from kleash.jobs.cache import CacheJob
 from kleash.jobs.demonstration import DemonstrationJob
+from kleash.jobs.logits import LogitsJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
@@ -21,6 +22,7 @@ __all__ = [
     "DistillJob",
     "DoctorJob",
     "GRPOJob",
+    "LogitsJob",
     "MeasureJob",
     "MergeJob",
     "MismatchJob",

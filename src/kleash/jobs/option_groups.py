@@ -25,14 +25,14 @@ DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources
 """Options that change which process does which part of the work, and not the result."""
 REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})
 """Options of how an inference server is asked, which change no number."""
-POSITIONAL = ("target", "folder", "folders", "rollouts")
+POSITIONAL = ("target", "folder", "folders", "rollouts", "logits")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy reference teacher prompts text responses pairs reward steps rounding out",
     "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
     "beta_max early_stop_nats",
     "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
-    "text that is read": "window stride max_tokens",
+    "text that is read": "window stride context max_tokens",
     "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
     "vf_coef clip_range_value ent_coef",
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",

@@ -9,6 +9,7 @@ from kleash.store import CacheContents, Measurement
 if TYPE_CHECKING:
     from kleash.measuring.comparison import compare
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
+    from kleash.measuring.llama_cpp import measure_base_logits, write_base_logits
     from kleash.measuring.merging import merge
     from kleash.measuring.progress import NullProgressReporter, ProgressReporter
     from kleash.measuring.rank_group import RankGroup, launched_ranks
@@ -33,14 +34,17 @@ __all__ = [
     "drift_of",
     "launched_ranks",
     "measure",
+    "measure_base_logits",
     "measure_part",
     "merge",
+    "write_base_logits",
 ]
 
 MODULES = {
     "comparison": ("compare",),
     "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
     "progress": ("NullProgressReporter", "ProgressReporter"),
+    "llama_cpp": ("measure_base_logits", "write_base_logits"),
     "merging": ("merge",),
     "rank_group": ("RankGroup", "launched_ranks"),
     "reference_cache": ("cache_reference", "default_cache"),

@@ -19,6 +19,7 @@ from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
 from kleash.store.gate import Gate
 from kleash.store.job_folder import RunHeader
 from kleash.store.likely_causes import Diagnosis, LikelyCause
+from kleash.store.logits import LogitsMeasurement, WrittenLogits
 from kleash.store.measurement import (
     Bin,
     ConvergencePoint,
@@ -78,6 +79,7 @@ __all__ = [
     "HackingAlert",
     "LeashSetting",
     "LikelyCause",
+    "LogitsMeasurement",
     "MaskRow",
     "Measurement",
     "Metric",
@@ -97,6 +99,7 @@ __all__ = [
     "TrainingFolder",
     "TrainingResult",
     "ValueRow",
+    "WrittenLogits",
     "ZoneRow",
     "append_step",
     "keep_steps",

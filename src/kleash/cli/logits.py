@@ -1,0 +1,65 @@
+"""Running ``kleash logits`` and printing its summary."""
+
+import sys
+
+from kleash.cli.terminal import Terminal, remark, say
+from kleash.jobs import LogitsJob
+from kleash.store import LogitsMeasurement, WrittenLogits
+
+
+def run_logits(job: LogitsJob) -> int:
+    """Run ``kleash logits`` and return its exit code, 0.
+
+    Raises:
+        KleashError: if the job fails.
+    """
+    from kleash.measuring import measure_base_logits, write_base_logits
+
+    result = write_base_logits(job) if job.policy is None else measure_base_logits(job)
+    if job.json:
+        sys.stdout.write(result.to_json())
+    elif not job.quiet:
+        console = Terminal()
+        for note in result.notes:
+            remark(console, "note", note, "dim")
+        print_logits(console, result)
+    return 0
+
+
+def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -> None:
+    """Print llama.cpp's statistics and kleash's, or what was written."""
+    if isinstance(result, WrittenLogits):
+        say(
+            console,
+            f"{result.chunks} chunks of {result.context} tokens over {result.vocabulary} logits are written to "
+            f"{result.path}: {result.bytes:,} bytes",
+        )
+        say(console, f"use it with: kleash logits {result.path} --policy MODEL")
+        return
+    if result.llama_cpp:
+        console.print(result.llama_cpp, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+    console.print(
+        "====== kleash: bounds for 16 bits a logit, errors clustered by chunk ======", highlight=False
+    )
+    numbers = result.per_token
+    for title, name in (
+        ("KL(base || policy)", "kl_reference_policy"),
+        ("KL(policy || base)", "kl_policy_reference"),
+    ):
+        lower, upper = numbers[f"{name}_lower"], numbers[f"{name}_upper"]
+        console.print(
+            f"{title}: between {lower.value:.6f} and {upper.value:.6f}, ± {lower.standard_error:.6f} nats a token",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for title, name in (
+        ("llama.cpp's KLD", "llama_cpp_kld"),
+        ("ln(PPL(Q)/PPL(base))", "log_perplexity_ratio"),
+        ("same likeliest token", "top1_agreement"),
+    ):
+        number = numbers[name]
+        console.print(
+            f"{title}: {number.value:.6f} ± {number.standard_error:.6f}", highlight=False, soft_wrap=True
+        )
+    console.print(f"{result.tokens} tokens in {result.chunks} chunks of {result.context}", highlight=False)

@@ -1,0 +1,250 @@
+"""Measuring a model against llama.cpp's files of base logits, and writing such files."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kleash.errors import ModelError, SourceError
+from kleash.jobs import LogitsJob
+from kleash.measuring.llama_cpp_summary import (
+    LlamaCppColumns,
+    concatenated_columns,
+    format_llama_cpp,
+    llama_cpp_columns,
+)
+from kleash.models import Loading, Model, Pair, TokenSequence, checked_reader
+from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
+from kleash.models.base_logits import (
+    BaseLogitsFile,
+    BaseLogitsRows,
+    encode_rows,
+    open_base_logits,
+    split_chunks,
+    write_header,
+)
+from kleash.models.checkpoints.gguf_files import open_gguf
+from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.heads import head_logits, truncate_head
+from kleash.models.pair_loading import load_alone
+from kleash.models.threads import threads_for_scoring
+from kleash.store import LogitsMeasurement, Number, WrittenLogits
+from kleash.uncertainty import ratio_of_sums
+
+TILE_LOGITS = 1 << 22
+"""Logits that are in memory at once: 16 MB in float32, and a few times that in float64."""
+OnChunks = Callable[[int, int], None]
+"""Called with the number of finished chunks and of all."""
+
+
+def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> LogitsMeasurement:
+    """Measure the policy of a job against its file of base logits.
+
+    Each chunk is one cluster of the standard errors, which llama.cpp's statistics do not have: they take tokens for
+    independent.
+
+    Raises:
+        SourceError: if the file is damaged.
+        ModelError: if the policy cannot be loaded, or has fewer logits than the file.
+        NonFiniteError: if the policy's hidden states are NaN or infinite.
+    """
+    file = open_base_logits(Path(job.logits).expanduser())
+    pair = _load(job, "policy", str(job.policy), job.revision_policy)
+    model, notes = _with_vocabulary(pair.policy, file)
+    begin = _begin_token(str(job.policy), job.revision_policy, pair)
+    chunks = len(file.tokens) if job.limit is None else min(job.limit, len(file.tokens))
+    _check_context(model, file.context)
+    columns: list[LlamaCppColumns] = []
+    bounds: list[np.ndarray] = []
+    with threads_for_scoring(pair):
+        for chunk in range(chunks):
+            for start, logits in _logits_of_chunk(model, file.tokens[chunk], begin):
+                rows = file.read(chunk, start, start + len(logits))
+                targets = file.tokens[chunk, file.first + 1 + start :][: len(logits)]
+                columns.append(llama_cpp_columns(logits, rows, targets))
+                bounds.append(_bounds(logits, rows))
+            if on_chunks is not None:
+                on_chunks(chunk + 1, chunks)
+    return _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
+
+
+def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> WrittenLogits:
+    """Write the logits of the reference of a job on its text, in llama.cpp's format.
+
+    The file is written under another name and renamed when it is complete.
+
+    Raises:
+        SourceError: if the text cannot be read or is too short, or the file cannot be written.
+        ModelError: if the reference cannot be loaded, or its logits are not finite.
+    """
+    pair = _load(job, "reference", str(job.reference), job.revision_reference)
+    model = pair.reference
+    begin = _begin_token(str(job.reference), job.revision_reference, pair)
+    tokens = split_chunks(_read_tokens(job, pair, begin), job.context, job.limit)
+    _check_context(model, job.context)
+    path = Path(job.logits).expanduser()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as file, threads_for_scoring(pair):
+            write_header(file, tokens, model.vocab_size)
+            for number, chunk in enumerate(tokens):
+                for _, logits in _logits_of_chunk(model, chunk, begin):
+                    file.write(encode_rows(logits).tobytes())
+                if on_chunks is not None:
+                    on_chunks(number + 1, len(tokens))
+        size = unfinished.stat().st_size
+        unfinished.replace(path)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    return WrittenLogits(
+        path=str(path),
+        reference=model.record(),
+        chunks=len(tokens),
+        context=job.context,
+        vocabulary=model.vocab_size,
+        bytes=size,
+        notes=pair.notes,
+    )
+
+
+def _load(job: LogitsJob, role: str, name: str, revision: str | None) -> Pair:
+    """The model of a job, as a pair of it alone."""
+    loading = Loading(
+        dtype=job.dtype,
+        device=job.device,
+        device_map=job.device_map,
+        trust_remote_code=job.trust_remote_code,
+        tokenizer=job.tokenizer,
+    )
+    return load_alone(role, name, revision, loading)
+
+
+def _read_tokens(job: LogitsJob, pair: Pair, begin: int | None) -> list[int]:
+    """The tokens of the whole text, after the begin token if the model has one."""
+    try:
+        text = Path(str(job.text)).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{job.text} cannot be read as text: {error}") from error
+    token_ids = pair.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [*([] if begin is None else [begin]), *token_ids]
+
+
+def _begin_token(name: str, revision: str | None, pair: Pair) -> int | None:
+    """The token that llama.cpp puts in place of the first of each chunk; None for none.
+
+    A GGUF file says it. Of other models, it is the begin token that the tokenizer puts before a text.
+    """
+    checkpoint = find_checkpoint(name, revision)
+    begin = pair.tokenizer.bos_token_id
+    if checkpoint.gguf:
+        settings = open_gguf(checkpoint.gguf).settings
+        begin = settings.get("tokenizer.ggml.bos_token_id", begin)
+        # Without a word in the file, llama.cpp adds it for SentencePiece and not for byte-pair encodings.
+        adds = settings.get("tokenizer.ggml.add_bos_token", settings.get("tokenizer.ggml.model") == "llama")
+        return begin if adds else None
+    starts = begin is not None and pair.tokenizer("a", verbose=False)["input_ids"][0] == begin
+    return begin if starts else None
+
+
+def _with_vocabulary(model: Model, file: BaseLogitsFile) -> tuple[Model, tuple[str, ...]]:
+    """The model with as many logits as the file; also a note if some are left out."""
+    if model.vocab_size < file.vocab_size:
+        raise ModelError(
+            f"the policy {model.path} has {model.vocab_size} logits and {file.path} has {file.vocab_size}; give a "
+            "file of a "
+            "base with the policy's vocabulary"
+        )
+    if model.vocab_size == file.vocab_size:
+        return model, ()
+    note = (
+        f"the policy has {model.vocab_size} logits and the file {file.vocab_size}; the policy is cut to those of the "
+        "file and "
+        "normalised over them"
+    )
+    return replace(model, head=truncate_head(model.head, file.vocab_size), vocab_size=file.vocab_size), (
+        note,
+    )
+
+
+def _check_context(model: Model, context: int) -> None:
+    """Check that a model reads as many tokens as a chunk has."""
+    if model.context_length is not None and model.context_length < context:
+        raise ModelError(
+            f"{model.path} reads {model.context_length} tokens and a chunk has {context}; write the file with a "
+            "smaller "
+            "--context"
+        )
+
+
+def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Iterator[tuple[int, Tensor]]:
+    """The logits [rows, vocab] at the scored positions of a chunk, a few rows at a time, each with its first row."""
+    first = len(tokens) // 2
+    ids = [int(token) for token in tokens]
+    ids[0] = ids[0] if begin is None else begin
+    sequence = TokenSequence(
+        prompt_id=0,
+        sample_id=0,
+        prompt_ids=ids[: first + 1],
+        response_ids=ids[first + 1 :],
+        prompt_text="",
+        response_text="",
+    )
+    hidden = checked_reader(model)([sequence])
+    step = max(1, TILE_LOGITS // model.vocab_size)
+    for start in range(0, len(hidden), step):
+        with torch.inference_mode():
+            yield start, head_logits(hidden[start : start + step], model.head)[:, : model.vocab_size]
+
+
+def _bounds(logits: Tensor, rows: BaseLogitsRows) -> np.ndarray:
+    """Bounds of KL(base ‖ policy) and KL(policy ‖ base), [4, rows]."""
+    logq = logits.double().cpu().log_softmax(-1)
+    lowest, highest = logp_intervals(rows)
+    return torch.stack([*kl_bounds(lowest, highest, logq), *reverse_kl_bounds(lowest, highest, logq)]).numpy()
+
+
+def _measurement(
+    file: BaseLogitsFile,
+    model: Model,
+    parts: list[LlamaCppColumns],
+    bounds: np.ndarray,
+    notes: tuple[str, ...],
+) -> LogitsMeasurement:
+    """The record of a measurement from the values of its tokens."""
+    columns = concatenated_columns(parts)
+    counts = np.full(len(columns.kld) // file.scored, file.scored)
+
+    def mean(
+        values: np.ndarray, unit: str = "nats", lower: float | None = None, upper: float | None = None
+    ) -> Number:
+        sums = values.astype(np.float64).reshape(len(counts), -1).sum(-1)
+        return Number.of(ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper))
+
+    names = (
+        "kl_reference_policy_lower",
+        "kl_reference_policy_upper",
+        "kl_policy_reference_lower",
+        "kl_policy_reference_upper",
+    )
+    per_token = {name: mean(values, lower=0.0) for name, values in zip(names, bounds, strict=True)}
+    per_token["llama_cpp_kld"] = mean(columns.kld)
+    per_token["log_perplexity_ratio"] = mean(columns.nll.astype(np.float64) - columns.nll_base)
+    per_token["top1_agreement"] = mean(columns.same_top, "probability", 0.0, 1.0)
+    return LogitsMeasurement(
+        path=str(file.path),
+        policy=model.record(),
+        chunks=len(counts),
+        context=file.context,
+        tokens=len(columns.kld),
+        per_token=per_token,
+        llama_cpp=format_llama_cpp(columns),
+        notes=notes,
+    )

@@ -1,0 +1,157 @@
+"""llama.cpp's statistics of a quantised model against base logits, with its formulas and in its layout.
+
+Source: llama.cpp, ``tools/perplexity/perplexity.cpp``: ``log_softmax`` with base log-probabilities, ``kl_divergence``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.models.base_logits import BaseLogitsRows
+
+LEAST_VALUES = 100
+"""llama.cpp prints no statistics of fewer tokens."""
+CUTOFF = -16.0
+"""Log-probabilities of the base at or below it are left out of llama.cpp's KL."""
+KLD_LEVELS = (0.999, 0.99, 0.95, 0.9, None, 0.1, 0.05, 0.01, 0.001)
+DP_LEVELS = (0.999, 0.99, 0.95, 0.9, 0.75, None, 0.25, 0.1, 0.05, 0.01, 0.001)
+"""Quantiles in the order in which they are printed; None is the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaCppColumns:
+    """What llama.cpp computes for each token, in float32 where it does."""
+
+    nll: np.ndarray
+    """Negative log-likelihood of the quantised model."""
+    nll_base: np.ndarray
+    kld: np.ndarray
+    """KL of the base from the quantised model, Σ p_base (log p_base - log p) over tokens of log p_base above -16."""
+    dp: np.ndarray
+    """Probability of the token, quantised minus base."""
+    same_top: np.ndarray
+    """Whether both have the same likeliest token."""
+
+
+def llama_cpp_columns(
+    logits: Float[Tensor, "rows vocab"], rows: BaseLogitsRows, targets: np.ndarray
+) -> LlamaCppColumns:
+    """llama.cpp's values of some positions.
+
+    Args:
+        logits: of the quantised model, float32.
+        rows: the base's log-probabilities at the same positions.
+        targets: the tokens that follow, [rows].
+    """
+    values = logits.float().cpu()
+    largest = values.amax(-1, keepdim=True)
+    log_sum = (values - largest).exp().double().sum(-1, keepdim=True).log().float()
+    index = torch.from_numpy(targets.astype(np.int64))[:, None]
+    nll = (largest + log_sum - values.gather(-1, index))[:, 0].numpy()
+    base = rows.scale[:, None] * rows.codes.astype(np.float32) + rows.minimum[:, None]
+    nll_base = -base[np.arange(len(base)), targets]
+    logp = torch.from_numpy(base)
+    terms = logp.exp() * (logp - values + (largest + log_sum))
+    kld = torch.where(logp > CUTOFF, terms, 0).double().sum(-1).numpy()
+    return LlamaCppColumns(
+        nll=nll,
+        nll_base=nll_base,
+        kld=kld,
+        dp=np.exp(-nll) - np.exp(-nll_base),
+        same_top=values.argmax(-1).numpy() == base.argmax(-1),
+    )
+
+
+def concatenated_columns(parts: Sequence[LlamaCppColumns]) -> LlamaCppColumns:
+    """The columns of consecutive positions in one."""
+    names = ("nll", "nll_base", "kld", "dp", "same_top")
+    return LlamaCppColumns(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    )
+
+
+def format_llama_cpp(columns: LlamaCppColumns) -> str:
+    """The statistics as llama-perplexity prints them, line by line; "" for fewer than 100 tokens."""
+    count = len(columns.kld)
+    if count < LEAST_VALUES:
+        return ""
+    lines = [*_perplexity_lines(columns), "", "====== KL divergence statistics ======"]
+    mean, error = _mean(columns.kld)
+    kld = np.sort(columns.kld.astype(np.float32))
+    lines += [f"Mean    KLD: {mean:10.6f} ± {error:10.6f}", f"Maximum KLD: {kld[-1]:10.6f}"]
+    lines += [f"{_label(level)}   KLD: {_quantile(kld, level):10.6f}" for level in KLD_LEVELS[:4]]
+    lines += [f"Median  KLD: {_quantile(kld, None):10.6f}"]
+    lines += [f"{_label(level)}   KLD: {_quantile(kld, level):10.6f}" for level in KLD_LEVELS[5:]]
+    lines += [f"Minimum KLD: {kld[0]:10.6f}", "", "====== Token probability statistics ======"]
+    mean, error = _mean(columns.dp)
+    dp = 100 * np.sort(columns.dp.astype(np.float32))
+    lines += [f"Mean    Δp: {100 * mean:6.3f} ± {100 * error:5.3f} %", f"Maximum Δp: {dp[-1]:6.3f}%"]
+    lines += [f"{_label(level)}   Δp: {_quantile(dp, level):6.3f}%" for level in DP_LEVELS[:5]]
+    lines += [f"Median  Δp: {_quantile(dp, None):6.3f}%"]
+    lines += [f"{_label(level)}   Δp: {_quantile(dp, level):6.3f}%" for level in DP_LEVELS[6:]]
+    lines += [f"Minimum Δp: {dp[0]:6.3f}%"]
+    square, square_error = _mean(columns.dp.astype(np.float64) ** 2)
+    rms = math.sqrt(square)
+    rms_error = 0.5 / rms * square_error if rms else math.nan
+    lines += [f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %"]
+    same = float(columns.same_top.mean())
+    same_error = math.sqrt(same * (1 - same) / (count - 1))
+    lines += [f"Same top p: {100 * same:6.3f} ± {100 * same_error:5.3f} %"]
+    return "\n".join(lines)
+
+
+def _perplexity_lines(columns: LlamaCppColumns) -> list[str]:
+    """The block of perplexities."""
+    (nll, nll_error), (base, base_error) = _mean(columns.nll), _mean(columns.nll_base)
+    count = len(columns.nll)
+    a, b = columns.nll.astype(np.float64), columns.nll_base.astype(np.float64)
+    covariance = float(((a * b).mean() - a.mean() * b.mean()) / (count - 1))
+    correlation = covariance / (nll_error * base_error) if nll_error and base_error else math.nan
+    ratio_error = math.sqrt(max(0.0, nll_error**2 + base_error**2 - 2 * covariance))
+    q, q_error, p, p_error = (
+        math.exp(nll),
+        math.exp(nll) * nll_error,
+        math.exp(base),
+        math.exp(base) * base_error,
+    )
+    difference_error = math.sqrt(max(0.0, q_error**2 + p_error**2 - 2 * q * p * covariance))
+    ratio = math.exp(nll - base)
+    return [
+        "====== Perplexity statistics ======",
+        f"Mean PPL(Q)                   : {q:10.6f} ± {q_error:10.6f}",
+        f"Mean PPL(base)                : {p:10.6f} ± {p_error:10.6f}",
+        f"Cor(ln(PPL(Q)), ln(PPL(base))): {100 * correlation:6.2f}%",
+        f"Mean ln(PPL(Q)/PPL(base))     : {nll - base:10.6f} ± {ratio_error:10.6f}",
+        f"Mean PPL(Q)/PPL(base)         : {ratio:10.6f} ± {ratio * ratio_error:10.6f}",
+        f"Mean PPL(Q)-PPL(base)         : {q - p:10.6f} ± {difference_error:10.6f}",
+    ]
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+    """llama.cpp's mean and its error, which takes tokens for independent."""
+    exact = values.astype(np.float64)
+    mean = float(exact.mean())
+    variance = float((exact**2).mean()) - mean * mean
+    return mean, math.sqrt(variance / (len(exact) - 1)) if variance > 0 else 0.0
+
+
+def _quantile(ordered: np.ndarray, level: float | None) -> float:
+    """llama.cpp's quantile of ascending values; the median without a level."""
+    if level is None:
+        middle = len(ordered) // 2
+        return float(ordered[middle] if len(ordered) % 2 else (ordered[middle] + ordered[middle - 1]) / 2)
+    place = level * (len(ordered) - 1)
+    index = int(place)
+    return float(
+        (1 - place + index) * ordered[index] + (place - index) * ordered[min(index + 1, len(ordered) - 1)]
+    )
+
+
+def _label(level: float | None) -> str:
+    """ "99.9%" and " 5.0%": a level as llama.cpp prints it."""
+    return f"{100 * (level or 0):4.1f}%"

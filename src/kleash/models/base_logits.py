@@ -1,0 +1,184 @@
+"""Files of base logits, which ``llama-perplexity --kl-divergence-base`` of llama.cpp writes: reading and writing.
+
+    _logits_ | n_ctx (uint32) | n_vocab (int32) | n_chunk (int32) | n_chunk x n_ctx tokens (int32)
+    for each chunk, positions n_ctx // 2 to n_ctx - 2: scale, minimum (float32) | n_vocab codes (uint16), made even
+
+Position k of a chunk predicts token k + 1, after the chunk's tokens up to k, the first of which llama.cpp replaces by
+the begin token if the model has one. A code c stands for the log-probability minimum + c · scale; logits of 16 or more
+below the largest have code 0. Source: llama.cpp, ``tools/perplexity/perplexity.cpp``, ``log_softmax``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ModelError, SourceError
+
+MAGIC = b"_logits_"
+HEADER_BYTES = 20
+MAX_CONTEXT, MAX_VOCAB = 1 << 22, 1 << 24
+RANGE = 16.0
+"""Nats below the largest logit that codes can express."""
+MAX_CODE = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseLogitsRows:
+    """The stored log-probabilities of consecutive positions of one chunk."""
+
+    scale: np.ndarray
+    """Nats between neighbouring codes, [rows]."""
+    minimum: np.ndarray
+    """Log-probability of code 0, [rows]."""
+    codes: np.ndarray
+    """[rows, vocab], uint16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseLogitsFile:
+    """A file of base logits whose header agrees with its size."""
+
+    path: Path
+    context: int
+    """Tokens in a chunk."""
+    vocab_size: int
+    tokens: np.ndarray
+    """[chunks, context], int32: the text."""
+
+    @property
+    def first(self) -> int:
+        """The first scored position of a chunk."""
+        return self.context // 2
+
+    @property
+    def scored(self) -> int:
+        """Scored positions in a chunk."""
+        return self.context - 1 - self.first
+
+    @property
+    def row_values(self) -> int:
+        """16-bit values in a row."""
+        return row_values(self.vocab_size)
+
+    def read(self, chunk: int, start: int, stop: int) -> BaseLogitsRows:
+        """Read positions ``start`` to ``stop`` of those that are scored in a chunk.
+
+        Raises:
+            SourceError: if a scale or minimum is impossible, or the file has become shorter.
+        """
+        offset = HEADER_BYTES + self.tokens.nbytes + 2 * self.row_values * (chunk * self.scored + start)
+        count = (stop - start) * self.row_values
+        with self.path.open("rb") as file:
+            values = np.fromfile(file, dtype="<u2", count=count, offset=offset)
+        if values.size != count:
+            raise SourceError(f"{self.path} ends within chunk {chunk}; write it again")
+        rows = values.reshape(stop - start, self.row_values)
+        numbers = np.ascontiguousarray(rows[:, :4]).view("<f4")
+        scale, minimum = numbers[:, 0].copy(), numbers[:, 1].copy()
+        is_valid = (
+            (scale >= 0) & (scale <= 1.01 * RANGE / MAX_CODE) & (minimum <= 0) & (minimum >= -2 * RANGE - 32)
+        )
+        if not is_valid.all():
+            row = int(np.flatnonzero(~is_valid)[0])
+            raise SourceError(
+                f"{self.path} has the scale {scale[row]:.6g} and the smallest log-probability {minimum[row]:.6g} at "
+                "scored "
+                f"position {start + row} of chunk {chunk}, which llama.cpp does not write; write the file again"
+            )
+        return BaseLogitsRows(scale=scale, minimum=minimum, codes=rows[:, 4 : 4 + self.vocab_size])
+
+
+def row_values(vocab_size: int) -> int:
+    """16-bit values in a row: four for scale and minimum, and the codes, made even."""
+    return 2 * ((vocab_size + 1) // 2) + 4
+
+
+def open_base_logits(path: Path) -> BaseLogitsFile:
+    """Read and validate the header and the tokens of a file of base logits.
+
+    Raises:
+        SourceError: if it is not such a file, its size differs from what its header says, or a token is none of its
+            vocabulary.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+            if head[:8] != MAGIC:
+                raise SourceError(
+                    f"{path} does not begin with _logits_; give a file of llama-perplexity --kl-divergence-base"
+                )
+            context, vocab_size, chunks = np.frombuffer(head[8:].ljust(12, b"\0"), dtype="<i4").tolist()
+            if not (4 <= context <= MAX_CONTEXT and 1 <= vocab_size <= MAX_VOCAB and chunks >= 1):
+                raise SourceError(
+                    f"{path} claims {chunks} chunks of {context} tokens and a vocabulary of {vocab_size}; write it "
+                    "again"
+                )
+            scored = context - 1 - context // 2
+            expected = HEADER_BYTES + chunks * (4 * context + 2 * scored * row_values(vocab_size))
+            if size != expected:
+                raise SourceError(
+                    f"{path} should have {expected} bytes, for {chunks} chunks of {context} tokens and a vocabulary "
+                    "of "
+                    f"{vocab_size}, and has {size}; write it again"
+                )
+            tokens = np.fromfile(file, dtype="<i4", count=chunks * context).reshape(chunks, context)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise SourceError(f"{path} has a token beyond its vocabulary of {vocab_size}; write it again")
+    return BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, tokens=tokens)
+
+
+def write_header(file: BinaryIO, tokens: np.ndarray, vocab_size: int) -> None:
+    """Write the header and the tokens [chunks, context]."""
+    chunks, context = tokens.shape
+    file.write(MAGIC + np.array([context, vocab_size, chunks], dtype="<i4").tobytes())
+    file.write(tokens.astype("<i4").tobytes())
+
+
+def encode_rows(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
+    """Encode logits as llama.cpp does, in float32: [rows, ``row_values``] of uint16.
+
+    Raises:
+        ModelError: if a logit is not finite.
+    """
+    values = logits.float()
+    if not bool(values.isfinite().all()):
+        raise ModelError(
+            "the logits of the reference are not all finite, and llama.cpp's format has no code for them"
+        )
+    largest = values.amax(-1, keepdim=True)
+    smallest = torch.maximum(values.amin(-1, keepdim=True), largest - RANGE)
+    log_sum = (values - largest).exp().double().sum(-1, keepdim=True).log().float()
+    scale = (largest - smallest) / MAX_CODE
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    codes = torch.where(values > smallest, (inverse * (values - smallest)).round(), 0)
+    rows = np.zeros((len(values), row_values(values.shape[-1])), dtype="<u2")
+    numbers = torch.cat([scale, smallest - largest - log_sum], -1).cpu().numpy().astype("<f4")
+    rows[:, :4] = numbers.view("<u2")
+    rows[:, 4 : 4 + values.shape[-1]] = codes.cpu().numpy().astype("<u2")
+    return rows
+
+
+def split_chunks(token_ids: Iterable[int], context: int, chunks: int | None) -> np.ndarray:
+    """The tokens of a text as chunks, [chunks, context]; the rest that fills no chunk is left out.
+
+    Raises:
+        SourceError: if there are fewer than two chunks, which llama.cpp refuses.
+    """
+    stream = np.fromiter(token_ids, dtype=np.int32)
+    if len(stream) < 2 * context:
+        raise SourceError(
+            f"the text has {len(stream)} tokens, and llama.cpp needs two chunks of {context}; give a longer text or "
+            "a smaller "
+            "--context"
+        )
+    whole = stream[: len(stream) // context * context].reshape(-1, context)
+    return whole if chunks is None else whole[:chunks]

@@ -1,0 +1,303 @@
+"""llama.cpp's files of base logits: the codes, the bounds that they allow, and the statistics."""
+
+import json
+import math
+import runpy
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_file import write_gguf
+from tiny_models import double_logits, tiny_pair
+
+from kleash.cli import main
+from kleash.errors import KleashError, ModelError, OptionError, SourceError
+from kleash.measuring import measure_base_logits, write_base_logits
+from kleash.measuring.llama_cpp_summary import LlamaCppColumns, format_llama_cpp, llama_cpp_columns
+from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
+from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits
+from kleash.records import LogitsJob
+
+CONTEXT = 32
+
+
+def decode(rows: np.ndarray, vocab: int) -> tuple[float, float, list[int]]:
+    """One row by struct, without numpy's views: scale, minimum, codes."""
+    data = rows.tobytes()
+    scale, minimum = struct.unpack_from("<ff", data)
+    return scale, minimum, list(struct.unpack_from(f"<{vocab}H", data, 8))
+
+
+def rows_of(logits: torch.Tensor) -> BaseLogitsRows:
+    """The rows that a file would hold."""
+    stored = encode_rows(logits)
+    numbers = np.ascontiguousarray(stored[:, :4]).view("<f4")
+    return BaseLogitsRows(
+        scale=numbers[:, 0], minimum=numbers[:, 1], codes=stored[:, 4 : 4 + logits.shape[-1]]
+    )
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+@pytest.mark.parametrize("vocab", [50, 51])
+def test_codes_are_those_of_llama_cpp(spread: float, vocab: int) -> None:
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * spread
+    stored = encode_rows(logits)
+    assert stored.shape == (4, 2 * ((vocab + 1) // 2) + 4)
+    for row, values in zip(stored, logits.tolist(), strict=True):
+        # perplexity.cpp, log_softmax, in Python's floats
+        most = max(values)
+        least = max(min(values), most - 16)
+        log_sum = math.log(sum(math.exp(value - most) for value in values))
+        scale, minimum, codes = decode(row, vocab)
+        assert scale == pytest.approx((most - least) / 65535, rel=1e-6)
+        assert minimum == pytest.approx(least - most - log_sum, abs=1e-5)
+        for value, code in zip(values, codes, strict=True):
+            expected = (value - least) / (most - least) * 65535 if value > least else 0
+            assert abs(code - expected) <= 0.53
+            assert code == 0 or value > least
+
+
+def test_equal_logits_have_code_0_and_exact_bounds() -> None:
+    rows = rows_of(torch.zeros(2, 8))
+    assert not rows.codes.any() and not rows.scale.any()
+    lowest, highest = logp_intervals(rows)
+    assert (highest - lowest).max() < 1e-5
+    with pytest.raises(ModelError, match="not all finite"):
+        encode_rows(torch.tensor([[0.0, torch.inf]]))
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 8.0])
+def test_the_exact_kl_lies_between_its_bounds_at_every_token(spread: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(200, 300, generator=generator) * spread
+    moved = logits + torch.randn(200, 300, generator=generator) * torch.logspace(-4, 1, 200)[:, None]
+    logp, logq = logits.double().log_softmax(-1), moved.double().log_softmax(-1)
+    lowest, highest = logp_intervals(rows_of(logits))
+    assert ((lowest <= logp) & (logp <= highest)).all()
+    for (lower, upper), exact in (
+        (kl_bounds(lowest, highest, logq), (logp.exp() * (logp - logq)).sum(-1)),
+        (reverse_kl_bounds(lowest, highest, logq), (logq.exp() * (logq - logp)).sum(-1)),
+    ):
+        assert ((lower <= exact + 1e-12) & (exact <= upper + 1e-12)).all()
+        if spread < 2:  # nothing is clipped
+            assert (upper - lower).max() < 3e-3
+            assert ((upper - lower) / exact)[-50:].max() < 1e-3
+    # Every other distribution that the codes allow, too.
+    widths = torch.where(lowest.isfinite(), highest - lowest, 0)
+    drawn = (highest - widths * (0.3 + 0.4 * torch.rand(widths.shape, generator=generator))).exp()
+    other = drawn / drawn.sum(-1, keepdim=True)
+    allowed = ((other.log() >= lowest) & (other.log() <= highest)).all(-1)
+    lower, upper = kl_bounds(lowest, highest, logq)
+    value = (other * (other.log() - logq)).sum(-1)
+    assert allowed.sum() > 20
+    assert ((lower <= value + 1e-12) & (value <= upper + 1e-12))[allowed].all()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A policy, a reference, and the reference's base logits of a text."""
+    folder = tmp_path_factory.mktemp("logits")
+    policy, reference = tiny_pair(folder, max_position_embeddings=CONTEXT)
+    text = folder / "text.txt"
+    text.write_text("A long road leads out of the town; nobody remembers where. " * 12)
+    job = LogitsJob(
+        logits=str(folder / "base.kld"), reference=str(reference), text=str(text), context=CONTEXT, limit=8
+    )
+    result = write_base_logits(job)
+    assert (result.chunks, result.context, result.vocabulary) == (8, CONTEXT, 320)
+    assert result.bytes == (folder / "base.kld").stat().st_size
+    return policy, reference, folder / "base.kld"
+
+
+def test_a_file_has_the_second_half_of_each_chunk_after_the_begin_token(written: tuple[Path, ...]) -> None:
+    _, reference, path = written
+    file = open_base_logits(path)
+    assert (file.context, file.first, file.scored, file.vocab_size) == (CONTEXT, 16, 15, 320)
+    assert file.tokens[0, 0] == 0 and file.tokens[1, 0] != 0
+    ids = [0, *file.tokens[1, 1:].tolist()]
+    expected = double_logits(reference, ids)[16:31].log_softmax(-1)
+    lowest, highest = logp_intervals(file.read(1, 0, 15))
+    assert ((lowest - 1e-5 <= expected) & (expected <= highest + 1e-5)).all()
+    assert (highest - lowest)[lowest.isfinite()].max() < 3e-4
+
+
+def test_a_policy_is_measured_against_the_file(written: tuple[Path, ...]) -> None:
+    policy, reference, path = written
+    result = measure_base_logits(LogitsJob(logits=str(path), policy=str(policy)))
+    file = open_base_logits(path)
+    forward, reverse, ratio = [], [], []
+    for chunk in file.tokens.tolist():
+        ids = [0, *chunk[1:]]
+        logp, logq = (double_logits(folder, ids)[16:31].log_softmax(-1) for folder in (reference, policy))
+        forward += (logp.exp() * (logp - logq)).sum(-1).tolist()
+        reverse += (logq.exp() * (logq - logp)).sum(-1).tolist()
+        ratio += [(logp - logq)[n, token].item() for n, token in enumerate(chunk[17:])]
+    numbers = result.per_token
+    assert (result.tokens, result.chunks) == (120, 8)
+    kl = float(np.mean(forward))
+    assert numbers["kl_reference_policy_lower"].value <= kl <= numbers["kl_reference_policy_upper"].value
+    assert numbers["kl_reference_policy_upper"].value - numbers["kl_reference_policy_lower"].value < 1e-3 * kl
+    assert numbers["kl_policy_reference_lower"].value <= float(np.mean(reverse))
+    assert numbers["llama_cpp_kld"].value == pytest.approx(kl, rel=1e-3)
+    assert numbers["log_perplexity_ratio"].value == pytest.approx(float(np.mean(ratio)), abs=1e-3)
+    means = np.array(forward).reshape(8, -1).mean(-1)
+    assert numbers["llama_cpp_kld"].standard_error == pytest.approx(means.std(ddof=1) / 8**0.5, rel=1e-2)
+    lines = result.llama_cpp.splitlines()
+    assert f"Mean    KLD: {numbers['llama_cpp_kld'].value:10.6f} ± " in result.llama_cpp
+    assert len(lines) == 39
+    assert result.notes == ()
+
+
+def test_a_reference_against_its_own_file_is_within_the_codes(written: tuple[Path, ...]) -> None:
+    _, reference, path = written
+    numbers = measure_base_logits(LogitsJob(logits=str(path), policy=str(reference), limit=2)).per_token
+    assert numbers["kl_reference_policy_lower"].value < 1e-12
+    assert numbers["kl_reference_policy_upper"].value < 3e-4
+    assert numbers["top1_agreement"].value == 1
+
+
+def test_a_gguf_says_whether_a_begin_token_is_put(written: tuple[Path, ...], tmp_path: Path) -> None:
+    _, reference, path = written
+
+    def edit(writer: Any) -> None:
+        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
+        writer.add_add_bos_token(False)
+
+    with_begin = write_gguf(reference, tmp_path / "with.gguf")
+    without = write_gguf(reference, tmp_path / "without.gguf", edit=edit)
+    values = [
+        measure_base_logits(
+            LogitsJob(logits=str(path), policy=str(model), tokenizer=str(reference), limit=2)
+        ).per_token["llama_cpp_kld"]
+        for model in (with_begin, without)
+    ]
+    assert abs(values[0].value) < 3e-4 < values[1].value
+
+
+def test_the_statistics_are_those_of_llama_cpp() -> None:
+    rng = np.random.default_rng(0)
+    columns = LlamaCppColumns(
+        nll=rng.exponential(2, 101).astype(np.float32),
+        nll_base=rng.exponential(2, 101).astype(np.float32),
+        kld=np.arange(101) / 100,
+        dp=np.linspace(-0.5, 0.5, 101).astype(np.float32),
+        same_top=np.arange(101) % 4 != 0,
+    )
+    squares = [(n / 100) ** 2 for n in range(-50, 51)]
+    rms = math.sqrt(math.fsum(squares) / 101)
+    variance = math.fsum(square**2 for square in squares) / 101 - rms**4
+    rms_error = 0.5 / rms * math.sqrt(variance / 100)
+    text = format_llama_cpp(columns)
+    for line in (
+        "Mean    KLD:   0.500000 ±   0.029155",  # sqrt((1/12)(101^2-1)/100^2 / 100)
+        "Maximum KLD:   1.000000",
+        "99.9%   KLD:   0.999000",
+        "Median  KLD:   0.500000",
+        " 5.0%   KLD:   0.050000",
+        "Minimum KLD:   0.000000",
+        "75.0%   Δp: 25.000%",
+        f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %",
+        "Same top p: 74.257 ± 4.372 %",
+        f"Mean PPL(Q)                   : {math.exp(columns.nll.astype(np.float64).mean()):10.6f}",
+    ):
+        assert line in text, line
+    few = LlamaCppColumns(
+        **{name: getattr(columns, name)[:99] for name in ("nll", "nll_base", "kld", "dp", "same_top")}
+    )
+    assert format_llama_cpp(few) == ""
+
+
+def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> None:
+    logits = torch.tensor([[0.0, -15.9, -17.0, -40.0], [1.0, 0.0, -1.0, -30.0]])
+    moved = logits + torch.tensor([0.0, 1.0, 9.0, 20.0])
+    columns = llama_cpp_columns(moved, rows_of(logits), np.array([1, 0]))
+    logp, logq = logits.double().log_softmax(-1), moved.double().log_softmax(-1)
+    terms = torch.where(logits > -16, logp.exp() * (logp - logq), 0)
+    assert columns.kld == pytest.approx(terms.sum(-1).numpy(), abs=1e-4)
+    assert columns.nll[0] == pytest.approx(-logq[0, 1].item(), rel=1e-6)
+    assert columns.dp[1] == pytest.approx((logq[1, 0].exp() - logp[1, 0].exp()).item(), abs=1e-5)
+    assert columns.same_top.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("layout", "offset", "value", "reason"),
+    [
+        ("<8s", 0, b"_logits-", "does not begin with _logits_"),
+        ("<i", 8, 1, "claims 8 chunks of 1 tokens"),
+        ("<i", 8, 33, "should have .* and has"),
+        ("<i", 12, -5, "a vocabulary of -5"),
+        ("<i", 12, 2**30, "a vocabulary of 1073741824"),
+        ("<i", 16, 2**31 - 1, "for 2147483647 chunks of 32 tokens"),
+        ("<i", 20, 320, "a token beyond its vocabulary of 320"),
+        ("<f", 20 + 4 * 256, math.nan, "has the scale nan and the smallest"),
+        ("<f", 24 + 4 * 256, 3.0, "the smallest log-probability 3 at scored position 0 of chunk 0"),
+    ],
+)
+def test_hostile_files_are_refused(
+    written: tuple[Path, ...], tmp_path: Path, layout: str, offset: int, value: Any, reason: str
+) -> None:
+    data = bytearray(written[2].read_bytes())
+    struct.pack_into(layout, data, offset, value)
+    path = tmp_path / "base.kld"
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=reason):
+        open_base_logits(path).read(0, 0, 15)
+
+
+def test_damaged_files_are_refused_in_a_sentence(
+    written: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(root)
+    damage = runpy.run_path(str(root / "model_file_damage.py"))
+    data = written[2].read_bytes()
+    read = damage["read_base_logits"]
+    figures = damage["run_mutants"](data, 20 + 4 * 256, tmp_path / "base.kld", read, 200, 0)
+    assert figures["failures"] == []
+    assert figures["outcomes"]["refused"] > 100
+
+
+def test_models_and_options_that_do_not_fit_are_refused(written: tuple[Path, ...], tmp_path: Path) -> None:
+    policy, reference, path = written
+    other = tmp_path / "other.kld"
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<i", data, 12, 330)
+    row, scored = 334, 15
+    other.write_bytes(data[: 20 + 4 * 256] + bytes(2 * row * scored * 8))
+    with pytest.raises(ModelError, match=r"has 320 logits and .* has 330"):
+        measure_base_logits(LogitsJob(logits=str(other), policy=str(policy)))
+    text = tmp_path / "short.txt"
+    text.write_text("Short.")
+    short = {"logits": str(other), "reference": str(reference), "text": str(text)}
+    with pytest.raises(SourceError, match=r"the text has 7 tokens, and llama\.cpp needs two chunks of 32"):
+        write_base_logits(LogitsJob(**short, context=32))
+    text.write_text("Long. " * 100)
+    with pytest.raises(ModelError, match="reads 32 tokens and a chunk has 64"):
+        write_base_logits(LogitsJob(**short, context=64))
+    for options, reason in (
+        ({}, "give --policy to measure"),
+        ({"policy": "a", "reference": "b", "text": "c"}, "give --policy to measure"),
+        ({"policy": "a", "text": "c"}, "--text is what the logits of --reference"),
+        ({"policy": "a", "context": 3}, "--context must be at least 4"),
+        ({"policy": "http://a"}, "is a server, which gives no logits"),
+        ({"policy": "a", "out": "b"}, "--out b has no use here"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            LogitsJob(logits="f", **options)
+
+
+def test_the_command_prints_both_summaries(
+    written: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, _, path = written
+    assert main(["logits", str(path), "--policy", str(policy)]) == 0
+    printed = capsys.readouterr().out
+    assert "Same top p:" in printed and "KL(base || policy): between" in printed
+    assert main(["logits", str(path), "--policy", str(policy), "--json", "--limit", "2"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == 30 and record["llama_cpp"] == ""
+    with pytest.raises(KleashError):
+        open_base_logits(path.with_name("missing"))
