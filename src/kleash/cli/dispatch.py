@@ -11,7 +11,7 @@ from typing import Any
 
 from kleash.cli.caching import run_cache
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
-from kleash.cli.logits import run_logits
+from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part

@@ -229,7 +229,7 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
             left_out |= {option.name for option in fields(EndpointOptions)} - {
                 option.name for option in fields(Job)
             }
-            left_out |= set() if self.tokenizer else {"tokenizer"}
+            left_out |= frozenset[str]() if self.tokenizer else frozenset({"tokenizer"})
         return {
             option.name: getattr(self, option.name) for option in fields(self) if option.name not in left_out
         }

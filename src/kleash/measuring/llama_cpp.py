@@ -192,8 +192,8 @@ def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Ite
     sequence = TokenSequence(
         prompt_id=0,
         sample_id=0,
-        prompt_ids=ids[: first + 1],
-        response_ids=ids[first + 1 :],
+        prompt_ids=tuple(ids[: first + 1]),
+        response_ids=tuple(ids[first + 1 :]),
         prompt_text="",
         response_text="",
     )

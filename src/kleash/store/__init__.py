@@ -19,7 +19,7 @@ from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
 from kleash.store.gate import Gate
 from kleash.store.job_folder import RunHeader
 from kleash.store.likely_causes import Diagnosis, LikelyCause
-from kleash.store.logits import LogitsMeasurement, WrittenLogits
+from kleash.store.logits_record import LogitsMeasurement, WrittenLogits
 from kleash.store.measurement import (
     Bin,
     ConvergencePoint,
