@@ -159,8 +159,7 @@ class ImportedStates:
         notes = ()
         if unused:
             note = (
-                f"the tokens of {len(unused)} of the engine's requests are not in the source, the first being that "
-                "of "
+                f"the tokens of {len(unused)} of the engine's requests are not in the source, the first being that of "
                 f"{unused[0]}; they are not used"
             )
             notes = (note,)
@@ -170,7 +169,6 @@ class ImportedStates:
 
 
 def _cut(sequence: TokenSequence, tokens: int) -> TokenSequence:
-    """The beginning of a sequence: its prompt, and at least one response token, at most ``tokens`` inputs if it "
-    "can."""
+    """The beginning of a sequence: its prompt, and at least one response token, at most ``tokens`` inputs if it can."""
     count = max(1, tokens - len(sequence.prompt_ids) + 1)
     return replace(sequence, response_ids=sequence.response_ids[:count], logp_sampled=None)

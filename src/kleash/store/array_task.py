@@ -88,7 +88,6 @@ def part_folders(out: Path) -> list[Path]:
         names = ", ".join(f"shard-{number}-of-{counts[0]}" for number in missing[:10])
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         raise RunFolderError(
-            f"{out} lacks {names}{more}; score them with kleash measure --shard {missing[0]}/{counts[0]} …, then "
-            "merge"
+            f"{out} lacks {names}{more}; score them with kleash measure --shard {missing[0]}/{counts[0]} …, then merge"
         )
     return sorted(parts, key=lambda path: parts[path][0])

@@ -70,8 +70,7 @@ def parse_record(request: SavedRequest, line: bytes) -> SavedRecord:
             logps = _token_logps(request, record[logps_name], token_ids)
             return SavedRecord(token_ids=token_ids, states=None, logps=((token_ids, logps),))
     raise ModelError(
-        f"{request} has neither 'meta_info' with 'hidden_states' (SGLang) nor 'token_ids' with 'logprobs'; delete "
-        "it, "
+        f"{request} has neither 'meta_info' with 'hidden_states' (SGLang) nor 'token_ids' with 'logprobs'; delete it, "
         "or correct it"
     )
 

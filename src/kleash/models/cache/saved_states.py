@@ -228,8 +228,7 @@ class SavedStates:
             return
         if has_safetensors:
             raise OptionError(
-                f"{request} holds hidden states of SGLang and {self._first} those of vLLM; give a folder of one "
-                "engine"
+                f"{request} holds hidden states of SGLang and {self._first} those of vLLM; give a folder of one engine"
             )
         states = record.states
         if not states.isfinite().all():
