@@ -63,8 +63,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "Without an algorithm, runs a demonstration of the penalty's effect, in two minutes.",
 }
 EPILOGS: Mapping[str, str] = {
-    "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the "
-    "small "
+    "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the small "
     "models that ship with kleash.",
     "train": "kleash train ALGORITHM --help shows the options of an algorithm. The options of the demonstration may "
     'also directly follow "kleash train".',

@@ -51,8 +51,7 @@ class StoreOnce(Action):
 
 
 def arguments_of(record: type) -> list[tuple[str, str, dict[str, Any]]]:
-    """The fields of a record in the order of the help: heading, flag or name, keyword arguments of "
-    "``add_argument``."""
+    """The fields of a record in the order of the help: heading, flag or name, keyword arguments of ``add_argument``."""
     hints, docstrings = get_type_hints(record, include_extras=True), field_docstrings(record)
     headings = {name: title for title, names in OPTION_HEADINGS.items() for name in names.split()}
     return [

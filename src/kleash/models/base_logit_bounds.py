@@ -8,8 +8,8 @@ from torch import Tensor
 from kleash.models.base_logits import MAX_CODE, RANGE, BaseLogitsRows
 
 CODE_ERROR = 0.53
-"""Largest difference of a logit from its code in steps: half a step, and rounding of the code's float32 "
-"arithmetic."""
+"""Largest difference of a logit from its code in steps: half a step, and rounding of the code's float32
+arithmetic."""
 FLOAT32_STEPS = 4 * 2.0**-24
 """Relative rounding of the stored minimum, from four operations in float32."""
 

@@ -1,5 +1,4 @@
-"""Loading the tokenizers of models that are compared; a GGUF file takes that of another model with the same "
-"tokens."""
+"""Loading the tokenizers of models that are compared: a GGUF file takes that of another model with its tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -17,8 +17,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 MAX_HEADER_BYTES = 1 << 28
-"""Size limit for everything before the weights; a vocabulary of 262 144 tokens with merges takes a twentieth of "
-"it."""
+"""Size limit for everything before the weights; a vocabulary of 262 144 tokens with merges takes a twentieth of
+it."""
 MAX_SETTINGS, MAX_TENSORS, MAX_ARRAY = 1 << 12, 1 << 17, 1 << 22
 """Limits on the number of settings, tensors and elements of an array."""
 MAX_KEY_BYTES, MAX_NAME_BYTES = 1 << 16, 64
