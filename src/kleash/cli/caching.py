@@ -8,6 +8,7 @@ from pathlib import Path
 from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal, say
 from kleash.jobs import CacheJob
+from kleash.jobs.reading import READ_OPTIONS
 from kleash.store import CacheContents
 from kleash.store.cache import read_label
 
@@ -60,6 +61,7 @@ def measure_command(job: CacheJob) -> str:
         "stride",
         "limit",
         "temperature",
+        *READ_OPTIONS,
     )
     if job.from_hidden_states is not None:
         job = replace(job, dtype=read_label(Path(str(job.out)).expanduser()).reference.dtype)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import SourceError
-from kleash.models import hash_tokens, source_path
-from kleash.models.sources.source_files import read_records
+from kleash.models import find_source, hash_tokens
 from kleash.models.sources.source_records import SourceRecord, get_field, show_value
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -78,7 +77,7 @@ def read_rollouts(name: str, *, allow_logits: bool = False, limit: int | None = 
     Raises:
         SourceError: at the first record that is not a rollout, with what was expected, or if no token counts.
     """
-    records = read_records(source_path(name, "rollouts"), "rollouts")
+    records = find_source(name, "rollouts").records()
     rollouts = [_rollout(record, allow_logits) for record in islice(records, limit)]
     if not rollouts:
         raise SourceError(f"{name} holds no rollout; give a record for each response")

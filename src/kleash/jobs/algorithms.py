@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, flag
+from kleash.jobs.reading import DatasetOptions, check_read_options
 from kleash.jobs.train import LARGEST_BETA, MOST_EPOCHS, MOST_RESPONSES, OnlineJob, RewardJob, TrainJob
 
 SHIPPED_TEACHER = SHIPPED_POLICY
@@ -114,14 +115,15 @@ class RLOOJob(GroupJob):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOJob(TrainJob):
+class DPOJob(TrainJob, DatasetOptions):
     """Train by DPO (TRL's): from pairs of a chosen and a rejected answer."""
 
     algorithm: ClassVar[str] = "dpo"
 
     pairs: str | None = None
-    """JSONL, a JSON array, CSV or Parquet with "prompt", "chosen" and "rejected": texts, or lists of messages; - is
-    standard input. Without "prompt" it is what the two answers begin with alike."""
+    """JSONL, a JSON array, CSV, Parquet or Arrow with "prompt", "chosen" and "rejected": texts, or lists of messages; a
+    data set's folder or user/name on the hub; - is standard input. Without "prompt" it is what the two answers begin
+    with alike."""
     beta: float = 0.1
     """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
     pairs_per_step: int = 16
@@ -137,6 +139,7 @@ class DPOJob(TrainJob):
                 "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
             )
         self._at_least_1("pairs_per_step", "max_tokens")
+        check_read_options(self)
         self._above_0("beta")
         self._at_most(LARGEST_BETA, "beta")
         self._at_most(MOST_RESPONSES, "pairs_per_step")

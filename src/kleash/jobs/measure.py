@@ -22,10 +22,15 @@ from kleash.jobs.option_groups import (
     is_gguf,
     require_limit,
 )
+from kleash.jobs.reading import SourceKind
 
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
 WINDOWS = ("window", "stride")
-WITHOUT_EFFECT = {"prompts": WINDOWS, "text": DRAWING, "responses": (*DRAWING, *WINDOWS)}
+WITHOUT_EFFECT = {
+    "prompts": (*WINDOWS, "response_column", "text_column"),
+    "text": (*DRAWING, "prompt_column", "response_column"),
+    "responses": (*DRAWING, *WINDOWS, "text_column"),
+}
 """For each source, the options that do nothing there."""
 
 
@@ -43,8 +48,9 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
     revision_policy: str | None = None
     """Branch, tag or commit of the policy on the hub."""
     prompts: str | None = None
-    """Source: JSONL, a JSON array, CSV or Parquet with "prompt" or "messages", or plain text, a prompt a line; - is
-    standard input. The policy answers them."""
+    """Source: JSONL, a JSON array, CSV, Parquet or Arrow with "prompt" or "messages", or plain text, a prompt a line,
+    perhaps compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input. The policy answers
+    them."""
     temperature: float = 1.0
     """Divides the logits of both models. At 0 the policy decodes greedily and both are scored at 1."""
     top_p: float | None = None
@@ -181,7 +187,7 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
         return next((role for role in ("policy", "reference") if is_endpoint(getattr(self, role))), None)
 
     @property
-    def source(self) -> tuple[str, str]:
+    def source(self) -> tuple[SourceKind, str]:
         """The kind of the source, "prompts", "text" or "responses", and its path."""
         for kind in ("text", "responses"):
             path = getattr(self, kind)
@@ -198,6 +204,8 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
         sentences = [f"{flag(name)} does nothing {there}" for name in unused]
         if self.temperature == 0 and kind != "prompts":
             sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
+        if self.chat_template == "apply" and kind == "text":
+            sentences.append("--chat-template apply does nothing with --text, which is not asked of a model")
         for role in ("policy", "reference"):
             name = getattr(self, role)
             has_no_revision = name.startswith("shipped:") or is_endpoint(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kleash.errors import OptionError
 from kleash.jobs.option_types import check_option_types
+from kleash.jobs.reading import ReadOptions, check_read_options
 
 SHIPPED_POLICY = "shipped:policy"
 SHIPPED_REFERENCE = "shipped:reference"
@@ -28,7 +29,8 @@ REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoi
 POSITIONAL = ("target", "folder", "folders", "rollouts", "logits")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy reference teacher prompts text responses pairs reward steps rounding out",
-    "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
+    "what is read": "limit split dataset_config prompt_column response_column text_column chat_template "
+    "until_relative_error prompts_per_step pairs_per_step",
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
     "beta_max early_stop_nats",
     "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
@@ -122,7 +124,7 @@ class LoadingOptions(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringOptions(LoadingOptions):
+class ScoringOptions(LoadingOptions, ReadOptions):
     """What is read, for jobs that score sequences without training."""
 
     reference: str = SHIPPED_REFERENCE
@@ -135,11 +137,11 @@ class ScoringOptions(LoadingOptions):
     """Folder or hub id of the tokenizer that reads the source where a model is a GGUF file or behind a server; that of
     the other model if not given. Both must have the same tokens."""
     text: str | None = None
-    """Source: JSONL, a JSON array, CSV or Parquet with "text", or plain text with a blank line between documents; - is
-    standard input. The models read it."""
+    """Source: JSONL, a JSON array, CSV, Parquet or Arrow with "text", or plain text with a blank line between
+    documents, perhaps compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input. The
+    models read it."""
     responses: str | None = None
-    """Source: JSONL, a JSON array, CSV or Parquet with prompts and responses that were already generated; - is
-    standard input."""
+    """Source with prompts and responses that were already generated, in any of these formats but plain text."""
     device_map: str | None = None
     """Spread a model over several devices as transformers does: auto, balanced, sequential."""
     window: int | None = None
@@ -151,6 +153,7 @@ class ScoringOptions(LoadingOptions):
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._at_least_1("window", "stride")
+        check_read_options(self)
         if self.stride is not None and self.stride > (self.window or self.stride):
             raise OptionError(
                 f"--stride {self.stride} would leave tokens out between windows of {self.window}"

@@ -16,6 +16,7 @@ from kleash.jobs.option_groups import (
     flag,
     require_word,
 )
+from kleash.jobs.reading import PromptOptions, check_read_options
 from kleash.kl_rules import CONTRACTS, VALUES, command_line, default_scope, refusal, term_spec
 from kleash.store.codec import encode
 
@@ -115,12 +116,12 @@ class TrainJob(SeedOption, LoadingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineJob(TrainJob, GenerationOptions):
+class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
     """The options of algorithms in which the policy learns from its own responses to prompts."""
 
     prompts: str | None = None
-    """JSONL, a JSON array, CSV or Parquet with "prompt" or "messages", or plain text, a prompt a line; - is standard
-    input."""
+    """JSONL, a JSON array, CSV, Parquet or Arrow with "prompt" or "messages", or plain text, a prompt a line, perhaps
+    compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input."""
     prompts_per_step: int = 16
     """Prompts answered in a step, by all processes together."""
     max_new_tokens: int = 64
@@ -129,6 +130,7 @@ class OnlineJob(TrainJob, GenerationOptions):
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._at_least_1("prompts_per_step")
+        check_read_options(self)
         self._above_0("temperature")
         self._at_most(LARGEST_TEMPERATURE, "temperature")
         if self.temperature < 1 / LARGEST_TEMPERATURE:

@@ -50,6 +50,8 @@ class OpenRun:
     source_sha256: str
     workers: RayEngine | None = None
     """The workers that score the shards; None where this process does."""
+    source_notes: tuple[str, ...] = ()
+    """Which columns are read, and what the chat template renders."""
 
 
 @dataclass(frozen=True, kw_only=True)

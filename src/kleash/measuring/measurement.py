@@ -53,6 +53,7 @@ class FinishedRun:
     folder: RunFolder
     engine: Engine
     source_sha256: str
+    source_notes: tuple[str, ...]
     checks: SourceChecks
 
 
@@ -151,7 +152,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         worst_sequences=worst_sequences,
         prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
         warnings=run_warnings(run, estimand, counts, totals, rounding),
-        notes=(*run.pair.notes, *run.job.without_effect()),
+        notes=(*run.pair.notes, *run.source_notes, *run.job.without_effect()),
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},

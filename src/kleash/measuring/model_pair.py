@@ -17,6 +17,7 @@ from kleash.engines.endpoints import (
 )
 from kleash.errors import ModelError
 from kleash.jobs import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
+from kleash.jobs.reading import READ_OPTIONS
 from kleash.measuring.shards import source_sequences
 from kleash.models import (
     Loading,
@@ -190,6 +191,7 @@ def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
         stride=stride,
         limit=job.limit,
         batch_tokens=job.batch_tokens,
+        reading={name: getattr(job, name) for name in READ_OPTIONS if getattr(job, name) is not None},
     )
 
 

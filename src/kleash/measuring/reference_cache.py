@@ -22,6 +22,7 @@ from kleash.models import (
     Pair,
     ReferenceCache,
     checked_reader,
+    describe_source,
     finish_cache,
     head_tensors,
     load_reference,
@@ -77,7 +78,9 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     for sentence in job.measurement().without_effect():
         reporter.note(sentence)
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
-    for sentence in pair.notes:
+    kind, name = job.measurement().source
+    notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
+    for sentence in (*pair.notes, *notes):
         reporter.note(sentence)
     try:
         with folder_lock(folder, "wait for it, or give another --out"):

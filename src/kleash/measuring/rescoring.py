@@ -60,7 +60,7 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
         yield from islice(source_sequences(job, pair), count)
         return
     limit = MAX_NOISE_TOKENS if job.limit is None else min(job.limit, MAX_NOISE_TOKENS)
-    prompts = read_prompts(path, pair, limit=limit)
+    prompts = read_prompts(path, pair, limit=limit, reading=job)
     for part in folder.token_parts(["prompt_id", "sample_id", "token_id"]):
         for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
             if part["prompt_id"][begin] >= len(prompts):

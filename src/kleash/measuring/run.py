@@ -25,6 +25,7 @@ from kleash.measuring.run_identity import (
     shared_source_sha256,
 )
 from kleash.measuring.workers import ray_engine
+from kleash.models import describe_source
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
@@ -85,6 +86,7 @@ def measure(
             folder=run.folder,
             engine=engine,
             source_sha256=run.source_sha256,
+            source_notes=run.source_notes,
             checks=shards.checks,
         )
         measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
@@ -140,7 +142,9 @@ def opened_run(
             pair = (
                 workers.pair if workers is not None else load_models(_on_device_of_rank(job, ranks), digest)
             )
-        for sentence in pair.notes:
+        kind, name = job.source
+        source_notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
+        for sentence in (*pair.notes, *source_notes):
             reporter.note(sentence)
         header = header_of(job, pair, digest)
         require_same_on_all_ranks(job, header, ranks)
@@ -161,6 +165,7 @@ def opened_run(
                     ranks=ranks,
                     source_sha256=digest,
                     workers=workers,
+                    source_notes=source_notes,
                 )
             except KeyboardInterrupt as stop:
                 raise Interrupted(

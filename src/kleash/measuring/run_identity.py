@@ -10,7 +10,7 @@ from kleash.jobs import MeasureJob
 from kleash.measuring.model_pair import finished_cache
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.shards import hash_source
-from kleash.models import SAMPLER, Pair, find_checkpoint, source_path
+from kleash.models import SAMPLER, Pair, find_checkpoint, find_source
 from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.sources.source_files import STANDARD_INPUT
@@ -63,7 +63,7 @@ def shared_source_sha256(job: MeasureJob, ranks: RankGroup) -> Generator[str]:
         return
     hashes: dict[str, str] = {}
     hashing_rank = ranks.ranks_on_node[0]
-    source_key = file_key(source_path(job.source[1], job.source[0]))
+    source_key = "\n".join(map(file_key, find_source(job.source[1], job.source[0], job).paths))
     name = f"hashes/{hashing_rank}"
     if ranks.rank == hashing_rank:
         with sharing_hashes(hashes):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import NamedTuple, TypeVar
 
 from kleash.engines import Shard
@@ -12,10 +11,10 @@ from kleash.models import (
     Prompt,
     TokenSequence,
     count_documents,
+    find_source,
     read_prompts,
     read_responses,
     read_text,
-    source_path,
 )
 from kleash.models.sequences import retokenisation_warnings
 
@@ -45,13 +44,13 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
     if kind != "prompts":
         count = None
         if kind == "text":
-            count_documents(path, pair.tokenizer, limit=job.limit)
+            count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
         else:
             count = sum(1 for _ in source_sequences(job, pair))
         groups = _groups(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
         return ShardPlan(shards=shards, sequences=count)
-    prompts = read_prompts(path, pair, limit=job.limit)
+    prompts = read_prompts(path, pair, limit=job.limit, reading=job)
     response_tokens = job.samples_per_prompt * job.max_new_tokens
     groups = _groups(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
     shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
@@ -62,23 +61,19 @@ def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
     """The sequences of a source of text or responses, in order; none for prompts, whose responses are generated."""
     kind, path = job.source
     if kind == "text":
-        yield from read_text(path, pair, window=job.window, stride=job.stride, limit=job.limit)
+        yield from read_text(path, pair, window=job.window, stride=job.stride, limit=job.limit, reading=job)
     elif kind == "responses":
-        yield from read_responses(path, pair, limit=job.limit)
+        yield from read_responses(path, pair, limit=job.limit, reading=job)
 
 
 def hash_source(job: MeasureJob) -> str:
-    """The SHA-256 of the source's bytes.
+    """The SHA-256 of the source's bytes, as ``Source.sha256``.
 
     Raises:
         SourceError: if the file is missing or empty.
     """
     kind, name = job.source
-    digest = sha256()
-    with source_path(name, kind).open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return find_source(name, kind, job).sha256()
 
 
 def _groups(items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob) -> Iterator[list[Item]]:

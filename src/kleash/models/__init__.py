@@ -32,7 +32,8 @@ from kleash.models.sequences import (
 from kleash.models.sources.documents import count_documents, read_text, resolve_window
 from kleash.models.sources.prompts import read_prompts, tokenise_prompts
 from kleash.models.sources.responses import read_responses
-from kleash.models.sources.source_files import source_path
+from kleash.models.sources.source_files import Source, find_source, source_path
+from kleash.models.sources.source_notes import describe_source
 from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Prompt",
     "ReferenceCache",
     "Sampling",
+    "Source",
     "StoredReference",
     "TokenSequence",
     "TokenizerMismatchError",
@@ -53,10 +55,12 @@ __all__ = [
     "checked_reader",
     "compare_tokenizers",
     "count_documents",
+    "describe_source",
     "draw",
     "exponentials",
     "extract_head",
     "find_checkpoint",
+    "find_source",
     "finish_cache",
     "generate",
     "hash_tokens",

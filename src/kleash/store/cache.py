@@ -1,6 +1,7 @@
 """The label and the contents of a reference cache, as JSON files in its folder."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,16 @@ class CachedSource:
     limit: int | None
     """The most documents or responses that were read; None for all."""
     batch_tokens: int
+    reading: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The options that say which split and columns were read, and what was rendered; empty for the defaults."""
 
     def __str__(self) -> str:
         """In words, for errors."""
         windows = f", windows of {self.window} tokens every {self.stride}" if self.kind == "text" else ""
         limit = "" if self.limit is None else f", the first {self.limit}"
-        return f"{self.path} (sha256 {self.sha256[:12]}{windows}{limit}, in batches of {self.batch_tokens} tokens)"
+        options = "".join(f", --{name.replace('_', '-')} {value}" for name, value in self.reading.items())
+        what = f"sha256 {self.sha256[:12]}{options}{windows}{limit}"
+        return f"{self.path} ({what}, in batches of {self.batch_tokens} tokens)"
 
     def agrees(self, other: "CachedSource") -> bool:
         """Whether the same sequences come out of both, in the same batches."""
@@ -45,12 +50,15 @@ class CachedSource:
 
     def covers(self, other: "CachedSource") -> bool:
         """Whether all that comes out of ``other`` comes out of this one too; False if that is not plain."""
-        names = ("kind", "sha256", "window", "stride")
+        names = ("kind", "sha256", "window", "stride", "reading")
         same = all(getattr(self, name) == getattr(other, name) for name in names)
         return same and (self.limit is None or (other.limit is not None and other.limit <= self.limit))
 
     def _identity(self) -> tuple[Any, ...]:
-        return (self.kind, self.sha256, self.window, self.stride, self.limit, self.batch_tokens)
+        return (
+            *(self.kind, self.sha256, self.window, self.stride, self.limit, self.batch_tokens),
+            tuple(sorted(self.reading.items())),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from jaxtyping import Float64
 
 from kleash.dotted import resolve_function
 from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.jobs.reading import DatasetOptions
 from kleash.models import TokenSequence
 from kleash.models.sources.prompts import count_columns
 from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
@@ -165,7 +166,9 @@ def load_rewards(
     return Rewards(rewards=tuple(rewards), tokenizer=tokenizer)
 
 
-def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -> None:
+def check_rewards(
+    specs: Sequence[str], source: str, limit: int | None = None, reading: DatasetOptions | None = None
+) -> None:
     """Check that all reward functions exist and that the prompts have the columns that they need.
 
     Reads the file of the prompts and loads no model.
@@ -180,7 +183,7 @@ def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -
         if _is_function(what)
     ]
     if functions:
-        Rewards(rewards=tuple(functions)).require_columns(list(count_columns(source, limit)), source)
+        Rewards(rewards=tuple(functions)).require_columns(list(count_columns(source, limit, reading)), source)
 
 
 def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names: Sequence[str]) -> None:

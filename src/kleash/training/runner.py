@@ -10,9 +10,10 @@ from typing import Any
 from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
 from kleash.jobs import DistillJob, OnlineJob, TrainJob
+from kleash.jobs.reading import DatasetOptions
 from kleash.launch_environment import launched_rank, launched_world_size
 from kleash.measuring import default_out
-from kleash.models import SAMPLER, find_checkpoint, source_path
+from kleash.models import SAMPLER, find_checkpoint, find_source
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for
 from kleash.reports import write_training_report
@@ -90,9 +91,11 @@ def header_of(job: TrainJob) -> RunHeader:
         ModelError: if there is no such model.
         OptionError, UnknownNameError, MissingExtraError, CannotRunError: if a reward function cannot be imported.
     """
-    kind, source = (
-        ("prompts", job.source) if isinstance(job, OnlineJob) else ("pairs", str(getattr(job, "pairs", "")))
-    )
+    if isinstance(job, OnlineJob):
+        source = find_source(job.source, "prompts", job)
+    else:
+        options = job if isinstance(job, DatasetOptions) else None
+        source = find_source(str(getattr(job, "pairs", "")), "pairs", options)
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
@@ -105,7 +108,7 @@ def header_of(job: TrainJob) -> RunHeader:
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),
-        source_sha256=sha256(source_path(source, kind).read_bytes()).hexdigest(),
+        source_sha256=source.sha256(),
         fingerprints=fingerprints,
         sampler=SAMPLER,
     )

@@ -139,7 +139,11 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
     """
     fields = record.fields
     if fields is None or "response" in fields or "response_token_ids" in fields:
-        yield record
+        responses = (fields or {}).get("response")
+        if isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses):
+            yield from (replace(record, fields={**(fields or {}), "response": text}) for text in responses)
+        else:
+            yield record
         return
     if is_preference(record):
         pair = parse_preference(record)
@@ -179,8 +183,13 @@ def _with_response(
     return replace(record, fields={**fields, "prompt": prompt, "response": answer})
 
 
-def document_text(record: SourceRecord, tokenizer: Any) -> str | None:
+def document_text(record: SourceRecord, tokenizer: Any, chat_template: str | None = None) -> str | None:
     """The text of a record: "text", the rendered "messages", or "prompt" and "completion" joined.
+
+    Args:
+        record: the record.
+        tokenizer: its chat template renders messages.
+        chat_template: "raw" joins the contents of messages by blank lines.
 
     Returns:
         The text; None if the record has none of these fields.
@@ -195,16 +204,55 @@ def document_text(record: SourceRecord, tokenizer: Any) -> str | None:
         text_or_messages(record, name) for name in ("messages", "prompt", "completion")
     )
     if isinstance(messages, list):
-        return render_messages(record, messages, tokenizer, "messages")
+        return conversation_text(record, messages, tokenizer, "messages", chat_template)
     if prompt is None or completion is None:
         return None
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
-        return render_messages(record, prompt + completion, tokenizer, "prompt")
+        return conversation_text(record, prompt + completion, tokenizer, "prompt", chat_template)
     raise SourceError(
         f"{record.location}: expected prompt and completion to be both texts or both lists of messages"
     )
+
+
+def conversation_text(
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
+) -> str:
+    """The text of a whole conversation: rendered, or its contents joined if ``chat_template`` is "raw".
+
+    Raises:
+        SourceError: as ``render_messages`` and ``join_contents``.
+    """
+    if chat_template == "raw":
+        return join_contents(record, messages, name)
+    return render_messages(record, messages, tokenizer, name)
+
+
+def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: str) -> str:
+    """The contents of messages, joined by blank lines.
+
+    Args:
+        record: the record that they come from, for errors.
+        messages: as ``check_messages`` returns them.
+        name: the field that they come from, for errors.
+
+    Raises:
+        SourceError: if a content is neither text nor a list of texts.
+    """
+    return "\n\n".join(_content_text(record, message["content"], name) for message in messages)
+
+
+def _content_text(record: SourceRecord, content: Any, name: str) -> str:
+    """The text of a message's content: text, or parts of the type "text"."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise SourceError(
+            f"{record.location}: expected the contents of {name!r} to be text and found {show_value(content)}; leave "
+            "--chat-template raw out, or give text"
+        )
+    return check_unicode(record, repr(name), "".join(map(str, texts)))
 
 
 def render_answer(

@@ -2,22 +2,28 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kleash.errors import OptionError, SourceError
+from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
 from kleash.models.sources.dataset_formats import document_text
-from kleash.models.sources.prompts import describe_fields, encode_text
-from kleash.models.sources.source_files import read_documents, source_path
-from kleash.models.sources.source_records import SourceRecord
+from kleash.models.sources.prompts import encode_text
+from kleash.models.sources.source_files import Source, find_source
+from kleash.models.sources.source_records import SourceRecord, describe_fields
 
 DEFAULT_WINDOW = 2048
 
 
 def read_text(
-    name: str, pair: Pair, *, window: int | None = None, stride: int | None = None, limit: int | None = None
+    name: str,
+    pair: Pair,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    reading: DatasetOptions | None = None,
 ) -> Iterator[TokenSequence]:
     """Read the documents of a source as windows: records with "text", or plain text with blank lines between.
 
@@ -28,21 +34,23 @@ def read_text(
     A document of fewer than two tokens has no windows, but is counted in ``prompt_id``.
 
     Args:
-        name: the file, of JSONL, a JSON array, CSV, Parquet or plain text; "-" for standard input; or
-            "shipped:text". One document at a time is held in memory (of a JSON array, all). A record without "text"
-            may have "messages", rendered by the chat template, or "prompt" and "completion", which are joined.
+        name: the file, of JSONL, a JSON array, CSV, Parquet, Arrow or plain text; "-" for standard input;
+            "shipped:text"; or a data set, as ``find_source`` takes it. One document at a time is held in memory (of a
+            JSON array, all). A record without "text" may have "messages", rendered by the chat template, or "prompt"
+            and "completion", which are joined.
         pair: the models, whose tokenizer and context length are used.
         window: number of tokens that a model reads at once; None is 2048, or the context length if that is shorter.
         stride: number of tokens from the start of a window to the start of the next, at most ``window``; None is
             ``window``.
         limit: largest number of documents to read; None for all.
+        reading: split, column and chat template, such as a job; None for the defaults.
 
     Raises:
         OptionError: if the window is longer than the context, or the stride is not from 1 to the window.
         SourceError: if a line cannot be read as a document, or there is nothing to score.
     """
     window, stride = resolve_window(pair, window, stride)
-    return _windows(name, pair, window, stride, limit)
+    return _windows(find_source(name, "text", reading), pair, window, stride, limit)
 
 
 def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
@@ -65,25 +73,29 @@ def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[
     return window, stride
 
 
-def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = None) -> int:
+def count_documents(
+    name: str, tokenizer: Any = None, *, limit: int | None = None, reading: DatasetOptions | None = None
+) -> int:
     """The number of documents of a source that ``read_text`` would read; nothing is tokenised.
 
     Args:
         name: as in ``read_text``.
         tokenizer: its chat template renders records of messages; None if there are none.
         limit: largest number of documents to count; None for all.
+        reading: as in ``read_text``.
 
     Raises:
         SourceError: if a line cannot be read as a document.
     """
-    return sum(1 for _ in islice(_documents(source_path(name, "text"), tokenizer), limit))
+    return sum(1 for _ in islice(_documents(find_source(name, "text", reading), tokenizer), limit))
 
 
-def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[TokenSequence]:
+def _windows(
+    source: Source, pair: Pair, window: int, stride: int, limit: int | None
+) -> Iterator[TokenSequence]:
     """Iterate over the windows of a source, whose size and stride are valid."""
-    path = source_path(name, "text")
     has_windows = False
-    for document, record in enumerate(islice(_documents(path, pair.tokenizer), limit)):
+    for document, record in enumerate(islice(_documents(source, pair.tokenizer), limit)):
         token_ids = tuple(encode_text(pair.tokenizer, record.text, special_tokens=True))
         for index, (start, score_start, stop) in enumerate(window_spans(len(token_ids), window, stride)):
             has_windows = True
@@ -98,7 +110,9 @@ def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None)
                 location=record.location,
             )
     if not has_windows:
-        raise SourceError(f"{name} holds no document of two tokens or more, so there is nothing to score")
+        raise SourceError(
+            f"{source.name} holds no document of two tokens or more, so there is nothing to score"
+        )
 
 
 def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -110,15 +124,16 @@ def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, i
         score_start, start = stop, start + stride
 
 
-def _documents(path: Path, tokenizer: Any) -> Iterator[SourceRecord]:
+def _documents(source: Source, tokenizer: Any) -> Iterator[SourceRecord]:
     """The documents of a source as records of plain text."""
-    for record in read_documents(path, "text"):
+    for record in source.records():
         if record.fields is None:
             yield record
             continue
-        text = document_text(record, tokenizer)
+        text = document_text(record, tokenizer, source.reading.chat_template)
         if text is None:
             raise SourceError(
-                f"{record.location}: expected a field 'text' and found {describe_fields(record)}"
+                f"{record.location}: expected a field 'text' and found {describe_fields(record)}; --text-column names "
+                "another"
             )
         yield SourceRecord(number=record.number, location=record.location, text=text)

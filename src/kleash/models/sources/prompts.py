@@ -6,45 +6,63 @@ from itertools import islice
 from typing import Any
 
 from kleash.errors import SourceError
+from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import Prompt, hash_tokens
 from kleash.models.sources.dataset_formats import (
     check_messages,
-    check_text_only,
     is_preference,
+    join_contents,
     parse_preference,
     render_messages,
     text_or_messages,
 )
-from kleash.models.sources.source_files import read_records, source_path
-from kleash.models.sources.source_records import SourceRecord, check_unicode, get_field, shorten, show_value
+from kleash.models.sources.source_files import find_source
+from kleash.models.sources.source_records import (
+    SourceRecord,
+    check_unicode,
+    describe_fields,
+    get_field,
+    shorten,
+    show_value,
+)
 
 
-def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:
+def read_prompts(
+    name: str,
+    pair: Pair,
+    *,
+    limit: int | None = None,
+    columns: bool = False,
+    reading: DatasetOptions | None = None,
+) -> list[Prompt]:
     """Read the prompts of a source: records with "prompt" or "messages", or plain text with a prompt on each line.
 
     Plain text is tokenised with the special tokens that the tokenizer puts in front of it. Messages are rendered by
     the chat template, up to the start of the assistant's turn. Blank lines are skipped.
 
     Args:
-        name: the file, of JSONL, a JSON array, CSV, Parquet or plain text; "-" for standard input; or
-            "shipped:prompts". "prompt" is a text or a list of messages; in a preference pair without "prompt", it is
-            the common beginning of "chosen" and "rejected".
+        name: the file, of JSONL, a JSON array, CSV, Parquet, Arrow or plain text; "-" for standard input;
+            "shipped:prompts"; or a data set, as ``find_source`` takes it. "prompt" is a text or a list of messages; in
+            a preference pair without "prompt", it is the common beginning of "chosen" and "rejected".
         pair: the models, whose tokenizer and context length are used.
         limit: largest number of prompts to read; None for all.
         columns: whether each prompt keeps all fields of its record, for reward functions.
+        reading: split, columns and chat template, such as a job; None for the defaults.
 
     Raises:
         SourceError: if a record is not a prompt, or its prompt is empty or longer than a model can read; or if there
             is no prompt at all.
     """
-    prompts = _prompts(_records(name, limit), pair, columns=columns)
+    source = find_source(name, "prompts", reading)
+    records = islice(source.records(), limit)
+    prompts = _prompts(records, pair, columns=columns, chat_template=source.reading.chat_template)
     if not prompts:
         raise SourceError(f"{name} holds no prompt, only blank lines")
     return prompts
 
 
-def count_columns(name: str, limit: int | None = None) -> Counter[str]:
+def count_columns(name: str, limit: int | None = None, reading: DatasetOptions | None = None) -> Counter[str]:
     """The number of a source's prompts that have each column, in the order in which the columns appear.
 
     Loads no model. Plain text has no columns.
@@ -52,12 +70,8 @@ def count_columns(name: str, limit: int | None = None) -> Counter[str]:
     Raises:
         SourceError: if a line cannot be read.
     """
-    return Counter(column for record in _records(name, limit) for column in record.fields or ())
-
-
-def _records(name: str, limit: int | None) -> Iterable[SourceRecord]:
-    """The first ``limit`` records of a source of prompts."""
-    return islice(read_records(source_path(name, "prompts"), "prompts"), limit)
+    records = islice(find_source(name, "prompts", reading).raw_records(), limit)
+    return Counter(column for record in records for column in record.fields or ())
 
 
 def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
@@ -77,12 +91,18 @@ def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: Pair) 
     return _prompts(records, pair)
 
 
-def _prompts(records: Iterable[SourceRecord], pair: Pair, *, columns: bool = False) -> list[Prompt]:
+def _prompts(
+    records: Iterable[SourceRecord],
+    pair: Pair,
+    *,
+    columns: bool = False,
+    chat_template: str | None = None,
+) -> list[Prompt]:
     """The prompts of records; equal prompts are numbered by ``copy``."""
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
     for record in records:
-        token_ids, text = tokenise_prompt(record, pair)
+        token_ids, text = tokenise_prompt(record, pair, chat_template)
         check_length(record, "prompt", len(token_ids), pair)
         prompt_hash = hash_tokens(token_ids)
         prompts.append(
@@ -93,24 +113,31 @@ def _prompts(records: Iterable[SourceRecord], pair: Pair, *, columns: bool = Fal
                 prompt_hash=prompt_hash,
                 copy=copies[prompt_hash],
                 location=record.location,
-                messages=_messages(record),
-                columns=record.fields or {} if columns else {},
+                messages=_messages(record, chat_template),
+                columns=(record.columns or record.fields or {}) if columns else {},
             )
         )
         copies[prompt_hash] += 1
     return prompts
 
 
-def tokenise_prompt(record: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], str]:
+def tokenise_prompt(
+    record: SourceRecord, pair: Pair, chat_template: str | None = None
+) -> tuple[tuple[int, ...], str]:
     """Token ids and text of the prompt of a record; token ids take precedence over text.
+
+    Args:
+        record: the record.
+        pair: the models, whose tokenizer and vocabulary are used.
+        chat_template: "apply" renders a plain prompt as a user's message, too; "raw" renders nothing, and joins the
+            contents of messages by blank lines; None renders messages alone.
 
     Raises:
         SourceError: if the record has no prompt, or an empty one.
     """
     if record.fields is None:
         text = check_unicode(record, "the prompt", record.text)
-        return _from_text(record, text, pair.tokenizer), text
-    check_text_only(record)
+        return _from_text(record, text, pair.tokenizer, chat_template)
     values = get_field(record, "prompt_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
@@ -118,18 +145,27 @@ def tokenise_prompt(record: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], 
     messages = get_field(record, "messages", list, "a list of messages")
     prompt = text_or_messages(record, "prompt")
     if messages is not None and prompt is not None:
-        raise SourceError(f"{record.location}: expected 'prompt' or 'messages' and found both; keep one")
+        raise SourceError(
+            f"{record.location}: expected 'prompt' or 'messages' and found both; keep one, or choose by --prompt-column"
+        )
     if messages is not None:
-        return _from_messages(record, check_messages(record, "messages", messages), pair.tokenizer)
+        messages = check_messages(record, "messages", messages)
+        if messages[-1]["role"] == "assistant":
+            raise SourceError(
+                f"{record.location}: the last of 'messages' is the assistant's; leave it out to have the conversation "
+                "answered, or call the field 'prompt' to have it continued"
+            )
+        return _from_messages(record, messages, pair.tokenizer, "messages", chat_template)
     if prompt is None and is_preference(record):
         prompt = parse_preference(record).prompt
     if prompt is None:
         raise SourceError(
-            f"{record.location}: expected a field 'prompt' or 'messages' and found {describe_fields(record)}"
+            f"{record.location}: expected a field 'prompt' or 'messages' and found {describe_fields(record)}; "
+            "--prompt-column names another"
         )
     if isinstance(prompt, list):
-        return _render_and_encode(record, prompt, pair.tokenizer, "prompt")
-    return _from_text(record, prompt, pair.tokenizer), prompt
+        return _from_messages(record, prompt, pair.tokenizer, "prompt", chat_template)
+    return _from_text(record, prompt, pair.tokenizer, chat_template)
 
 
 def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
@@ -164,20 +200,20 @@ def check_length(record: SourceRecord, what: str, tokens: int, pair: Pair) -> No
         )
 
 
-def describe_fields(record: SourceRecord) -> str:
-    """The names of a record's fields, for errors."""
-    return ", ".join(repr(name) for name in record.fields) if record.fields else "an empty object"
-
-
 def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]:
     """Token ids of ``text``, with or without the special tokens that the tokenizer adds around a text."""
     return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
 
 
-def _from_text(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids of a prompt of plain text, without an end token that the tokenizer appended."""
+def _from_text(
+    record: SourceRecord, text: str, tokenizer: Any, chat_template: str | None
+) -> tuple[tuple[int, ...], str]:
+    """Token ids and text of a prompt of plain text, without an end token that the tokenizer appended."""
     if not text:
         raise SourceError(f"{record.location}: the prompt is empty")
+    if chat_template == "apply":
+        message = {"role": "user", "content": text}
+        return _from_messages(record, [message], tokenizer, "prompt", chat_template)
     token_ids = encode_text(tokenizer, text, special_tokens=True)
     text_ids = encode_text(tokenizer, text, special_tokens=False)
     ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
@@ -185,36 +221,28 @@ def _from_text(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ..
         token_ids.pop()
     if not token_ids:
         raise SourceError(f"{record.location}: the prompt {shorten(text)} has no tokens")
-    return tuple(token_ids)
+    return tuple(token_ids), text
 
 
-def _messages(record: SourceRecord) -> tuple[dict[str, Any], ...] | None:
-    """The messages of a record's prompt; None if the prompt is text or token ids."""
-    fields = record.fields or {}
-    if fields.get("prompt_token_ids") is not None:
+def _messages(record: SourceRecord, chat_template: str | None) -> tuple[dict[str, Any], ...] | None:
+    """The messages that a prompt was rendered from; None if it is read as text or token ids."""
+    fields = {"prompt": record.text} if record.fields is None else record.fields
+    if fields.get("prompt_token_ids") is not None or chat_template == "raw":
         return None
-    messages = fields.get("messages") or fields.get("prompt")
-    if messages is None and is_preference(record):
-        messages = parse_preference(record).prompt
-    return tuple(messages) if isinstance(messages, list) else None
+    prompt = fields.get("messages") or fields.get("prompt")
+    if prompt is None and is_preference(record):
+        prompt = parse_preference(record).prompt
+    if isinstance(prompt, str) and chat_template == "apply":
+        return ({"role": "user", "content": prompt},)
+    return tuple(prompt) if isinstance(prompt, list) else None
 
 
 def _from_messages(
-    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any
-) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of a conversation that the assistant is to answer."""
-    if messages[-1]["role"] == "assistant":
-        raise SourceError(
-            f"{record.location}: the last of 'messages' is the assistant's; leave it out to have the conversation "
-            "answered, or call the field 'prompt' to have it continued"
-        )
-    return _render_and_encode(record, messages, tokenizer, "messages")
-
-
-def _render_and_encode(
-    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
 ) -> tuple[tuple[int, ...], str]:
     """Token ids and text of messages, up to the start of the assistant's turn."""
+    if chat_template == "raw":
+        return _from_text(record, join_contents(record, messages, name), tokenizer, chat_template)
     text = render_messages(record, messages, tokenizer, name, generate=True)
     token_ids = encode_text(tokenizer, text, special_tokens=False)
     if not token_ids:

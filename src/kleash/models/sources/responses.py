@@ -8,19 +8,20 @@ from itertools import count, islice
 import numpy as np
 
 from kleash.errors import SourceError
+from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.dataset_formats import expand_responses, render_answer, text_or_messages
-from kleash.models.sources.prompts import (
-    check_length,
-    check_token_ids,
-    describe_fields,
-    encode_text,
-    tokenise_prompt,
+from kleash.models.sources.dataset_formats import (
+    expand_responses,
+    join_contents,
+    render_answer,
+    text_or_messages,
 )
-from kleash.models.sources.source_files import read_records, source_path
+from kleash.models.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
+from kleash.models.sources.source_files import find_source
 from kleash.models.sources.source_records import (
     SourceRecord,
+    describe_fields,
     get_field,
     is_finite_number,
     show_value,
@@ -33,7 +34,9 @@ IMPOSSIBLE_NATS = 80.0
 """An event of probability below exp(-80) = 2e-35 is taken for an error in the data."""
 
 
-def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterator[TokenSequence]:
+def read_responses(
+    name: str, pair: Pair, *, limit: int | None = None, reading: DatasetOptions | None = None
+) -> Iterator[TokenSequence]:
     """Read responses with their prompts from a source of records, one record at a time.
 
     A record has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``; token
@@ -46,21 +49,21 @@ def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterat
     the end token.
 
     Args:
-        name: the file, of JSONL, a JSON array, CSV or Parquet, or "-" for standard input.
+        name: the file, of JSONL, a JSON array, CSV, Parquet or Arrow; "-" for standard input; or a data set, as
+            ``find_source`` takes it.
         pair: the models, whose tokenizer, vocabulary and context length are used.
         limit: largest number of responses to read; None for all.
+        reading: split, columns and chat template, such as a job; None for the defaults.
 
     Raises:
         SourceError: at the first record that is not a response, with what was expected.
     """
-    path = source_path(name, "responses")
+    source = find_source(name, "responses", reading)
     assigner, is_empty = _IdAssigner(), True
-    responses = (
-        response for record in read_records(path, "responses") for response in expand_responses(record)
-    )
+    responses = (response for record in source.records() for response in expand_responses(record))
     for record in islice(responses, limit):
         is_empty = False
-        yield _response(record, pair, assigner)
+        yield _response(record, pair, assigner, source.reading.chat_template)
     if is_empty:
         raise SourceError(f"{name} holds no response, only blank lines")
 
@@ -110,11 +113,13 @@ class _IdAssigner:
         return prompt, sample
 
 
-def _response(record: SourceRecord, pair: Pair, assigner: _IdAssigner) -> TokenSequence:
+def _response(
+    record: SourceRecord, pair: Pair, assigner: _IdAssigner, chat_template: str | None
+) -> TokenSequence:
     """The token sequence of one response."""
-    prompt_ids, prompt_text = tokenise_prompt(record, pair)
+    prompt_ids, prompt_text = tokenise_prompt(record, pair, chat_template)
     finish_reason = get_field(record, "finish_reason", str, "text")
-    response_ids, response_text, retokenised = _answer(record, pair, finish_reason)
+    response_ids, response_text, retokenised = _answer(record, pair, finish_reason, chat_template)
     check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
     prompt_id, sample_id = assigner.assign(record, prompt_hash)
@@ -134,9 +139,11 @@ def _response(record: SourceRecord, pair: Pair, assigner: _IdAssigner) -> TokenS
     )
 
 
-def _answer(record: SourceRecord, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
+def _answer(
+    record: SourceRecord, pair: Pair, finish_reason: str | None, chat_template: str | None
+) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
-    text = _response_text(record, pair)
+    text = _response_text(record, pair, chat_template)
     values = get_field(record, "response_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "response_token_ids", values, pair)
@@ -144,7 +151,7 @@ def _answer(record: SourceRecord, pair: Pair, finish_reason: str | None) -> tupl
     if text is None:
         raise SourceError(
             f"{record.location}: expected a field 'response' or 'response_token_ids' and found "
-            f"{describe_fields(record)}"
+            f"{describe_fields(record)}; --response-column names another"
         )
     token_ids = encode_text(pair.tokenizer, text, special_tokens=False)
     eos = pair.tokenizer.eos_token_id
@@ -157,12 +164,16 @@ def _answer(record: SourceRecord, pair: Pair, finish_reason: str | None) -> tupl
     return tuple(token_ids), text, True
 
 
-def _response_text(record: SourceRecord, pair: Pair) -> str | None:
+def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) -> str | None:
     """The text of the response; messages are rendered by the chat template. None if the record has no text."""
     response = text_or_messages(record, "response")
     if not isinstance(response, list):
         return response
+    if chat_template == "raw":
+        return join_contents(record, response, "response")
     prompt = text_or_messages(record, "messages") or text_or_messages(record, "prompt")
+    if isinstance(prompt, str) and chat_template == "apply":
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         raise SourceError(
             f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both "

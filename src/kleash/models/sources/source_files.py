@@ -3,8 +3,10 @@
 import atexit
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from shutil import copyfileobj, rmtree
 from stat import S_ISDIR, S_ISREG
@@ -12,6 +14,15 @@ from tempfile import mkdtemp
 from typing import Literal
 
 from kleash.errors import SourceError
+from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
+from kleash.models.sources.columns import (
+    ColumnChoice,
+    choose_columns,
+    named_columns,
+    rename_columns,
+)
+from kleash.models.sources.compression import open_unpacked, uncompressed_suffix
+from kleash.models.sources.dataset_folders import find_dataset
 from kleash.models.sources.source_records import (
     COPY_OF_STANDARD_INPUT,
     SourceRecord,
@@ -22,10 +33,18 @@ from kleash.models.sources.source_records import (
     shorten,
     source_label,
 )
-from kleash.models.sources.tabular import find_delimiter, read_csv, read_json_array, read_parquet
+from kleash.models.sources.tabular import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    find_delimiter,
+    read_arrow,
+    read_csv,
+    read_json_array,
+    read_parquet,
+)
 from kleash.shipped import shipped_prompts, shipped_text
 
-SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "plain text"]
+SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "arrow", "plain text"]
 
 STANDARD_INPUT = "-"
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
@@ -34,17 +53,18 @@ FORMAT_NAMES: Mapping[SourceFormat, str] = {
     "json array": "a JSON array",
     "csv": "CSV",
     "parquet": "Parquet",
+    "arrow": "Arrow",
     "plain text": "plain text",
 }
 """How errors call a format."""
-FORMATS: Mapping[str, tuple[SourceFormat, ...]] = {
+FORMATS: Mapping[SourceKind, tuple[SourceFormat, ...]] = {
     "prompts": ("jsonl", "json array", "csv", "parquet", "plain text"),
     "text": ("jsonl", "json array", "csv", "parquet", "plain text"),
     "responses": ("jsonl", "json array", "csv", "parquet"),
     "pairs": ("jsonl", "json array", "csv", "parquet"),
     "rollouts": ("jsonl", "json array", "parquet"),
 }
-"""What is in a source -> the formats that it may have."""
+"""What is in a source -> the formats that it may have, besides Arrow, which is read wherever Parquet is."""
 FORMAT_BY_SUFFIX: dict[str, SourceFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -53,25 +73,15 @@ FORMAT_BY_SUFFIX: dict[str, SourceFormat] = {
     ".txt": "plain text",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
 }
 """Formats of files by suffix, which takes precedence over their content."""
-FIELDS = frozenset(
-    {
-        *("prompt", "messages", "prompt_token_ids", "text", "response", "response_token_ids"),
-        *("completion", "chosen", "rejected"),
-    }
-)
-"""Names of fields that are read from a record; the header of a table contains at least one."""
-COMPRESSION_BY_START = {
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-}
-"""Compression programs by the first bytes of their files."""
+REFUSED_COMPRESSION_BY_START = {b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+"""Compression programs whose files are not read, by the first bytes of the files."""
 REFUSED_BY_START = {
     b"PK\x03\x04": "a zip archive (as .xlsx, .docx and .npz are)",
-    b"ARROW1": "an Arrow file",
     b"ORC": "an ORC file",
     b"Obj\x01": "an Avro file",
     b"SQLite format 3": "a SQLite database",
@@ -90,20 +100,101 @@ REFUSED_BY_START = {
 REFUSED_BY_SUFFIX = {
     **dict.fromkeys((".yaml", ".yml"), "YAML"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "a spreadsheet"),
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), "an Arrow file"),
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth"), "a pickle"),
     **dict.fromkeys((".xml", ".toml", ".ini", ".ipynb"), "a structured file of another kind"),
 }
 """Formats that cannot be read, by suffix."""
 
 
-def accepted_formats(kind: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of a source, and how their records are read."""
+
+    name: str
+    """As it was asked for."""
+    kind: SourceKind
+    """What is in it."""
+    paths: tuple[Path, ...]
+    """One file, or those of a split of a data set."""
+    reading: ReadOptions
+    notes: tuple[str, ...] = ()
+    """What was decided when it was found."""
+
+    def columns(self) -> tuple[ColumnChoice, ...]:
+        """The columns that stand for fields of other names; empty if there are none, or no records.
+
+        Raises:
+            SourceError: if the first record cannot be read, or lacks a column that an option names.
+        """
+        first = next(self.raw_records(), None)
+        return () if first is None else choose_columns(first, self.kind, self.reading)
+
+    def records(self) -> Iterator[SourceRecord]:
+        """Iterate over the records, with the fields that their columns stand for.
+
+        Raises:
+            SourceError: if a file is damaged, or a column that an option names is not there.
+        """
+        choices = self.columns()
+        for record in self.raw_records():
+            yield rename_columns(record, choices) if choices else record
+
+    def raw_records(self) -> Iterator[SourceRecord]:
+        """Iterate over the records as they lie in the files."""
+        named = named_columns(self.reading)
+        for path in self.paths:
+            yield from read_records(path, self.kind, named)
+
+    def sha256(self) -> str:
+        """The SHA-256 of the file's bytes; of several files, that of their hashes in order."""
+        hashes = [_hash_file(path) for path in self.paths]
+        return hashes[0] if len(hashes) == 1 else sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def find_source(name: str, kind: SourceKind, options: DatasetOptions | None = None) -> Source:
+    """Find the files of a source.
+
+    Args:
+        name: a file, "shipped:prompts", "shipped:text", or "-" for standard input; a folder that ``save_to_disk``
+            wrote, or in the layout of the hub; or the name of a data set on the hub.
+        kind: what is in it, a key of ``FORMATS``.
+        options: how it is read, such as a job; None for the defaults.
+
+    Raises:
+        SourceError: if there is no such file or data set, or it is empty or cannot be read twice.
+    """
+    reading = ReadOptions.of(options)
+    if name != STANDARD_INPUT and name not in SHIPPED:
+        dataset = find_dataset(name, reading)
+        if dataset is not None:
+            return Source(name=name, kind=kind, paths=dataset.paths, reading=reading, notes=dataset.notes)
+    path = source_path(name, kind)
+    for option in ("split", "dataset_config"):
+        value = getattr(reading, option)
+        if value is not None:
+            raise SourceError(
+                f"{source_label(path)} is one file, which has no {shorten(value)}; leave "
+                f"--{option.replace('_', '-')} out"
+            )
+    return Source(name=name, kind=kind, paths=(path,), reading=reading)
+
+
+def _hash_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def accepted_formats(kind: SourceKind) -> str:
     """The formats of ``FORMATS`` for errors: "JSONL, a JSON array or Parquet"."""
     *names, last = (FORMAT_NAMES[source_format] for source_format in FORMATS[kind])
     return f"{', '.join(names)} or {last}"
 
 
-def source_path(name: str, kind: str) -> Path:
+def source_path(name: str, kind: SourceKind) -> Path:
     """The path of a source: the file ``name``, a shipped file, or a copy of standard input.
 
     Args:
@@ -137,38 +228,47 @@ def source_path(name: str, kind: str) -> Path:
     return path
 
 
-def read_records(path: Path, kind: str) -> Iterator[SourceRecord]:
-    """Read the records of a source; in plain text, each line is a record.
-
-    Raises:
-        SourceError: if the file is damaged, or its format cannot be read.
-    """
-    return _read(path, kind, documents=False)
-
-
-def read_documents(path: Path, kind: str) -> Iterator[SourceRecord]:
-    """Read the records of a source; in plain text, blank lines separate records.
-
-    Raises:
-        SourceError: if the file is damaged, or its format cannot be read.
-    """
-    return _read(path, kind, documents=True)
-
-
-def detect_format(path: Path, kind: str) -> SourceFormat:
-    """The format of a source, by its first bytes, its suffix, or its first line that is not blank.
-
-    A .txt file is plain text, a .jsonl file is JSONL and a .csv file is a table, whatever their content.
+def read_records(path: Path, kind: SourceKind, named: Collection[str] = ()) -> Iterator[SourceRecord]:
+    """Read the records of a file; in plain text, each line is a record, and of ``kind`` "text" each document.
 
     Args:
-        path: of the file.
+        path: the file.
         kind: what is in it, a key of ``FORMATS``.
+        named: names of columns that options give, by which the header of a table is recognised.
+
+    Raises:
+        SourceError: if the file is damaged, or its format cannot be read.
+    """
+    source_format = detect_format(path, kind, named)
+    if source_format == "jsonl":
+        return read_jsonl(path)
+    if source_format == "json array":
+        return read_json_array(path)
+    if source_format == "csv":
+        return read_csv(path, named)
+    if source_format == "parquet":
+        return read_parquet(path)
+    if source_format == "arrow":
+        return read_arrow(path)
+    return read_plain_documents(path) if kind == "text" else read_plain_lines(path)
+
+
+def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> SourceFormat:
+    """The format of a source, by its first bytes, its suffix, or its first line that is not blank.
+
+    A .txt file is plain text, a .jsonl file is JSONL and a .csv file is a table, whatever their content. Of a
+    compressed file, the content and the suffix are those of the file that was compressed.
+
+    Args:
+        path: the file.
+        kind: what is in it, a key of ``FORMATS``.
+        named: names of columns that options give, by which the header of a table is recognised.
 
     Raises:
         SourceError: if the format cannot be read, or is none of ``FORMATS[kind]``, with its name.
     """
-    source_format = _detected_format(path, kind)
-    if source_format not in FORMATS[kind]:
+    source_format = _detected_format(path, kind, named)
+    if source_format not in (*FORMATS[kind], "arrow"):
         raise SourceError(
             f"{source_label(path)} is read as {FORMAT_NAMES[source_format]}, and {kind} come as "
             f"{accepted_formats(kind)}; convert it"
@@ -176,12 +276,14 @@ def detect_format(path: Path, kind: str) -> SourceFormat:
     return source_format
 
 
-def _detected_format(path: Path, kind: str) -> SourceFormat:
+def _detected_format(path: Path, kind: SourceKind, named: Collection[str]) -> SourceFormat:
     """``detect_format`` for all formats that any source may have."""
-    start, suffix, label = _first_bytes(path), path.suffix.lower(), source_label(path)
+    start, suffix, label = _first_bytes(path), uncompressed_suffix(path), source_label(path)
     if start.startswith(b"PAR1"):
         return "parquet"
-    for prefix, program in COMPRESSION_BY_START.items():
+    if start.startswith((ARROW_FILE, ARROW_STREAM)):
+        return "arrow"
+    for prefix, program in REFUSED_COMPRESSION_BY_START.items():
         if start.startswith(prefix):
             raise SourceError(f"{label} is packed by {program}; unpack it first")
     for prefix, refused_format in REFUSED_BY_START.items():
@@ -194,24 +296,14 @@ def _detected_format(path: Path, kind: str) -> SourceFormat:
         )
     if FORMAT_BY_SUFFIX.get(suffix) == "parquet":
         raise SourceError(f"{label} is not a Parquet file, which begins with PAR1; make or fetch it again")
-    return FORMAT_BY_SUFFIX.get(suffix) or _format_by_content(path, suffix)
+    if FORMAT_BY_SUFFIX.get(suffix) == "arrow":
+        raise SourceError(
+            f"{label} is not an Arrow file, which begins with ARROW1 or 0xffffffff; make it again"
+        )
+    return FORMAT_BY_SUFFIX.get(suffix) or _format_by_content(path, suffix, named)
 
 
-def _read(path: Path, kind: str, *, documents: bool) -> Iterator[SourceRecord]:
-    """Read a source by its format; plain text as documents or as lines."""
-    source_format = detect_format(path, kind)
-    if source_format == "jsonl":
-        return read_jsonl(path)
-    if source_format == "json array":
-        return read_json_array(path)
-    if source_format == "csv":
-        return read_csv(path, FIELDS)
-    if source_format == "parquet":
-        return read_parquet(path)
-    return read_plain_documents(path) if documents else read_plain_lines(path)
-
-
-def _format_by_content(path: Path, suffix: str) -> SourceFormat:
+def _format_by_content(path: Path, suffix: str, named: Collection[str]) -> SourceFormat:
     """The format of a file whose suffix is unknown or ".json", by its first line that is not blank."""
     for _, text in read_text_lines(path):
         if not text.strip():
@@ -220,7 +312,7 @@ def _format_by_content(path: Path, suffix: str) -> SourceFormat:
             return "jsonl"
         if suffix == ".json" or (text.lstrip().startswith("[") and _is_array_of_objects(path)):
             return "json array"
-        return "csv" if find_delimiter(text, FIELDS, names_only=True) else "plain text"
+        return "csv" if find_delimiter(text, named, names_only=True) else "plain text"
     return "jsonl" if suffix == ".json" else "plain text"
 
 
@@ -233,7 +325,8 @@ def _is_object(text: str) -> bool:
 
 def _is_array_of_objects(path: Path) -> bool:
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        with open_unpacked(path, source_label(path)) as file:
+            content = json.loads(file.read().decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, list) and bool(content) and all(isinstance(entry, dict) for entry in content)
@@ -242,13 +335,13 @@ def _is_array_of_objects(path: Path) -> bool:
 def _first_bytes(path: Path) -> bytes:
     """The first 16 bytes of a file."""
     try:
-        with path.open("rb") as file:
+        with open_unpacked(path, source_label(path)) as file:
             return file.read(16)
     except OSError as error:
         raise SourceError(f"{source_label(path)} cannot be read: {error.strerror or error}") from error
 
 
-def _standard_input(kind: str) -> Path:
+def _standard_input(kind: SourceKind) -> Path:
     """The copy of standard input; raises SourceError if it is empty."""
     path = _copy_of_standard_input()
     if path.stat().st_size == 0:

@@ -9,8 +9,10 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.models.compat import summarise_error
+from kleash.models.sources.compression import open_unpacked
 
 MAX_SHOWN_CHARACTERS = 60
+MAX_SHOWN_FIELDS = 16
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
 """File name of the copy of standard input."""
 
@@ -27,6 +29,8 @@ class SourceRecord:
     """The plain text; not used if the record has fields."""
     fields: dict[str, Any] | None = None
     """Values by name; None in plain text."""
+    columns: dict[str, Any] | None = None
+    """Values by their names in the source, where ``fields`` has others."""
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRecord]:
@@ -108,6 +112,14 @@ def get_field(record: SourceRecord, name: str, types: type | tuple[type, ...], e
     raise SourceError(f"{record.location}: expected {name!r} to be {expected} and found {show_value(value)}")
 
 
+def describe_fields(record: SourceRecord) -> str:
+    """The names of a record's fields, as its source has them, for errors."""
+    names = list(record.columns or record.fields or {})
+    shown = ", ".join(shorten(str(name)) for name in names[:MAX_SHOWN_FIELDS])
+    more = len(names) - MAX_SHOWN_FIELDS
+    return f"{shown} and {more} more" if more > 0 else shown or "an empty object"
+
+
 def check_unicode(record: SourceRecord, what: str, text: str) -> str:
     """Check that ``text`` has no lone surrogate such as "\\ud83d", which JSON can hold; return it.
 
@@ -150,7 +162,7 @@ def source_label(path: Path) -> str:
 
 
 def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
-    """Number and text of each line of a UTF-8 file, without a byte-order mark.
+    """Number and text of each line of a UTF-8 file, unpacked and without a byte-order mark.
 
     Args:
         path: the file.
@@ -162,7 +174,7 @@ def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[in
     number = 0
     label = source_label(path)
     try:
-        with path.open("rb") as file:
+        with open_unpacked(path, label) as file:
             for number, raw in enumerate(file, start=1):
                 line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 if b"\0" in line:

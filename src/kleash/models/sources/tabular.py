@@ -1,16 +1,20 @@
-"""Readers of CSV, Parquet and JSON arrays, a record for each row."""
+"""Readers of CSV, Parquet, Arrow and JSON arrays, a record for each row."""
 
 import csv
+import io
 import json
 import re
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.models.compat import summarise_error
+from kleash.models.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
+from kleash.models.sources.compression import FREE_BYTES, LARGEST_RATIO, compression_of, open_unpacked
 from kleash.models.sources.source_records import (
     SourceRecord,
     read_text_lines,
@@ -27,47 +31,54 @@ JSON_COLUMNS = frozenset(
     }
 )
 """Columns of a CSV whose cells are JSON: lists and numbers."""
-TEXT_OR_MESSAGES_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected"})
+TEXT_OR_MESSAGES_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", *CONVERSATIONS})
 """Columns whose cells are text, or a list of messages as JSON."""
-PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content)'")
+PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'")
 COLUMN_NAME = re.compile(r"(\w[\w.-]*)?")
 """A column's name; empty for an index that pandas writes."""
-PARQUET_BATCH_ROWS = 256
-"""Rows of a Parquet file that are held in memory at once."""
+TABLE_BATCH_ROWS = 256
+"""Rows of a Parquet or Arrow file that are held in memory at once as records."""
+ARROW_FILE = b"ARROW1"
+"""First bytes of Arrow's file format."""
+ARROW_STREAM = b"\xff\xff\xff\xff"
+"""First bytes of Arrow's stream format."""
 
 
-def find_delimiter(text: str, known: Collection[str], *, names_only: bool = False) -> str | None:
-    """The delimiter of a CSV's header; None if no cell of it is the name of a known field.
+def find_delimiter(text: str, named: Collection[str] = (), *, names_only: bool = False) -> str | None:
+    """The delimiter of a CSV's header; None if no cell of it is the name of a known column.
 
     Args:
         text: the first line.
-        known: names of fields.
-        names_only: whether every cell must look like a name, so that a sentence with a known name is no header.
+        named: names of columns that options give, which are known besides the usual ones.
+        names_only: whether every cell must look like a name, and one be a field's or a named column's, or two of usual
+            names, so that a sentence with a known word is no header.
     """
     for delimiter in DELIMITERS:
         try:
             cells = next(csv.reader([text], delimiter=delimiter, strict=True), [])
         except csv.Error:
             continue
+        names = [cell.strip() for cell in cells]
+        usual = sum(name.lower() in USUAL_COLUMNS for name in names)
         if names_only and not all(COLUMN_NAME.fullmatch(cell) for cell in cells):
             continue
-        if any(cell.strip() in known for cell in cells):
+        if any(name in FIELDS or name in named for name in names) or usual > int(names_only):
             return delimiter
     return None
 
 
-def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
+def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
     """Read the rows of a CSV with a header, each as a record of text by column.
 
     Cells of ``JSON_COLUMNS`` are parsed as JSON; empty ones are null. Columns without a name, such as the index that
     pandas writes, are left out.
 
     Args:
-        path: the file. The delimiter is a comma, a semicolon, a tab or a bar: the one that gives a known field.
-        known: names of fields; the header must contain at least one.
+        path: the file. The delimiter is a comma, a semicolon, a tab or a bar: the one that gives a known column.
+        named: names of columns that options give. Without them, the header must contain a usual name.
 
     Raises:
-        SourceError: if the header contains no known field or one twice, if a row has another number of cells than the
+        SourceError: if the header contains no known column or one twice, if a row has another number of cells than the
             header, or if the file is not UTF-8.
     """
     csv.field_size_limit(
@@ -76,11 +87,13 @@ def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
     label = source_label(path)
     lines = (text for _, text in read_text_lines(path, keep_ends=True))
     first = next((text for text in lines if text.strip()), "")
-    delimiter = find_delimiter(first.rstrip("\r\n"), known)
+    delimiter = find_delimiter(first.rstrip("\r\n"), named)
+    if delimiter is None and named:  # the error about the missing column then lists those that are there
+        delimiter = max(DELIMITERS, key=first.count)
     if delimiter is None:
         raise SourceError(
-            f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is read; give one of "
-            f"{', '.join(sorted(known))}, or name the file .txt if it is plain text"
+            f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is known; say which "
+            "is read (--prompt-column, --response-column, --text-column), or name the file .txt if it is plain text"
         )
     header = [cell.strip() for cell in next(csv.reader([first], delimiter=delimiter))]
     duplicate_names = sorted({name for name in header if name and header.count(name) > 1})
@@ -105,7 +118,11 @@ def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
             raise SourceError(
                 f"{location}: expected {len(header)} cells, as in the header, and found {len(cells)}"
             )
-        fields = {name: _cell(name, cell, location) for name, cell in zip(header, cells, strict=True) if name}
+        fields = {
+            name: _cell(name, cell, location, name in named)
+            for name, cell in zip(header, cells, strict=True)
+            if name
+        }
         yield SourceRecord(number=number, location=location, text="", fields=fields)
 
 
@@ -116,7 +133,55 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
         SourceError: if the file is damaged.
         MissingExtraError: if pyarrow is not installed.
     """
-    parquet = import_extra("pyarrow.parquet", "models")
+    parquet, label = import_extra("pyarrow.parquet", "models"), source_label(path)
+    with _reading(label, "cannot be read as Parquet"), parquet.ParquetFile(_seekable(path, label)) as file:
+        _check_unpacked_size(file.metadata, label)
+        yield from _rows(file.iter_batches(batch_size=TABLE_BATCH_ROWS), label)
+
+
+def read_arrow(path: Path) -> Iterator[SourceRecord]:
+    """Read the rows of an Arrow file, of the stream format (as ``save_to_disk`` writes it) or the file format.
+
+    Raises:
+        SourceError: if the file is damaged.
+        MissingExtraError: if pyarrow is not installed.
+    """
+    pyarrow, label = import_extra("pyarrow", "models"), source_label(path)
+    ipc = import_extra("pyarrow.ipc", "models")
+    with _reading(label, "is an Arrow file that cannot be read"):
+        source = _seekable(path, label)
+        with pyarrow.memory_map(str(source)) if isinstance(source, Path) else source as file:
+            is_stream = bytes(file.read(len(ARROW_FILE))) != ARROW_FILE
+            file.seek(0)
+            if is_stream:
+                batches: Iterator[Any] = iter(ipc.open_stream(file))
+            else:
+                reader = ipc.open_file(file)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            yield from _rows(_checked_slices(batches), label)
+
+
+def _checked_slices(batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches of at most ``TABLE_BATCH_ROWS`` rows, whose offsets lie within their buffers."""
+    for batch in batches:
+        batch.validate(full=True)
+        for start in range(0, batch.num_rows, TABLE_BATCH_ROWS):
+            yield batch.slice(start, TABLE_BATCH_ROWS)
+
+
+def _rows(batches: Iterator[Any], label: str) -> Iterator[SourceRecord]:
+    """The rows of Arrow batches as records."""
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            fields = {name: _drop_null_keys(value) for name, value in row.items()}
+            yield SourceRecord(number=number, location=f"{label}, row {number}", text="", fields=fields)
+
+
+@contextmanager
+def _reading(label: str, problem: str) -> Iterator[None]:
+    """Context in which pyarrow's errors become a SourceError that says "``label`` ``problem``"."""
     errors = (
         import_extra("pyarrow", "models").ArrowException,
         OSError,
@@ -124,20 +189,36 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
         OverflowError,
         MemoryError,
     )
-    label, number = source_label(path), 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    fields = {name: _drop_null_keys(value) for name, value in row.items()}
-                    yield SourceRecord(
-                        number=number, location=f"{label}, row {number}", text="", fields=fields
-                    )
+        yield
     except errors as error:
-        raise SourceError(
-            f"{label} cannot be read as Parquet: {summarise_error(error)}; make or fetch it again"
-        ) from error
+        raise SourceError(f"{label} {problem}: {summarise_error(error)}; make or fetch it again") from error
+
+
+def _seekable(path: Path, label: str) -> Path | io.BytesIO:
+    """The file, or its unpacked content if it is compressed as a whole."""
+    with path.open("rb") as file:
+        if compression_of(file.read(4)) is None:
+            return path
+    with open_unpacked(path, label) as unpacked:
+        return io.BytesIO(unpacked.read())
+
+
+def _check_unpacked_size(metadata: Any, label: str) -> None:
+    """Check that no column of a Parquet file unpacks to more than its size makes plausible.
+
+    Raises:
+        SourceError: if one does.
+    """
+    for group in range(metadata.num_row_groups):
+        for index in range(metadata.num_columns):
+            column = metadata.row_group(group).column(index)
+            if column.total_uncompressed_size > FREE_BYTES + LARGEST_RATIO * column.total_compressed_size:
+                raise SourceError(
+                    f"{label} has a column, {shorten(column.path_in_schema)}, that unpacks to more than "
+                    f"{LARGEST_RATIO} times its size, as files do that are made to fill a memory; save it again "
+                    "without compression if you trust it"
+                )
 
 
 def read_json_array(path: Path) -> Iterator[SourceRecord]:
@@ -171,8 +252,15 @@ def read_json_array(path: Path) -> Iterator[SourceRecord]:
             raise SourceError(f"{location}: expected an object or a text and found {show_value(entry)}")
 
 
-def _cell(name: str, cell: str, location: str) -> Any:
-    """The value of a cell of a CSV: JSON, a list of messages, text, or None."""
+def _cell(name: str, cell: str, location: str, is_named: bool) -> Any:
+    """The value of a cell of a CSV: JSON, a list of messages, text, or None.
+
+    Args:
+        name: of its column.
+        cell: its text.
+        location: for errors.
+        is_named: whether an option names the column.
+    """
     if name in JSON_COLUMNS:
         if not cell.strip():
             return None
@@ -182,7 +270,7 @@ def _cell(name: str, cell: str, location: str) -> Any:
             raise SourceError(
                 f"{location}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
             ) from error
-    if name in TEXT_OR_MESSAGES_COLUMNS and cell.lstrip().startswith("["):
+    if (is_named or name.lower() in TEXT_OR_MESSAGES_COLUMNS) and cell.lstrip().startswith("["):
         if PYTHON_MESSAGES.match(cell):
             raise SourceError(
                 f"{location}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as "
@@ -198,9 +286,11 @@ def _cell(name: str, cell: str, location: str) -> Any:
 
 
 def _is_message_list(value: Any) -> bool:
-    """Whether a value is a list of messages: objects with a role."""
+    """Whether a value is a list of messages: objects with a role, or a speaker as in ShareGPT's conversations."""
     is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(entry, dict) and "role" in entry for entry in value)
+    return is_list and all(
+        isinstance(entry, dict) and ("role" in entry or "from" in entry) for entry in value
+    )
 
 
 def _drop_null_keys(value: Any) -> Any:

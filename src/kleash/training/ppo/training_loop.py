@@ -51,9 +51,9 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     if run_log is None and launched_rank() == 0:
         return run_job(job, train_ppo)
     root = Path(str(job.out))
-    check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
+    check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     setting = set_up(job)
-    prompts = read_prompts(job.source, setting.actor_critic.pair, limit=job.limit, columns=True)
+    prompts = read_prompts(job.source, setting.actor_critic.pair, limit=job.limit, columns=True, reading=job)
     if not setting.group.is_first:
         run_log = None
     progress = _initial_state(setting, root, run_log)

@@ -63,7 +63,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     networks = load_networks(job, job.teacher_name, role="teacher")
-    prompts = read_prompts(job.source, networks.pair, limit=job.limit)
+    prompts = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
     longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
     rows = job.prompts_per_step * job.samples_per_prompt
     arguments = shared_arguments(job, rows=rows, row_tokens=longest)

@@ -70,9 +70,9 @@ def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
 def _train(
     job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, config: Any, settings: dict[str, Any]
 ) -> TrainingResult:
-    check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
+    check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     networks = load_networks(job, job.reference_name)
-    prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True)
+    prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
     rewards = load_rewards(
         job.rewards,
         tokenizer=networks.pair.tokenizer,

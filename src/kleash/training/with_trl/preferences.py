@@ -8,9 +8,9 @@ from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import DPOJob
-from kleash.models import Sampling, source_path
+from kleash.jobs.reading import DatasetOptions
+from kleash.models import Sampling, find_source
 from kleash.models.sources.dataset_formats import parse_preference
-from kleash.models.sources.source_files import read_records
 from kleash.store import TrainingResult
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.networks import load_networks
@@ -42,7 +42,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     trl = import_extra("trl", "trl")
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
-    rows = read_pairs(str(job.pairs), limit=job.limit)
+    rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
     networks = load_networks(job, job.reference_name)
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
@@ -86,7 +86,9 @@ def pop_drift(monitor: DriftMonitor) -> StepMeasurement | None:
     )
 
 
-def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
+def read_pairs(
+    name: str, *, limit: int | None, options: DatasetOptions | None = None
+) -> list[dict[str, Any]]:
     """The records of a file with "prompt", "chosen" and "rejected", all texts or all lists of messages.
 
     Without "prompt", it is the common beginning of the two responses.
@@ -95,7 +97,7 @@ def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
         SourceError: naming the line, if a field is missing or of the other kind.
     """
     rows: list[dict[str, Any]] = []
-    for record in islice(read_records(source_path(name, "pairs"), "pairs"), limit):
+    for record in islice(find_source(name, "pairs", options).records(), limit):
         if record.fields is None:  # an entry of a JSON array
             raise SourceError(
                 f"{record.location}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"

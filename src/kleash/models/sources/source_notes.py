@@ -1,0 +1,89 @@
+"""Sentences about a source: which split and columns are read, and what the chat template renders."""
+
+from collections import Counter
+from itertools import islice
+from typing import Any, Literal
+
+from kleash.jobs.reading import DatasetOptions, SourceKind
+from kleash.models.sources.columns import describe_choices
+from kleash.models.sources.dataset_formats import expand_responses, is_preference
+from kleash.models.sources.source_files import find_source
+from kleash.models.sources.source_records import SourceRecord
+
+NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
+"""What a chat template renders, by the kind of a source."""
+
+
+def describe_source(
+    kind: SourceKind,
+    name: str,
+    options: DatasetOptions | None = None,
+    *,
+    tokenizer: Any = None,
+    limit: int | None = None,
+) -> tuple[str, ...]:
+    """The notes about a source. Where the tokenizer has a chat template, all its records are read.
+
+    Args:
+        kind: what the source is read for.
+        name: of the source.
+        options: how it is read, such as a job; None for the defaults.
+        tokenizer: of the policy.
+        limit: largest number of records that are read; None for all.
+
+    Raises:
+        SourceError: if a record cannot be read.
+    """
+    source = find_source(name, kind, options)
+    notes = [*source.notes, *describe_choices(source.columns())]
+    template = source.reading.chat_template
+    if not getattr(tokenizer, "chat_template", None) and template != "raw":
+        return tuple(notes)
+    records = source.records()
+    if kind == "responses":
+        records = (response for record in records for response in expand_responses(record))
+    forms = Counter(_form(record) for record in islice(records, limit))
+    return (*notes, *_template_notes(forms, NOUNS.get(kind, "prompts"), template, is_text=kind == "text"))
+
+
+def _form(record: SourceRecord) -> Literal["messages", "text", "token ids"]:
+    """What the prompt or document of a record is."""
+    fields = record.fields
+    if fields is None:
+        return "text"
+    if fields.get("prompt_token_ids") is not None:
+        return "token ids"
+    has_text = fields.get("text") is not None or isinstance(fields.get("prompt"), str)
+    if not has_text and is_preference(record) and fields.get("prompt") is None:
+        has_text = isinstance(fields["chosen"], str)
+    return "text" if has_text else "messages"
+
+
+def _template_notes(forms: Counter[str], noun: str, template: str | None, *, is_text: bool) -> list[str]:
+    """What the chat template renders and what not."""
+    total = sum(forms.values())
+
+    def some(count: int) -> str:
+        return f"the {total} {noun}" if count == total else f"{count} of the {total} {noun}"
+
+    messages, plain, notes = forms["messages"], forms["text"], list[str]()
+    if template == "raw":
+        if messages:
+            notes.append(
+                f"{some(messages)} are messages, whose contents are joined; no chat template is applied"
+            )
+        return notes
+    if messages:
+        notes.append(f"{some(messages)} are messages, rendered by the policy's chat template")
+    if not plain or is_text:
+        return notes
+    if template == "apply":
+        notes.append(
+            f"{some(plain)} are plain text, rendered as a user's message by the policy's chat template"
+        )
+    else:
+        notes.append(
+            f"{some(plain)} are plain text, read without the policy's chat template; --chat-template apply renders "
+            "them as a user's message"
+        )
+    return notes

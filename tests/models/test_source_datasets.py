@@ -1,0 +1,546 @@
+"""Compressed sources, data sets of several files, columns of usual names, and what the chat template renders."""
+
+import copy
+import gzip
+import io
+import json
+import random
+import zlib
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from kleash.errors import KleashError, OptionError, SourceError
+from kleash.jobs import MeasureJob, PPOJob
+from kleash.jobs.reading import ReadOptions
+from kleash.models import (
+    count_documents,
+    describe_source,
+    find_source,
+    read_prompts,
+    read_responses,
+    read_text,
+)
+from kleash.models.sources import dataset_folders, source_files
+from kleash.models.sources.prompts import count_columns
+from kleash.training.with_trl.preferences import read_pairs
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "The sea was calm."}
+RECORDS = [{"prompt": f"The sea {place}", "answer": str(place)} for place in range(5)]
+PROMPTS = [record["prompt"] for record in RECORDS]
+
+
+PLAIN_NOTE = (
+    "{} prompts are plain text, read without the policy's chat template; --chat-template apply renders them as a "
+    "user's message"
+)
+
+
+def jsonl(*records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def zst(content):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(records):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(records), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(records, new=pyarrow.ipc.new_stream):
+    table, sink = pa.Table.from_pylist(records), io.BytesIO()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def options(**values):
+    return ReadOptions(**values)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file and gives its name."""
+
+    def at(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return at
+
+
+def texts(name, pair, **values):
+    return [prompt.text for prompt in read_prompts(name, pair, reading=options(**values))]
+
+
+def test_every_format_may_be_compressed(pair, write, monkeypatch):
+    """By gzip and by zstd, also standard input, and zstd in several frames."""
+    rows = "prompt,answer\n" + "".join(f"{one['prompt']},{one['answer']}\n" for one in RECORDS)
+    contents = {
+        "jsonl": jsonl(*RECORDS),
+        "json": json.dumps(RECORDS).encode(),
+        "csv": rows.encode(),
+        "txt": "\n".join(PROMPTS).encode(),
+        "parquet": parquet(RECORDS),
+        "arrow": arrow(RECORDS),
+    }
+    for suffix, content in contents.items():
+        for program, packed in (("gz", gzip.compress(content)), ("zst", zst(content))):
+            assert texts(write(f"a.{suffix}.{program}", packed), pair) == PROMPTS, (suffix, program)
+    frames = b"".join(zst(jsonl(record)) for record in RECORDS)
+    assert texts(write("frames.jsonl.zst", frames), pair) == PROMPTS
+    assert texts(write("feather", arrow(RECORDS, pyarrow.ipc.new_file)), pair) == PROMPTS
+    assert count_documents(write("text.gz", gzip.compress(b"one\n\ntwo\nlines\n"))) == 2
+    for packed in (gzip.compress(jsonl(*RECORDS)), zst(contents["csv"])):
+        source_files._copy_of_standard_input.cache_clear()
+        monkeypatch.setattr("sys.stdin", type("Stream", (), {"buffer": io.BytesIO(packed)})())
+        assert texts("-", pair) == PROMPTS
+    source_files._copy_of_standard_input.cache_clear()
+
+
+def test_the_hash_of_a_compressed_source_is_that_of_its_bytes(write):
+    packed = gzip.compress(jsonl(*RECORDS))
+    assert find_source(write("a.jsonl.gz", packed), "prompts").sha256() == sha256(packed).hexdigest()
+
+
+def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
+    whole = jsonl(*RECORDS)
+    for name, content in (("a.jsonl.gz", gzip.compress(whole)), ("a.jsonl.zst", zst(whole))):
+        with pytest.raises(
+            SourceError, match=r"is packed by \w+, and cannot be unpacked: .*; make or fetch it again"
+        ):
+            read_prompts(write(name, content[:-12]), pair)
+    rng = random.Random(0)
+    many = RECORDS * 8
+    contents = {
+        "a.jsonl.gz": gzip.compress(jsonl(*many)),
+        "a.jsonl.zst": zst(jsonl(*many)),
+        "a.arrow": arrow(many),
+        "b.arrow": arrow(many, pyarrow.ipc.new_file),
+    }
+    refused = 0
+    for name, content in contents.items():
+        for _ in range(60):
+            damaged = bytearray(content)
+            for _ in range(rng.choice([1, 1, 4])):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            try:
+                read_prompts(
+                    write(name, bytes(damaged[: rng.choice([len(damaged), rng.randrange(8, len(damaged))])])),
+                    pair,
+                )
+            except KleashError as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert refused > 100
+
+
+def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, write, monkeypatch):
+    monkeypatch.setattr("kleash.models.sources.compression.FREE_BYTES", 2**21)
+    zeros = zlib.compressobj(9, wbits=31)
+    block = b'{"prompt": "' + b"a" * 2**20
+    bomb = zeros.compress(block) + b"".join(zeros.compress(b"a" * 2**20) for _ in range(8)) + zeros.flush()
+    assert len(bomb) < 2**15
+    for name, content in (("a.jsonl.gz", bomb), ("a.jsonl.zst", zst(block + b"a" * 2**23))):
+        with pytest.raises(SourceError, match="unpacks to more than 200 times its size"):
+            read_prompts(write(name, content), pair)
+    monkeypatch.setattr("kleash.models.sources.tabular.FREE_BYTES", 2**16)
+    column = pa.array(["a" * 2**20])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": column}), sink, compression="zstd", use_dictionary=False)
+    with pytest.raises(
+        SourceError, match="has a column, 'prompt', that unpacks to more than 200 times its size"
+    ):
+        read_prompts(write("a.parquet", sink.getvalue().to_pybytes()), pair)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders that ``save_to_disk`` and ``to_parquet`` wrote, and the package that wrote them."""
+    datasets = pytest.importorskip("datasets")
+    root = tmp_path_factory.mktemp("saved")
+    data = datasets.Dataset.from_list(RECORDS)
+    small = data.select(range(2))
+    data.save_to_disk(str(root / "one"), num_shards=2)
+    datasets.DatasetDict({"test": small, "train": data}).save_to_disk(str(root / "several"))
+    datasets.DatasetDict({"a": small, "b": data}).save_to_disk(str(root / "unusual"))
+    hub = root / "user" / "name"
+    (hub / "data").mkdir(parents=True)
+    data.select(range(3)).to_parquet(hub / "data/train-00000-of-00002.parquet")
+    data.select(range(3, 5)).to_parquet(hub / "data/train-00001-of-00002.parquet")
+    small.to_parquet(hub / "data/test-00000-of-00001.parquet")
+    configs = root / "user" / "configs"
+    for name in ("main", "hard"):
+        (configs / name).mkdir(parents=True)
+        (configs / name / "train.jsonl").write_bytes(jsonl(*RECORDS[: 2 if name == "hard" else 5]))
+    lines = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("main", "hard"))
+    (configs / "README.md").write_text(f"---\nconfigs:\n{lines}---\n")
+    return root
+
+
+def test_splits_of_saved_data_sets_are_read(pair, saved, monkeypatch):
+    monkeypatch.chdir(saved)
+    assert texts("one", pair) == PROMPTS
+    assert texts("several", pair) == texts("several", pair, split="train") == PROMPTS
+    assert texts("several", pair, split="test") == PROMPTS[:2]
+    assert texts("user/name", pair) == PROMPTS
+    assert texts("user/name", pair, split="test") == PROMPTS[:2]
+    assert texts("user/configs", pair, dataset_config="hard") == PROMPTS[:2]
+    (note,) = describe_source("prompts", "several")
+    assert note == "the split 'train' of several is read, of 'test', 'train'; --split names another"
+    assert not describe_source("prompts", "several", options(split="test"))
+    assert not describe_source("prompts", "one")
+    read = read_prompts("user/name", pair)
+    assert read[3].location.endswith("train-00001-of-00002.parquet, row 1")
+
+
+def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatch):
+    monkeypatch.chdir(saved)
+    train, test = (find_source("user/name", "prompts", options(split=split)) for split in ("train", "test"))
+    parts = [sha256(path.read_bytes()).hexdigest() for path in sorted(Path("user/name/data").glob("train*"))]
+    assert train.sha256() == sha256("\n".join(parts).encode()).hexdigest()
+    assert test.sha256() == sha256(next(Path("user/name/data").glob("test*")).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("several", {"split": "dev"}, "several has no split 'dev'; there are 'test', 'train'$"),
+        ("several", {"split": "train[:10]"}, "there are 'test', 'train'; --limit reads the first records"),
+        ("several", {"dataset_config": "x"}, "was written by save_to_disk and has no configuration 'x'"),
+        ("unusual", {}, "unusual has the splits 'a', 'b'; name one by --split"),
+        ("one", {"split": "train"}, "one is one split, without a name; leave --split 'train' out"),
+        ("user/name", {"split": "dev"}, "user/name has no split 'dev'; there are 'train', 'test'"),
+        (
+            "user/name",
+            {"dataset_config": "x"},
+            "user/name cannot be read as a data set: .*'x'.*--dataset-config",
+        ),
+        ("user/configs", {}, "user/configs cannot be read as a data set: .*--dataset-config"),
+        (
+            "trl-lib/tldr",
+            {},
+            "there is no file trl-lib/tldr, and the hub cannot be asked for a data set of that name",
+        ),
+        ("trl-lib/tldr.jsonl.gz", {}, "there is no file trl-lib/tldr.jsonl.gz$"),
+        ("one/state.json", {"split": "x"}, "is one file, which has no 'x'; leave --split out"),
+        ("shipped:prompts", {"split": "x"}, "is one file, which has no 'x'; leave --split out"),
+        (
+            "missing/split",
+            {},
+            r"missing/split lacks data-00001-of-00002.arrow, which its state.json names",
+        ),
+        (
+            "missing/shard",
+            {},
+            r"missing/shard has 1 of the 2 files train-\*-of-00002.parquet; fetch the others",
+        ),
+        ("broken/state", {}, "state.json names no files"),
+        ("broken/path", {}, "state.json names '../one/data-00000-of-00002.arrow' as a file"),
+        ("broken/splits", {}, "dataset_dict.json names no splits"),
+        ("broken/json", {}, "broken/json/dataset_dict.json cannot be read: "),
+    ],
+)
+def test_splits_and_files_that_are_not_there_are_refused(
+    pair, saved, monkeypatch, name, values, message, unhooked
+):
+    monkeypatch.chdir(saved)
+    broken = {
+        "missing/split": {
+            "state.json": json.dumps({"_data_files": [{"filename": "data-00001-of-00002.arrow"}]})
+        },
+        "missing/shard": {"data/train-00000-of-00002.parquet": parquet(RECORDS)},
+        "broken/state": {"state.json": "[]"},
+        "broken/path": {"state.json": '{"_data_files": [{"filename": "../one/data-00000-of-00002.arrow"}]}'},
+        "broken/splits": {"dataset_dict.json": '{"splits": ["../one"]}'},
+        "broken/json": {"dataset_dict.json": "{"},
+    }
+    for file, content in broken.get(name, {}).items():
+        path = saved / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SourceError, match=message):
+        texts(name, pair, **values)
+
+
+def test_data_sets_without_their_package_are_refused_with_the_extra(saved, monkeypatch, pair):
+    monkeypatch.chdir(saved)
+    monkeypatch.setattr("kleash.models.sources.dataset_folders.is_installed", lambda module: False)
+    dataset_folders._splits_of_folder.cache_clear()
+    for name in ("user/other", "user/name"):
+        with pytest.raises(SourceError, match=r"the package datasets .* pip install 'kleash\[datasets\]'"):
+            find_source(name, "prompts")
+    assert texts("several", pair) == PROMPTS  # save_to_disk's folders need pyarrow alone
+
+
+def test_the_hubs_cache_is_read_without_a_network(tmp_path, monkeypatch, pair):
+    """As ``hf download`` leaves it."""
+    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("datasets")
+    commit = "0123456789" * 4
+    repo = tmp_path / "datasets--someone--prompts"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    data = repo / "snapshots" / commit / "data"
+    data.mkdir(parents=True)
+    (data / "train-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
+    download = hub.snapshot_download
+    monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: download(*a, cache_dir=tmp_path, **k))
+    assert texts("someone/prompts", pair) == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("record", "values", "prompt"),
+    [
+        ({"question": "Q", "answer": "A"}, {}, "Q"),
+        ({"Question": "Q", "Answer": "A"}, {}, "Q"),
+        ({"id": 3, "query": "Q"}, {}, "Q"),
+        ({"problem": "Q", "solution": "A"}, {}, "Q"),
+        ({"instruction": "Q", "input": "I", "output": "A"}, {}, "Q\n\nI"),
+        ({"instruction": "Q", "input": "", "output": "A"}, {}, "Q"),
+        ({"instruction": "Q", "input": "I"}, {"prompt_column": "instruction"}, "Q"),
+        ({"prompt": "P", "question": "Q"}, {}, "P"),
+        ({"prompt": "P", "question": "Q"}, {"prompt_column": "question"}, "Q"),
+        ({"prompt": "P", "messages": [USER]}, {"prompt_column": "prompt"}, "P"),
+        ({"odd name, really": "Q", "text": "T"}, {"prompt_column": "odd name, really"}, "Q"),
+        ({"question": "Q", "chosen": "Qa", "rejected": "Qb"}, {}, "Q"),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, {}, "<s>user: Hi\nassistant: "),
+        ({"prompt": "P", "messages": [USER]}, {"prompt_column": "messages"}, "<s>user: Hi\nassistant: "),
+        ({"dialogue": [USER]}, {"prompt_column": "dialogue"}, "<s>user: Hi\nassistant: "),
+    ],
+)
+def test_prompts_are_found_by_usual_or_named_columns(pair, write, record, values, prompt):
+    for name, content in (("a.jsonl", jsonl(record)), ("a.parquet", parquet([record]))):
+        assert texts(write(name, content), pair, **values) == [prompt]
+
+
+def test_columns_of_a_csv_are_found_too(pair, write):
+    assert texts(write("a.csv", "question;answer\nQ;A\n"), pair) == ["Q"]
+    assert texts(write("b", "question,answer\nQ,A\n"), pair) == ["Q"]
+    assert texts(write("c", "question\nQ\n"), pair) == ["question", "Q"]
+    assert texts(write("c", "question\nQ\n"), pair, prompt_column="question") == ["Q"]
+    assert texts(write("d.csv", "odd,other\nQ,A\n"), pair, prompt_column="odd") == ["Q"]
+    cell = json.dumps(json.dumps([USER])).replace('\\"', '""')
+    assert texts(write("e.csv", f"talk,n\n{cell},1\n"), pair, prompt_column="talk") == [
+        "<s>user: Hi\nassistant: "
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "values", "expected"),
+    [
+        ({"question": "The sea", "answer": " was calm"}, {}, [" was calm"]),
+        ({"instruction": "The sea", "input": "", "output": " was calm"}, {}, [" was calm"]),
+        ({"prompt": "The sea", "responses": [" was calm", " was not"]}, {}, [" was calm", " was not"]),
+        (
+            {"prompt": "The sea", "answer": "42", "draft": " was calm"},
+            {"response_column": "draft"},
+            [" was calm"],
+        ),
+        (
+            {"prompt": "The sea", "chosen": " a", "rejected": " was"},
+            {"response_column": "rejected"},
+            [" was"],
+        ),
+        ({"question": "Q", "chosen": " a", "rejected": " was"}, {}, [" a", " was"]),
+        ({"prompt": "x", "messages": [USER, ANSWER]}, {"prompt_column": "messages"}, ["The sea was calm."]),
+        ({"input": "The sea", "output": " was calm"}, {}, [" was calm"]),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": ANSWER["content"]},
+                ]
+            },
+            {},
+            ["The sea was calm."],
+        ),
+    ],
+)
+def test_responses_are_found_by_usual_or_named_columns(pair, write, record, values, expected):
+    read = read_responses(write("a.jsonl", jsonl(record)), pair, reading=options(**values))
+    assert [one.response_text.removesuffix("</s>").rstrip("\n") for one in read] == expected
+
+
+def test_texts_are_found_by_usual_or_named_columns(pair, write):
+    for record, values in (
+        ({"content": "The sea"}, {}),
+        ({"title": "x", "article": "The sea"}, {}),
+        ({"text": "other", "body": "The sea"}, {"text_column": "body"}),
+        ({"Text": "The sea"}, {}),
+    ):
+        (window,) = read_text(write("a.jsonl", jsonl(record)), pair, reading=options(**values))
+        assert window.response_text.endswith("sea"), record
+
+
+def test_choices_of_columns_are_noted(write):
+    name = write("a.jsonl", jsonl({"question": "Q", "query": "R", "answer": "A"}))
+    assert describe_source("prompts", name) == (
+        "prompts are read from 'question'; 'query' could be meant too; --prompt-column names another column",
+    )
+    assert describe_source("responses", name, options(prompt_column="query")) == (
+        "responses are read from 'answer'; --response-column names another column",
+    )
+    assert describe_source("text", write("b.jsonl", jsonl({"content": "Q"}))) == (
+        "texts are read from 'content'; --text-column names another column",
+    )
+    assert describe_source("prompts", write("c.jsonl", jsonl({"prompt": "Q", "question": "R"}))) == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "values", "message"),
+    [
+        (
+            jsonl({"a": 1, "b": 2}),
+            {},
+            "expected a field 'prompt' or 'messages' and found 'a', 'b'; --prompt-column",
+        ),
+        (
+            jsonl({"a": 1, "b\x1b": 2}),
+            {"prompt_column": "c"},
+            r"line 1: there is no column 'c'; there are 'a', 'b\\x1b': give one of them as --prompt-column",
+        ),
+        (
+            jsonl({"prompt": "x"}, {"q": "y"}),
+            {"prompt_column": "prompt"},
+            "line 2: there is no column 'prompt'; there are 'q'",
+        ),
+        (
+            jsonl({"a": 3}),
+            {"prompt_column": "a"},
+            "expected 'a' to be text or a list of messages and found '3'",
+        ),
+        (
+            jsonl({"a": None}),
+            {"prompt_column": "a"},
+            "expected 'a' to be text or a list of messages and found 'null'",
+        ),
+        (jsonl({"question": 3}), {}, "expected 'question' to be text or a list of messages and found '3'"),
+        (b"The sea\n", {"prompt_column": "a"}, "it is plain text, which has no column 'a'"),
+        (jsonl({f"c{n}": 1 for n in range(20)}), {"prompt_column": "a"}, "'c15' and 4 more: give one"),
+        (
+            jsonl({"prompt": "x", "messages": [USER]}),
+            {},
+            "found both; keep one, or choose by --prompt-column",
+        ),
+        (
+            jsonl({"prompt": "x"}, {"question": "y"}),
+            {},
+            "line 2: expected a field 'prompt' or 'messages' and found 'question'",
+        ),
+    ],
+)
+def test_columns_that_are_not_there_are_refused_with_those_that_are(
+    pair, write, content, values, message, unhooked
+):
+    with pytest.raises(SourceError, match=message):
+        texts(write("a", content), pair, **values)
+
+
+def test_a_csv_names_its_columns_if_the_named_one_is_missing(pair, write):
+    with pytest.raises(SourceError, match="line 2: there is no column 'q'; there are 'odd', 'other'"):
+        texts(write("a.csv", "odd;other\nQ;A\n"), pair, prompt_column="q")
+
+
+def test_reward_functions_see_the_columns_of_the_source(pair, write):
+    name = write("a.jsonl", jsonl({"question": "Q", "answer": "A"}))
+    (prompt,) = read_prompts(name, pair, columns=True)
+    assert prompt.columns == {"question": "Q", "answer": "A"}
+    assert list(count_columns(name)) == ["question", "answer"]
+
+
+def test_pairs_are_read_beside_a_question(write):
+    name = write("a.jsonl", jsonl({"question": "Q", "chosen": "a", "rejected": "b"}))
+    assert read_pairs(name, limit=None) == [{"prompt": "Q", "chosen": "a", "rejected": "b"}]
+
+
+def test_the_chat_template_renders_messages_all_prompts_or_nothing(pair, write):
+    name = write("a.jsonl", jsonl({"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "Be"}, USER]}))
+    rendered = "<s>system: Be\nuser: Hi\nassistant: "
+    assert texts(name, pair) == ["Hi", rendered]
+    applied = read_prompts(name, pair, reading=options(chat_template="apply"))
+    assert [one.text for one in applied] == ["<s>user: Hi\nassistant: ", rendered]
+    assert applied[0].messages == (USER,)
+    raw = read_prompts(name, pair, reading=options(chat_template="raw"))
+    assert [one.text for one in raw] == ["Hi", "Be\n\nHi"]
+    assert raw[1].messages is None
+    plain = write("a.txt", "Hi\n")
+    assert texts(plain, pair, chat_template="apply") == ["<s>user: Hi\nassistant: "]
+    bare = replace(pair, tokenizer=copy.copy(pair.tokenizer))
+    bare.tokenizer.chat_template = None
+    with pytest.raises(SourceError, match="the policy's tokenizer has no chat template"):
+        texts(plain, bare, chat_template="apply")
+    picture = {"role": "user", "content": [{"type": "image", "url": "x"}]}
+    with pytest.raises(SourceError, match="expected the contents of 'messages' to be text and found"):
+        texts(write("b.jsonl", jsonl({"messages": [picture]})), pair, chat_template="raw")
+
+
+def test_responses_and_texts_follow_the_chat_template(pair, write):
+    name = write(
+        "a.jsonl", jsonl({"prompt": [USER], "completion": [ANSWER]}, {"prompt": "Hi", "completion": " x"})
+    )
+    plain, applied, raw = (
+        list(read_responses(name, pair, reading=options(chat_template=kind)))
+        for kind in (None, "apply", "raw")
+    )
+    assert [one.prompt_text for one in plain] == ["<s>user: Hi\nassistant: ", "Hi"]
+    assert [one.prompt_text for one in applied] == ["<s>user: Hi\nassistant: "] * 2
+    assert [(one.prompt_text, one.response_text) for one in raw] == [
+        ("Hi", "The sea was calm."),
+        ("Hi", " x"),
+    ]
+    (window,) = read_text(
+        write("b.jsonl", jsonl({"messages": [USER, ANSWER]})), pair, reading=options(chat_template="raw")
+    )
+    assert pair.tokenizer.decode([*window.prompt_ids, *window.response_ids]).endswith(
+        "Hi\n\nThe sea was calm."
+    )
+
+
+def test_what_is_templated_is_noted(pair, write):
+    name = write("a.jsonl", jsonl({"prompt": "Hi"}, {"prompt": [USER]}, {"prompt_token_ids": [5]}))
+    assert describe_source("prompts", name, tokenizer=pair.tokenizer) == (
+        "1 of the 3 prompts are messages, rendered by the policy's chat template",
+        PLAIN_NOTE.format("1 of the 3"),
+    )
+    assert describe_source("prompts", name, options(chat_template="apply"), tokenizer=pair.tokenizer)[1] == (
+        "1 of the 3 prompts are plain text, rendered as a user's message by the policy's chat template"
+    )
+    (raw,) = describe_source("prompts", name, options(chat_template="raw"), tokenizer=pair.tokenizer)
+    assert raw.startswith("1 of the 3 prompts are messages, whose contents are joined")
+    text = write("b.jsonl", jsonl({"text": "x"}, {"messages": [USER]}))
+    (note,) = describe_source("text", text, tokenizer=pair.tokenizer)
+    assert note == "1 of the 2 documents are messages, rendered by the policy's chat template"
+    bare = copy.copy(pair.tokenizer)
+    bare.chat_template = None
+    assert describe_source("prompts", write("c.txt", "Hi\n"), tokenizer=bare) == ()
+
+
+def test_options_of_reading_are_checked_and_are_settings_of_the_run():
+    with pytest.raises(OptionError, match="--chat-template must be one of apply, raw; it is 'none'"):
+        MeasureJob(chat_template="none")
+    with pytest.raises(OptionError, match="--prompt-column is empty"):
+        PPOJob(prompt_column="")
+    job = MeasureJob(
+        prompts="x", policy="p", reference="r", split="test", text_column="t", chat_template="raw"
+    )
+    assert {"split": "test", "text_column": "t", "chat_template": "raw"}.items() <= job.settings().items()
+    assert job.without_effect() == ("--text-column does nothing with --prompts",)
+    job = MeasureJob(text="x", policy="p", reference="r", chat_template="apply")
+    assert job.without_effect() == (
+        "--chat-template apply does nothing with --text, which is not asked of a model",
+    )
