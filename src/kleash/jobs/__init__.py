@@ -7,6 +7,7 @@ from kleash.jobs.logits import LogitsJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
+from kleash.jobs.reading import ReadOptions
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
 
@@ -29,6 +30,7 @@ __all__ = [
     "OnlineJob",
     "PPOJob",
     "RLOOJob",
+    "ReadOptions",
     "ReportJob",
     "RewardJob",
     "TrainJob",
