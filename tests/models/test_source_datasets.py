@@ -484,7 +484,7 @@ def test_the_chat_template_renders_messages_all_prompts_or_nothing(pair, write):
     bare.tokenizer.chat_template = None
     with pytest.raises(SourceError, match="the policy's tokenizer has no chat template"):
         texts(plain, bare, chat_template="apply")
-    picture = {"role": "user", "content": [{"type": "image", "url": "x"}]}
+    picture = {"role": "user", "content": [{"type": "text", "text": 3}]}
     with pytest.raises(SourceError, match="expected the contents of 'messages' to be text and found"):
         texts(write("b.jsonl", jsonl({"messages": [picture]})), pair, chat_template="raw")
 
