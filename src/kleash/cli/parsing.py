@@ -176,10 +176,12 @@ class CommandParser(ArgumentParser):
                 f"{', '.join(ALGORITHMS)}"
             )
         synonym = SYNONYMS.get(option)
-        nearest = synonym if synonym in self.options else _nearest(option, self.options)
-        if nearest is None and option.startswith("--no-"):
-            nearest = _nearest(option.replace("--no-", "--", 1), self.options)
+        nearest = synonym if synonym in self.options else None
         names = [name for name in RECORDS if name not in SUBCOMMANDS and option in parser_of(name).options]
+        if nearest is None and not names:
+            nearest = _nearest(option, self.options)
+            if nearest is None and option.startswith("--no-"):
+                nearest = _nearest(option.replace("--no-", "--", 1), self.options)
         if nearest is None and names:
             return f"{self.name} has no option {option}; {', '.join(names)} {'has' if len(names) == 1 else 'have'} it"
         return f"{self.name} has no option {option}" + (f"; did you mean {nearest}?" if nearest else "")
