@@ -45,7 +45,7 @@ ROLES = {
 
 
 class ColumnChoice(NamedTuple):
-    """The columns that stand for a field, and others that could have."""
+    """The columns that stand for a field, and alternatives that could have."""
 
     field: str
     """"prompt", "response" or "text"."""
@@ -53,7 +53,7 @@ class ColumnChoice(NamedTuple):
     """One column, or "instruction" and "input"."""
     ready: tuple[str, ...] = ()
     """Fields in whose presence a record needs no choice; none if an option names the column."""
-    others: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
     """Other columns of a usual name."""
 
     @property
@@ -141,7 +141,7 @@ def describe_choices(choices: Iterable[ColumnChoice]) -> tuple[str, ...]:
     """A note for each choice of a column that no option named."""
     return tuple(
         f"{choice.field}s are read from {' and '.join(map(repr, choice.columns))}"
-        + (f"; {', '.join(map(repr, choice.others))} could be meant too" if choice.others else "")
+        + (f"; {', '.join(map(repr, choice.alternatives))} could be meant too" if choice.alternatives else "")
         + f"; --{choice.field}-column names another column"
         for choice in choices
         if not choice.is_named
@@ -182,11 +182,11 @@ def _choose(
     names = [present[name] for name in usual if name in present]
     if not names:
         return None
-    columns, others = (names[0],), tuple(names[1:])
+    columns, alternatives = (names[0],), tuple(names[1:])
     if columns[0] == "instruction" and isinstance(fields.get("input", 0), str | None):
         columns = ("instruction", "input")
-        others = tuple(name for name in others if name != "input")
-    return ColumnChoice(field, columns, tuple(ready), others)
+        alternatives = tuple(name for name in alternatives if name != "input")
+    return ColumnChoice(field, columns, tuple(ready), alternatives)
 
 
 _FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(

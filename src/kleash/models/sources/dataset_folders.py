@@ -143,14 +143,14 @@ def _has_data_files(folder: Path) -> bool:
     return any(next(folder.rglob(pattern), None) is not None for pattern in DATA_FILES)
 
 
-def _choose_split(name: str, splits: list[str], wanted: str | None) -> tuple[str, tuple[str, ...]]:
+def _choose_split(name: str, splits: list[str], requested_split: str | None) -> tuple[str, tuple[str, ...]]:
     """The split to read, and a note if it was chosen from several."""
     shown = ", ".join(shorten(split) for split in splits[:MAX_SHOWN_SPLITS])
-    if wanted is not None:
-        if wanted not in splits:
-            part = "; --limit reads the first records" if "[" in wanted else ""
-            raise SourceError(f"{name} has no split {shorten(wanted)}; there are {shown}{part}")
-        return wanted, ()
+    if requested_split is not None:
+        if requested_split not in splits:
+            part = "; --limit reads the first records" if "[" in requested_split else ""
+            raise SourceError(f"{name} has no split {shorten(requested_split)}; there are {shown}{part}")
+        return requested_split, ()
     if len(splits) == 1:
         return splits[0], ()
     if PREFERRED_SPLIT not in splits:
