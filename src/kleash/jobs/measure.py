@@ -162,7 +162,8 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
             )
         if self.source[0] == "prompts":
             raise OptionError(
-                f"--{role} {getattr(self, role)} is a server, which scores given tokens: give --text or --responses"
+                f"--{role} {getattr(self, role)} is a server, which scores given tokens: draw responses with its own "
+                "client first, keep their token ids, and give them with --responses; or give --text"
             )
         if self.temperature != 1:
             raise OptionError(

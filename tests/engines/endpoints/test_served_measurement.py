@@ -352,7 +352,10 @@ def test_the_key_is_sent_and_written_nowhere(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": "x.jsonl"}, "which scores given tokens: give --text or --responses"),
+        (
+            {"prompts": "x.jsonl"},
+            "draw responses with its own client first, keep their token ids, and give them with --resp",
+        ),
         ({"text": "x", "reference": "https://there/v1"}, "both behind servers"),
         (
             {"text": "x", "temperature": 0.7},
