@@ -21,7 +21,8 @@ from typing import Any
 
 from harness import RESULTS, write_result
 
-from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob
+from kleash.jobs import PPOJob
+from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.models import load_pair, read_prompts
 from kleash.store import read_steps
 from kleash.training import train

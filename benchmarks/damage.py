@@ -134,7 +134,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
     from kleash.measuring.comparison import compare
-    from kleash.reports import write_report_of
+    from kleash.reports.folder_report import write_report_of
     from kleash.store.job_folder import read_header, require_same
     from kleash.store.run_folder import RunFolder
 
@@ -183,7 +183,7 @@ def read_cache(folder: Path) -> str:
 
 def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.jobs import PPOJob
-    from kleash.reports import write_report_of
+    from kleash.reports.folder_report import write_report_of
     from kleash.store import read_samples
     from kleash.store.job_folder import read_header, require_same
     from kleash.training.ppo.checkpointing import _tensors, last_checkpoint, load_progress, restore

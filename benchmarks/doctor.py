@@ -19,7 +19,8 @@ import torch
 from harness import write_result
 from torch import Tensor
 
-from kleash.diagnosis import CAUSES, RolloutRecord, diagnose
+from kleash.diagnosis import RolloutRecord, diagnose
+from kleash.diagnosis.causes import CAUSES
 from kleash.diagnosis.model_scores import ModelScores, log_kept_mass
 from kleash.diagnosis.token_table import tabulate
 from kleash.models import Pair, Prompt, Sampling, TokenSequence, generate, load_pair, read_prompts

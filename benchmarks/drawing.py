@@ -19,7 +19,8 @@ import torch
 from harness import interleaved, ratio, write_result
 
 from kleash.linear import Head, log_probabilities
-from kleash.models import draw, exponentials
+from kleash.models import draw
+from kleash.models.keyed_draws import exponentials
 
 VOCABULARIES = (32_768, 151_936, 262_144)
 ROWS = 32

@@ -12,7 +12,8 @@ import numpy as np
 from harness import write_result
 from numpy.typing import NDArray
 
-from kleash.uncertainty import decide_gate, ratio_of_many
+from kleash.uncertainty import ratio_of_many
+from kleash.uncertainty.gate_decision import decide_gate
 
 CLUSTERS = (10, 20, 30, 64, 300)
 LIMITS = (0.8, 1.0, 1.25, 1.5)

@@ -135,7 +135,7 @@ def report_outcome(kind: str, out: Path) -> str:
     if kind == "cache":
         return "sentence"
     from kleash.errors import KleashError
-    from kleash.reports import write_report_of
+    from kleash.reports.folder_report import write_report_of
 
     try:
         write_report_of(out)

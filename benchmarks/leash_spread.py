@@ -28,7 +28,7 @@ from harness import RESULTS, provenance, write_result
 from spread_figures import figures_of
 from spread_runs import Run, Setting, execute, plan_runs, prompts_of
 
-from kleash.models import SAMPLER
+from kleash.models.keyed_draws import SAMPLER
 
 NAME = "leash_spread"
 PACKAGES = ("transformers", "accelerate", "peft", "numpy")

@@ -41,7 +41,8 @@ from kleash.measuring.remote_shards import PackedShard, pack_shard, take_alterna
 from kleash.measuring.shard_writer import MAX_WAITING, ShardWriter
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Prompt
-from kleash.store import RunFolder, RunHeader
+from kleash.store import RunFolder
+from kleash.store.job_folder import RunHeader
 from kleash.store.run_folder import encode_shard
 from kleash.store.tables import TOKEN_COLUMNS
 from kleash.store.worker_log import read_worker_lines

@@ -16,7 +16,7 @@ from spread_statistics import (
 ESTIMATORS = {"exact": ("exact", "loss"), "k1": ("k1", "reward"), "k3": ("k3", "loss")}
 SCOPES = ("sequence", "token")
 UNNAMED_SAMPLER = "one of before 2026-11-22, so that kleash now draws other responses from the same seeds"
-"""In place of ``kleash.models.SAMPLER`` for stored runs without it."""
+"""In place of ``kleash.models.keyed_draws.SAMPLER`` for stored runs without it."""
 Line = Mapping[str, Any]
 Lines = Sequence[Line]
 Figures = dict[str, Any]

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob
+from kleash.jobs import PPOJob
+from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.train import SHIPPED_REWARD
 from kleash.models import Pair, Prompt, Sampling, generate, load_pair, read_prompts, score
 from kleash.store import read_steps

@@ -31,7 +31,6 @@ PACKAGES = (
         "integrations.openrlhf",
         "training",
         "training.ppo",
-        "training.with_trl",
         "reports",
         "shipped",
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from made_files import between_marks, write_or_check
 
-from kleash.store import METRICS
+from kleash.store.metrics import METRICS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "train.md"
 BEGIN, END = "<!-- metrics: written by tools/make_metric_table.py -->\n", "<!-- end of metrics -->\n"

@@ -21,9 +21,9 @@ def kleash_audit() -> "Callable[..., Audit]":
             kleash_audit(kl_penalty, "loss", arguments={"kind": "k3"}, fail_on={"zero_gradient", "dead_gradient"})
 
     Its arguments are the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or
-    a record), keyword ``arguments`` to bind, and ``fail_on``, the kinds of findings that fail the test: keys of
-    ``kleash.auditing.FINDINGS``, or "wrong", "fragile" or "note" for all of that severity, or "fault" (the default)
-    for wrong and fragile; a string may hold several, separated by commas. It returns the ``Audit``.
+    a record), keyword ``arguments`` to bind, and ``fail_on``: the kinds of findings that fail the test (those of
+    docs/auditing.md), "wrong", "fragile" or "note" for all of that severity, or "fault" (the default) for wrong and
+    fragile. A string may hold several, separated by commas. It returns the ``Audit``.
     """
 
     def check(
@@ -33,7 +33,8 @@ def kleash_audit() -> "Callable[..., Audit]":
         arguments: Mapping[str, Any] | None = None,
         fail_on: str | Collection[str] = ("fault",),
     ) -> "Audit":
-        from kleash.auditing import audit, require_kinds
+        from kleash.auditing import audit
+        from kleash.auditing.findings.finding_kinds import require_kinds
         from kleash.errors import KleashError
 
         lists = (fail_on,) if isinstance(fail_on, str) else fail_on

@@ -12,11 +12,13 @@ import torch
 from single_faults import clamped_after, masked, right, textbook
 
 import kleash
-from kleash.auditing import CONVENTIONS, FINDINGS, Convention, audit
+from kleash.auditing import CONVENTIONS, Convention, audit
 from kleash.auditing.conventions import resolve_convention
+from kleash.auditing.findings.finding_kinds import FINDINGS
 from kleash.auditing.matching import MODERATE_PAIRS, match_values
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, UnknownNameError
-from kleash.records import Audit, EdgeRow, Finding
+from kleash.records import Audit, Finding
+from kleash.store.audit import EdgeRow
 
 
 def in_place(p, q):

@@ -13,7 +13,8 @@ from audit_faulty_functions import FAULTY_FUNCTIONS, RIGHT_FUNCTIONS
 from single_faults import FAULTS, rho, right, u_of
 
 import kleash
-from kleash.auditing import FINDINGS, audit
+from kleash.auditing import audit
+from kleash.auditing.findings.finding_kinds import FINDINGS
 from kleash.records import Audit
 
 WORST = ("wrong", "fragile", "note")

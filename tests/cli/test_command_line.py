@@ -12,8 +12,10 @@ from kleash.cli import entry, main
 from kleash.cli.commands import RECORDS
 from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
-from kleash.jobs import AuditJob, CompareJob, DemonstrationJob, MeasureJob, PPOJob
+from kleash.jobs import MeasureJob, PPOJob
+from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import OPTION_HEADINGS
+from kleash.jobs.pages import AuditJob, CompareJob
 
 
 def failing(capsys: Any, *words: str) -> str:

@@ -12,15 +12,16 @@ import pytest
 from scipy.special import log_softmax
 
 from kleash.cli import main
-from kleash.diagnosis import CAUSES, RolloutRecord, diagnose, read_rollouts
-from kleash.diagnosis.causes import HEALTHY
+from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
+from kleash.diagnosis.causes import CAUSES, HEALTHY
 from kleash.diagnosis.hypotheses import hypotheses_without_models
 from kleash.diagnosis.model_hypotheses import hypotheses_with_models
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import healthy_scale
 from kleash.diagnosis.token_table import tabulate
 from kleash.errors import OptionError, SourceError
-from kleash.records import Diagnosis, DoctorJob
+from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.records import Diagnosis
 
 SEQUENCES, TIME, VOCAB = 20, 30, 60
 Array = np.ndarray

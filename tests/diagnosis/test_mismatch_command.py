@@ -15,8 +15,8 @@ from kleash.cli import main
 from kleash.diagnosis import measure_mismatch, read_rollouts
 from kleash.diagnosis.rollout_records import FIELD_NAMES, RESPONSE_MASKS
 from kleash.errors import OptionError, SourceError
+from kleash.jobs.rollout_jobs import MismatchJob
 from kleash.leash import mismatch
-from kleash.records import MismatchJob
 
 
 def records(count: int = 40, shift: float = 0.05, seed: int = 0) -> list[dict[str, Any]]:

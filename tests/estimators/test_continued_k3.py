@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kleash.divergences import phi
 from kleash.errors import OptionError
-from kleash.estimators import ESTIMATORS, bounded_k3, continued_k3, k3, largest_log_ratio, sampled
-from kleash.estimators.sampled import log_ratio_and_k3
+from kleash.estimators import ESTIMATORS, bounded_k3, k3, sampled
+from kleash.estimators.sampled import continued_k3, largest_log_ratio, log_ratio_and_k3
 
 
 def k3_in_decimals(u: float) -> float:

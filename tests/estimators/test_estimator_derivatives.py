@@ -5,7 +5,8 @@ import torch
 from mpmath import mp, mpf
 from torch.autograd import forward_ad
 
-from kleash.estimators import ESTIMATORS, bounded_k3, continued_k3, sampled_kl
+from kleash.estimators import ESTIMATORS, bounded_k3, sampled_kl
+from kleash.estimators.sampled import continued_k3
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 NEAR = (1e-300, 1e-20, 1e-8, 1e-4, 0.1, 0.2499, 0.25, 0.2501)

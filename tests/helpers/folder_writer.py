@@ -4,7 +4,8 @@ import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from kleash.records import RunFolder, RunHeader
+from kleash.records import RunFolder
+from kleash.store.job_folder import RunHeader
 
 
 def hold_folder(path: str, header: RunHeader, locked: Event) -> None:

@@ -3,13 +3,12 @@
 import math
 from dataclasses import replace
 
-from kleash.records import (
+from kleash.records import Audit, Finding
+from kleash.store.audit import (
     AccuracyRow,
-    Audit,
     CallRow,
     CurveRow,
     EdgeRow,
-    Finding,
     GradientRow,
     MaskRow,
     ValueRow,

@@ -9,21 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from kleash.records import (
+from kleash.records import ComparedRun, Comparison, Counts, Measurement, Number, RunDifference, RunFolder
+from kleash.store.job_folder import RunHeader
+from kleash.store.measurement import (
     Bin,
-    ComparedRun,
-    Comparison,
     ConvergencePoint,
-    Counts,
     Drifted,
     EstimatorRecord,
-    Measurement,
     ModelRecord,
-    Number,
     PromptDrift,
-    RunDifference,
-    RunFolder,
-    RunHeader,
     SequenceTotal,
 )
 

@@ -7,23 +7,20 @@ from histories import bent, healthy
 from synthetic_run import HOSTILE
 
 from kleash.records import (
-    BestOf,
-    Demonstration,
     DPOJob,
     HackingAlert,
-    LeashSetting,
     Number,
     PPOJob,
-    RunHeader,
     Sample,
     StepRecord,
     TrainingFolder,
     TrainingResult,
     TrainJob,
-    append_step,
 )
 from kleash.store.atomic import write_atomically
-from kleash.store.demonstration import DEMONSTRATION
+from kleash.store.demonstration import DEMONSTRATION, BestOf, Demonstration, LeashSetting
+from kleash.store.job_folder import RunHeader
+from kleash.store.steps import append_step
 
 EVIL = "<script>window.__pwned=1</script>"
 

@@ -32,8 +32,8 @@ from kleash.linear import (
     linear_objective,
     log_probabilities,
     token_statistics,
-    token_statistics_and_top,
 )
+from kleash.linear.api import token_statistics_and_top
 from kleash.masking import mean_of
 
 WORDS, TOKENS = 37, 11

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, RunFolderError, UnknownNameError
 from kleash.extras import require_attributes
-from kleash.integrations.verl import CONTROLLER_TYPES, get_kl_controller, install
+from kleash.integrations.verl import get_kl_controller, install
 from kleash.integrations.verl.compat import CORE_ATTRIBUTES
-from kleash.integrations.verl.kl_controller import CONTROLLER_FILE
+from kleash.integrations.verl.kl_controller import CONTROLLER_FILE, CONTROLLER_TYPES
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
 
 

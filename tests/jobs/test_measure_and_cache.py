@@ -5,7 +5,8 @@ import pytest
 
 from kleash.errors import KleashError, OptionError
 from kleash.jobs.algorithms import PPOJob
-from kleash.records import SHIPPED_PROMPTS, CacheJob, MeasureJob
+from kleash.jobs.option_groups import SHIPPED_PROMPTS
+from kleash.records import CacheJob, MeasureJob
 
 
 def test_without_arguments_it_is_the_shipped_pair() -> None:

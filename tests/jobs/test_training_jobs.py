@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 
 from kleash.errors import OptionError
-from kleash.records import (
-    DemonstrationJob,
-    DistillJob,
-    DPOJob,
-    GRPOJob,
-    MeasureJob,
-    PPOJob,
-    RLOOJob,
-    RunHeader,
-    TrainJob,
-)
+from kleash.jobs.demonstration import DemonstrationJob
+from kleash.records import DistillJob, DPOJob, GRPOJob, MeasureJob, PPOJob, RLOOJob, TrainJob
 from kleash.store.codec import decode, to_json
+from kleash.store.job_folder import RunHeader
 
 JOBS: tuple[Any, ...] = (
     PPOJob,

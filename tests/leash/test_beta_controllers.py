@@ -12,7 +12,6 @@ import torch
 from kleash.errors import OptionError, UnknownNameError
 from kleash.leash import (
     CONTROLLERS,
-    SHAPES,
     BetaSchedule,
     DualBeta,
     EarlyStop,
@@ -24,6 +23,7 @@ from kleash.leash import (
     ZieglerBeta,
     beta_from_dict,
 )
+from kleash.leash.schedules import SHAPES
 
 NAN, INF = math.nan, math.inf
 STEERED = {"ziegler": ZieglerBeta, "pid": PIDBeta, "dual": DualBeta}

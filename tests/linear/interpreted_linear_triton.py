@@ -28,8 +28,8 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
     token_statistics,
-    token_statistics_and_top,
 )
+from kleash.linear.api import token_statistics_and_top
 from kleash.linear.impl.triton import fused, launch
 
 assert os.environ["TRITON_INTERPRET"] == "1"

@@ -15,12 +15,8 @@ from linear_cases import (
 
 from kleash.divergences import phi
 from kleash.errors import OptionError
-from kleash.linear import (
-    Head,
-    log_probabilities,
-    token_statistics,
-    token_statistics_and_top,
-)
+from kleash.linear import Head, log_probabilities, token_statistics
+from kleash.linear.api import token_statistics_and_top
 from kleash.linear.impl.row_statistics import kl_rows, tanh_half
 
 

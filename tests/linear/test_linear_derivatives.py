@@ -21,8 +21,8 @@ from kleash.linear import (
     linear_objective,
     log_probabilities,
     token_statistics,
-    token_statistics_and_top,
 )
+from kleash.linear.api import token_statistics_and_top
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 TRITON = LinearOptions(impl="triton")

@@ -28,8 +28,9 @@ from kleash.measuring.run_identity import require_same_on_all_ranks
 from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums
 from kleash.measuring.shards import SourceChecks
 from kleash.models import Pair, TokenSequence, load_pair
-from kleash.records import MeasureJob, RunFolder, RunHeader
+from kleash.records import MeasureJob, RunFolder
 from kleash.store.checksums import write_checked
+from kleash.store.job_folder import RunHeader
 from kleash.store.locks import folder_lock
 from kleash.store.tables import read_columns
 from kleash.uncertainty import Estimate

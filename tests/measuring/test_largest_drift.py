@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Entry, LargestDrift, TopEntries, shorten_text
-from kleash.records import RunFolder, RunHeader
+from kleash.records import RunFolder
+from kleash.store.job_folder import RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
 SEQUENCES, LENGTH, PER_SHARD = 300, 7, 60

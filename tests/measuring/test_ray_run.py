@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kleash.measuring import NullProgressReporter, measure
+from kleash.measuring import measure
+from kleash.measuring.progress import NullProgressReporter
 from kleash.records import MeasureJob
 
 pytestmark = [

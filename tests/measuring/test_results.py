@@ -17,7 +17,8 @@ from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import source_sequences
-from kleash.models import Model, Pair, TokenSequence, load_pair, token_texts
+from kleash.models import Model, Pair, TokenSequence, load_pair
+from kleash.models.tokenizers import token_texts
 from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
 from kleash.uncertainty import CoarseCounts
 

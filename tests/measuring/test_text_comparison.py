@@ -11,7 +11,8 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
-from kleash.records import PERPLEXITIES, MeasureJob, RunFolder
+from kleash.records import MeasureJob, RunFolder
+from kleash.store.statistics import PERPLEXITIES
 
 WORDS = ("sea", "calm", "road", "long", "bird", "wire", "house", "town", "rain", "window", "night", "letter")
 

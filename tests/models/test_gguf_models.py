@@ -15,8 +15,9 @@ from transformers import AutoConfig
 
 from kleash.errors import ModelError, RunFolderError
 from kleash.measuring import cache_reference, measure
-from kleash.models import Pair, find_checkpoint, load_pair, read_text, score
+from kleash.models import Pair, load_pair, read_text, score
 from kleash.models.checkpoints.gguf_header import read_gguf_header
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.gguf.architectures import ARCHITECTURES
 from kleash.models.gguf.tensor_decoding import decode_rows
 from kleash.models.pair_tokenizers import load_tokenizers

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from kleash.errors import ModelError
 from kleash.linear import Head
-from kleash.models import extract_head, load_pair, logit_discrepancy, score
+from kleash.models import load_pair, score
+from kleash.models.heads import extract_head, logit_discrepancy
 
 HEADS = {
     "llama": (1.0, None),

@@ -16,7 +16,8 @@ from tiny_models import double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
-from kleash.models import Model, Pair, find_checkpoint, load_pair, score
+from kleash.models import Model, Pair, load_pair, score
+from kleash.models.checkpoints.resolution import find_checkpoint
 
 
 @pytest.fixture

@@ -11,14 +11,8 @@ from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import ARCHITECTURES, double_logits
 
 from kleash.errors import NonFiniteError, OptionError
-from kleash.models import (
-    Pair,
-    ReferenceCache,
-    load_pair,
-    score,
-    score_against_float32,
-    score_batched_against_single,
-)
+from kleash.models import Pair, ReferenceCache, load_pair, score
+from kleash.models.scoring import score_against_float32, score_batched_against_single
 from kleash.store.tables import TOKEN_COLUMNS
 
 

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from tiny_models import SENTENCES, tiny_tokenizer
 
 from kleash.errors import OptionError, SourceError
-from kleash.models import (
-    Pair,
-    count_documents,
-    hash_tokens,
-    read_prompts,
-    read_responses,
-    read_text,
-)
-from kleash.models.sequences import retokenisation_warnings
-from kleash.models.sources.documents import window_spans
+from kleash.models import Pair, read_prompts, read_responses, read_text
+from kleash.models.sequences import hash_tokens, retokenisation_warnings
+from kleash.models.sources.documents import count_documents, window_spans
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from kleash.errors import ModelError
-from kleash.models import compare_tokenizers, token_count, token_texts
+from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
 
 
 def changed(**parts):

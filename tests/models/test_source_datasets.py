@@ -18,15 +18,9 @@ import pytest
 from kleash.errors import KleashError, OptionError, SourceError
 from kleash.jobs import MeasureJob, PPOJob
 from kleash.jobs.reading import ReadOptions
-from kleash.models import (
-    count_documents,
-    describe_source,
-    find_source,
-    read_prompts,
-    read_responses,
-    read_text,
-)
+from kleash.models import describe_source, find_source, read_prompts, read_responses, read_text
 from kleash.models.sources import dataset_folders, source_files
+from kleash.models.sources.documents import count_documents
 from kleash.models.sources.prompts import count_columns
 from kleash.training.with_trl.preferences import read_pairs
 

@@ -18,9 +18,10 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from kleash.errors import KleashError, SourceError
-from kleash.models import count_documents, read_prompts, read_responses, read_text, source_path
+from kleash.models import read_prompts, read_responses, read_text
 from kleash.models.sources import source_files
-from kleash.models.sources.source_files import detect_format, read_records
+from kleash.models.sources.documents import count_documents
+from kleash.models.sources.source_files import detect_format, read_records, source_path
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}

@@ -22,16 +22,14 @@ from kleash.models import (
     ReferenceCache,
     StoredReference,
     TokenSequence,
-    checked_reader,
-    finish_cache,
-    head_tensors,
     load_beside,
     load_pair,
     load_reference,
-    save_rounding_columns,
     score,
 )
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
+from kleash.models.cache.stored_reference import finish_cache, head_tensors, save_rounding_columns
+from kleash.models.scoring import checked_reader
 from kleash.records import CacheContents
 
 

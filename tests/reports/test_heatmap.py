@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from synthetic_run import write_synthetic_run
 
-from kleash.records import Drifted, Measurement, RunFolder
+from kleash.records import Measurement, RunFolder
 from kleash.reports import heatmap
 from kleash.reports.heatmap import colour_thresholds, heat_map, read_sequences
 from kleash.store.checksums import seal_folder
+from kleash.store.measurement import Drifted
 
 KEYS = {"kl": "kl_policy_reference", "reverse": "kl_reference_policy", "entropy_p": "entropy_policy"}
 

@@ -18,11 +18,12 @@ import pytest
 from synthetic_run import HOSTILE, synthetic_comparison, write_synthetic_run
 
 from kleash.errors import RunFolderError
-from kleash.records import Measurement, Number, PromptDrift, RunFolder, SequenceTotal
+from kleash.records import Measurement, Number, RunFolder
 from kleash.reports import write_comparison, write_report
 from kleash.reports.heatmap import read_sequences
 from kleash.reports.measurement import join_tokens, token_row
 from kleash.reports.page import script_json
+from kleash.store.measurement import PromptDrift, SequenceTotal
 
 
 class Outline(HTMLParser):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from synthetic_training import write_hostile_demonstration, write_hostile_run
 
-from kleash.reports import write_report_of
+from kleash.reports.folder_report import write_report_of
 
 selenium = pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -18,7 +18,9 @@ from synthetic_training import (
 
 from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
-from kleash.reports import write_demonstration, write_report_of, write_training_report
+from kleash.reports import write_training_report
+from kleash.reports.demonstration import write_demonstration
+from kleash.reports.folder_report import write_report_of
 from kleash.reports.training import format_metric, run_warnings
 from kleash.reports.training_charts import run_charts, thin_steps
 

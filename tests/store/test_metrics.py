@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kleash.errors import UnknownNameError
-from kleash.records import METRICS, metric_of, spelt
+from kleash.store.metrics import METRICS, metric_of, spelt
 
 UNITS = {"nats", "probability", "tokens", "seconds", "reward", "none"}
 

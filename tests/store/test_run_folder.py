@@ -10,8 +10,9 @@ import pytest
 from folder_writer import hold_folder
 
 from kleash.errors import RunFolderError
-from kleash.records import Measurement, RunFolder, RunHeader
+from kleash.records import Measurement, RunFolder
 from kleash.store.atomic import write_atomically
+from kleash.store.job_folder import RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, read_columns, write_table
 
 HEADER = RunHeader(

@@ -13,9 +13,10 @@ import pytest
 import kleash.store.atomic
 import kleash.store.checksums
 from kleash.errors import RunFolderError
-from kleash.records import ArrayTask, RunFolder, RunHeader
+from kleash.records import ArrayTask, RunFolder
 from kleash.store.array_task import part_folders
 from kleash.store.checksums import CHECKSUMS, Checksums
+from kleash.store.job_folder import RunHeader
 from kleash.store.locks import folder_lock
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 

@@ -10,9 +10,18 @@ import pytest
 from kleash.linear import TokenStatistics
 from kleash.measuring import compare
 from kleash.models import scoring
-from kleash.records import COMPARED, PERPLEXITIES, STATISTICS, Measurement
+from kleash.records import STATISTICS, Measurement
 from kleash.reports import write_comparison
-from kleash.store.statistics import EXP_MEAN, from_fields, label_of, log_ratio, stored_column, to_fields
+from kleash.store.statistics import (
+    COMPARED,
+    EXP_MEAN,
+    PERPLEXITIES,
+    from_fields,
+    label_of,
+    log_ratio,
+    stored_column,
+    to_fields,
+)
 from kleash.store.tables import TOKEN_COLUMNS
 
 SCHEMA_1 = Path(__file__).parent / "schema_1" / "measured"

@@ -8,16 +8,15 @@ import pytest
 from kleash.errors import RunFolderError
 from kleash.records import (
     HackingAlert,
-    RunHeader,
     Sample,
     StepRecord,
     TrainingFolder,
     TrainingResult,
-    append_step,
-    keep_steps,
     read_samples,
     read_steps,
 )
+from kleash.store.job_folder import RunHeader
+from kleash.store.steps import append_step, keep_steps
 
 SAMPLE = Sample(prompt="“Well,\u2028", response='he said\n\x00"\ud83d', reward=-1.5, kl=math.inf)
 HEADER = RunHeader(kleash="1", settings={"seed": 0}, source_sha256="a", fingerprints={"policy": "p"})

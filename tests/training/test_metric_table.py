@@ -1,6 +1,6 @@
 from make_metric_table import PAGE, page
 
-from kleash.records import METRICS
+from kleash.store.metrics import METRICS
 
 
 def test_documented_metric_table_matches_code() -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from kleash.errors import RunFolderError
 from kleash.records import read_steps
-from kleash.reports import write_report_of
+from kleash.reports.folder_report import write_report_of
 from kleash.store.checksums import seal_folder
 from kleash.training.ppo import checkpointing, train_ppo
 from kleash.training.ppo.checkpointing import last_checkpoint, load_progress

@@ -12,9 +12,8 @@ import pytest
 
 from kleash.cli import main
 from kleash.errors import CannotRunError, OptionError, RunFolderError
+from kleash.jobs.demonstration import DemonstrationJob
 from kleash.records import (
-    Demonstration,
-    DemonstrationJob,
     DistillJob,
     DPOJob,
     GRPOJob,
@@ -26,9 +25,10 @@ from kleash.records import (
     read_samples,
     read_steps,
 )
-from kleash.training import demonstrate, train
+from kleash.store.demonstration import Demonstration
+from kleash.training import train
 from kleash.training.algorithms import trainer_of
-from kleash.training.demonstration import DemonstrationSettings, best_of_n_reward
+from kleash.training.demonstration import DemonstrationSettings, best_of_n_reward, demonstrate
 
 JOBS = (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 

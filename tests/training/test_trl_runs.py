@@ -14,8 +14,8 @@ from tiny_models import save_tiny, tiny_adapter
 
 from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
 from kleash.models import load_pair
-from kleash.records import METRICS, DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
-from kleash.store.metrics import PART
+from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
+from kleash.store.metrics import METRICS, PART
 from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
@@ -226,7 +226,7 @@ def test_distillation_reports_kl_to_the_teacher(trl, tmp_path):
 def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, tmp_path):
     from trl_batches import make, moved, whole_logp
 
-    from kleash.models import tokenise_prompts
+    from kleash.models.sources.prompts import tokenise_prompts
     from kleash.training.rewards import Reward, Rewards
 
     trainer = make(trl.with_measurement(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kleash.uncertainty import decide_gate, ratio_of_sums
+from kleash.uncertainty import ratio_of_sums
+from kleash.uncertainty.gate_decision import decide_gate
 
 MAX_FALSE_PASSES = 0.029
 

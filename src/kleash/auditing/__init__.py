@@ -2,18 +2,15 @@
 
 from kleash.auditing.api import audit, audits_of
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
-from kleash.auditing.findings.finding_kinds import FINDINGS, require_kinds
 from kleash.auditing.inputs import AuditInputs
 from kleash.auditing.targets.case_resolution import cases_of
 
 __all__ = [
     "CONVENTIONS",
-    "FINDINGS",
     "AuditInputs",
     "Convention",
     "audit",
     "audits_of",
     "cases_of",
     "from_fields",
-    "require_kinds",
 ]

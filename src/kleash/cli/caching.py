@@ -21,7 +21,9 @@ def run_cache(job: CacheJob) -> int:
     Raises:
         KleashError: if the job fails.
     """
-    from kleash.measuring import NullProgressReporter, cache_reference, default_cache
+    from kleash.measuring import cache_reference
+    from kleash.measuring.progress import NullProgressReporter
+    from kleash.measuring.reference_cache import default_cache
 
     job = replace(job, out=job.out if job.out is not None else default_cache())
     if job.quiet:

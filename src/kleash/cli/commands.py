@@ -4,23 +4,19 @@ import inspect
 from collections.abc import Mapping
 
 from kleash.jobs import (
-    AuditJob,
     CacheJob,
-    CompareJob,
-    DemonstrationJob,
     DistillJob,
-    DoctorJob,
     DPOJob,
     GRPOJob,
     LogitsJob,
     MeasureJob,
-    MergeJob,
-    MismatchJob,
     PPOJob,
-    ReportJob,
     RLOOJob,
     TrainJob,
 )
+from kleash.jobs.demonstration import DemonstrationJob
+from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
+from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
 Command = (
     MeasureJob

@@ -17,17 +17,10 @@ from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part
 from kleash.cli.training import run_demonstration, run_train
 from kleash.errors import MissingExtraError, OptionError
-from kleash.jobs import (
-    SHIPPED_POLICY,
-    SHIPPED_REFERENCE,
-    CacheJob,
-    DemonstrationJob,
-    DoctorJob,
-    LogitsJob,
-    MeasureJob,
-    MismatchJob,
-    TrainJob,
-)
+from kleash.jobs import CacheJob, LogitsJob, MeasureJob, TrainJob
+from kleash.jobs.demonstration import DemonstrationJob
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
+from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.store import Measurement
 from kleash.store.codec import to_json
 from kleash.store.gate import exit_code_of
@@ -72,7 +65,8 @@ def run(command: Command) -> int:
 
 def _measure(job: MeasureJob) -> int:
     """Run ``kleash measure`` and return its exit code."""
-    from kleash.measuring import default_out, launched_ranks, measure, measure_part
+    from kleash.measuring import launched_ranks, measure, measure_part
+    from kleash.measuring.run import default_out
 
     ranks = launched_ranks()
     if job.out is None and ranks.world_size == 1:
@@ -120,7 +114,7 @@ def _print_result(measurement: Measurement, folder: Path, *, as_json: bool, quie
 
 def _report(command: ReportJob) -> int:
     """Run ``kleash report`` and return its exit code."""
-    from kleash.reports import write_report_of
+    from kleash.reports.folder_report import write_report_of
     from kleash.reports.gate_verdicts import gate_of_measurement
 
     folder = command.folder.expanduser()
@@ -150,7 +144,8 @@ def _compare(command: CompareJob) -> int:
 
 def _audit(command: AuditJob) -> int:
     """Run ``kleash audit`` and return its exit code: 1 if a finding is in ``fail_on``."""
-    from kleash.auditing import audits_of, cases_of, require_kinds
+    from kleash.auditing import audits_of, cases_of
+    from kleash.auditing.findings.finding_kinds import require_kinds
     from kleash.cli.verdicts import print_audit, print_audit_counts, print_failures
     from kleash.reports import write_audits
     from kleash.store.codec import encode

@@ -5,16 +5,9 @@ from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
 from kleash.extras import is_installed, require_installed
-from kleash.jobs import (
-    CacheJob,
-    DemonstrationJob,
-    DoctorJob,
-    LogitsJob,
-    MeasureJob,
-    MismatchJob,
-    PPOJob,
-    TrainJob,
-)
+from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, TrainJob
+from kleash.jobs.demonstration import DemonstrationJob
+from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
 PAGES = ("jinja2", "plotly")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)

@@ -9,7 +9,7 @@ from rich.table import Table
 from kleash.cli.numbers import cells
 from kleash.cli.summary import NO_INTERVAL, print_gate, print_table
 from kleash.cli.terminal import Terminal, remark, say
-from kleash.jobs import DoctorJob, MismatchJob
+from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.reports.measurement import merge_warnings
 from kleash.store import Diagnosis, MismatchRecord
 
@@ -84,7 +84,7 @@ def run_doctor(job: DoctorJob) -> int:
     Raises:
         KleashError: if the job fails.
     """
-    from kleash.diagnosis import diagnose_file
+    from kleash.diagnosis.doctor import diagnose_file
 
     diagnosis = diagnose_file(job)
     if job.json:

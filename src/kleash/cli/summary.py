@@ -24,8 +24,8 @@ from kleash.reports.measurement import (
     statistic_rows,
     upper_bound,
 )
-from kleash.store import PERPLEXITIES, ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
-from kleash.store.statistics import label_of
+from kleash.store import ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
+from kleash.store.statistics import PERPLEXITIES, label_of
 
 MAX_TABLE_COLUMNS = 200
 KL = "kl_policy_reference"

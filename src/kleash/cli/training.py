@@ -6,7 +6,9 @@ from pathlib import Path
 
 from kleash.cli.steps import Steps
 from kleash.cli.terminal import Terminal, remark, say
-from kleash.jobs import SHIPPED_REFERENCE, DemonstrationJob, TrainJob
+from kleash.jobs import TrainJob
+from kleash.jobs.demonstration import DemonstrationJob
+from kleash.jobs.option_groups import SHIPPED_REFERENCE
 from kleash.store import TrainingResult
 
 
@@ -67,7 +69,7 @@ def run_demonstration(job: DemonstrationJob) -> int:
     Raises:
         KleashError: if the job fails.
     """
-    from kleash.measuring import default_out
+    from kleash.measuring.run import default_out
     from kleash.training.demonstration import DemonstrationSettings, demonstrate
 
     job = replace(job, out=job.out if job.out is not None else default_out())

@@ -13,8 +13,10 @@ from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.rollout_records import ROUNDING_NATS, RolloutRecord, read_rollouts
 from kleash.diagnosis.token_table import TokenTable, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
-from kleash.models import Pair, load_pair_with
-from kleash.store import Diagnosis, LikelyCause
+from kleash.models import Pair
+from kleash.models.pair_loading import load_pair_with
+from kleash.store import Diagnosis
+from kleash.store.likely_causes import LikelyCause
 from kleash.version import __version__
 
 RESAMPLES = 200

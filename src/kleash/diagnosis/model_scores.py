@@ -14,7 +14,9 @@ from kleash.diagnosis.rollout_records import RolloutRecord
 from kleash.diagnosis.token_table import TokenTable
 from kleash.divergences import truncate
 from kleash.errors import SourceError
-from kleash.models import Model, Pair, TokenSequence, batch_by_length, checked_reader
+from kleash.models import Model, Pair, TokenSequence
+from kleash.models.scoring import checked_reader
+from kleash.models.sequences import batch_by_length
 
 LOGITS_AT_ONCE = 2**24
 """Logits that are in memory at a time."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kleash.errors import SourceError
-from kleash.models import find_source, hash_tokens
+from kleash.models import find_source
+from kleash.models.sequences import hash_tokens
 from kleash.models.sources.source_records import SourceRecord, get_field, show_value
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {

@@ -14,9 +14,9 @@ from kleash.leash.divergence_masks import (
     binary_divergence_mask,
     off_policy_sequence_mask,
 )
-from kleash.leash.engine_mismatch import Mismatch, ProbabilityGaps, SequenceMeans, mismatch
+from kleash.leash.engine_mismatch import Mismatch, mismatch
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
-from kleash.leash.overoptimisation import CURVES, Curve, Overoptimisation, RewardAt, fit_overoptimisation
+from kleash.leash.overoptimisation import CURVES, Curve, Overoptimisation, fit_overoptimisation
 from kleash.leash.ratio_masks import geometric_mask, kl_mask, truncated_weights, window_weights
 from kleash.leash.reward_shaping import (
     ControlledKL,
@@ -25,14 +25,13 @@ from kleash.leash.reward_shaping import (
     sequence_rewards,
     shape_rewards,
 )
-from kleash.leash.schedules import SHAPES, BetaSchedule, TargetSchedule
+from kleash.leash.schedules import BetaSchedule, TargetSchedule
 from kleash.leash.trust_region import TrustRegion, intersection
 from kleash.registry import former_names
 
 __all__ = [
     "CONTROLLERS",
     "CURVES",
-    "SHAPES",
     "Advantages",
     "BetaSchedule",
     "ControlledKL",
@@ -44,9 +43,6 @@ __all__ = [
     "Mismatch",
     "Overoptimisation",
     "PIDBeta",
-    "ProbabilityGaps",
-    "RewardAt",
-    "SequenceMeans",
     "StatefulController",
     "TargetSchedule",
     "TrustRegion",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.estimators import largest_log_ratio
+from kleash.estimators.sampled import largest_log_ratio
 from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
 from kleash.registry import look_up
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import NotProbabilitiesError, ShapeError
-from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
+from kleash.estimators import ESTIMATORS, Estimator
+from kleash.estimators.sampled import largest_log_ratio
 from kleash.estimators.weights import leave_one_out_weights
 from kleash.losses.surrogate import (
     future_kl_of_tokens,

@@ -13,8 +13,8 @@ from kleash.autodiff import (
     uncompiled_in_transforms,
 )
 from kleash.errors import CannotRunError, DetachedError, ShapeError
-from kleash.estimators import ESTIMATORS, Estimator, continued_k3
-from kleash.estimators.sampled import log_ratio_and_k3
+from kleash.estimators import ESTIMATORS, Estimator
+from kleash.estimators.sampled import continued_k3, log_ratio_and_k3
 from kleash.estimators.weights import Level
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32

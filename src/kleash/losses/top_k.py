@@ -11,7 +11,7 @@ from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.functions import contributions
 from kleash.divergences.table import identity
 from kleash.errors import OptionError, ShapeError
-from kleash.estimators import rounding_nats
+from kleash.estimators.bounds import rounding_nats
 from kleash.losses.surrogate import mask_and_weights, require_gradient, require_same_shape, with_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32

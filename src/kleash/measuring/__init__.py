@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
     from kleash.measuring.llama_cpp import measure_base_logits, write_base_logits
     from kleash.measuring.merging import merge
-    from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+    from kleash.measuring.progress import ProgressReporter
     from kleash.measuring.rank_group import RankGroup, launched_ranks
-    from kleash.measuring.reference_cache import cache_reference, default_cache
-    from kleash.measuring.run import default_out, measure, measure_part
+    from kleash.measuring.reference_cache import cache_reference
+    from kleash.measuring.run import measure, measure_part
 
 __all__ = [
     "CacheContents",
@@ -23,13 +23,10 @@ __all__ = [
     "DriftPart",
     "MeasureJob",
     "Measurement",
-    "NullProgressReporter",
     "ProgressReporter",
     "RankGroup",
     "cache_reference",
     "compare",
-    "default_cache",
-    "default_out",
     "draw_drift",
     "drift_of",
     "launched_ranks",
@@ -43,12 +40,12 @@ __all__ = [
 MODULES = {
     "comparison": ("compare",),
     "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
-    "progress": ("NullProgressReporter", "ProgressReporter"),
+    "progress": ("ProgressReporter",),
     "llama_cpp": ("measure_base_logits", "write_base_logits"),
     "merging": ("merge",),
     "rank_group": ("RankGroup", "launched_ranks"),
-    "reference_cache": ("cache_reference", "default_cache"),
-    "run": ("default_out", "measure", "measure_part"),
+    "reference_cache": ("cache_reference",),
+    "run": ("measure", "measure_part"),
 }
 """Public names by the module that defines them."""
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}

@@ -17,7 +17,8 @@ from kleash.measuring.cluster_sums import (
     StatisticSum,
 )
 from kleash.measuring.sequence_clusters import Clusters
-from kleash.store import Bin, ConvergencePoint, EstimatorRecord, Number, SequenceTotal
+from kleash.store import Number
+from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
 from kleash.store.statistics import ALL_STATISTICS
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from kleash.errors import RunFolderError
 from kleash.measuring.sequence_clusters import sequence_spans
-from kleash.models import token_texts
-from kleash.store import Drifted, PromptDrift, RunFolder
+from kleash.models.tokenizers import token_texts
+from kleash.store import RunFolder
+from kleash.store.measurement import Drifted, PromptDrift
 from kleash.store.tables import ALTERNATIVE_COLUMNS, TOP_COLUMNS
 
 MAX_TOKENS = 50

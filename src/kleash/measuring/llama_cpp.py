@@ -18,7 +18,7 @@ from kleash.measuring.llama_cpp_summary import (
     format_llama_cpp,
     llama_cpp_columns,
 )
-from kleash.models import Loading, Model, Pair, TokenSequence, checked_reader
+from kleash.models import Loading, Model, Pair, TokenSequence
 from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
 from kleash.models.base_logits import (
     BaseLogitsFile,
@@ -32,6 +32,7 @@ from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
+from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 from kleash.uncertainty import ratio_of_sums

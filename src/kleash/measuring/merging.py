@@ -7,8 +7,9 @@ from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.run import measure
-from kleash.store import ArrayTask, Measurement, RunFolder, RunHeader
+from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.array_task import part_folders
+from kleash.store.job_folder import RunHeader
 from kleash.store.worker_log import append_worker_lines, read_worker_lines
 from kleash.version import __version__
 

@@ -16,25 +16,17 @@ from kleash.engines.endpoints import (
     served_model,
 )
 from kleash.errors import ModelError
-from kleash.jobs import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
+from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.reading import READ_OPTIONS
 from kleash.measuring.shards import source_sequences
-from kleash.models import (
-    Loading,
-    Pair,
-    ReferenceCache,
-    StoredReference,
-    TokenizerMismatchError,
-    compare_tokenizers,
-    find_checkpoint,
-    load_beside,
-    load_pair_with,
-    resolve_window,
-)
+from kleash.models import Loading, Pair, ReferenceCache, StoredReference, TokenizerMismatchError, load_beside
 from kleash.models.cache.reference_cache import check_cache_folder
-from kleash.models.pair_loading import load_alone
-from kleash.models.tokenizers import load_tokenizer
-from kleash.store import CachedSource
+from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.pair_loading import load_alone, load_pair_with
+from kleash.models.sources.documents import resolve_window
+from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
+from kleash.store.cache import CachedSource
 from kleash.store.locks import folder_lock
 
 

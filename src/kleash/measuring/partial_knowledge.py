@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED
-from kleash.store import EstimatorRecord, Number
+from kleash.store import Number
+from kleash.store.measurement import EstimatorRecord
 from kleash.store.statistics import STATISTICS
 
 NEEDS_EXACT_KL = (

@@ -18,19 +18,11 @@ from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.sequence_clusters import SequenceClusters
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
-from kleash.models import (
-    Pair,
-    ReferenceCache,
-    checked_reader,
-    describe_source,
-    finish_cache,
-    head_tensors,
-    load_reference,
-    save_rounding_columns,
-)
+from kleash.models import Pair, ReferenceCache, describe_source, load_reference
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.cache.saved_states import SavedStates
-from kleash.models.cache.stored_reference import TOKENIZER
+from kleash.models.cache.stored_reference import TOKENIZER, finish_cache, head_tensors, save_rounding_columns
+from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.store import CacheContents
 from kleash.store.atomic import remove_leftovers

@@ -29,9 +29,9 @@ from kleash.models import describe_source
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
-from kleash.store import ArrayTask, Measurement, RunFolder, RunHeader
+from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.codec import decode
-from kleash.store.job_folder import HEADER
+from kleash.store.job_folder import HEADER, RunHeader
 
 
 def default_out() -> str:

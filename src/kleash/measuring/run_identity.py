@@ -10,11 +10,12 @@ from kleash.jobs import MeasureJob
 from kleash.measuring.model_pair import finished_cache
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.shards import hash_source
-from kleash.models import SAMPLER, Pair, find_checkpoint, find_source
+from kleash.models import Pair, find_source
 from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
+from kleash.models.keyed_draws import SAMPLER
 from kleash.models.sources.source_files import STANDARD_INPUT
-from kleash.store import RunHeader
+from kleash.store.job_folder import RunHeader
 from kleash.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")

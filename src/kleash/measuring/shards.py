@@ -6,17 +6,9 @@ from typing import NamedTuple, TypeVar
 
 from kleash.engines import Shard
 from kleash.jobs import MeasureJob
-from kleash.models import (
-    Pair,
-    Prompt,
-    TokenSequence,
-    count_documents,
-    find_source,
-    read_prompts,
-    read_responses,
-    read_text,
-)
+from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
 from kleash.models.sequences import retokenisation_warnings
+from kleash.models.sources.documents import count_documents
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""

@@ -22,8 +22,8 @@ from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.model_pair import finished_cache, load_models
 from kleash.measuring.remote_shards import pack_shard
 from kleash.measuring.run_identity import PACKAGES
-from kleash.models import StoredReference, find_checkpoint
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.models import StoredReference
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.compat import suppress_library_output
 from kleash.models.pair_tokenizers import load_tokenizers
 

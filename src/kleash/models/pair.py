@@ -13,7 +13,7 @@ from torch import Tensor
 from kleash.linear import Head
 from kleash.models.sequences import TokenSequence
 from kleash.models.shard_storage import ShardStorage
-from kleash.store import ModelRecord, StoredWeights
+from kleash.store.measurement import ModelRecord, StoredWeights
 
 
 @runtime_checkable

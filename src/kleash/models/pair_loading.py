@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from kleash.errors import CannotRunError, OptionError
-from kleash.jobs import DoctorJob, MeasureJob
+from kleash.jobs import MeasureJob
+from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.checkpoints.weight_storage import describe_weights

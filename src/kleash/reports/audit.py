@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, escape, figure, finite_or_none
 from kleash.reports.formatting import UNKNOWN, format_value
 from kleash.reports.page import write_page
-from kleash.store import AccuracyRow, Audit, Finding, ValueRow, ZoneRow
-from kleash.store.audit import Severity
+from kleash.store import Audit, Finding
+from kleash.store.audit import AccuracyRow, Severity, ValueRow, ZoneRow
 
 RELATIVE_ROUNDING = 1e-6
 """Relative bias that is shown as 0, since a function may compute in float32."""

@@ -9,8 +9,8 @@ from kleash.reports.formatting import UNKNOWN, format_count, format_with_interva
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
-from kleash.store import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
-from kleash.store.statistics import BOUND_STATISTICS, label_of
+from kleash.store import Comparison, Number, RunDifference
+from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, label_of
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:

@@ -21,16 +21,8 @@ from kleash.reports.formatting import as_sentence, format_percent, format_value,
 from kleash.reports.page import write_page
 from kleash.reports.training import format_metric
 from kleash.reports.training_charts import MAX_ROWS, metric_values, thin_steps, trace
-from kleash.store import (
-    BestOf,
-    Demonstration,
-    LeashSetting,
-    Sample,
-    SampleRecord,
-    StepRecord,
-    TrainingFolder,
-    read_samples,
-)
+from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, read_samples
+from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
 
 STYLES = ((INK, "dash"), (ACCENT, "solid"), (MUTED, "solid"))
 """Colour and dash of each run's curves, in the order of the runs."""

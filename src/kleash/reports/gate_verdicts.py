@@ -7,7 +7,7 @@ from typing import Literal
 from kleash.reports.formatting import format_count, format_value
 from kleash.store import Gate, Number
 from kleash.store.measurement import Measurement
-from kleash.uncertainty import decide_gate
+from kleash.uncertainty.gate_decision import decide_gate
 
 QUANTITY = "kl_policy_reference"
 LABELS: Mapping[str, str] = {

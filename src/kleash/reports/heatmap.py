@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from kleash.reports.formatting import keep_beginning, make_visible
-from kleash.store import Drifted, Measurement, RunFolder
+from kleash.store import Measurement, RunFolder
+from kleash.store.measurement import Drifted
 
 MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 1000

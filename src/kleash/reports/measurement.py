@@ -21,7 +21,8 @@ from kleash.reports.heatmap import (
 )
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.reports.page import write_page
-from kleash.store import Drifted, Measurement, Number, RunFolder
+from kleash.store import Measurement, Number, RunFolder
+from kleash.store.measurement import Drifted
 from kleash.store.statistics import ALL_STATISTICS, label_of
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")

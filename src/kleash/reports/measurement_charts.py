@@ -23,7 +23,8 @@ from kleash.reports.formatting import (
     format_with_interval,
     nan_as_minimum,
 )
-from kleash.store import Bin, ConvergencePoint, EstimatorRecord, Measurement, Number
+from kleash.store import Measurement, Number
+from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
 from kleash.store.statistics import label_of
 
 DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))

@@ -13,18 +13,18 @@ from kleash.reports.page import write_page
 from kleash.reports.training_charts import run_charts
 from kleash.store import (
     Number,
-    RunHeader,
     Sample,
     SampleRecord,
     StepRecord,
     TrainingFolder,
     TrainingResult,
-    metric_of,
     read_samples,
 )
 from kleash.store.checksums import UNCHECKED
+from kleash.store.job_folder import RunHeader
+from kleash.store.metrics import metric_of
 from kleash.store.steps import STEPS
-from kleash.uncertainty import few_clusters
+from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6
 """Steps whose responses are shown: the first, the last and evenly chosen ones between."""

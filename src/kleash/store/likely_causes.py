@@ -10,7 +10,7 @@ class LikelyCause:
     """A cause of a mismatch, with its probability and what supports it."""
 
     cause: str
-    """Its name in ``kleash.diagnosis.CAUSES``."""
+    """Its name in ``kleash.diagnosis.causes.CAUSES``."""
     meaning: str
     probability: float
     """Share of resamples of the responses in which this cause explains the columns best; of equal causes together."""

@@ -2,9 +2,8 @@
 
 from kleash.registry import former_names
 from kleash.training.algorithms import train
-from kleash.training.demonstration import demonstrate
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
-from kleash.training.rewards import Reward, Rewards, RewardScores, load_rewards
+from kleash.training.rewards import Reward, Rewards, load_rewards
 from kleash.training.run_log import Advice, Display, RunLog
 
 __all__ = [
@@ -12,10 +11,8 @@ __all__ = [
     "Display",
     "HackingMonitor",
     "Reward",
-    "RewardScores",
     "Rewards",
     "RunLog",
-    "demonstrate",
     "distinct",
     "load_rewards",
     "repetition",

@@ -41,19 +41,19 @@ def trainer_of(job: TrainJob) -> Trainer:
 
             return train_ppo
         case GRPOJob():
-            from kleash.training.with_trl import train_grpo
+            from kleash.training.with_trl.online import train_grpo
 
             return train_grpo
         case RLOOJob():
-            from kleash.training.with_trl import train_rloo
+            from kleash.training.with_trl.online import train_rloo
 
             return train_rloo
         case DPOJob():
-            from kleash.training.with_trl import train_dpo
+            from kleash.training.with_trl.preferences import train_dpo
 
             return train_dpo
         case DistillJob():
-            from kleash.training.with_trl import train_distill
+            from kleash.training.with_trl.on_policy_distillation import train_distill
 
             return train_distill
         case _:

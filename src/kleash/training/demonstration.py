@@ -10,18 +10,20 @@ import numpy as np
 from jaxtyping import Float64
 
 from kleash.errors import CannotRunError, Interrupted, RunFolderError
-from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, DemonstrationJob, PPOJob
+from kleash.jobs import PPOJob
+from kleash.jobs.demonstration import DemonstrationJob
+from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.train import SHIPPED_REWARD
 from kleash.launch_environment import launched_world_size
 from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
-from kleash.measuring import default_out
+from kleash.measuring.run import default_out
 from kleash.models import Sampling, generate, load_pair, read_prompts
 from kleash.models.threads import threads_for
-from kleash.reports import write_demonstration
-from kleash.store import BestOf, Demonstration, LeashSetting, Number, Sample
+from kleash.reports.demonstration import write_demonstration
+from kleash.store import Number, Sample
 from kleash.store.atomic import write_atomically
 from kleash.store.checksums import write_checked
-from kleash.store.demonstration import DEMONSTRATION
+from kleash.store.demonstration import DEMONSTRATION, BestOf, Demonstration, LeashSetting
 from kleash.training.algorithms import train
 from kleash.training.rewards import load_rewards
 from kleash.training.run_log import Display

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from kleash.jobs import RewardJob
+from kleash.jobs.train import RewardJob
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 
 HORIZON_STEPS = 3

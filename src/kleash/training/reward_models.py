@@ -8,11 +8,12 @@ import torch
 
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
-from kleash.models import batch_by_length, find_checkpoint
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.sandbox.process import render_chat
+from kleash.models.sequences import batch_by_length
 from kleash.models.tokenizers import load_tokenizer
 
 

@@ -8,18 +8,9 @@ from typing import Protocol, runtime_checkable
 from kleash.errors import RunFolderError
 from kleash.jobs import TrainJob
 from kleash.reports.training import step_warnings
-from kleash.store import (
-    HackingAlert,
-    Sample,
-    StepRecord,
-    TrainingFolder,
-    append_step,
-    keep_steps,
-    metric_of,
-    read_steps,
-    spelt,
-)
-from kleash.store.steps import STEPS
+from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
+from kleash.store.metrics import metric_of, spelt
+from kleash.store.steps import STEPS, append_step, keep_steps
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.trackers import Tracker, open_trackers
 

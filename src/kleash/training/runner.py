@@ -9,16 +9,18 @@ from typing import Any
 
 from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
-from kleash.jobs import DistillJob, OnlineJob, TrainJob
+from kleash.jobs import DistillJob, TrainJob
 from kleash.jobs.reading import DatasetOptions
+from kleash.jobs.train import OnlineJob
 from kleash.launch_environment import launched_rank, launched_world_size
-from kleash.measuring import default_out
-from kleash.models import SAMPLER, find_checkpoint, find_source
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.measuring.run import default_out
+from kleash.models import find_source
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
+from kleash.models.keyed_draws import SAMPLER
 from kleash.models.threads import threads_for
 from kleash.reports import write_training_report
-from kleash.store import RunHeader, TrainingFolder, TrainingResult
-from kleash.store.job_folder import KIND_OF_FINGERPRINT
+from kleash.store import TrainingFolder, TrainingResult
+from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.training.rewards import weight_of
 from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__

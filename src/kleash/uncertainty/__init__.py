@@ -2,9 +2,7 @@
 
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
 from kleash.uncertainty.control_variates import ControlledTotal, controlled_total
-from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.estimate import Estimate, transformed
-from kleash.uncertainty.gate_decision import GateDecision, decide_gate
 from kleash.uncertainty.quantiles import CoarseCounts, FineCounts
 from kleash.uncertainty.ratios import (
     RunningMean,
@@ -22,14 +20,11 @@ __all__ = [
     "ControlledTotal",
     "Estimate",
     "FineCounts",
-    "GateDecision",
     "RunningMean",
     "cluster_labels",
     "clustered_mean",
     "controlled_total",
-    "decide_gate",
     "effective_sample_size",
-    "few_clusters",
     "paired_difference",
     "ratio_of_many",
     "ratio_of_sums",

@@ -16,20 +16,19 @@ from kleash.engines.endpoints.server import Endpoint
 from kleash.engines.local import CPU_BUFFER_BYTES
 from kleash.errors import EndpointError
 from kleash.jobs import MeasureJob
-from kleash.linear import LinearOptions, token_statistics_and_top
-from kleash.models import (
-    Model,
-    Pair,
-    TokenSequence,
-    batch_by_length,
+from kleash.linear import LinearOptions
+from kleash.linear.api import token_statistics_and_top
+from kleash.models import Model, Pair, TokenSequence
+from kleash.models.compat import suppress_library_output
+from kleash.models.scoring import (
     checked_reader,
+    columns_of_sequences,
     score_against_float32,
     score_batched_against_single,
-    token_texts,
 )
-from kleash.models.compat import suppress_library_output
-from kleash.models.scoring import columns_of_sequences
-from kleash.store import ModelRecord
+from kleash.models.sequences import batch_by_length
+from kleash.models.tokenizers import token_texts
+from kleash.store.measurement import ModelRecord
 from kleash.store.tables import BOUND_COLUMNS, TOKEN_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30

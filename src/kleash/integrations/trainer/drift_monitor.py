@@ -7,7 +7,8 @@ from typing import Any
 from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
-from kleash.measuring import Drift, DriftPart, draw_drift, drift_of
+from kleash.measuring import Drift
+from kleash.measuring.drift import DriftPart, draw_drift, drift_of
 from kleash.models import (
     Loading,
     Model,
@@ -15,15 +16,15 @@ from kleash.models import (
     Prompt,
     Sampling,
     at_rest,
-    compare_tokenizers,
     in_lockstep,
     live_model,
     load_reference,
-    pair_models,
     read_prompts,
     tokenise_prompts,
     turns_of,
 )
+from kleash.models.pair_loading import pair_models
+from kleash.models.tokenizers import compare_tokenizers
 
 LOG = logging.getLogger(__name__)
 

@@ -3,11 +3,9 @@
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.kl_mixin import ResponseStatistics, response_statistics
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
-from kleash.integrations.trl.terms import LOSS_TYPES
 from kleash.registry import former_names
 
 __all__ = [
-    "LOSS_TYPES",
     "GRPOLeash",
     "LeashedGRPOTrainer",
     "LeashedRLOOTrainer",

@@ -2,11 +2,10 @@
 
 from kleash.integrations.verl.exact import REFERENCE_HIDDEN
 from kleash.integrations.verl.installing import install
-from kleash.integrations.verl.kl_controller import CONTROLLER_TYPES, KLController, get_kl_controller
+from kleash.integrations.verl.kl_controller import KLController, get_kl_controller
 from kleash.integrations.verl.penalty import NAMES, kl_penalty
 
 __all__ = [
-    "CONTROLLER_TYPES",
     "NAMES",
     "REFERENCE_HIDDEN",
     "KLController",

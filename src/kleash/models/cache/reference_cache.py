@@ -12,9 +12,8 @@ from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence, batch_by_length
-from kleash.store import CachedSource, CacheLabel
 from kleash.store.atomic import TEMPORARY, cannot_write, require_utf8
-from kleash.store.cache import LABEL, read_label
+from kleash.store.cache import LABEL, CachedSource, CacheLabel, read_label
 from kleash.store.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.job_folder import KIND_OF_FINGERPRINT

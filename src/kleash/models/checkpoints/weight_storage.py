@@ -9,7 +9,7 @@ from pathlib import Path
 from kleash.models.checkpoints.files import list_weight_files, read_json, read_safetensors_header
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.store import StoredWeights
+from kleash.store.measurement import StoredWeights
 
 PACKED_NAMES = ("qweight", "weight_packed", "blocks")
 """Names of tensors that hold packed weights, where "weight" does not."""

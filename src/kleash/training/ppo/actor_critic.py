@@ -13,8 +13,9 @@ from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Model, Pair, find_checkpoint
+from kleash.models import Model, Pair
 from kleash.models.adapters.network_state import make_probe, probe_logits
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.compat import find_backbone, summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
 from kleash.training.model_options import load_models, lora_settings, require_trainable

@@ -9,7 +9,8 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.jobs import TrainJob
-from kleash.models import Pair, find_checkpoint
+from kleash.models import Pair
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.compat import find_backbone
 from kleash.training.model_options import load_models, lora_settings
 

@@ -7,7 +7,8 @@ from typing import Any
 from kleash.errors import OptionError, SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
-from kleash.jobs import GRPOJob, OnlineJob, RLOOJob
+from kleash.jobs import GRPOJob, RLOOJob
+from kleash.jobs.train import OnlineJob
 from kleash.models import Prompt, read_prompts
 from kleash.store import TrainingResult
 from kleash.training.job_controllers import leash_of
