@@ -37,9 +37,13 @@ def write_prompts(path: Path, first: int, count: int) -> Path:
 
 
 def start(prompts: Path, out: Path, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[bytes]":
-    """Start ``kleash measure`` on the shipped pair."""
+    """Start ``kleash measure`` on the shipped pair, in a session of its own.
+
+    torchrun gives each rank a session, and Linux shares a busy processor between sessions.
+    """
     options = ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", str(NEW_TOKENS), "--quiet"]
-    return subprocess.Popen([sys.executable, *launcher, "-m", "kleash", "measure", *options], env=ENVIRONMENT)
+    command = [sys.executable, *launcher, "-m", "kleash", "measure", *options]
+    return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True)
 
 
 def finish(processes: dict[Path, "subprocess.Popen[bytes]"]) -> dict[str, float]:
