@@ -11,11 +11,21 @@ from kleash.models.sources.source_records import SourceRecord, describe_fields, 
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of columns with messages."""
-PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "question", "instruction", "query", "problem", "input", "inputs")
+PROMPT_COLUMNS = (
+    "prompt",
+    *CONVERSATIONS,
+    "question",
+    "instruction",
+    "query",
+    "problem",
+    "input",
+    "inputs",
+    "input_prompt",
+)
 """Usual names of the column with the prompts, the most telling first."""
 RESPONSE_COLUMNS = (
     *("response", "completion", "output", "answer", "solution", "generation", "generated_text"),
-    *("model_output", "model_response", "prediction", "reply"),
+    *("model_output", "model_response", "output_response", "prediction", "reply"),
     *("responses", "completions", "outputs", "generations"),
 )
 """Usual names of the column with the responses."""

@@ -18,6 +18,7 @@ from kleash.models.sources.dataset_formats import (
     text_or_messages,
 )
 from kleash.models.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
+from kleash.models.sources.rollout_logs import expand_logs
 from kleash.models.sources.source_files import find_source
 from kleash.models.sources.source_records import (
     SourceRecord,
@@ -60,7 +61,8 @@ def read_responses(
     """
     source = find_source(name, "responses", reading)
     assigner, is_empty = _IdAssigner(), True
-    responses = (response for record in source.records() for response in expand_responses(record))
+    records = expand_logs(source.records())
+    responses = (response for record in records for response in expand_responses(record))
     for record in islice(responses, limit):
         is_empty = False
         yield _response(record, pair, assigner, source.reading.chat_template)

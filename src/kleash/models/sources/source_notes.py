@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kleash.jobs.reading import DatasetOptions, SourceKind
 from kleash.models.sources.columns import describe_choices
 from kleash.models.sources.dataset_formats import expand_responses, is_preference
+from kleash.models.sources.rollout_logs import expand_logs
 from kleash.models.sources.source_files import find_source
 from kleash.models.sources.source_records import SourceRecord
 
@@ -41,7 +42,7 @@ def describe_source(
         return tuple(notes)
     records = source.records()
     if kind == "responses":
-        records = (response for record in records for response in expand_responses(record))
+        records = (response for record in expand_logs(records) for response in expand_responses(record))
     forms = Counter(_form(record) for record in islice(records, limit))
     return (*notes, *_template_notes(forms, NOUNS.get(kind, "prompts"), template, is_text=kind == "text"))
 

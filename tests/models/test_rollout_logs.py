@@ -1,0 +1,100 @@
+"""Logs of other programs as responses: verl, TRL, SkyRL, lm-evaluation-harness."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kleash.errors import SourceError
+from kleash.models import describe_source, read_responses
+
+PROMPT, TEXTS = "The sea", [" was calm", " was not"]
+OPTIONS = {"until": ["\n"], "temperature": 0.0}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def read(pair, tmp_path):
+    """Reads responses from records, and gives prompts and texts."""
+
+    def of(*records, name="log.jsonl"):
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(list(records)), path)
+        else:
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        sequences = list(read_responses(str(path), pair))
+        assert all(sequence.retokenised for sequence in sequences)
+        return [(sequence.prompt_text, sequence.response_text) for sequence in sequences]
+
+    return of
+
+
+def sample(**values):
+    """A line of ``samples_*.jsonl``."""
+    arguments = {"gen_args_0": {"arg_0": PROMPT, "arg_1": OPTIONS}}
+    record = {"doc_id": 0, "doc": {"question": "Q", "answer": "A"}, "target": "A", "arguments": arguments}
+    return {
+        **record,
+        "resps": [TEXTS],
+        "filtered_resps": TEXTS[:1],
+        "filter": "none",
+        "exact_match": 0.0,
+        **values,
+    }
+
+
+def test_logs_of_trainers_are_read(read):
+    expected = [(PROMPT, TEXTS[0])]
+    verl = {"input": PROMPT, "output": TEXTS[0], "gts": "A", "score": 1.0, "step": 3, "acc": True}
+    assert read(verl) == expected
+    trl = {"step": 3, "prompt": PROMPT, "completion": TEXTS[0], "reward": 1.0, "advantage": 0.5}
+    assert read(trl, name="completions_00003.parquet") == expected
+    skyrl = {"input_prompt": PROMPT, "output_response": TEXTS[0], "score": [0, 1.0], "stop_reason": "stop"}
+    assert read({**skyrl, "env_class": "gsm8k", "env_extras": {}, "data_source": "x"}) == expected
+
+
+def test_samples_of_lm_evaluation_harness_are_read(read):
+    """Every repeat of a document, once for all filters, also conversations and arguments as lists."""
+    both = [(PROMPT, TEXTS[0]), (PROMPT, TEXTS[1])]
+    assert read(sample()) == both
+    assert read(sample(filter="strict"), sample(filter="flexible")) == both
+    assert read(sample(resps=[[TEXTS[0]]]), sample(doc_id=1, resps=[TEXTS[1]])) == both
+    assert read(sample(arguments=[[PROMPT, OPTIONS]])) == both
+    talk = {"gen_args_0": {"arg_0": [json.dumps(MESSAGES)], "arg_1": OPTIONS}}
+    assert read(sample(arguments=talk))[0] == ("<s>user: Hi\nassistant: ", TEXTS[0])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"resps": [[["-0.5", "True"]]]},
+        {"resps": []},
+        {"arguments": {}},
+        {"arguments": {"gen_args_0": {"arg_0": PROMPT, "arg_1": " Paris"}}},
+        {"arguments": [[]]},
+    ],
+)
+def test_samples_without_generated_text_are_refused(read, values, unhooked):
+    with pytest.raises(
+        SourceError, match=r"line 1: expected a sample of lm-evaluation-harness with generated text"
+    ):
+        read(sample(**values))
+
+
+def test_a_prompt_that_was_decoded_with_its_begin_token_gets_no_second_one(pair, tmp_path):
+    path = tmp_path / "log.jsonl"
+    begin = pair.tokenizer.bos_token
+    records = [{"prompt": text, "response": " x"} for text in (PROMPT, begin + PROMPT, begin * 2 + PROMPT)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plain, decoded, doubled = (sequence.prompt_ids for sequence in read_responses(str(path), pair))
+    assert decoded == plain and plain[0] == pair.tokenizer.bos_token_id != plain[1]
+    assert doubled == (plain[0], *plain)
+
+
+def test_notes_count_the_prompts_of_a_log(pair, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(sample()) + "\n")
+    (note,) = describe_source("responses", str(path), tokenizer=pair.tokenizer)
+    assert note.startswith("the 2 prompts are plain text, read without")
