@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.errors import KleashError
 from kleash.integrations.trainer import DriftMonitor
+from kleash.jobs import MeasureJob
 from kleash.linear import Head, token_statistics
+from kleash.measuring import measure
+from kleash.measuring.rank_group import RankGroup
 from kleash.models import Sampling, live_model
+from kleash.store import Measurement
 
 VOCAB_SIZE = 320
 PROMPTS = [
@@ -295,6 +300,32 @@ def exact_loss(
     dist.all_reduce(total)
     gradients = [getattr(x.grad, "full_tensor", lambda x=x: x.grad)() for x in network.parameters()]
     return float(total) / 2, gradients
+
+
+@check
+def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
+    """Dealt shards and turns under FSDP; mirrored calls under tensor parallelism, with a second load in bfloat16."""
+    prompts = ranks.folder / "prompts.txt"
+    if ranks.rank == 0:
+        prompts.write_text("\n".join(3 * PROMPTS))
+    settings = {"prompts": str(prompts), "max_new_tokens": 6, "batch_tokens": 16}
+    for kind, dtype in (("llama", "float64"), ("qwen3", "bfloat16")):
+        models = {role: str(ranks.folder / f"{kind}-{role}") for role in ("policy", "reference")}
+        job = MeasureJob(**models, **settings, dtype=dtype, out=str(ranks.folder / f"{kind}-one"))
+        if ranks.rank == 0:
+            measure(job)
+        dist.barrier()
+        alone = Measurement.read(ranks.folder / f"{kind}-one")
+        for device_map in ("fsdp", "tensor"):
+            shared = replace(job, device_map=device_map, out=str(ranks.folder / f"{kind}-{device_map}"))
+            store = dist.PrefixStore(f"{kind}-{device_map}", dist.distributed_c10d._get_default_store())
+            result = measure(shared, ranks=RankGroup(ranks.rank, 2, store))
+            assert result.counts.shards == alone.counts.shards > 2
+            if dtype == "float64":
+                assert result.counts == alone.counts
+                for name, number in alone.per_token.items():
+                    assert np.isclose(number.value, result.per_token[name].value, rtol=1e-6, atol=1e-9), name
+            assert (result.dtype_gap is None) == (alone.dtype_gap is None or device_map == "fsdp")
 
 
 @check

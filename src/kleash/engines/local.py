@@ -43,7 +43,8 @@ class LocalEngine:
     def float32_gap_reloads(self) -> bool:
         """Whether ``float32_gap`` loads the reference a second time."""
         reference = self.pair.reference
-        return reference.stored is None and reference.dtype not in (torch.float32, torch.float64)
+        is_loaded_here = reference.stored is None and reference.storage is None
+        return is_loaded_here and reference.dtype not in (torch.float32, torch.float64)
 
     @property
     def unknown_columns(self) -> Mapping[str, str]:
@@ -94,11 +95,14 @@ class LocalEngine:
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the reference in its dtype compared with itself in float32; None if it runs in float32.
 
-        For a stored reference as ``noise_floor_columns``.
+        For a stored reference as ``noise_floor_columns``. None also if FSDP stores the reference on several ranks,
+        which would all have to load it again.
         """
         stored = self.pair.reference.stored
         if stored is not None:
             return stored.rounding_columns("gap", self.temperature)
+        if self.pair.reference.storage is not None:
+            return None
         return score_against_float32(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )

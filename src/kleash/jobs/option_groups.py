@@ -143,7 +143,9 @@ class ScoringOptions(LoadingOptions, ReadOptions):
     responses: str | None = None
     """Source with prompts and responses that were already generated, in any of these formats but plain text."""
     device_map: str | None = None
-    """Spread a model over several devices as transformers does: auto, balanced, sequential."""
+    """Spread a model over several devices as transformers does: auto, balanced, sequential. For "measure" with
+    torchrun also over its processes: fsdp (each stores a part of every weight) or tensor (each computes a part of
+    every layer)."""
     window: int | None = None
     """Tokens that a model reads at once, for --text; 2048, or what the models can read, if not given."""
     stride: int | None = None

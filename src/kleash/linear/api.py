@@ -299,9 +299,10 @@ def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Ten
 
     Args:
         hidden: final hidden states, also of no token.
-        head: whose rows are stored on several ranks, which all call this.
+        head: whose rows are on several ranks, which all call this; with a ``vocabulary_group``, with the same tokens.
     """
-    values = logits(stored_rows_as_logits(hidden, head, 1.0))
+    is_shared = head.vocabulary_group is not None
+    values = logits((shared_rows_as_logits if is_shared else stored_rows_as_logits)(hidden, head, 1.0))
     return values.reshape(*hidden.shape[:-1], values.shape[-1])
 
 

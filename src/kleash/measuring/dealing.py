@@ -22,7 +22,7 @@ from kleash.measuring.remote_shards import describe_costs, take_alternatives, th
 from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, sum_sequences
 from kleash.measuring.shard_writer import ShardWriter, WrittenShard
 from kleash.measuring.shards import SourceChecks, plan_shards
-from kleash.models import Pair
+from kleash.models import Pair, turns_of
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
 from kleash.store.worker_log import append_worker_lines
@@ -166,10 +166,11 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
     turns = dealing.turns(plan.shards)
     if running is not None and isinstance(engine, RayEngine):
         _write_scored(run, engine, turns, running)
-    for shard in turns:
-        _score_shard(run, engine, shard, largest)
-        if running is not None:
-            running.advance()
+    with turns_of(run.pair, engine.temperature):
+        for shard in turns:
+            _score_shard(run, engine, shard, largest)
+            if running is not None:
+                running.advance()
     ranks.add("done")
     if running is None:
         return DealtShards(total=dealing.total, checks=dealing.checks)

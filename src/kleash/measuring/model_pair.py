@@ -20,7 +20,15 @@ from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.reading import READ_OPTIONS
 from kleash.measuring.shards import source_sequences
-from kleash.models import Loading, Pair, ReferenceCache, StoredReference, TokenizerMismatchError, load_beside
+from kleash.models import (
+    Loading,
+    Pair,
+    ReferenceCache,
+    StoredReference,
+    TokenizerMismatchError,
+    in_lockstep,
+    load_beside,
+)
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import load_alone, load_pair_with
@@ -44,7 +52,7 @@ def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         EndpointError: if a server cannot be reached, or gives no log-probabilities of prompts.
     """
     try:
-        return _load_models(job, source_sha256)
+        return in_lockstep(_load_models(job, source_sha256))
     except TokenizerMismatchError as error:
         for role, default in (("reference", SHIPPED_REFERENCE), ("policy", SHIPPED_POLICY)):
             if getattr(job, role) == default:

@@ -12,7 +12,7 @@ import torch
 from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import MeasureJob
-from kleash.measuring.dealing import VISIBLE_S, OpenRun, run_shards
+from kleash.measuring.dealing import VISIBLE_S, DealtShards, OpenRun, run_shards
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import FinishedRun, make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, load_models
@@ -24,8 +24,9 @@ from kleash.measuring.run_identity import (
     require_same_on_all_ranks,
     shared_source_sha256,
 )
+from kleash.measuring.shared_weights import follow, is_mirrored, mirrored, process_group
 from kleash.measuring.workers import ray_engine
-from kleash.models import describe_source
+from kleash.models import describe_source, turns_of
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
@@ -74,28 +75,39 @@ def measure(
         raise OptionError(f"--shard {job.shard} scores a part of a run; call measure_part, and then merge")
     with opened_run(job, reporter, ranks) as run:
         start = monotonic()
-        with _engine(run) as engine:
-            shards = run_shards(run, engine)
-        if not run.ranks.is_first:
-            return decode(Measurement, run.ranks.broadcast("measurement"))
-        if engine.float32_gap_reloads:
-            run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
-        finished_run = FinishedRun(
-            job=job,
-            pair=run.pair,
-            folder=run.folder,
-            engine=engine,
-            source_sha256=run.source_sha256,
-            source_notes=run.source_notes,
-            checks=shards.checks,
-        )
-        measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
-        if job.at_most is not None:
-            measurement = replace(measurement, gate=gate_of_measurement(measurement, job.at_most))
-        run.folder.write_measurement(measurement)
-        write_report(run.folder.root)
-        run.ranks.broadcast("measurement", measurement.to_dict())
-        return measurement
+        with _engine(run) as local_engine:
+            if is_mirrored(job, run.ranks) and not run.ranks.is_first:
+                run.ranks.add("done")
+                follow(local_engine)
+            else:
+                with mirrored(local_engine, job, run.ranks) as engine:
+                    shards = run_shards(run, engine)
+                    with turns_of(run.pair, engine.temperature):
+                        if run.ranks.is_first:
+                            return _write_measurement(run, engine, shards, start)
+        return decode(Measurement, run.ranks.broadcast("measurement"))
+
+
+def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start: float) -> Measurement:
+    """Make the measurement of a run whose shards are on disk, write it with the report, and give it to all ranks."""
+    if engine.float32_gap_reloads:
+        run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
+    finished_run = FinishedRun(
+        job=run.job,
+        pair=run.pair,
+        folder=run.folder,
+        engine=engine,
+        source_sha256=run.source_sha256,
+        source_notes=run.source_notes,
+        checks=shards.checks,
+    )
+    measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
+    if run.job.at_most is not None:
+        measurement = replace(measurement, gate=gate_of_measurement(measurement, run.job.at_most))
+    run.folder.write_measurement(measurement)
+    write_report(run.folder.root)
+    run.ranks.broadcast("measurement", measurement.to_dict())
+    return measurement
 
 
 def measure_part(
@@ -131,6 +143,7 @@ def opened_run(
     reporter = reporter if reporter is not None and ranks.is_first else NullProgressReporter()
     with ranks.running(), ExitStack() as stack:
         check_ranks_can_share(job, ranks)
+        stack.enter_context(process_group(job, ranks))
         folder = RunFolder(folder_of(job), writer=ranks.rank)
         if ranks.is_first:
             folder.check(resume=job.resume)

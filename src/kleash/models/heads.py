@@ -14,6 +14,8 @@ from kleash.linear.api import stored_logits
 from kleash.models.compat import effective_weight_and_bias
 from kleash.precision import at_least_float32
 
+TENSOR_DIMENSION = "tp"
+"""Name of the mesh dimension over which transformers splits a layer between ranks that have the same tokens."""
 TOLERANCE_ULPS = 4
 """Units in the last place of the largest logit by which two logits may differ."""
 
@@ -86,7 +88,8 @@ def logit_discrepancy(
     dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
     max_logit = torch.where(network_logits.isfinite(), network_logits, 0).abs().amax(-1, keepdim=True)
     ulp = max_logit.to(dtype) * torch.finfo(network_logits.dtype).eps
-    terms = head_logits(at_least_float32(hidden).abs(), Head(at_least_float32(head.weight).abs()))
+    magnitudes = Head(at_least_float32(head.weight).abs(), vocabulary_group=head.vocabulary_group)
+    terms = head_logits(at_least_float32(hidden).abs(), magnitudes)
     unit = torch.finfo(at_least_float32(hidden).dtype).eps
     tolerance = TOLERANCE_ULPS * ulp + hidden.shape[-1] ** 0.5 * unit * terms.to(dtype) * abs(head.scale)
     difference = (network_logits.to(dtype) - logits.to(dtype)).abs()
@@ -140,9 +143,10 @@ def _plain_head(network: Any, vocab_size: int) -> Head | None:
     )
     if not is_matrix or weight.shape[0] < vocab_size:
         return None
-    return truncate_head(
-        Head(weight=weight.detach(), bias=None if bias is None else bias.detach()), vocab_size
-    )
+    mesh: Any = getattr(weight, "device_mesh", None)
+    group = mesh if mesh is not None and mesh.mesh_dim_names == (TENSOR_DIMENSION,) else None
+    head = Head(weight.detach(), None if bias is None else bias.detach(), vocabulary_group=group)
+    return truncate_head(head, vocab_size)
 
 
 def candidate_heads(config: Any, plain_head: Head) -> Iterator[Head]:

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from kleash.errors import KleashError, ModelError
 from kleash.models.adapters.peft_adapters import require_unchanged_base, trainable_base_parameters
 from kleash.models.adapters.rules import find_rule
 from kleash.models.compat import loaded_from
-from kleash.models.model_building import build_model
+from kleash.models.model_building import build_model, with_storage
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
 from kleash.models.sharded_networks import reshard, shard_storage, view_without_fsdp
@@ -76,14 +75,7 @@ def live_model(
         adapters=adapters,
         adapter=adapter_name,
     )
-    if storage is None:
-        return model
-    if model.head.weight is None:
-        raise ModelError(
-            f"{subject} ({type(base).__name__}) is sharded and does not come apart into hidden states and a head, "
-            "which is not supported"
-        )
-    return replace(model, dtype=storage.param_dtype or model.dtype, storage=storage)
+    return with_storage(model, storage)
 
 
 def _check(network: Any, adapter: str | None, role: str) -> str | None:

@@ -10,6 +10,7 @@ from kleash.linear import Head
 from kleash.models.compat import find_backbone, summarise_error
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
+from kleash.models.shard_storage import ShardStorage
 from kleash.models.tokenizers import PROBES, token_count
 
 HEAD_PROBE_TOKENS = 24
@@ -74,6 +75,22 @@ def build_model(
     check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
     extracted = _extract_head(model)
     return replace(model, head=extracted.head, vocab_size=extracted.vocab_size), extracted.note
+
+
+def with_storage(model: Model, storage: ShardStorage | None) -> Model:
+    """The model of a view of a sharded network.
+
+    Raises:
+        ModelError: if only its logits are available, for which the head would be gathered.
+    """
+    if storage is None:
+        return model
+    if model.head.weight is None:
+        raise ModelError(
+            f"the {model.role} ({type(model.network).__name__}) is sharded and does not come apart into hidden states "
+            "and a head, which is not supported"
+        )
+    return replace(model, dtype=storage.param_dtype or model.dtype, storage=storage)
 
 
 def _extract_head(model: Model) -> ExtractedHead:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kleash.errors import ModelError
+from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
@@ -20,6 +20,9 @@ from kleash.models.text_towers import (
     list_network_classes,
     needs_other_parts,
 )
+
+PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}
+"""Device maps that spread a model over the ranks of torch.distributed, and transformers' name of their number."""
 
 
 def load_networks(
@@ -36,7 +39,7 @@ def load_networks(
         checkpoints: by role.
         dtype: of the weights; "auto" for the checkpoint's own.
         device: where the networks run, without a ``device_map``.
-        device_map: how transformers spreads a model over devices; None for ``device``.
+        device_map: how transformers spreads a model over devices, or one of ``PARALLEL_MAPS``; None for ``device``.
         trust_remote_code: whether the checkpoint's own Python code may run.
 
     Returns:
@@ -54,6 +57,8 @@ def load_networks(
 
     def load_base(role: str) -> BaseNetwork:
         checkpoint = checkpoints[role]
+        if device_map in PARALLEL_MAPS:
+            _require_ranks(checkpoint, role, device_map)
         if checkpoint.gguf:
             network, base_notes = load_gguf_network(
                 checkpoint.gguf, f"the {role} {checkpoint.name}", dtype=dtype, device_map=device_map
@@ -79,6 +84,36 @@ def load_networks(
     return networks, tuple(notes)
 
 
+def _require_ranks(checkpoint: Checkpoint, role: str, device_map: str) -> None:
+    """Check that a checkpoint can be spread over the ranks of torch.distributed.
+
+    Raises:
+        CannotRunError: if there are no ranks, or transformers is too old.
+        ModelError: if it is an adapter.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise CannotRunError(
+            f"--device-map {device_map} spreads a model over the processes of torchrun … -m kleash measure, and this "
+            "is one process; start several, or take another --device-map"
+        )
+    if checkpoint.adapter is not None or checkpoint.gguf:
+        kind = "an adapter" if checkpoint.adapter is not None else "a GGUF file"
+        raise ModelError(
+            f"the {role} {checkpoint.name} is {kind}, which --device-map {device_map} does not take; merge or convert "
+            "it into a folder of safetensors"
+        )
+    import_extra("transformers.distributed.configuration_utils", "models")
+
+
+def _placement(device_map: str | None) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` that say where the weights are."""
+    if device_map not in PARALLEL_MAPS:
+        return {"device_map": device_map}
+    configuration = import_extra("transformers.distributed.configuration_utils", "models").DistributedConfig
+    size = {PARALLEL_MAPS[device_map]: torch.distributed.get_world_size()}
+    return {"distributed_config": configuration(**size)}
+
+
 def _load_base(
     checkpoint: Checkpoint,
     role: str,
@@ -100,7 +135,7 @@ def _load_base(
             checkpoint.folder,
             config=network_class.config,
             dtype=dtype,
-            device_map=device_map,
+            **_placement(device_map),
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by _check_shapes instead

@@ -1,7 +1,7 @@
 """Loading policy and reference, and checking that they can be compared."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,10 +13,12 @@ from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.checkpoints.weight_storage import describe_weights
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
-from kleash.models.model_building import build_model, check_vocab_size
-from kleash.models.network_loading import load_networks
+from kleash.models.model_building import build_model, check_vocab_size, with_storage
+from kleash.models.network_loading import PARALLEL_MAPS, load_networks
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_tokenizers import load_tokenizers
+from kleash.models.shard_storage import ShardStorage
+from kleash.models.sharded_networks import shard_storage, view_without_fsdp
 from kleash.models.tokenizers import token_count
 from kleash.store.checksums import UNCHECKED
 
@@ -26,8 +28,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Device maps of transformers; any other value of ``device_map`` is the name of a device."""
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", *PARALLEL_MAPS)
+"""Device maps of transformers and those over ranks; any other value of ``device_map`` is the name of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +136,14 @@ def _load_models(
     )
     models: dict[str, Model] = {}
     notes = list(sharing_notes)
+    views: dict[int, ShardedView] = {}
     for role, checkpoint in checkpoints.items():
         loaded = networks[role]
-        models[role], head_note = build_model(
-            loaded.network,
+        if id(loaded.network) not in views:
+            views[id(loaded.network)] = _view(loaded.network, role, loading.device_map)
+        view = views[id(loaded.network)]
+        model, head_note = build_model(
+            view.network,
             tokenizers[role],
             role=role,
             path=checkpoint.name,
@@ -149,9 +155,24 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        models[role] = replace(models[role], weights=describe_weights(checkpoint, loaded.base_parameters))
+        model = replace(model, weights=describe_weights(checkpoint, loaded.base_parameters))
+        models[role] = with_storage(model, view.storage)
         notes += [*loaded.notes, *([head_note] if head_note else [])]
     return models, notes
+
+
+class ShardedView(NamedTuple):
+    """A network as it is run."""
+
+    network: Any
+    storage: ShardStorage | None
+    """The ranks that store its weights between them; None if they are whole here, or split for the same tokens."""
+
+
+def _view(network: Any, role: str, device_map: str | None) -> ShardedView:
+    """A loaded network, without FSDP's hooks if it is sharded."""
+    storage = shard_storage(network, f"the {role}") if device_map == "fsdp" else None
+    return ShardedView(network if storage is None else view_without_fsdp(network, storage), storage)
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:

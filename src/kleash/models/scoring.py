@@ -10,7 +10,15 @@ from torch import Tensor
 
 from kleash.errors import NonFiniteError, OptionError
 from kleash.jobs.option_groups import is_gguf
-from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    StatisticsAndTop,
+    TopTokens,
+    log_probabilities,
+    token_statistics,
+    token_statistics_and_top,
+)
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.compat import suppress_library_output
 from kleash.models.heads import truncate_head
@@ -34,6 +42,9 @@ STATISTICS = {
     "rank_reference": "rank_q",
 }
 """Columns of a run's token table, and the fields of ``TokenStatistics`` that they hold."""
+
+TOP_TOKENS_AT_ONCE = 64
+"""Tokens of which all logits are gathered at once, to list the likeliest of a head over a ``vocabulary_group``."""
 
 HiddenStateReader = Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
 """Returns the final hidden states at the scored positions of a batch, sequences concatenated."""
@@ -210,9 +221,7 @@ def _columns_of_models(
     readers.pair.wait_for_statistics(top=top > 0)
     with torch.inference_mode():
         if top:
-            statistics, *top_of_models = token_statistics_and_top(
-                *inputs, tokens, top=top, temperature=temperature, options=options
-            )
+            statistics, *top_of_models = _statistics_and_top(inputs, tokens, top, temperature, options)
             for role, top_tokens in zip(("policy", "reference"), top_of_models, strict=True):
                 columns[f"top_token_id_{role}"] = _to_numpy(top_tokens.token_ids)
                 columns[f"top_probability_{role}"] = _to_numpy(top_tokens.probability)
@@ -222,6 +231,33 @@ def _columns_of_models(
     for model, role in ((policy, "policy"), (reference, "reference")):
         _check_finite(model.role, np.isfinite(columns[f"logp_{role}"]), batch)
     return columns
+
+
+def _statistics_and_top(
+    inputs: tuple[Tensor, Head, Tensor, Head],
+    tokens: Tensor,
+    top: int,
+    temperature: float,
+    options: LinearOptions | None,
+) -> StatisticsAndTop:
+    """The statistics of each token and the likeliest tokens of both models, also over a ``vocabulary_group``."""
+    if inputs[1].vocabulary_group is None and inputs[3].vocabulary_group is None:
+        return token_statistics_and_top(*inputs, tokens, top=top, temperature=temperature, options=options)
+    statistics = token_statistics(*inputs, tokens, temperature=temperature, options=options)
+    return StatisticsAndTop(
+        statistics,
+        _likeliest(*inputs[:2], top, temperature),
+        _likeliest(*inputs[2:], top, temperature),
+    )
+
+
+def _likeliest(hidden: Tensor, head: Head, top: int, temperature: float) -> TopTokens:
+    """The likeliest tokens of one model, a few tokens at a time, since their logits are gathered."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for some in hidden.split(TOP_TOKENS_AT_ONCE) if len(hidden) else [hidden]:
+        logp, token_ids = log_probabilities(some, head, temperature=temperature).topk(top)
+        parts.append((token_ids, logp.exp()))
+    return TopTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def head_on_device(head: Head, hidden: Tensor) -> Head:

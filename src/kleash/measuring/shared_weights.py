@@ -1,0 +1,149 @@
+"""Ranks that have one pair of models between them: ``--device-map fsdp`` or ``tensor``.
+
+Under FSDP each rank scores shards of its own, and the ranks take turns in calls of the models (``models.lockstep``).
+Under tensor parallelism all ranks compute the same tokens: the first rank does the work of a single process, and sends
+each call of the engine to the others, which make it, too, and drop the result.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from kleash.engines import Engine, Shard, ShardResult
+from kleash.errors import OptionError
+from kleash.jobs import MeasureJob
+from kleash.measuring.rank_group import RankGroup
+from kleash.models import Pair, TokenSequence
+from kleash.models.network_loading import PARALLEL_MAPS
+from kleash.models.pair_loading import resolve_device
+
+dist: Any = torch.distributed
+END = "end"
+
+
+def is_mirrored(job: MeasureJob, ranks: RankGroup) -> bool:
+    """Whether all ranks compute the same tokens."""
+    return job.device_map == "tensor" and ranks.world_size > 1
+
+
+@contextmanager
+def process_group(job: MeasureJob, ranks: RankGroup) -> Generator[None]:
+    """Context with the process group over which the models of a job are spread, if they are.
+
+    Raises:
+        OptionError: if there is one process, or the run is divided into parts.
+    """
+    if job.device_map not in PARALLEL_MAPS:
+        yield
+        return
+    if ranks.world_size == 1:
+        raise OptionError(
+            f"--device-map {job.device_map} spreads a model over several processes, and this is one; start the command "
+            "by torchrun --nproc-per-node N -m kleash measure …"
+        )
+    if job.shard is not None:
+        raise OptionError(
+            f"--device-map {job.device_map} cannot be given with --shard {job.shard}, since kleash merge loads the "
+            "models in one process; leave --shard out"
+        )
+    started_here = not dist.is_initialized()
+    if started_here:
+        on_cpu = resolve_device("auto", None).type == "cpu"
+        dist.init_process_group("gloo" if on_cpu else None)
+    try:
+        yield
+    finally:
+        if started_here:
+            dist.destroy_process_group()
+
+
+class MirroredEngine:
+    """The engine of the first rank, whose calls the others make, too (``follow``)."""
+
+    def __init__(self, engine: Engine) -> None:
+        """``engine``: this rank's."""
+        self.engine = engine
+        self.is_in_call = False
+        """Whether all ranks are in a call, or have failed in one together."""
+
+    @property
+    def pair(self) -> Pair:
+        """Policy and reference."""
+        return self.engine.pair
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which both models are scored."""
+        return self.engine.temperature
+
+    @property
+    def float32_gap_reloads(self) -> bool:
+        """Whether ``float32_gap`` loads a model a second time."""
+        return self.engine.float32_gap_reloads
+
+    @property
+    def unknown_columns(self) -> Mapping[str, str]:
+        """The columns that the engine leaves null."""
+        return self.engine.unknown_columns
+
+    @property
+    def no_noise_floor(self) -> str:
+        """The reason why ``noise_floor_columns`` is None."""
+        return self.engine.no_noise_floor
+
+    def run(self, shard: Shard) -> ShardResult:
+        """Generate and score a shard on all ranks."""
+        return self._call("run", shard)
+
+    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
+        """As the engine's, on all ranks."""
+        return self._call("noise_floor_columns", sequences)
+
+    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
+        """As the engine's, on all ranks."""
+        return self._call("float32_gap", sequences)
+
+    def _call(self, name: str, argument: Any) -> Any:
+        """The result of one of the engine's methods, which all ranks call."""
+        _send(name, argument)
+        self.is_in_call = True
+        result = getattr(self.engine, name)(argument)
+        self.is_in_call = False
+        return result
+
+
+@contextmanager
+def mirrored(engine: Engine, job: MeasureJob, ranks: RankGroup) -> Generator[Engine]:
+    """Context with the engine of the first rank; the other ranks follow it until the context ends."""
+    if not is_mirrored(job, ranks):
+        yield engine
+        return
+    mirror = MirroredEngine(engine)
+    try:
+        yield mirror
+    finally:
+        if not mirror.is_in_call:
+            _send(END, None)
+
+
+def follow(engine: Engine) -> None:
+    """Make the calls of the first rank's engine until it has ended."""
+    while True:
+        name, argument = _receive()
+        if name == END:
+            return
+        getattr(engine, name)(argument)
+
+
+def _send(name: str, argument: Any) -> None:
+    dist.broadcast_object_list([name, argument], src=0)
+
+
+def _receive() -> tuple[str, Any]:
+    message: list[Any] = [None, None]
+    dist.broadcast_object_list(message, src=0)
+    return message[0], message[1]
