@@ -47,7 +47,7 @@ class HeadStorage:
         padded = local.new_zeros((most, *local.shape[1:]))
         padded[: len(local)] = local
         received = local.new_empty((self.world_size * most, *local.shape[1:]))
-        dist.all_gather_into_tensor(received, padded, group=self.group)
+        all_gather_single(received, padded, self.group)
         if min(counts) == most:
             return received
         return torch.cat([received[most * n : most * n + count] for n, count in enumerate(counts)])
@@ -80,7 +80,7 @@ class HeadStorage:
         for rows, part in parts:
             sent[self.rank_of(rows)][: len(part)] = part
         received = first.new_empty((size, *first.shape[1:]))
-        dist.reduce_scatter_tensor(received, sent.flatten(0, 1), group=self.group)
+        reduce_scatter_single(received, sent.flatten(0, 1), self.group)
         local = received[: max(0, self.rows[self.rank] - start)]
         return slice(start, start + len(local)), local
 
@@ -131,13 +131,25 @@ class HeadStorage:
         """
         numbers = factor.detach().reshape(1).double()
         factors = numbers.new_empty(self.world_size)
-        dist.all_gather_into_tensor(factors, numbers, group=self.group)
+        all_gather_single(factors, numbers, self.group)
         values = cast("list[float]", cast("Any", factors).tolist())
         if any(value != values[0] for value in values if value == value):
             raise CannotRunError(
                 f"the ranks that store the head multiply this loss by {values}; put what differs into the weights, "
                 "since the gradient of the head is summed over the ranks before the backward pass"
             )
+
+
+def all_gather_single(received: Tensor, sent: Tensor, group: Any) -> None:
+    """Receive the tensors of all ranks, one after the other, by the name that torch has for it (2.13: a new one)."""
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(received, sent, group=group)
+
+
+def reduce_scatter_single(received: Tensor, sent: Tensor, group: Any) -> None:
+    """Receive this rank's part of the sum over the ranks, by the name that torch has for it (2.13: a new one)."""
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(received, sent, group=group)
 
 
 def _split(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ computed where its rows are (``kleash.linear``). The network itself, which a tra
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -15,7 +15,7 @@ from torch import Tensor
 from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.linear.api import stored_logits
-from kleash.linear.head_storage import HeadStorage
+from kleash.linear.head_storage import HeadStorage, reduce_scatter_single
 from kleash.models.compat import copy_without_fsdp, fsdp_modules, fsdp_param_dtypes
 from kleash.models.shard_storage import ShardStorage
 
@@ -199,10 +199,10 @@ def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: ShardStorage) 
     first = sum(rows[: ranks.rank])
     most = max(counts)
     sent = local.new_zeros((storage.world_size, most, local.shape[-1]))
-    for place, needed_ids in zip(sent, ranks.gather_tokens(ids, counts).split(counts), strict=True):
+    all_ids: Any = ranks.gather_tokens(ids, counts)
+    for place, needed_ids in zip(sent, all_ids.split(counts), strict=True):
         is_local = (needed_ids >= first) & (needed_ids < first + len(local))
         place[: len(needed_ids)][is_local] = local[needed_ids[is_local] - first]
     received = local.new_empty((most, local.shape[-1]))
-    dist: Any = torch.distributed
-    dist.reduce_scatter_tensor(received, cast("Any", sent).flatten(0, 1), group=storage.group)
+    reduce_scatter_single(received, sent.flatten(0, 1), storage.group)
     return received[: len(ids)]
