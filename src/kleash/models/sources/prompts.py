@@ -219,7 +219,7 @@ def _from_text(
     ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
     if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
         token_ids.pop()
-    bos = tokenizer.bos_token_id
+    bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None and token_ids[:2] == [bos, bos] and text_ids[:1] == [bos]:
         token_ids.pop(0)  # the text begins with the token, as a decoded prompt in a log does
     if not token_ids:
