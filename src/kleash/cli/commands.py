@@ -12,6 +12,7 @@ from kleash.jobs import (
     MeasureJob,
     PPOJob,
     RLOOJob,
+    SweepJob,
     TrainJob,
 )
 from kleash.jobs.demonstration import DemonstrationJob
@@ -20,6 +21,7 @@ from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
 Command = (
     MeasureJob
+    | SweepJob
     | MergeJob
     | ReportJob
     | CompareJob
@@ -35,11 +37,15 @@ ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
-    "": ("measure", "merge", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit", "train"),
+    "": (
+        *("measure", "sweep", "merge", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit"),
+        "train",
+    ),
     "train": ("demonstration", *ALGORITHMS),
 }
 RECORDS: Mapping[str, type[Command]] = {
     "measure": MeasureJob,
+    "sweep": SweepJob,
     "merge": MergeJob,
     "report": ReportJob,
     "compare": CompareJob,

@@ -15,9 +15,10 @@ from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part
+from kleash.cli.sweeping import run_sweep
 from kleash.cli.training import run_demonstration, run_train
 from kleash.errors import MissingExtraError, OptionError
-from kleash.jobs import CacheJob, LogitsJob, MeasureJob, TrainJob
+from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
@@ -41,6 +42,8 @@ def run(command: Command) -> int:
     match command:
         case MeasureJob():
             return _measure(command)
+        case SweepJob():
+            return run_sweep(command)
         case MergeJob():
             return _merge(command)
         case ReportJob():

@@ -18,6 +18,7 @@ METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("prompts", "text", "responses", "pairs", "rollouts", "logits"), "FILE"),
     **dict.fromkeys(("reference_cache", "out", "folder"), "FOLDER"),
     "folders": "FOLDER FOLDER ...",
+    "candidates": "MODEL",
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),
     "set": "NAME=VALUE",
     "fail_on": "KIND",

@@ -18,6 +18,7 @@ from kleash.version import __version__
 SHELLS = ("bash", "zsh", "fish")
 SYNONYMS = {
     **dict.fromkeys(("--model", "--candidate", "--target-model"), "--policy"),
+    **dict.fromkeys(("--models", "--policies"), "--candidates"),
     **dict.fromkeys(("--base", "--base-model", "--ref", "--ref-model"), "--reference"),
     **dict.fromkeys(("--output", "--output-dir", "-o"), "--out"),
     **dict.fromkeys(("--input", "--data", "--dataset"), "--prompts"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
 from kleash.extras import is_installed, require_installed
-from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, TrainJob
+from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
@@ -26,7 +26,7 @@ def require_packages(command: Command) -> None:
     match command:
         case MeasureJob() if command.engine == "ray":
             require_installed(("rich", *MODELS, *_for_loading(command), "ray"), "'kleash[ray]'")
-        case MeasureJob() | CacheJob():
+        case MeasureJob() | CacheJob() | SweepJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
         case LogitsJob():
             names = (command.policy or "", command.reference or "")
@@ -51,9 +51,13 @@ def require_packages(command: Command) -> None:
             require_installed(("rich",), "'kleash[models]'")
 
 
-def _for_loading(command: MeasureJob | CacheJob) -> Iterator[str]:
+def _for_loading(command: MeasureJob | CacheJob | SweepJob) -> Iterator[str]:
     """The packages beyond transformers that loading the models needs, by the options and the folders."""
-    names = [command.reference, *([command.policy] if isinstance(command, MeasureJob) else [])]
+    names = [command.reference]
+    if isinstance(command, MeasureJob):
+        names.append(command.policy)
+    if isinstance(command, SweepJob):
+        names += command.candidates
     if any(is_adapter(name) for name in names):
         yield ADAPTERS
     if command.device_map is not None:

@@ -5,6 +5,7 @@ from kleash.jobs.cache import CacheJob
 from kleash.jobs.logits import LogitsJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.reading import ReadOptions
+from kleash.jobs.sweep import SweepJob
 from kleash.jobs.train import TrainJob
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "PPOJob",
     "RLOOJob",
     "ReadOptions",
+    "SweepJob",
     "TrainJob",
 ]

@@ -28,7 +28,8 @@ REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoi
 """Options of how an inference server is asked, which change no number."""
 POSITIONAL = ("target", "folder", "folders", "rollouts", "logits")
 OPTION_HEADINGS: Mapping[str, str] = {
-    "essentials": "policy reference teacher prompts text responses pairs reward steps rounding out",
+    "essentials": "policy candidates reference teacher prompts text responses pairs reward steps rounding "
+    "rank_by out",
     "what is read": "limit split dataset_config prompt_column response_column text_column chat_template "
     "until_relative_error prompts_per_step pairs_per_step",
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kleash.measuring.rank_group import RankGroup, launched_ranks
     from kleash.measuring.reference_cache import cache_reference
     from kleash.measuring.run import measure, measure_part
+    from kleash.measuring.sweep_run import sweep
 
 __all__ = [
     "CacheContents",
@@ -34,6 +35,7 @@ __all__ = [
     "measure_base_logits",
     "measure_part",
     "merge",
+    "sweep",
     "write_base_logits",
 ]
 
@@ -46,6 +48,7 @@ MODULES = {
     "rank_group": ("RankGroup", "launched_ranks"),
     "reference_cache": ("cache_reference",),
     "run": ("measure", "measure_part"),
+    "sweep_run": ("sweep",),
 }
 """Public names by the module that defines them."""
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}

@@ -1,0 +1,80 @@
+"""False rankings of a sweep: how often candidates that are equally far from the reference are called different.
+
+    python benchmarks/ties.py [--simulations 2000]
+
+Six candidates, of which the first four are equally far from the reference. A cluster has an effect that
+all candidates share and noise of each candidate, normal or lognormal, so that differences are paired as in real sweeps.
+Writes benchmarks/results/ties.json.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from kleash.uncertainty.simultaneous import simultaneous_differences
+from kleash.uncertainty.student_t import student_t_quantile
+
+RESULT = Path(__file__).parent / "results" / "ties.json"
+TIED, SHIFTS = 4, (0.0, 0.0, 0.0, 0.0, 0.1, 0.4)
+CLUSTERS = (30, 64, 300)
+
+NOISE: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
+    "normal": lambda generator, shape: generator.normal(0.0, 0.2, shape),
+    "lognormal": lambda generator, shape: 0.1 * generator.lognormal(0.0, 1.0, shape),
+}
+
+
+def simulate(noise: str, clusters: int, seed: int) -> tuple[bool, bool, bool]:
+    """Whether any tied pair is called different: by max-t, by single intervals; and whether all others are."""
+    generator = np.random.default_rng([seed, clusters, list(NOISE).index(noise)])
+    tokens = generator.integers(50, 200, (clusters, 1)).astype(np.float64)
+    shared = generator.lognormal(0.0, 0.5, (clusters, 1))
+    means = shared + np.array(SHIFTS) + NOISE[noise](generator, (clusters, len(SHIFTS)))
+    result = simultaneous_differences(means * tokens, np.broadcast_to(tokens, means.shape), seed=seed)
+    tied = set(combinations(range(TIED), 2))
+    called = {(pair.first, pair.second) for pair in result.pairs if not pair.is_tie}
+    singly = {
+        (pair.first, pair.second)
+        for pair in result.pairs
+        if pair.estimate.ci95[0] > 0 or pair.estimate.ci95[1] < 0
+    }
+    farthest = {(index, len(SHIFTS) - 1) for index in range(TIED)}
+    assert result.critical_value >= student_t_quantile(0.975, clusters - 1)
+    return bool(called & tied), bool(singly & tied), called >= farthest
+
+
+def main() -> None:
+    """Simulate, print a table, and write the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--simulations", type=int, default=2000)
+    simulations = parser.parse_args().simulations
+    rows = []
+    for noise in NOISE:
+        for clusters in CLUSTERS:
+            outcomes = np.array([simulate(noise, clusters, seed) for seed in range(simulations)])
+            false_rankings, single, found = outcomes.mean(axis=0).tolist()
+            rows.append(
+                {
+                    "noise": noise,
+                    "clusters": clusters,
+                    "simulations": simulations,
+                    "false_rankings": false_rankings,
+                    "false_rankings_by_single_intervals": single,
+                    "farthest_found": found,
+                }
+            )
+            print(
+                f"{noise:9} {clusters:4} clusters: a tied pair is ranked in {false_rankings:.1%} of simulations (by "
+                f"single intervals {single:.1%}); the farthest is found in {found:.0%}"
+            )
+    RESULT.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Running ``kleash sweep`` and printing its ranking."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from kleash.cli.numbers import cells, terminal_label
+from kleash.cli.progress import Progress
+from kleash.cli.summary import print_table
+from kleash.cli.terminal import Terminal, remark, say
+from kleash.jobs import SweepJob
+from kleash.reports.sweep import QUANTILE, describe_ranking, format_bits, format_size, warnings_of_candidates
+from kleash.store.sweep import Sweep
+
+EXIT_FAILED = 2
+"""Exit code if a candidate could not be measured."""
+
+
+def run_sweep(job: SweepJob) -> int:
+    """Run ``kleash sweep`` and return its exit code: 2 if a candidate failed, otherwise 0.
+
+    Raises:
+        KleashError: if the sweep cannot be made.
+    """
+    from kleash.measuring import launched_ranks, sweep
+    from kleash.measuring.sweep_run import PAGE, default_sweep
+
+    ranks = launched_ranks()
+    if job.out is None and ranks.world_size == 1:
+        job = replace(job, out=default_sweep())
+    shows_progress = ranks.is_first and not job.quiet
+    with Progress() if shows_progress else nullcontext() as progress:
+        result = sweep(job, progress, launched_ranks)
+    if ranks.is_first:
+        if job.json:
+            sys.stdout.write(result.to_json())
+        elif not job.quiet:
+            print_sweep(result, Path(str(job.out)) / PAGE)
+        if job.quiet or job.json:
+            for candidate in result.failed:
+                print(f"kleash: {candidate.name} could not be measured: {candidate.failure}", file=sys.stderr)
+    return EXIT_FAILED if result.failed else 0
+
+
+def print_sweep(sweep: Sweep, page: Path) -> None:
+    """Print the ranking with letters, the candidates that failed, and the path of the page."""
+    console = Terminal()
+    console.print()
+    say(console, terminal_label(describe_ranking(sweep)), style="bold")
+    if sweep.ranking:
+        say(
+            console,
+            f"{sweep.tokens:,} tokens in {sweep.clusters:,} clusters; candidates that share a letter are tied",
+            style="dim",
+        )
+        print_table(console, _table(sweep))
+    for warning in sweep.warnings:
+        remark(console, "warning", warning)
+    for warning, names in warnings_of_candidates(sweep).items():
+        remark(console, "warning", f"on {', '.join(names)}: {warning}")
+    for candidate in sweep.failed:
+        remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
+    say(console, f"page: {page}")
+
+
+def _table(sweep: Sweep) -> Table:
+    """The table of the candidates, the smallest mean first."""
+    table = Table(box=None, pad_edge=False)
+    headings = (
+        "",
+        "",
+        terminal_label(sweep.rank_by),
+        "95 % interval",
+        f"{QUANTILE} % of tokens",
+        "size",
+        "bits a weight",
+        "",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for candidate in sweep.ranking:
+        value, interval, _, unit = cells(candidate.numbers[sweep.rank_by])
+        quantile = candidate.numbers.get(f"{sweep.rank_by}_{QUANTILE}")
+        table.add_row(
+            candidate.name,
+            candidate.letters,
+            f"{value} {unit}",
+            interval or "unknown",
+            "" if quantile is None else cells(quantile)[0],
+            format_size(candidate.bytes_on_disk),
+            format_bits(candidate),
+            "Pareto front" if candidate.is_on_pareto_front else "",
+        )
+    return table

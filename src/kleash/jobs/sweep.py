@@ -1,0 +1,98 @@
+"""The job of ``kleash sweep``."""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePath
+
+from kleash.errors import OptionError
+from kleash.jobs.cache import IMPORT_OPTIONS, CacheJob
+from kleash.jobs.measure import MeasureJob
+from kleash.jobs.option_groups import (
+    OUTPUT_OPTIONS,
+    SHIPPED_REFERENCE,
+    ScoringOptions,
+    is_endpoint,
+)
+
+RANKED_BY = ("kl_policy_reference", "kl_reference_policy")
+"""Statistics by which candidates can be ranked."""
+MAX_SLUG = 40
+"""Characters of a candidate's name in the name of its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepJob(ScoringOptions):
+    """Measure several candidates, such as quantisations of one model, against one reference, and rank them with ties.
+
+    The reference is run once, into a cache in --out; then each candidate is measured in one pass. The page shows the
+    KL of each against its size, and which differences are larger than the noise of the sample.
+    """
+
+    candidates: tuple[str, ...] = ()
+    """Models to measure, each as --policy of "kleash measure"."""
+    temperature: float = 1.0
+    """Divides the logits of all models."""
+    limit: int | None = None
+    """Read only so many documents or responses."""
+    rank_by: str = "kl_policy_reference"
+    """The mean per token that ranks the candidates: kl_policy_reference, or kl_reference_policy, which llama.cpp calls
+    the KLD of a quantisation."""
+    resume: bool = False
+    """Go on with a sweep in --out: finished candidates are kept, and others may be added at the end of
+    --candidates."""
+    out: str | None = None
+    """Folder for the results; kleash-sweeps/<date-time> if not given."""
+
+    def __post_init__(self) -> None:
+        """Check types and values.
+
+        Raises:
+            OptionError: naming the option, its value and what it may be.
+        """
+        super().__post_init__()
+        self._one_of("rank_by", RANKED_BY)
+        if not self.candidates:
+            raise OptionError("name the models to measure: --candidates q8/ q4/ ...")
+        repeated = next((name for name in self.candidates if self.candidates.count(name) > 1), None)
+        if repeated is not None:
+            raise OptionError(f"--candidates names {repeated} twice; a model is measured once")
+        served = next((name for name in self.candidates if is_endpoint(name)), None)
+        if served is not None:
+            raise OptionError(
+                f"the candidate {served} is a server, which allows bounds and no exact KL; measure it alone with "
+                f"kleash measure --policy {served}"
+            )
+        if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
+            raise OptionError("say what the models should read: --text or --responses")
+        self.cache_job(Path())
+        self.measure_job(1, Path())
+
+    def cache_job(self, out: Path) -> CacheJob:
+        """The job that runs the reference once, into ``reference-cache`` of the sweep's folder."""
+        names = {field.name for field in fields(CacheJob)} - {*IMPORT_OPTIONS, *OUTPUT_OPTIONS}
+        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
+        return CacheJob(**shared, out=str(out / "reference-cache"))
+
+    def measure_job(self, number: int, out: Path) -> MeasureJob:
+        """The job that measures the candidate ``number``, counted from 1, into its folder of the sweep."""
+        cache_job = self.cache_job(out)
+        like_reference = cache_job.measurement()
+        names = {field.name for field in fields(MeasureJob)} & {field.name for field in fields(cache_job)}
+        shared = {name: getattr(like_reference, name) for name in names - OUTPUT_OPTIONS}
+        return MeasureJob(
+            **shared,
+            policy=self.candidates[number - 1],
+            reference_cache=cache_job.out,
+            out=str(out / self.folder_of(number)),
+        )
+
+    def folder_of(self, number: int) -> PurePath:
+        """The folder of the candidate ``number``, within that of the sweep."""
+        return PurePath("candidates") / f"{number:02d}-{slug(self.candidates[number - 1])}"
+
+
+def slug(name: str) -> str:
+    """The last part of a model's name, in lower case, with hyphens in place of all but letters and digits."""
+    last = re.split(r"[/\\:]", name.rstrip("/\\"))[-1].lower()
+    words = re.sub(r"[^a-z0-9.]+", "-", last.removesuffix(".gguf")).strip("-.")
+    return words[:MAX_SLUG].rstrip("-.") or "model"

@@ -1,0 +1,204 @@
+"""The numbers of a sweep, from the run folders of its candidates: order, ties and the Pareto front. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kleash.errors import RunFolderError
+from kleash.jobs.sweep import SweepJob
+from kleash.measuring.sequence_clusters import Floats, clusters_of, sequence_starts
+from kleash.reports.measurement import all_warnings
+from kleash.store import Measurement, Number, RunFolder
+from kleash.store.checksums import damage_as_sentence
+from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
+from kleash.uncertainty import few_clusters
+from kleash.uncertainty.simultaneous import simultaneous_differences
+from kleash.version import __version__
+
+QUANTILE = "99.9"
+DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
+
+
+class SequenceColumns(NamedTuple):
+    """One row per sequence of a run."""
+
+    ids: NDArray[np.int64]
+    """[sequence, 2]: ``prompt_id`` and ``sample_id``."""
+    hashes: tuple[str, ...]
+    """Of the prompts' tokens."""
+    sums: Floats
+    """Of the statistic, over the tokens."""
+    tokens: Floats
+
+
+def measured_candidate(candidate: SweepCandidate, measurement: Measurement) -> SweepCandidate:
+    """A candidate with the numbers of its measurement."""
+    weights = measurement.models["policy"].weights
+    quantiles = {
+        f"{name}_{QUANTILE}": measurement.quantiles[name][QUANTILE]
+        for name in DIRECTIONS
+        if name in measurement.quantiles
+    }
+    return replace(
+        candidate,
+        numbers={**measurement.statistics(), **quantiles},
+        bytes_on_disk=None if weights is None else weights.bytes,
+        bits_per_weight=None if weights is None else weights.bits_per_weight,
+        warnings=tuple(all_warnings(measurement)),
+    )
+
+
+def rank_candidates(
+    job: SweepJob,
+    out: Path,
+    candidates: Sequence[SweepCandidate],
+    columns_of_candidates: Mapping[int, SequenceColumns],
+) -> Sweep:
+    """The sweep of candidates of which each was measured, or failed.
+
+    Args:
+        job: the sweep.
+        out: its folder.
+        candidates: all of them, in the order of the command line.
+        columns_of_candidates: what was read of the runs of those that were measured, by number.
+
+    Raises:
+        RunFolderError: if the runs are not over the same sequences.
+    """
+    measured = [candidate for candidate in candidates if not candidate.failure]
+    sweep = Sweep(
+        kleash=__version__,
+        reference=job.reference,
+        rank_by=job.rank_by,
+        job=_options(job),
+        candidates=tuple(candidates),
+        pairs=(),
+        clusters=0,
+        tokens=0,
+        critical_value=float("nan"),
+    )
+    if not measured:
+        return sweep
+    columns = [columns_of_candidates[candidate.number] for candidate in measured]
+    for candidate, column in zip(measured[1:], columns[1:], strict=True):
+        _require_same_sequences(out, measured[0], columns[0], candidate, column)
+    clusters = clusters_of(columns[0].ids[:, 0], columns[0].ids[:, 1], on_text=job.responses is None)
+    sweep = replace(
+        sweep,
+        clusters=clusters.count,
+        tokens=int(columns[0].tokens.sum()),
+        warnings=(*clusters.warnings, *few_clusters(clusters.count)),
+    )
+    letters: Mapping[int, str] = {}
+    if len(measured) > 1:
+        sums, counts = (
+            np.stack([np.bincount(clusters.labels, weights=values) for values in rows], axis=1)
+            for rows in ([column.sums for column in columns], [column.tokens for column in columns])
+        )
+        result = simultaneous_differences(sums, counts)
+        pairs = tuple(
+            SweepPair(
+                first=measured[pair.first].number,
+                second=measured[pair.second].number,
+                difference=Number.of(pair.estimate),
+                simultaneous_ci95=pair.simultaneous_ci95,
+                is_tie=pair.is_tie,
+            )
+            for pair in result.pairs
+        )
+        letters = {candidate.number: text for candidate, text in zip(measured, result.letters, strict=True)}
+        sweep = replace(sweep, pairs=pairs, critical_value=result.critical_value)
+    front = pareto_front(measured, job.rank_by)
+    return replace(
+        sweep,
+        candidates=tuple(
+            replace(
+                candidate,
+                letters=letters.get(candidate.number, ""),
+                is_on_pareto_front=candidate.number in front,
+            )
+            for candidate in candidates
+        ),
+    )
+
+
+def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[int]:
+    """The numbers of candidates than which no other is both at most as large and at most as far from the reference.
+
+    A candidate of unknown size is not on the front, and keeps no other from it.
+    """
+    points = {
+        candidate.number: (candidate.bytes_on_disk, candidate.numbers[statistic].value)
+        for candidate in candidates
+        if candidate.bytes_on_disk is not None
+    }
+    return {
+        number
+        for number, (size, kl) in points.items()
+        if not any(
+            other_size <= size and other_kl <= kl and (other_size, other_kl) != (size, kl)
+            for other_size, other_kl in points.values()
+        )
+    }
+
+
+def _options(job: SweepJob) -> dict[str, object]:
+    """The options of a sweep as they are recorded."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(job).items()}
+
+
+def read_sequences(path: Path, statistic: str) -> SequenceColumns:
+    """The sums of a statistic by sequence, from the files of a finished run.
+
+    Raises:
+        RunFolderError: if the run is damaged.
+    """
+    with damage_as_sentence(path):
+        folder = RunFolder(path)
+        folder.require_shards(Measurement.read(path).counts.shards)
+        ids: list[NDArray[np.int64]] = []
+        hashes: list[str] = []
+        sums: list[Floats] = []
+        tokens: list[Floats] = []
+        parts = zip(
+            folder.token_parts(["prompt_id", "sample_id", statistic]),
+            folder.sequence_parts(["prompt_hash"]),
+            strict=True,
+        )
+        for columns, sequences in parts:
+            starts = sequence_starts(columns["prompt_id"], columns["sample_id"])
+            rows = np.stack([columns["prompt_id"][starts], columns["sample_id"][starts]], axis=1)
+            ids.append(rows.astype(np.int64))
+            hashes += list(sequences["prompt_hash"])
+            sums.append(np.add.reduceat(columns[statistic].astype(np.float64), starts))
+            tokens.append(np.diff([*starts, len(columns["prompt_id"])]).astype(np.float64))
+    return SequenceColumns(np.concatenate(ids), tuple(hashes), np.concatenate(sums), np.concatenate(tokens))
+
+
+def _require_same_sequences(
+    out: Path,
+    first: SweepCandidate,
+    expected: SequenceColumns,
+    candidate: SweepCandidate,
+    read: SequenceColumns,
+) -> None:
+    """Check that two candidates were measured on the same sequences.
+
+    Raises:
+        RunFolderError: if not.
+    """
+    is_same = (
+        np.array_equal(expected.ids, read.ids)
+        and expected.hashes == read.hashes
+        and np.array_equal(expected.tokens, read.tokens)
+    )
+    if not is_same:
+        raise RunFolderError(
+            f"{out / candidate.folder} ({len(read.tokens)} sequences) was not measured on the sequences of "
+            f"{out / first.folder} ({len(expected.tokens)}); remove the one that is older and run the sweep again with "
+            "--resume"
+        )

@@ -1,0 +1,223 @@
+"""The sweep: the reference run once into a cache, each candidate measured against it, and their ranking."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from errno import ENOSPC
+from pathlib import Path
+
+import torch
+
+from kleash.errors import Interrupted, KleashError, RankError, RunFolderError
+from kleash.jobs import MeasureJob, SweepJob
+from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+from kleash.measuring.rank_group import RankGroup
+from kleash.measuring.reference_cache import cache_reference
+from kleash.measuring.run import measure
+from kleash.measuring.shards import hash_source
+from kleash.measuring.sweep_ranking import (
+    SequenceColumns,
+    measured_candidate,
+    rank_candidates,
+    read_sequences,
+)
+from kleash.models import find_checkpoint
+from kleash.models.cache.stored_reference import StoredReference
+from kleash.reports.sweep import write_sweep
+from kleash.store import Measurement, RunFolder
+from kleash.store.codec import decode
+from kleash.store.locks import folder_lock
+from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
+
+CANDIDATES = "candidates"
+PAGE = "sweep.html"
+ADVICE_IF_LOCKED = "wait for it, or give another --out"
+
+
+def default_sweep() -> str:
+    """The folder of a sweep without ``--out``, named by date and time."""
+    return str(Path("kleash-sweeps") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+
+
+def sweep(
+    job: SweepJob,
+    reporter: ProgressReporter | None = None,
+    new_ranks: Callable[[], RankGroup] = RankGroup,
+) -> Sweep:
+    """Measure several candidates against one reference, and rank them.
+
+    Writes into ``job.out``: ``reference-cache/`` as ``cache_reference`` does, ``candidates/NN-name/`` as ``measure``
+    does, ``sweep.json`` and ``sweep.html``. A candidate that cannot be measured is recorded with the reason, and the
+    others are measured. With ``resume=True`` finished candidates are kept, as long as their files, the source and the
+    options are the same, and those that failed are tried again.
+
+    Args:
+        job: the candidates, the reference and the source.
+        reporter: receives the progress, on the first rank.
+        new_ranks: makes the group of the processes that share a run, such as ``launched_ranks``. It is called once for
+            the cache and once for each candidate, in the same order by all processes.
+
+    Returns:
+        The sweep, as in ``sweep.json``.
+
+    Raises:
+        SourceError: if the text or the responses cannot be read.
+        ModelError: if the reference cannot be loaded.
+        RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set.
+        RankError: if another rank fails or is lost.
+        OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
+        Interrupted: on Ctrl-C, with the command that resumes.
+    """
+    out = Path(job.out if job.out is not None else default_sweep()).expanduser()
+    reporter = reporter if reporter is not None else NullProgressReporter()
+    try:
+        ranks = new_ranks()
+        if not ranks.is_first:
+            return _sweep(job, out, NullProgressReporter(), ranks, new_ranks)
+        _check_folder(out, resume=job.resume)
+        with folder_lock(out, ADVICE_IF_LOCKED):
+            return _sweep(job, out, reporter, ranks, new_ranks)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
+        ) from stop
+
+
+def _check_folder(out: Path, *, resume: bool) -> None:
+    """Check that a sweep may be written here.
+
+    Raises:
+        RunFolderError: if the folder holds a sweep that is not to be resumed, or other files.
+    """
+    has_sweep = any((out / name).exists() for name in (CANDIDATES, SWEEP, "reference-cache"))
+    if has_sweep and not resume:
+        raise RunFolderError(f"{out} holds a sweep; go on with it by --resume, or give another --out")
+    if not has_sweep and resume:
+        raise RunFolderError(f"{out} holds no sweep to resume; leave --resume out, or name its folder")
+    if not has_sweep and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunFolderError(f"{out} holds other files; give another --out")
+
+
+def _sweep(
+    job: SweepJob, out: Path, reporter: ProgressReporter, ranks: RankGroup, new_ranks: Callable[[], RankGroup]
+) -> Sweep:
+    """``sweep`` in a locked folder."""
+    with ranks.running():
+        if ranks.is_first:
+            reporter.note(f"the reference {job.reference} is run once, into {out / 'reference-cache'}")
+            cache_reference(job.cache_job(out), reporter)
+        ranks.broadcast("cached", True)
+    digest = hash_source(job.measure_job(1, out))
+    candidates: list[SweepCandidate] = []
+    columns: dict[int, SequenceColumns] = {}
+    for number, name in enumerate(job.candidates, start=1):
+        reporter.note(f"candidate {number} of {len(job.candidates)}: {name}")
+        candidates.append(_measured(job, out, number, digest, reporter, new_ranks, columns))
+        _free_memory()
+    ranks = new_ranks()
+    with ranks.running():
+        if not ranks.is_first:
+            return decode(Sweep, ranks.broadcast("sweep"))
+        ranking = rank_candidates(job, out, candidates, columns)
+        ranking.write(out)
+        write_sweep(out / PAGE, ranking)
+        ranks.broadcast("sweep", ranking.to_dict())
+        return ranking
+
+
+def _measured(
+    job: SweepJob,
+    out: Path,
+    number: int,
+    digest: str,
+    reporter: ProgressReporter,
+    new_ranks: Callable[[], RankGroup],
+    columns: dict[int, SequenceColumns],
+) -> SweepCandidate:
+    """A candidate with its numbers: of its finished run, of a new one, or with the reason why there is none.
+
+    What its ranking needs of its run is put into ``columns``.
+
+    Raises:
+        RunFolderError: if no space is left.
+        RankError: if another rank is lost.
+    """
+    candidate = SweepCandidate(
+        number=number, name=job.candidates[number - 1], folder=str(job.folder_of(number))
+    )
+    measurement, failure, is_own = None, "", True
+    try:
+        measurement = _measure(job.measure_job(number, out), digest, reporter, new_ranks)
+        columns[number] = read_sequences(out / candidate.folder, job.rank_by)
+    except RankError as error:
+        failure, is_own = str(error), False
+    except KleashError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOSPC:
+            raise
+        failure = str(error)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        lines = str(error).splitlines() or ["no more can be allocated"]
+        failure = f"it does not fit into memory: {lines[0]}"
+    failure = _failure_of_all(failure, new_ranks(), is_own=is_own)
+    if measurement is None or failure:
+        reporter.note(f"candidate {number} failed: {failure}")
+        return replace(candidate, failure=failure)
+    return measured_candidate(candidate, measurement)
+
+
+def _measure(
+    job: MeasureJob, digest: str, reporter: ProgressReporter, new_ranks: Callable[[], RankGroup]
+) -> Measurement:
+    """The measurement of a candidate: that of its finished run, if there is one."""
+    ranks = new_ranks()
+    with ranks.running():
+        finished = _finished_run(job, digest) if ranks.is_first else None
+        encoded = ranks.broadcast("finished", finished.to_dict() if finished is not None else {})
+    if encoded:
+        reporter.note(f"{job.out} is finished, and kept")
+        return decode(Measurement, encoded)
+    return measure(replace(job, resume=RunFolder(Path(str(job.out))).begun), reporter, new_ranks())
+
+
+def _failure_of_all(failure: str, ranks: RankGroup, *, is_own: bool) -> str:
+    """Why a candidate failed, on whichever rank; empty if it failed on none.
+
+    Args:
+        failure: why it failed on this rank; empty if it did not.
+        ranks: a new group.
+        is_own: whether the reason is this rank's own, and not that another rank stopped.
+
+    Raises:
+        RankError: if another rank is lost.
+    """
+    with ranks.running():
+        failures: list[tuple[bool, str]] = ranks.gather("failure", [not is_own, failure])
+    return min(((second_hand, text) for second_hand, text in failures if text), default=(False, ""))[1]
+
+
+def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:
+    """The measurement of a candidate's run folder, if it is finished and of the same files, source and options.
+
+    Raises:
+        ModelError: if the candidate cannot be found.
+    """
+    root = Path(str(job.out))
+    if not (root / "measurement.json").exists():
+        return None
+    header = RunFolder(root).header()
+    reference = StoredReference(Path(str(job.reference_cache))).label.reference.fingerprint
+    fingerprints = {"policy": find_checkpoint(job.policy).fingerprint(), "reference": reference}
+    is_same = (dict(header.settings), header.source_sha256, dict(header.fingerprints)) == (
+        job.settings(),
+        digest,
+        fingerprints,
+    )
+    return Measurement.read(root) if is_same else None
+
+
+def _free_memory() -> None:
+    """Free what a measured model held, before the next one is loaded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,207 @@
+"""The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kleash.reports.figures import ACCENT, INK, MUTED, Chart, dots, escape, figure, log_axis
+from kleash.reports.formatting import (
+    UNKNOWN,
+    format_count,
+    format_value,
+    format_with_interval,
+    keep_end,
+)
+from kleash.reports.page import write_page
+from kleash.store.number import Number
+from kleash.store.statistics import label_of
+from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
+
+COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
+"""Statistics in the table of candidates."""
+QUANTILE = "99.9"
+"""Percentage of the tokens in the quantiles of the table."""
+SIZE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+
+
+def write_sweep(path: Path, sweep: Sweep) -> Path:
+    """Write the page of a sweep.
+
+    Args:
+        path: the HTML file, in a folder that exists.
+        sweep: its candidates and their differences.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        RunFolderError: if the page cannot be written.
+        MissingExtraError: if Jinja2 or Plotly is not installed.
+    """
+    names = {candidate.number: keep_end(candidate.name, 40) for candidate in sweep.candidates}
+    ranking = sweep.ranking
+    present = [name for name in COLUMNS if any(name in candidate.numbers for candidate in ranking)]
+    context = {
+        "sweep": sweep,
+        "ranking": ranking,
+        "names": names,
+        "columns": present,
+        "quantile": lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
+        "warnings": [
+            *sweep.warnings,
+            *(
+                f"on {', '.join(names)}: {warning}"
+                for warning, names in warnings_of_candidates(sweep).items()
+            ),
+        ],
+        "rank_label": label_of(sweep.rank_by),
+        "charts": sweep_charts(sweep),
+        "size": lambda candidate: format_size(candidate.bytes_on_disk),
+        "bits": format_bits,
+        "pairs": [(pair, describe_pair(pair, names), simultaneous_number(pair)) for pair in sweep.pairs],
+        "headline": describe_ranking(sweep),
+    }
+    return write_page(path, "sweep.html", context, ("plotly", "charts.js"))
+
+
+def warnings_of_candidates(sweep: Sweep) -> dict[str, list[str]]:
+    """The warnings about the statistic that ranks, each with the names of the candidates that have it."""
+    names: dict[str, list[str]] = {}
+    for candidate in sweep.ranking:
+        for warning in candidate.numbers[sweep.rank_by].warnings:
+            if warning not in sweep.warnings:
+                names.setdefault(warning, []).append(keep_end(candidate.name, 40))
+    return names
+
+
+def format_size(size: int | None) -> str:
+    """A number of bytes in words, such as "4.9 GB"; "unknown" without one."""
+    if size is None:
+        return UNKNOWN
+    unit_bytes, unit = next((row for row in SIZE_UNITS if size >= row[0]), SIZE_UNITS[-1])
+    return f"{format_value(size / unit_bytes)} {unit}"
+
+
+def format_bits(candidate: SweepCandidate) -> str:
+    """Bits a weight, such as "4.85"; "unknown" where size or parameters are."""
+    return UNKNOWN if candidate.bits_per_weight is None else f"{candidate.bits_per_weight:.2f}"
+
+
+def simultaneous_number(pair: SweepPair) -> Number:
+    """The difference of a pair with its simultaneous interval in place of its own."""
+    return Number(
+        value=pair.difference.value,
+        unit=pair.difference.unit,
+        standard_error=pair.difference.standard_error,
+        ci95=pair.simultaneous_ci95,
+        warnings=pair.difference.warnings,
+    )
+
+
+def describe_pair(pair: SweepPair, names: dict[int, str]) -> str:
+    """Which of two candidates is nearer to the reference, in words."""
+    if pair.is_tie:
+        return f"{names[pair.first]} and {names[pair.second]} are tied"
+    nearer, farther = (pair.first, pair.second) if pair.difference.value < 0 else (pair.second, pair.first)
+    return f"{names[nearer]} is nearer to the reference than {names[farther]}"
+
+
+def describe_ranking(sweep: Sweep) -> str:
+    """How many candidates were ranked, and how many pairs are tied, in a sentence."""
+    ranking = sweep.ranking
+    if not ranking:
+        return "No candidate could be measured."
+    best = keep_end(ranking[0].name, 40)
+    if len(ranking) == 1:
+        return f"One candidate was measured: {best}."
+    ties = sum(pair.is_tie for pair in sweep.pairs)
+    partners = {
+        pair.second if pair.first == ranking[0].number else pair.first
+        for pair in sweep.pairs
+        if pair.is_tie and ranking[0].number in (pair.first, pair.second)
+    }
+    beside = f", tied with {len(partners)} other{'s' if len(partners) > 1 else ''}" if partners else ""
+    return f"{best} has the smallest {label_of(sweep.rank_by)}{beside}; {ties} of {len(sweep.pairs)} pairs are tied."
+
+
+def sweep_charts(sweep: Sweep) -> list[Chart]:
+    """KL against size on disk, and against bits a weight where parameters are known."""
+    by_size = [
+        (candidate, float(candidate.bytes_on_disk))
+        for candidate in sweep.ranking
+        if candidate.bytes_on_disk is not None
+    ]
+    by_bits = [
+        (candidate, candidate.bits_per_weight)
+        for candidate in sweep.ranking
+        if candidate.bits_per_weight is not None
+    ]
+    charts = [
+        _scatter("size", "KL against size", "size on disk, bytes", sweep, by_size),
+        _scatter("bits", "KL against bits a weight", "bits a weight on disk", sweep, by_bits),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _scatter(
+    name: str, title: str, x_title: str, sweep: Sweep, points: Sequence[tuple[SweepCandidate, float]]
+) -> Chart | None:
+    """A chart of KL against ``x``, with the Pareto front as a line; None without points."""
+    if not points:
+        return None
+    points = sorted(points, key=lambda point: point[1])
+    on_front = [point for point in points if point[0].is_on_pareto_front]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "Pareto front",
+            "x": [x for _, x in on_front],
+            "y": [candidate.numbers[sweep.rank_by].value for candidate, _ in on_front],
+            "line": {"color": MUTED, "width": 1, "shape": "hv"},
+            "hoverinfo": "skip",
+        }
+    ]
+    for color, is_on_front, label in ((ACCENT, True, "on the front"), (INK, False, "not on the front")):
+        chosen = [point for point in points if point[0].is_on_pareto_front == is_on_front]
+        if chosen:
+            data.append(
+                dots(
+                    [candidate.numbers[sweep.rank_by] for candidate, _ in chosen],
+                    [x for _, x in chosen],
+                    name=label,
+                    color=color,
+                    mode="markers+text",
+                    text=[escape(keep_end(candidate.name)) for candidate, _ in chosen],
+                    textposition="top right",
+                )
+            )
+    values = [candidate.numbers[sweep.rank_by].value for candidate, _ in points]
+    axes = {"xaxis": log_axis([x for _, x in points]) if name == "size" else {}, "yaxis": log_axis(values)}
+    return Chart(
+        name=name,
+        title=title,
+        figure=figure(
+            data,
+            height=420,
+            x=x_title,
+            y=f"{label_of(sweep.rank_by)}, nats per token",
+            showlegend=True,
+            **axes,
+        ),
+        description="; ".join(
+            f"{keep_end(candidate.name, 40)}: {format_with_interval(candidate.numbers[sweep.rank_by])} nats at "
+            f"{format_size(candidate.bytes_on_disk) if name == 'size' else format_bits(candidate) + ' bits a weight'}"
+            for candidate, _ in points
+        )
+        + ".",
+        header=("Candidate", x_title, label_of(sweep.rank_by), "Pareto front"),
+        rows=tuple(
+            (
+                candidate.name,
+                format_count(int(x)) if name == "size" else format_bits(candidate),
+                format_with_interval(candidate.numbers[sweep.rank_by]),
+                "yes" if candidate.is_on_pareto_front else "no",
+            )
+            for candidate, x in points
+        ),
+    )

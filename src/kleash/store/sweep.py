@@ -1,0 +1,126 @@
+"""The result of a sweep: several candidates measured against one reference, their order, and what is tied."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError
+from kleash.store.atomic import write_atomically
+from kleash.store.codec import decode, encode, parse_json, to_json
+from kleash.store.number import Number
+
+SWEEP = "sweep.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepCandidate:
+    """A candidate of a sweep: its numbers, or why it could not be measured."""
+
+    number: int
+    """Its place on the command line, from 1."""
+    name: str
+    """As it was given."""
+    folder: str
+    """Its run folder, within that of the sweep."""
+    failure: str = ""
+    """Why it could not be measured; empty if it was."""
+    numbers: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    """Its statistics, by their names in ``STATISTICS``, and "kl_policy_reference_99.9" and "kl_reference_policy_99.9",
+    the 99.9 % quantiles over tokens."""
+    bytes_on_disk: int | None = None
+    """Of the tensors in the files of its weights."""
+    bits_per_weight: float | None = None
+    letters: str = ""
+    """Letters of its groups: candidates that share one are tied."""
+    is_on_pareto_front: bool = False
+    """Whether no other candidate is at most as large and has at most its KL, with one of them smaller."""
+    warnings: tuple[str, ...] = ()
+    """Those of its own report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPair:
+    """The difference of two candidates in the statistic that ranks them, paired by cluster."""
+
+    first: int
+    """Number of a candidate."""
+    second: int
+    """Number of the candidate whose mean is taken from it."""
+    difference: Number
+    """``first`` minus ``second``, with its own interval."""
+    simultaneous_ci95: tuple[float, float]
+    """The intervals of all pairs hold at once with 95 % confidence."""
+    is_tie: bool
+    """Whether the simultaneous interval does not exclude 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Several candidates measured against one reference."""
+
+    kleash: str
+    """Version that measured."""
+    reference: str
+    rank_by: str
+    """The statistic that ranks the candidates."""
+    job: Mapping[str, Any]
+    """The options."""
+    candidates: tuple[SweepCandidate, ...]
+    """In the order of the command line."""
+    pairs: tuple[SweepPair, ...]
+    """All pairs of candidates that were measured."""
+    clusters: int
+    """Groups of sequences that the errors take to be independent."""
+    tokens: int
+    """Scored positions of each candidate."""
+    critical_value: float
+    """The 95 % quantile of the largest |t| over all pairs; NaN with fewer than two candidates."""
+    warnings: tuple[str, ...] = ()
+    """About the ranking."""
+
+    @property
+    def ranking(self) -> list[SweepCandidate]:
+        """The candidates that were measured, the smallest mean first."""
+        measured = [candidate for candidate in self.candidates if not candidate.failure]
+        return sorted(
+            measured, key=lambda candidate: (candidate.numbers[self.rank_by].value, candidate.number)
+        )
+
+    @property
+    def failed(self) -> list[SweepCandidate]:
+        """The candidates that could not be measured."""
+        return [candidate for candidate in self.candidates if candidate.failure]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, the way it stands in ``sweep.json``."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """The text of ``sweep.json``."""
+        return to_json(self)
+
+    def write(self, folder: Path) -> None:
+        """Write ``sweep.json``.
+
+        Raises:
+            RunFolderError: if it cannot be written.
+        """
+        write_atomically(folder / SWEEP, self.to_json())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Sweep":
+        """The sweep in a folder.
+
+        Raises:
+            RunFolderError: if there is none, or it is damaged.
+        """
+        path = folder / SWEEP
+        try:
+            return decode(cls, parse_json(path.read_bytes()))
+        except FileNotFoundError as error:
+            raise RunFolderError(f"{folder} has no {SWEEP}; finish the sweep with --resume") from error
+        except (OSError, TypeError, ValueError, KeyError) as error:
+            raise RunFolderError(
+                f"{path} cannot be read as a sweep: {error}; make it again with kleash sweep --resume"
+            ) from error

@@ -1,0 +1,224 @@
+"""``kleash sweep``: candidates against one reference, their ranking, and what happens to those that fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_models import save_tiny, tiny_tokenizer
+
+from kleash.errors import Interrupted, OptionError, RunFolderError
+from kleash.jobs import SweepJob
+from kleash.jobs.sweep import slug
+from kleash.measuring import MeasureJob, compare, measure, sweep
+from kleash.measuring.sweep_ranking import pareto_front
+from kleash.reports.sweep import write_sweep
+from kleash.store import Number
+from kleash.store.sweep import Sweep, SweepCandidate
+
+WINDOWS = {"window": 128, "batch_tokens": 1024}
+DOCUMENTS = [
+    " ".join(f"Boat {n} went out {n * k + k} times before the sun had come up;" for k in range(2))
+    for n in range(34)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a reference, four candidates and a text."""
+    root = tmp_path_factory.mktemp("sweep")
+    save_tiny(root / "base")
+    save_tiny(root / "near", apart=0.02)
+    save_tiny(root / "far", apart=0.3)
+    save_tiny(root / "copy-of-near", apart=0.02)
+    save_tiny(root / "another-tokenizer", apart=0.02)
+    tiny_tokenizer(280).save_pretrained(root / "another-tokenizer")
+    (root / "text.txt").write_text("\n\n".join(DOCUMENTS))
+    return root
+
+
+@pytest.fixture(scope="module")
+def job(folder: Path) -> SweepJob:
+    """The sweep over the candidates; one of them has another tokenizer."""
+    names = ("far", "near", "another-tokenizer", "copy-of-near")
+    return SweepJob(
+        candidates=tuple(str(folder / name) for name in names),
+        reference=str(folder / "base"),
+        text=str(folder / "text.txt"),
+        out=str(folder / "out"),
+        **WINDOWS,
+    )
+
+
+@pytest.fixture(scope="module")
+def result(job: SweepJob) -> Sweep:
+    return sweep(job)
+
+
+def test_a_candidate_has_the_numbers_of_its_own_measurement(
+    job: SweepJob, result: Sweep, folder: Path
+) -> None:
+    options = {"policy": job.candidates[0], "reference": job.reference, "text": job.text, **WINDOWS}
+    alone = measure(MeasureJob(out=str(folder / "alone"), **options))
+    candidate = result.candidates[0]
+    for name in ("kl_policy_reference", "kl_reference_policy", "top1_agreement"):
+        assert candidate.numbers[name].value == pytest.approx(alone.statistics()[name].value, rel=1e-6)
+    quantile = alone.quantiles["kl_policy_reference"]["99.9"]
+    assert candidate.numbers["kl_policy_reference_99.9"].value == pytest.approx(quantile.value, rel=1e-5)
+    assert result.tokens == alone.counts.tokens
+    tensors = load_file(folder / "far" / "model.safetensors").values()
+    assert candidate.bytes_on_disk == sum(4 * tensor.numel() for tensor in tensors)
+    assert candidate.bits_per_weight == 32
+
+
+def test_candidates_are_ranked_with_ties(result: Sweep) -> None:
+    assert [Path(candidate.name).name for candidate in result.ranking] == ["near", "copy-of-near", "far"]
+    assert [candidate.letters for candidate in result.candidates] == ["b", "a", "", "a"]
+    tie = next(pair for pair in result.pairs if pair.is_tie)
+    assert (tie.first, tie.second, tie.simultaneous_ci95) == (2, 4, (0.0, 0.0))
+
+
+def test_a_pair_has_the_paired_difference_of_compare(job: SweepJob, result: Sweep) -> None:
+    out = Path(str(job.out))
+    comparison = compare([out / result.candidates[1].folder, out / result.candidates[0].folder])
+    pair = result.pairs[0]
+    assert (pair.first, pair.second) == (1, 2)
+    expected = comparison.differences[0].differences["kl_policy_reference"]
+    assert pair.difference.value == pytest.approx(expected.value, rel=1e-12)
+    assert pair.difference.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
+
+
+def test_a_candidate_with_another_tokenizer_is_named_and_the_others_are_kept(
+    job: SweepJob, result: Sweep
+) -> None:
+    (failed,) = result.failed
+    assert failed.number == 3 and "token" in failed.failure
+    assert Sweep.read(Path(str(job.out))).to_json() == result.to_json()
+    page = (Path(str(job.out)) / "sweep.html").read_text()
+    assert "Not measured" in page and 'href="candidates/01-far/report.html"' in page
+
+
+def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(
+    job: SweepJob, result: Sweep, folder: Path
+) -> None:
+    measured = Path(str(job.out)) / result.candidates[0].folder / "measurement.json"
+    written = measured.stat().st_mtime_ns
+    save_tiny(folder / "third", apart=0.1)
+    again = sweep(
+        SweepJob(**{**vars(job), "resume": True, "candidates": (*job.candidates, str(folder / "third"))})
+    )
+    assert measured.stat().st_mtime_ns == written
+    assert again.candidates[0].numbers == result.candidates[0].numbers
+    assert [Path(candidate.name).name for candidate in again.ranking] == [
+        "near",
+        "copy-of-near",
+        "third",
+        "far",
+    ]
+    other_weights = SweepJob(**{**vars(job), "resume": True, "candidates": (str(folder / "third"),)})
+    assert other_weights.folder_of(1) != job.folder_of(1)
+
+
+def test_a_finished_candidate_whose_files_changed_is_not_kept(
+    folder: Path, result: Sweep, job: SweepJob
+) -> None:
+    save_tiny(folder / "moving", apart=0.05)
+    options = {**vars(job), "candidates": (str(folder / "moving"),), "out": str(folder / "moved")}
+    sweep(SweepJob(**options))
+    save_tiny(folder / "moving", apart=0.1)
+    (failed,) = sweep(SweepJob(**{**options, "resume": True})).candidates
+    assert "fingerprint" in failed.failure
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_holds_something_else_is_refused(
+    job: SweepJob, result: Sweep, tmp_path: Path, resume: bool
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="no sweep to resume" if resume else "holds other files"):
+        sweep(SweepJob(**{**vars(job), "out": str(tmp_path), "resume": resume}))
+    with pytest.raises(RunFolderError, match="--resume"):
+        sweep(job)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_candidate_whose_run_is_damaged_fails_and_the_others_are_ranked(
+    job: SweepJob, result: Sweep, folder: Path
+) -> None:
+    part = next((Path(str(job.out)) / result.candidates[1].folder / "tokens").glob("part-*.parquet"))
+    content = part.read_bytes()
+    try:
+        part.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+        again = sweep(SweepJob(**{**vars(job), "resume": True}))
+        assert "is damaged" in again.candidates[1].failure
+        assert [candidate.number for candidate in again.ranking] == [4, 1]
+    finally:
+        part.write_bytes(content)
+
+
+def test_ctrl_c_names_the_command_that_resumes(
+    job: SweepJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kleash.measuring.sweep_run.cache_reference", interrupt)
+    with pytest.raises(Interrupted, match=f"--resume --out {tmp_path / 'new'}"):
+        sweep(SweepJob(**{**vars(job), "out": str(tmp_path / "new")}))
+
+
+def test_the_command_exits_with_2_if_a_candidate_failed(kleash: object, job: SweepJob, result: Sweep) -> None:
+    words = ["sweep", "--reference", job.reference, "--text", job.text, "--out", job.out, "--resume"]
+    words += [word for name, value in WINDOWS.items() for word in (f"--{name.replace('_', '-')}", value)]
+    process = kleash(*words, "--candidates", *job.candidates, "--json", expect=2)  # type: ignore[operator]
+    assert json.loads(process.stdout)["candidates"][2]["failure"]
+    assert "could not be measured" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "name the models"),
+        ({"candidates": ("a", "a"), "text": "t"}, "twice"),
+        ({"candidates": ("http://host/v1",), "text": "t"}, "is a server"),
+        ({"candidates": ("a",), "reference": "b"}, "--text or --responses"),
+        ({"candidates": ("a",), "text": "t", "rank_by": "k3"}, "--rank-by must be one of"),
+        ({"candidates": ("a",), "reference": "b", "text": "t", "responses": "r"}, "--text and --responses"),
+        ({"candidates": ("a",), "text": "t", "limit": 0}, "--limit must be at least 1"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        SweepJob(**options)  # type: ignore[arg-type]
+
+
+def test_the_pareto_front_has_no_candidate_that_another_beats() -> None:
+    def candidate(number: int, size: int | None, kl: float) -> SweepCandidate:
+        value = Number(value=kl, unit="nats", standard_error=0.1, ci95=(kl, kl))
+        return SweepCandidate(
+            number=number, name=str(number), folder="", bytes_on_disk=size, numbers={"kl": value}
+        )
+
+    points = [(10, 0.5), (20, 0.1), (20, 0.2), (30, 0.1), (None, 0.0), (40, 0.05), (10, 0.5)]
+    front = pareto_front([candidate(number, *point) for number, point in enumerate(points)], "kl")
+    assert front == {0, 1, 5, 6}
+
+
+def test_hostile_names_are_text_on_the_page(result: Sweep, tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>"
+    hostile = [SweepCandidate(**{**vars(candidate), "name": name}) for candidate in result.candidates]
+    path = write_sweep(tmp_path / "page.html", Sweep(**{**vars(result), "candidates": tuple(hostile)}))
+    assert "<script>alert" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("models/Q4_K_M.gguf", "q4-k-m"),
+        ("org/Model-7B", "model-7b"),
+        ("a/../", "model"),
+        ("org/repo:x.gguf", "x"),
+    ],
+)
+def test_slugs_are_names_of_folders(name: str, expected: str) -> None:
+    assert slug(name) == expected

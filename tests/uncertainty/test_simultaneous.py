@@ -1,0 +1,107 @@
+"""Simultaneous differences: the critical value of max-t, its limits, false rankings, and letters."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kleash.errors import ShapeError
+from kleash.uncertainty.ratios import paired_difference
+from kleash.uncertainty.simultaneous import compact_letters, simultaneous_differences
+
+
+def means_of_clusters(seed: int, clusters: int, shifts: list[float], noise: float = 0.1) -> np.ndarray:
+    """[cluster, candidate]: an effect that all candidates share, noise of their own, and a shift."""
+    generator = np.random.default_rng(seed)
+    shared = generator.normal(1.0, 0.3, (clusters, 1))
+    return shared + noise * generator.standard_normal((clusters, len(shifts))) + np.array(shifts)
+
+
+def test_two_candidates_have_the_interval_of_one_paired_difference() -> None:
+    values = means_of_clusters(0, 40, [0.0, 0.05])
+    counts = np.full(values.shape, 7.0)
+    result = simultaneous_differences(values * 7, counts)
+    alone = paired_difference(values[:, 0] * 7, counts[:, 0], values[:, 1] * 7, counts[:, 1])
+    assert result.critical_value == pytest.approx(stats.t.ppf(0.975, 39), rel=1e-12)
+    assert result.pairs[0].simultaneous_ci95 == pytest.approx(alone.ci95, rel=1e-12)
+
+
+def test_the_critical_value_of_equal_correlations_is_the_studentised_range() -> None:
+    """Independent candidates of equal variance: max |t_ij| is the studentised range divided by sqrt(2)."""
+    clusters, candidates = 41, 5
+    values = np.random.default_rng(0).standard_normal((clusters, candidates))
+    whitened = np.linalg.qr(values - values.mean(axis=0))[0]
+    result = simultaneous_differences(whitened, np.ones_like(whitened))
+    expected = stats.studentized_range.ppf(0.95, candidates, clusters - 1) / math.sqrt(2)
+    assert result.critical_value == pytest.approx(expected, rel=0.012)
+
+
+def test_a_candidate_that_copies_another_does_not_raise_the_critical_value() -> None:
+    values = means_of_clusters(1, 60, [0.0, 0.1])
+    repeated = np.repeat(values, 3, axis=1)
+    result = simultaneous_differences(repeated, np.ones_like(repeated))
+    assert result.critical_value == pytest.approx(stats.t.ppf(0.975, 59), rel=0.01)
+    ties = {(pair.first, pair.second) for pair in result.pairs if pair.is_tie}
+    assert ties == {(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)}
+    assert result.pairs[0].simultaneous_ci95 == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("clusters", [30, 300])
+def test_tied_candidates_are_seldom_ranked_and_different_ones_are(clusters: int) -> None:
+    false_rankings = missed = 0
+    for seed in range(200):
+        values = means_of_clusters(seed, clusters, [0.0, 0.0, 0.0, 0.3])
+        result = simultaneous_differences(values, np.ones_like(values), seed=seed)
+        called = {(pair.first, pair.second) for pair in result.pairs if not pair.is_tie}
+        false_rankings += bool(called & set(combinations(range(3), 2)))
+        missed += not called >= {(0, 3), (1, 3), (2, 3)}
+    assert false_rankings <= 18  # 5 % of 200 are 10, with a standard deviation of 3
+    assert missed == 0
+
+
+def test_differences_without_an_error_rank_nothing() -> None:
+    constant = np.broadcast_to(np.array([1.0, 2.0, 2.0]), (50, 3)).copy()
+    result = simultaneous_differences(constant, np.ones_like(constant))
+    assert all(pair.is_tie for pair in result.pairs)
+    assert result.letters == ("a", "a", "a")
+    alone = simultaneous_differences(constant[:1], np.ones((1, 3)))
+    assert all(pair.is_tie for pair in alone.pairs) and math.isnan(alone.critical_value)
+
+
+def test_an_infinite_mean_leaves_the_other_pairs_as_they_are() -> None:
+    values = means_of_clusters(2, 50, [0.0, 0.5, 0.0])
+    values[3, 2] = math.inf
+    result = simultaneous_differences(values, np.ones_like(values))
+    assert not result.pairs[0].is_tie
+    assert result.pairs[1].is_tie and result.pairs[2].is_tie
+    assert math.isnan(result.pairs[1].simultaneous_ci95[0])
+
+
+def test_letters_are_shared_exactly_by_ties() -> None:
+    generator = np.random.default_rng(3)
+    for candidates in (1, 2, 5, 9):
+        for _ in range(40):
+            pairs = list(combinations(range(candidates), 2))
+            different = {pair for pair in pairs if generator.random() < 0.5}
+            letters = compact_letters(generator.random(candidates).tolist(), different)
+            for i, j in pairs:
+                assert bool(set(letters[i]) & set(letters[j])) == ((i, j) not in different)
+            assert all(letters)
+
+
+def test_letters_go_with_the_means_and_need_not_be_transitive() -> None:
+    assert compact_letters([3.0, 1.0, 2.0], [(0, 1)]) == ("b", "a", "ab")
+    assert compact_letters([math.nan, 1.0], [(0, 1)]) == ("b", "a")
+
+
+def test_more_groups_than_letters_have_numbers() -> None:
+    letters = compact_letters(list(map(float, range(60))), combinations(range(60), 2))
+    assert letters[0] == "a" and letters[51] == "Z" and letters[52] == "(53)"
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)])
+def test_one_candidate_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="two candidates or more"):
+        simultaneous_differences(np.ones(shape), np.ones(shape))
