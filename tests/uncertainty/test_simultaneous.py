@@ -1,7 +1,7 @@
 """Simultaneous differences: the critical value of max-t, its limits, false rankings, and letters."""
 
 import math
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 import pytest
@@ -89,6 +89,11 @@ def test_letters_are_shared_exactly_by_ties() -> None:
             for i, j in pairs:
                 assert bool(set(letters[i]) & set(letters[j])) == ((i, j) not in different)
             assert all(letters)
+            groups = [
+                {index for index, text in enumerate(letters) if letter in text}
+                for letter in sorted(set("".join(letters)))
+            ]
+            assert not any(a <= b for a, b in permutations(groups, 2))
 
 
 def test_letters_go_with_the_means_and_need_not_be_transitive() -> None:
