@@ -39,11 +39,8 @@ SHARED_NOUNS = (
     SharedNoun("audit", "the audit of a package: its record and its page", ("store", "reports")),
     SharedNoun("cache", "the reference cache: its job, its folder, its model", ("jobs", "store", "models")),
     SharedNoun("comparison", "a comparison of runs", ("store", "measuring", "reports")),
-<<<<<<< HEAD
-=======
     SharedNoun("sweep", "a sweep over candidates", ("jobs", "store", "reports")),
     SharedNoun("control_variates", "control variates", ("estimators", "uncertainty")),
->>>>>>> 8809877 (kleash sweep: candidates against one reference, with simultaneous intervals, letters for ties and the Pareto front)
     SharedNoun("demonstration", "the demonstration", ("jobs", "store", "reports", "training")),
     SharedNoun("losses", "losses, from log-probabilities or hidden states", ("losses", "linear")),
     SharedNoun("measurement", "a measurement", ("store", "measuring", "reports")),
