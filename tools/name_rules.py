@@ -40,7 +40,6 @@ SHARED_NOUNS = (
     SharedNoun("cache", "the reference cache: its job, its folder, its model", ("jobs", "store", "models")),
     SharedNoun("comparison", "a comparison of runs", ("store", "measuring", "reports")),
     SharedNoun("sweep", "a sweep over candidates", ("jobs", "store", "reports")),
-    SharedNoun("control_variates", "control variates", ("estimators", "uncertainty")),
     SharedNoun("demonstration", "the demonstration", ("jobs", "store", "reports", "training")),
     SharedNoun("losses", "losses, from log-probabilities or hidden states", ("losses", "linear")),
     SharedNoun("measurement", "a measurement", ("store", "measuring", "reports")),
