@@ -15,7 +15,7 @@ from kleash.reports.measurement import all_warnings
 from kleash.store import Measurement, Number, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
-from kleash.uncertainty import few_clusters
+from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import simultaneous_differences
 from kleash.version import __version__
 

@@ -22,8 +22,8 @@ from kleash.measuring.sweep_ranking import (
     rank_candidates,
     read_sequences,
 )
-from kleash.models import find_checkpoint
 from kleash.models.cache.stored_reference import StoredReference
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.reports.sweep import write_sweep
 from kleash.store import Measurement, RunFolder
 from kleash.store.codec import decode
