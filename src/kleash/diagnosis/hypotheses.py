@@ -227,7 +227,7 @@ def context_hypotheses(
 def truncation_hypotheses(
     table: TokenTable, residuals: Residuals, largest_scale: float, fault_scale: float
 ) -> Iterator[Hypothesis]:
-    """One side lies above the other on every token, by -log of the mass that was kept; rounding may hide it.
+    """Hypotheses of one side cut and renormalised: it is above the other on every token, by -log of the mass kept.
 
     The kept mass is nearly 1 where the distribution is narrow, so the differences have the unit 1 - p, as those between
     two models have; but all are of one sign.

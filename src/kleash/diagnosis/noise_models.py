@@ -176,7 +176,7 @@ def core_scales(largest_scale: float) -> Floats:
 def _contaminated(
     residuals: Residuals, scale: float, share: float, *, width: float = 1.0, freedom: float = HEALTHY_TAIL
 ) -> NoiseFit:
-    """Student's t of rounding, and a share of outliers with a Laplace distribution."""
+    """The fit of Student's t for rounding, with a share of outliers of a Laplace distribution."""
     core = _log_t(residuals.values, residuals.scale(scale), freedom)
     outlier = -np.abs(residuals.values) / width - math.log(2 * width)
     log_likelihood = np.logaddexp(math.log1p(-share) + core, math.log(share) + outlier)

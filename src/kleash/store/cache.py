@@ -147,7 +147,7 @@ def read_label(folder: Path) -> CacheLabel:
 
 
 def read_contents(folder: Path) -> CacheContents:
-    """What a finished cache holds.
+    """The contents of a finished cache, from its ``contents.json``.
 
     Raises:
         RunFolderError: if the file is damaged.

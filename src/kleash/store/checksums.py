@@ -216,7 +216,7 @@ def damage_as_sentence(root: Path) -> Generator[None]:
 def write_checked(
     root: Path, path: Path, content: str | bytes | Callable[[Path], None], *, writer: int = 0
 ) -> None:
-    """``write_atomically``, with a checksum in the folder ``root``, in which ``path`` lies.
+    """Write a file atomically, and its checksum into the folder ``root``, in which ``path`` lies.
 
     Args:
         root: the folder with the checksums.

@@ -267,7 +267,7 @@ class VocabularyTexts:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """The tokens whose piece no other token has."""
+        """Piece -> token id, for the pieces that only one token has."""
         special = set(self.tokenizer.all_special_ids)
         ids: dict[str, int | None] = {}
         for token_id, piece in enumerate(self._pieces):
