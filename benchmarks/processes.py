@@ -36,13 +36,15 @@ def write_prompts(path: Path, first: int, count: int) -> Path:
     return path
 
 
-def start(prompts: Path, out: Path, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[bytes]":
-    """Start ``kleash measure`` on the shipped pair, in a session of its own.
+def start(
+    prompts: Path, out: Path, launcher: tuple[str, ...] = (), more: tuple[str, ...] = ()
+) -> "subprocess.Popen[bytes]":
+    """Start ``kleash measure`` on the shipped pair, with more options, in a session of its own.
 
     torchrun gives each rank a session, and Linux shares a busy processor between sessions.
     """
     options = ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", str(NEW_TOKENS), "--quiet"]
-    command = [sys.executable, *launcher, "-m", "kleash", "measure", *options]
+    command = [sys.executable, *launcher, "-m", "kleash", "measure", *options, *more]
     return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True)
 
 

@@ -13,7 +13,8 @@ from kleash.errors import RunFolderError
 from kleash.records import Measurement, RunFolder
 from kleash.store.atomic import write_atomically
 from kleash.store.job_folder import RunHeader
-from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, read_columns, write_table
+from kleash.store.run_folder import encode_shard, encode_top
+from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS, read_columns, write_table
 
 HEADER = RunHeader(
     kleash="1",
@@ -197,3 +198,32 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "measurement.json").write_text('{"schema": 1, "kle')
     with pytest.raises(RunFolderError, match="cannot be read as a measurement"):
         Measurement.read(tmp_path)
+
+
+def test_shards_written_together_are_those_written_one_by_one(tmp_path: Path) -> None:
+    """Also their checksums: a shard without rows of alternatives has no file of them."""
+    top = {name: [1] for name in TOP_COLUMNS}
+    encoded = encode_shard(tokens(), sequences())
+    with RunFolder(tmp_path / "together").writing(HEADER, resume=False) as together:
+        together.write_encoded_shards({3: encoded, 1: encoded._replace(top=encode_top(top))})
+    with RunFolder(tmp_path / "single").writing(HEADER, resume=False) as single:
+        single.write_shard(3, tokens(), sequences())
+        single.write_shard(1, tokens(), sequences(), top)
+    assert together.finished_shards() == single.finished_shards() == (1, 3)
+    names = sorted(path.relative_to(single.root) for path in single.root.rglob("part-*"))
+    assert sorted(path.relative_to(together.root) for path in together.root.rglob("part-*")) == names
+    for name in names:
+        assert together.checksums().read_bytes(together.root / name) == (single.root / name).read_bytes()
+    assert len(list(together.top_parts(["place"]))) == 1
+    assert encode_top({name: [] for name in TOP_COLUMNS}) is None
+
+
+def test_of_shards_that_cannot_be_written_together_nothing_is_left(tmp_path: Path) -> None:
+    encoded = encode_shard(tokens(), sequences())
+    with RunFolder(tmp_path / "run").writing(HEADER, resume=False) as folder:
+        (folder.root / "tokens").rename(folder.root / "away")
+        with pytest.raises(
+            RunFolderError, match=r"tokens/part-00001\.parquet cannot be written: No such file"
+        ):
+            folder.write_encoded_shards({1: encoded})
+        assert not list((folder.root / "sequences").iterdir())

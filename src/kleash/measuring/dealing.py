@@ -25,6 +25,7 @@ from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair, turns_of
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
+from kleash.store.run_folder import encode_top
 from kleash.store.worker_log import append_worker_lines
 
 MIN_CLUSTERS = 64
@@ -232,9 +233,8 @@ def _write_scored(run: OpenRun, engine: RayEngine, turns: Iterator[Shard], runni
         for scored in engine.pool.results(turns, lambda: threshold(running.largest)):
             packed = scored.part.packed
             append_worker_lines(run.folder.root, [worker_line(scored)])
-            writer.add(
-                scored.shard.index, packed.files, take_alternatives(packed, running.largest), packed.sums
-            )
+            top = encode_top(take_alternatives(packed, running.largest))
+            writer.add(WrittenShard(scored.shard.index, packed.sums), packed.files._replace(top=top))
             _count_written(run, running, writer.written())
             if running.stop is not None:
                 break

@@ -1,19 +1,21 @@
-"""Writing shards on several threads: most of the time that a shard takes is spent on waiting for the disk."""
+"""Writing shards beside the process that receives them: most of their time is spent on waiting for the disk."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kleash.errors import RunFolderError
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.store import RunFolder
 from kleash.store.run_folder import EncodedShard
 
-WRITERS = 8
-"""Threads that write."""
-MAX_WAITING = 2 * WRITERS
-"""Shards that wait for a thread or are being written; the next one waits until there is room."""
+MAX_BATCH = 16
+"""Shards that are written together: for all of them, the disk is waited for once."""
+MAX_WAITING = 2 * MAX_BATCH
+"""Shards in memory that wait to be written; the next one waits until there is room."""
 
 
 class WrittenShard(NamedTuple):
@@ -24,13 +26,14 @@ class WrittenShard(NamedTuple):
 
 
 class ShardWriter:
-    """Context that writes encoded shards; at its end, all that it was given are on disk."""
+    """Context with a thread that writes encoded shards; at its end, all that it was given are on disk."""
 
     def __init__(self, folder: RunFolder) -> None:
         """Prepare for a folder that is locked by this process."""
         self._folder = folder
-        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="kleash-writer")
-        self._waiting: deque[tuple[Future[None], WrittenShard]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kleash-writer")
+        self._waiting: deque[tuple[EncodedShard, WrittenShard]] = deque()
+        self._batch: Future[list[WrittenShard]] | None = None
 
     def __enter__(self) -> "ShardWriter":
         """Begin."""
@@ -39,13 +42,18 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the threads."""
-        self._threads.shutdown()
+        """Write what waits, also after an error."""
+        try:
+            if error is not None:
+                with suppress(RunFolderError):
+                    deque(self.written(all_of_them=True), maxlen=0)
+        finally:
+            self._thread.shutdown()
 
-    def add(self, index: int, files: EncodedShard, top: Mapping[str, Any], sums: SequenceSums) -> None:
-        """Write a shard as soon as a thread has time."""
-        future = self._threads.submit(self._folder.write_encoded_shard, index, files, top)
-        self._waiting.append((future, WrittenShard(index, sums)))
+    def add(self, shard: WrittenShard, files: EncodedShard) -> None:
+        """Write a shard with the next batch."""
+        self._waiting.append((files, shard))
+        self._start_batch()
 
     def written(self, *, all_of_them: bool = False) -> Iterator[WrittenShard]:
         """Iterate over the shards that are on disk and were not returned yet; waits if too many are not.
@@ -56,10 +64,21 @@ class ShardWriter:
         Raises:
             RunFolderError: if one cannot be written.
         """
-        while self._waiting:
-            future, shard = self._waiting[0]
-            if not (all_of_them or future.done() or len(self._waiting) > MAX_WAITING):
+        while self._batch is not None:
+            if not (all_of_them or self._batch.done() or len(self._waiting) > MAX_WAITING):
                 return
-            future.result()
-            self._waiting.popleft()
-            yield shard
+            batch, self._batch = self._batch, None
+            shards = batch.result()
+            self._start_batch()
+            yield from shards
+
+    def _start_batch(self) -> None:
+        """Let the thread write the shards that wait, unless it is writing."""
+        if self._batch is None and self._waiting:
+            count = min(MAX_BATCH, len(self._waiting))
+            batch = [self._waiting.popleft() for _ in range(count)]
+            self._batch = self._thread.submit(self._write, batch)
+
+    def _write(self, batch: list[tuple[EncodedShard, WrittenShard]]) -> list[WrittenShard]:
+        self._folder.write_encoded_shards({shard.index: files for files, shard in batch})
+        return [shard for _, shard in batch]

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar, cast
 
 from kleash.errors import KleashError, RunFolderError
-from kleash.store.atomic import cannot_write, sync_folder, write_atomically
+from kleash.store.atomic import cannot_write, sync_folder, write_atomically, write_together
 from kleash.store.codec import decode, parse_json
 
 T = TypeVar("T")
@@ -34,7 +33,6 @@ UNCHECKED = (
 )
 BLOCK = 1 << 20
 MOST_THREADS = 8
-_appending = Lock()
 COPY = "copy the whole folder again, or make it anew in another one"
 
 
@@ -232,6 +230,19 @@ def write_checked(
     )
 
 
+def write_checked_together(root: Path, files: Mapping[Path, bytes], *, writer: int = 0) -> None:
+    """``write_checked`` of several files: their checksums are appended together.
+
+    Raises:
+        RunFolderError: if one cannot be written.
+    """
+    records = [
+        _record_of(root, path, FileChecksum(len(content), sha256(content).hexdigest()))
+        for path, content in files.items()
+    ]
+    write_together(files, before_rename=lambda: _append(root, *records, writer=writer))
+
+
 def begin_checksums(root: Path) -> None:
     """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
@@ -349,12 +360,7 @@ def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]
 
 
 def _append(root: Path, *records: dict[str, Any], writer: int = 0) -> None:
-    """Append a line for each record to a writer's checksums; the threads of a process take turns."""
-    with _appending:
-        _append_lines(root, records, writer)
-
-
-def _append_lines(root: Path, records: Iterable[dict[str, Any]], writer: int) -> None:
+    """Append a line for each record to a writer's checksums."""
     path = root / (OTHER_CHECKSUMS.replace("*", str(writer)) if writer else CHECKSUMS)
     try:
         new = not path.exists()

@@ -16,6 +16,7 @@ from kleash.store.checksums import (
     merge_checksums,
     record_removal,
     write_checked,
+    write_checked_together,
 )
 from kleash.store.job_folder import ADVICE_IF_LOCKED, JobFolder, RunHeader, require_same
 from kleash.store.locks import LOCK, OTHER_LOCKS, folder_lock, lock_name, require_no_other_writer
@@ -48,6 +49,13 @@ class EncodedShard(NamedTuple):
 
     tokens: bytes
     sequences: bytes
+    top: bytes | None = None
+    """The file of its sequences that had drifted most; None if it has none of them."""
+
+
+def encode_top(top: Mapping[str, Any]) -> bytes | None:
+    """The file of the likeliest tokens, columns ``TOP_COLUMNS``; None without rows."""
+    return encode_table(top, TOP_COLUMNS) if len(top["prompt_id"]) else None
 
 
 def encode_shard(tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> EncodedShard:
@@ -196,16 +204,21 @@ class RunFolder(JobFolder):
         top: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a shard: ``top`` of its worst sequences, its tokens, and its sequences, which make it count."""
-        self.write_encoded_shard(index, encode_shard(tokens, sequences), top)
-
-    def write_encoded_shard(
-        self, index: int, shard: EncodedShard, top: Mapping[str, Any] | None = None
-    ) -> None:
-        """``write_shard`` of files that another process has encoded."""
+        shard = encode_shard(tokens, sequences)
         if top is not None:
             self._write_part("alternatives", index, encode_table(top, TOP_COLUMNS))
         self._write_part("tokens", index, shard.tokens)
         self._write_part("sequences", index, shard.sequences)
+
+    def write_encoded_shards(self, shards: Mapping[int, EncodedShard]) -> None:
+        """Write several shards that other processes have encoded, and wait for the disk once for all of them."""
+        files: dict[Path, bytes] = {}
+        for index, shard in shards.items():
+            contents = {"alternatives": shard.top, "tokens": shard.tokens, "sequences": shard.sequences}
+            files |= {
+                self._part(kind, index): content for kind, content in contents.items() if content is not None
+            }
+        write_checked_together(self.root, files, writer=self.writer)
 
     def write_alternatives(self, columns: Mapping[str, Any]) -> None:
         """Write the likeliest tokens of both models in the worst sequences."""
@@ -228,8 +241,12 @@ class RunFolder(JobFolder):
         return self._parts("sequences", names)
 
     def top_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        """The named columns of ``alternatives/``, a shard at a time, verified."""
-        return self._parts("alternatives", names)
+        """The named columns of ``alternatives/``, a shard at a time, verified, of the shards that have such a file."""
+        checksums = self.checksums()
+        paths = [self._part("alternatives", index) for index in self.finished_shards()]
+        return read_parts(
+            [path for path in paths if path.exists() or checksums.expects(path)], names, checksums.read_bytes
+        )
 
     def alternatives(self) -> dict[str, Any]:
         """The columns of ``alternatives.parquet``, verified."""

@@ -306,6 +306,26 @@ def test_a_late_shard_is_also_given_to_an_idle_worker(monkeypatch: pytest.Monkey
     assert len({worker for worker, shard in ray.scored if shard == 5} - set(stuck)) == 1
 
 
+def test_a_shard_that_waits_behind_a_slow_one_is_given_to_an_idle_worker() -> None:
+    """Shard 5 takes as long as all others, so that the shard behind it would have to wait."""
+
+    class SlowRay(StandInRay):
+        slow: int | None = None
+
+        def _step(self, number: int) -> None:
+            _, name, arguments = self.queues[number][0]
+            if name == "score" and arguments[0].index == 5 and len(self.scored) < 29 and self.calls < 10_000:
+                self.slow = number
+                self.calls += 10  # time goes by, so that the test ends
+                return
+            super()._step(number)
+
+    ray = SlowRay(never, random.Random(0))
+    made, _ = make_pool(ray)
+    assert sorted(scored.shard.index for scored in made.results(shards(30), lambda: None)) == list(range(30))
+    assert {shard for _, shard in ray.scored[:29]} == set(range(30)) - {5}
+
+
 def test_a_call_goes_to_another_worker_if_one_is_lost() -> None:
     losses = iter([KILLED, KILLED])
 

@@ -188,7 +188,9 @@ class WorkerPool:
         for attempt in range(MAX_CALLS):
             while not any(worker.is_ready for worker in self._alive):
                 self._receive()
-            worker = next(worker for worker in self._alive if worker.is_ready)
+            worker = min(
+                (worker for worker in self._alive if worker.is_ready), key=lambda worker: len(worker.queue)
+            )
             try:
                 return self._ray.get(getattr(worker.actor, method).remote(*arguments))
             except self._ray.exceptions.RayTaskError as error:
@@ -231,7 +233,7 @@ class WorkerPool:
             for worker in self._alive:
                 if not worker.is_ready or len(worker.queue) > depth:
                     continue
-                task = self._next_task() or (self._late_task() if depth == 0 else None)
+                task = self._next_task() or (self._copied_task() if depth == 0 else None)
                 if task is None:
                     return
                 task.start_time, task.copies = time.monotonic(), task.copies + 1
@@ -252,8 +254,15 @@ class WorkerPool:
         self._open[shard.index] = Task(shard=shard, batch_tokens=self._spec.batch_tokens)
         return self._open[shard.index]
 
-    def _late_task(self) -> Task | None:
-        """The shard that has been with one worker for the longest time, if that is much longer than usual."""
+    def _copied_task(self) -> Task | None:
+        """A shard for a worker that has none, at the end of a run: one that waits behind another in its worker.
+
+        If there is none, the one that has been with its worker for the longest time, if that is much longer than usual.
+        """
+        queued = [task for worker in self._alive for task in list(worker.queue)[1:]]
+        waiting = [task for task in queued if task.copies == 1 and not task.is_done]
+        if waiting:
+            return min(waiting, key=lambda task: task.shard.index)
         if not self._durations:
             return None
         limit = time.monotonic() - max(LATE_S, LATE_FACTOR * IN_FLIGHT * median(self._durations))
