@@ -18,6 +18,7 @@ in one thread, and gives a worker one shard at a time; "now" is what the code do
 import argparse
 import heapq
 import json
+import logging
 import os
 import random
 import tempfile
@@ -60,7 +61,7 @@ class Costs(NamedTuple):
 
     hand_out: float
     receive: float
-    count: float
+    bookkeeping: float
     encode: float
     write_one_thread: float
     write: float
@@ -172,7 +173,9 @@ def measure_ray(shards: Sequence[Shard], packed: Sequence[PackedShard]) -> tuple
     """Processor time of the driver for handing out a shard, and for receiving one, with a real worker of Ray."""
     import ray
 
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
 
     class Sender:
         def __init__(self, packed: Sequence[PackedShard]) -> None:
@@ -183,11 +186,12 @@ def measure_ray(shards: Sequence[Shard], packed: Sequence[PackedShard]) -> tuple
 
     try:
         actor = ray.remote(Sender).remote(list(packed))  # pyright: ignore[reportAttributeAccessIssue]
-        ray.get(actor.score.remote(shards[0], 1, None))
+        score: Any = actor.score
+        ray.get(score.remote(shards[0], 1, None))
         hand_out, receive = 0.0, 0.0
         for _ in range(2):
             begin = process_time()
-            calls = [actor.score.remote(shard, 1, None) for shard in shards]
+            calls = [score.remote(shard, 1, None) for shard in shards]
             hand_out += process_time() - begin
             ray.wait(calls, num_returns=len(calls))
             begin = process_time()
@@ -307,7 +311,7 @@ def simulate(
 
 def drivers(costs: Costs) -> dict[str, Driver]:
     """The driver before and now, and what each change is worth."""
-    served = costs.hand_out + costs.receive + costs.count
+    served = costs.hand_out + costs.receive + costs.bookkeeping
     before = Driver(served + costs.encode, costs.write_one_thread, False, 1, False)
     encoded = replace(before, serve=served)
     threads = replace(encoded, write=costs.write, writes_beside=True)
@@ -369,7 +373,7 @@ def main() -> None:
             {"shard_seconds": 10.0, "driver": f"slow workers, repeats={repeats}", "workers": 100, **outcome}
         )
         print(json.dumps(runs[-1]), flush=True)
-    serve = costs.hand_out + costs.receive + costs.count
+    serve = costs.hand_out + costs.receive + costs.bookkeeping
     figures = {
         "costs": costs._asdict(),
         "sizes": sizes,

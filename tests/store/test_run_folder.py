@@ -221,9 +221,7 @@ def test_shards_written_together_are_those_written_one_by_one(tmp_path: Path) ->
 def test_of_shards_that_cannot_be_written_together_nothing_is_left(tmp_path: Path) -> None:
     encoded = encode_shard(tokens(), sequences())
     with RunFolder(tmp_path / "run").writing(HEADER, resume=False) as folder:
-        (folder.root / "tokens").rename(folder.root / "away")
-        with pytest.raises(
-            RunFolderError, match=r"tokens/part-00001\.parquet cannot be written: No such file"
-        ):
+        (folder.root / "sequences").rename(folder.root / "away")
+        with pytest.raises(RunFolderError, match=r"sequences/part-00001\.parquet cannot be written: No such"):
             folder.write_encoded_shards({1: encoded})
-        assert not list((folder.root / "sequences").iterdir())
+        assert not list((folder.root / "tokens").iterdir())

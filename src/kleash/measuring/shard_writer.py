@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
 
 from kleash.errors import RunFolderError
 from kleash.measuring.sequence_clusters import SequenceSums
@@ -18,8 +18,9 @@ MAX_WAITING = 2 * MAX_BATCH
 """Shards in memory that wait to be written; the next one waits until there is room."""
 
 
-class WrittenShard(NamedTuple):
-    """A shard that is on disk."""
+@dataclass(frozen=True)
+class WrittenShard:
+    """A shard that is on disk, or about to be."""
 
     index: int
     sums: SequenceSums
