@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,14 +50,28 @@ def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPat
     return job
 
 
-class Notes(NullProgressReporter):
-    """Keeps the notes of a run."""
+class KillingReporter(NullProgressReporter):
+    """Keeps the notes of a run, and kills one of its workers as soon as a shard is on disk."""
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
+        self.has_killed = False
 
     def note(self, sentence: str) -> None:
         self.sentences.append(sentence)
+
+    def add_scored(self, sequences: int, tokens: int) -> None:
+        if not self.has_killed:
+            os.kill(workers_of_this_process()[0], signal.SIGKILL)
+        self.has_killed = True
+
+
+def workers_of_this_process() -> list[int]:
+    """The process ids of the workers that descend from this process."""
+    from psutil import Process
+
+    children = Process().children(recursive=True)
+    return [child.pid for child in children if "ray::ShardWorker" in " ".join(child.cmdline())]
 
 
 def numbers(folder: Path) -> dict[str, Any]:
@@ -81,32 +93,12 @@ def test_workers_measure_what_one_process_measures_although_one_is_killed(
     cluster: Any, job: MeasureJob, tmp_path: Path
 ) -> None:
     """The first worker is killed as soon as a shard is on disk; the rest is measured by others."""
-    out, notes = tmp_path / "run", Notes()
-    ray_job = replace(job, engine="ray", workers=2, out=str(out))
-    killed = threading.Thread(target=kill_a_worker_after_the_first_shard, args=(out,))
-    killed.start()
-    measure(ray_job, notes)
-    killed.join()
+    out, reporter = tmp_path / "run", KillingReporter()
+    measure(replace(job, engine="ray", workers=2, out=str(out)), reporter)
     alone = Path(str(job.out))
     require_same_files(out, alone)
     assert numbers(out) == numbers(alone)
-    lost = [sentence for sentence in notes.sentences if " was lost (its process was killed" in sentence]
-    assert len(lost) == 1 and "; scored again: shard " in lost[0], notes.sentences
-    costs = [sentence for sentence in notes.sentences if " of scoring (" in sentence]
+    lost = [sentence for sentence in reporter.sentences if " was lost (its process was killed" in sentence]
+    assert len(lost) == 1 and "; scored again: shard " in lost[0], reporter.sentences
+    costs = [sentence for sentence in reporter.sentences if " of scoring (" in sentence]
     assert sum(int(cost.split(": ")[1].split(" ")[0]) for cost in costs) == numbers(alone)["counts"]["shards"]
-
-
-def kill_a_worker_after_the_first_shard(out: Path) -> None:
-    """Kill one of the workers that descend from this process."""
-    from psutil import Process
-
-    for _ in range(24_000):
-        if any((out / "sequences").glob("part-*")):
-            break
-        time.sleep(0.005)
-    workers = [
-        child
-        for child in Process().children(recursive=True)
-        if child.is_running() and "ShardWorker" in " ".join(child.cmdline())
-    ]
-    os.kill(workers[0].pid, signal.SIGKILL)
