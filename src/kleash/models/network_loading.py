@@ -152,12 +152,26 @@ def _load_base(
             f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
             f"{', '.join(missing_weights[:3])}; fetch the checkpoint again, or save it whole"
         )
+    notes = _quantisation_notes(config, network, subject)
     unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
-    if not unused_tensors:
-        return network, ()
-    return network, (
-        f"{len(unused_tensors)} tensors of {subject} are not used by its architecture, such as {unused_tensors[0]}",
+    if unused_tensors:
+        count, first = len(unused_tensors), unused_tensors[0]
+        notes += (f"{count} tensors of {subject} are not used by its architecture, such as {first}",)
+    return network, notes
+
+
+def _quantisation_notes(config: Any, network: Any, subject: str) -> tuple[str, ...]:
+    """A note on how a quantised checkpoint runs: on decoded weights, or on packed ones."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return ()
+    values = settings if isinstance(settings, dict) else vars(settings)
+    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
+    is_decoded = all(
+        weight.is_floating_point() and weight.element_size() > 1 for weight in network.parameters()
     )
+    how = "its weights were decoded when it was loaded" if is_decoded else "it runs on packed weights"
+    return (f"{subject} is quantised ({method[:40]}), and {how}",)
 
 
 def _choose_class(checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool) -> NetworkClass:
