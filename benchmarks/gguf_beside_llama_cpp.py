@@ -57,12 +57,12 @@ def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:
     text = source_path("shipped:text", "text").read_text(encoding="utf-8")
     ids = pair.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = split_chunks([pair.tokenizer.bos_token_id, *ids], context, chunks)
-    theirs = {kind: llama_logits(path, tokens, pair.tokenizer.bos_token_id) for kind, path in files.items()}
+    llama = {kind: llama_logits(path, tokens, pair.tokenizer.bos_token_id) for kind, path in files.items()}
     ours = {}
     for kind, path in files.items():
         policy = load_pair(str(path), "shipped:reference").policy
         ours[kind] = kleash_logits(policy, tokens, pair.tokenizer.bos_token_id)
-    rows = {kind: row_of(kind, theirs, ours, tokens) for kind in KINDS}
+    rows = {kind: row_of(kind, llama, ours, tokens) for kind in KINDS}
     return {
         "context": context,
         "chunks": len(tokens),
@@ -110,7 +110,7 @@ def kleash_logits(policy: Any, tokens: np.ndarray, begin: int) -> tuple[np.ndarr
     return np.concatenate(parts), seconds
 
 
-def row_of(kind: str, theirs: dict[str, Any], ours: dict[str, Any], tokens: np.ndarray) -> dict[str, float]:
+def row_of(kind: str, llama: dict[str, Any], ours: dict[str, Any], tokens: np.ndarray) -> dict[str, float]:
     """The KL of a quantisation from the base, by llama.cpp's formulas and exactly, and the differences of logits."""
     from kleash.measuring.llama_cpp_summary import llama_cpp_columns
     from kleash.models.base_logit_bounds import kl_bounds, logp_intervals
@@ -118,32 +118,32 @@ def row_of(kind: str, theirs: dict[str, Any], ours: dict[str, Any], tokens: np.n
 
     context = tokens.shape[1]
     targets = tokens[:, context // 2 + 1 :].reshape(-1)
-    stored = encode_rows(torch.from_numpy(theirs["F32"][0]))
+    stored = encode_rows(torch.from_numpy(llama["F32"][0]))
     numbers = np.ascontiguousarray(stored[:, :4]).view("<f4")
     rows = BaseLogitsRows(
-        scale=numbers[:, 0], minimum=numbers[:, 1], codes=stored[:, 4 : 4 + theirs["F32"][0].shape[1]]
+        scale=numbers[:, 0], minimum=numbers[:, 1], codes=stored[:, 4 : 4 + llama["F32"][0].shape[1]]
     )
-    columns = llama_cpp_columns(torch.from_numpy(theirs[kind][0]), rows, targets)
-    logp, logq = (torch.from_numpy(theirs[name][0]).double().log_softmax(-1) for name in ("F32", kind))
-    exact_of_theirs = (logp.exp() * (logp - logq)).sum(-1)
+    columns = llama_cpp_columns(torch.from_numpy(llama[kind][0]), rows, targets)
+    logp, logq = (torch.from_numpy(llama[name][0]).double().log_softmax(-1) for name in ("F32", kind))
+    exact_of_llama = (logp.exp() * (logp - logq)).sum(-1)
     lower, upper = kl_bounds(*logp_intervals(rows), logq)
-    inside = ((lower <= exact_of_theirs + 1e-12) & (exact_of_theirs <= upper + 1e-12)).float().mean()
+    inside = ((lower <= exact_of_llama + 1e-12) & (exact_of_llama <= upper + 1e-12)).float().mean()
     logp, logq = (torch.from_numpy(ours[name][0]).double().log_softmax(-1) for name in ("F32", kind))
     exact_of_ours = (logp.exp() * (logp - logq)).sum(-1)
     chunk_means = exact_of_ours.reshape(len(tokens), -1).mean(-1)
-    difference = np.abs(theirs[kind][0] - ours[kind][0])
+    difference = np.abs(llama[kind][0] - ours[kind][0])
     llama_error = float(columns.kld.std() / (len(columns.kld) - 1) ** 0.5)
     return {
         "llama_cpp_kld": float(columns.kld.mean()),
         "llama_cpp_kld_error": llama_error,
-        "exact_kl_of_llama_cpp_logits": float(exact_of_theirs.mean()),
+        "exact_kl_of_llama_cpp_logits": float(exact_of_llama.mean()),
         "share_of_tokens_within_the_bounds": float(inside),
         "mean_width_of_the_bounds": float((upper - lower).mean()),
         "kleash_kl_of_decoded_weights": float(exact_of_ours.mean()),
         "kleash_error_clustered_by_chunk": float(chunk_means.std() / len(tokens) ** 0.5),
         "largest_difference_of_a_logit": float(difference.max()),
         "mean_difference_of_a_logit": float(difference.mean()),
-        "llama_cpp_seconds": round(theirs[kind][1], 3),
+        "llama_cpp_seconds": round(llama[kind][1], 3),
         "kleash_seconds": round(ours[kind][1], 3),
     }
 
