@@ -222,7 +222,7 @@ def _plan(request: Request, needed: Needed, tokens: int, *, gather_rows: bool) -
             width = model.head.weight.dtype.itemsize * passes + (4 if flags.weight else 0)
             row_bytes += rounds * vocab_size * dim * width
     largest = max(dims)
-    block = max(1, request.options.chunk_bytes // BLOCK_SHARE // (ranks * largest * size))
+    block = max(1, min(budgets) // BLOCK_SHARE // (ranks * largest * size))
     if gather_rows or _requires_gathered_rows(pair, needed) or row_bytes < moved_bytes:
         return _Plan(True, gathered_tokens, block, counts)
     per_token = sum(dims) * size * (3 if has_gradient else 1)
