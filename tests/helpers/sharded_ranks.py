@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kleash.errors import KleashError
 from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import MeasureJob
-from kleash.linear import Head, token_statistics
+from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
 from kleash.measuring import measure
 from kleash.measuring.rank_group import RankGroup
 from kleash.models import Sampling, live_model
@@ -327,6 +327,27 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
                 for name, number in alone.per_token.items():
                     assert np.isclose(number.value, result.per_token[name].value, rtol=1e-6, atol=1e-9), name
             assert (result.dtype_gap is None) == (alone.dtype_gap is None or device_map == "fsdp")
+
+
+@check
+def ranks_with_other_buffers_gather_the_same_blocks(ranks):
+    """The smallest buffer of all ranks decides; a rank without tokens has the default one."""
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randn(VOCAB_SIZE, 32, generator=generator), torch.randn(4, 32, generator=generator)
+    lm_head = torch.nn.Linear(32, VOCAB_SIZE, bias=False)
+    lm_head.weight = torch.nn.Parameter(weight.clone())
+    stored = Head(fully_shard(lm_head, mesh=ranks.mesh).weight)
+    mine = slice(0, 4) if ranks.rank == 0 else slice(0, 0)
+    options = LinearOptions(buffer_bytes=2**17) if ranks.rank == 0 else None
+    token_ids = torch.arange(4)[mine]
+    whole, shared = (
+        token_statistics_and_top(
+            hidden[mine], head, hidden[mine] + 1, head, token_ids, top=3, options=options
+        )
+        for head in (Head(weight), stored)
+    )
+    assert torch.allclose(whole.statistics.kl_pq, shared.statistics.kl_pq, rtol=1e-4, atol=1e-5)
+    assert torch.equal(whole.top_p.token_ids, shared.top_p.token_ids)
 
 
 @check
