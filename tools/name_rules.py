@@ -180,7 +180,6 @@ SHORT_MODULES: dict[str, str] = {
     "src/kleash/store/locks.py": "the lock of a folder, for store and measuring",
     "src/kleash/training/example_rewards.py": "dotted paths of rewards, which are documented and stored",
     "src/kleash/training/job_controllers.py": "the controller of a job, for PPO and TRL's trainers",
-    "src/kleash/training/model_options.py": "loading the models of a job, for PPO and TRL's trainers",
     "src/kleash/training/process_group.py": "torch.distributed, for PPO and TRL's trainers",
     "src/kleash/version.py": "the build reads the version from it",
 }

@@ -16,9 +16,11 @@ SIZES: tuple[tuple[str, int], ...] = (
     ),
     (r"num_layers_.*shared|kv_shared_layers", 0),
     (r"(key_value|kv)_heads|num_key_value|n_kv|multi_query_group", 2),
-    (r"(^|_)n_groups?$|num_groups|topk_group", 1),
+    (r"(^|_)n_groups?$|num_groups?$|topk_group", 1),
     (r"heads$|n_head$|num_heads", 4),
-    (r"top_?k|experts_per_tok|num_selected", 2),
+    # Sparse attention keeps more keys than the texts have: its choice among equal scores is arbitrary.
+    (r"index_topk|keep_window_size", 64),
+    (r"top_?k|moe_k$|experts_per_tok|num_selected", 2),
     (r"n_shared|num_shared|shared_experts?$", 1),
     (r"(num|n)_.*experts|num_experts|moe_num", 4),
     (r"head_dim$|head_size$|d_kv|kv_channels|rotary_dim|qk_nope|rope_head_dim|v_head", 8),
@@ -42,6 +44,29 @@ OTHER_TOKEN_ID = 310
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 SPECIAL_CASES: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_d_head": 16},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dots1": {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
+    "falcon_h1": {"mamba_d_head": 16, "mamba_d_ssm": 64},
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "granitemoehybrid": {"mamba_d_head": 16},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "longcat_flash": {"qk_head_dim": 16},
+    "mamba2": {"head_dim": 16},
+    "ministral": {"head_dim": 8},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "gemma3": {"vision_config": {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
     "gemma3n": {"audio_config": {"sscp_conv_channel_size": [4, 4], "input_feat_size": 16}},
     "gemma4": {
@@ -52,7 +77,6 @@ SPECIAL_CASES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 4,
         },
         "text_config": {
-            "per_layer_config": None,
             "global_head_dim": 16,
             "final_logit_softcapping": 5.0,
             "num_hidden_layers": 4,
@@ -105,6 +129,10 @@ def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         is_nested = isinstance(value, dict) and name not in ("id2label", "label2id")
         tiny[name] = _shrink(value) if is_nested else _shrink_value(name, value)
+    for heads, kv_heads in (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads")):
+        if settings.get(kv_heads) is not None and settings.get(kv_heads) == settings.get(heads):
+            tiny[kv_heads] = tiny[heads]  # latent attention has no groups of heads
+    tiny.pop("per_layer_config", None)
     count = next((name for name in LAYER_COUNTS if isinstance(settings.get(name), int)), None)
     if count is not None:
         for name, value in settings.items():

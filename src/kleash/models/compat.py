@@ -107,6 +107,12 @@ def use_exact_experts(network: Any) -> None:
         network.set_experts_implementation("eager")
 
 
+def forget_renaming(network: Any) -> None:
+    """Let a network be saved under the names of its class, not under those of the files that it was loaded from."""
+    if hasattr(network, "_weight_conversions"):
+        del network._weight_conversions
+
+
 def adapter_tensor_prefixes() -> tuple[str, ...]:
     """What the part of a tensor's name that PEFT adds to a module's path begins with, for every kind of adapter."""
     prefixes = import_extra("peft.mapping", "models").PEFT_TYPE_TO_PREFIX_MAPPING.values()

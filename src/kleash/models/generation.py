@@ -16,7 +16,7 @@ from kleash.linear import log_probabilities
 from kleash.models.compat import suppress_library_output
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
-from kleash.models.sequences import Prompt, TokenSequence, batch_by_length
+from kleash.models.sequences import Prompt, TokenSequence, batch_by_length, group_for_padding
 
 CACHED_TOKENS_PER_BATCH_TOKEN = 8
 """Tokens in the key-value cache for each token of the batch budget: a cached token takes less memory than one in a
@@ -210,6 +210,8 @@ def _check_finite_logp(token_logp: Float[Tensor, " rows"], responses: list[_Resp
         )
 
 
+CACHE_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""Exceptions of networks that cannot run with a key-value cache, such as the byte-latent transformer."""
 PADDING_TOLERANCE = 1e-3
 """Largest relative difference between hidden states with and without left padding that is rounding, in float32."""
 PADDING_TOLERANCE_HALF = 5e-2
@@ -246,7 +248,11 @@ class IncrementalDecoder:
             ids[row, longest - len(sequence) :] = torch.tensor(sequence)
             mask[row, longest - len(sequence) :] = 1
         self.mask = mask.to(self.model.device)
-        hidden = self._run_with_cache(ids.to(self.model.device))
+        try:
+            hidden = self._run_with_cache(ids.to(self.model.device))
+        except CACHE_ERRORS:  # a network that makes no cache that fits it
+            self.uses_cache, self.past_key_values = False, None
+            return self._run_without_cache(self.token_ids)
         if self.uses_cache and self._is_padding_ignored(hidden):
             return hidden
         self.uses_cache, self.past_key_values = False, None
@@ -304,7 +310,13 @@ class IncrementalDecoder:
 
     def _run_without_cache(self, sequences: list[list[int]]) -> Float[Tensor, "rows dim"]:
         """Hidden states after complete sequences, padded on the right."""
-        last = [len(sequence) - 1 for sequence in sequences]
+        lengths = [len(sequence) for sequence in sequences]
+        groups = group_for_padding(lengths, self.model.max_padded_length)
+        if len(groups) > 1:
+            rows = [self._run_without_cache([sequences[index] for index in group]) for group in groups]
+            order = [index for group in groups for index in group]
+            return torch.cat(rows)[sorted(range(len(order)), key=order.__getitem__)]
+        last = [length - 1 for length in lengths]
         ids = torch.zeros(len(sequences), max(last) + 1, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = torch.tensor(sequence)

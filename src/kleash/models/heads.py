@@ -19,6 +19,9 @@ TENSOR_DIMENSION = "tp"
 TOLERANCE_ULPS = 4
 """Units in the last place of the largest logit by which two logits may differ."""
 
+LENGTH_TOLERANCE, LENGTH_TOLERANCE_HALF = 1e-3, 5e-2
+"""Largest relative difference between logits with and without later tokens that is rounding, in float32 and below."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExtractedHead:
@@ -30,6 +33,8 @@ class ExtractedHead:
     """Logits per position."""
     note: str | None
     """A note for the user if no head reproduces the network's logits."""
+    max_padded_length: int | None = None
+    """Longest batch in which padding changes no number; None for no limit."""
 
 
 def extract_head(
@@ -54,18 +59,53 @@ def extract_head(
     with torch.no_grad():  # DTensors take no inference mode
         network_logits = network(input_ids=probe, use_cache=False).logits
         _check_causal(network, probe, network_logits, subject)
+        max_padded_length = find_max_padded_length(network, probe, network_logits)
         vocab_size = network_logits.shape[-1]
         plain_head = _plain_head(network, vocab_size)
         if plain_head is not None and backbone is not network:
             hidden = backbone(input_ids=probe, use_cache=False).last_hidden_state
             for head in candidate_heads(network.config, plain_head):
                 if logit_discrepancy(network_logits, hidden, head) <= 1:
-                    return ExtractedHead(head=head, vocab_size=vocab_size, note=None)
+                    return ExtractedHead(
+                        head=head, vocab_size=vocab_size, note=None, max_padded_length=max_padded_length
+                    )
     note = (
         f"{subject} ({type(network).__name__}) does not come apart into hidden states and a head that gives its "
         "own logits, so it is measured through its logits, which is slower and rounds them as the model does"
     )
-    return ExtractedHead(head=Head(weight=None), vocab_size=vocab_size, note=note)
+    return ExtractedHead(
+        head=Head(weight=None), vocab_size=vocab_size, note=note, max_padded_length=max_padded_length
+    )
+
+
+def find_max_padded_length(
+    network: Any, probe: Int[Tensor, "batch time"], network_logits: Float[Tensor, "batch time vocab"]
+) -> int | None:
+    """The longest batch in which padding on the right changes no number; None for no limit.
+
+    It is 0 for a network whose logits of the first tokens depend on how many follow. It is the original context length
+    for rotary embeddings whose frequencies depend on the longest sequence of a batch ("longrope", "dynamic").
+    """
+    time = probe.shape[1] // 2 + 1
+    alone = network(input_ids=probe[:1, :time], use_cache=False).logits
+    in_batch = network_logits[:1, :time]
+    finite = alone.isfinite() & in_batch.isfinite()
+    max_logit = torch.where(finite, in_batch, 0).abs().amax()
+    is_half = alone.dtype not in (torch.float32, torch.float64)
+    tolerance = LENGTH_TOLERANCE_HALF if is_half else LENGTH_TOLERANCE
+    if torch.where(finite, alone - in_batch, 0).abs().amax() > tolerance * max_logit:
+        return 0
+    text_config = network.config.get_text_config(decoder=True)
+    settings = (
+        getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    )
+    for rope in (settings, *(part for part in settings.values() if isinstance(part, dict))):
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "dynamic"):
+            length = rope.get("original_max_position_embeddings") or getattr(
+                text_config, "original_max_position_embeddings", text_config.max_position_embeddings
+            )
+            return length if isinstance(length, int) else 0
+    return None
 
 
 def logit_discrepancy(

@@ -74,7 +74,13 @@ def build_model(
     )
     check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
     extracted = _extract_head(model)
-    return replace(model, head=extracted.head, vocab_size=extracted.vocab_size), extracted.note
+    model = replace(
+        model,
+        head=extracted.head,
+        vocab_size=extracted.vocab_size,
+        max_padded_length=extracted.max_padded_length,
+    )
+    return model, extracted.note
 
 
 def with_storage(model: Model, storage: ShardStorage | None) -> Model:

@@ -86,6 +86,9 @@ class Model:
     """The PEFT model around the network; None if it has no adapters."""
     adapter: str | None = None
     """Name of this model's adapter in ``adapters``; None for the base."""
+    max_padded_length: int | None = None
+    """Longest batch in which padding on the right leaves the numbers of a sequence unchanged: longer ones hold
+    sequences of one length. None for no limit, 0 if padding always changes numbers."""
     stored: StoredHiddenStates | None = None
     """Source of hidden states of a model that is not loaded; then ``network`` is None."""
     storage: ShardStorage | None = None

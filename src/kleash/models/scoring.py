@@ -24,7 +24,7 @@ from kleash.models.compat import suppress_library_output
 from kleash.models.heads import truncate_head
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
-from kleash.models.sequences import TokenSequence, batch_by_length
+from kleash.models.sequences import TokenSequence, batch_by_length, group_for_padding
 
 STATISTICS = {
     "logp_policy": "token_logp",
@@ -129,10 +129,22 @@ def hidden_state_reader(model: Model) -> HiddenStateReader:
     if model.stored is not None:
         return model.stored.read
 
-    def read(batch: Sequence[TokenSequence]) -> Tensor:
+    def read_padded(batch: Sequence[TokenSequence]) -> Tensor:
         ids, rows, cols = pad_batch(batch)
         hidden = model.hidden_states(ids)
         return hidden[rows.to(hidden.device), cols.to(hidden.device)]
+
+    def read(batch: Sequence[TokenSequence]) -> Tensor:
+        groups = group_for_padding([sequence.num_input_tokens for sequence in batch], model.max_padded_length)
+        if len(groups) == 1:
+            return read_padded(batch)
+        parts: list[Tensor] = [torch.empty(0)] * len(batch)
+        for group in groups:
+            hidden = read_padded([batch[index] for index in group])
+            counts = [len(batch[index].response_ids) for index in group]
+            for index, part in zip(group, hidden.split(counts), strict=True):
+                parts[index] = part
+        return torch.cat(parts)
 
     return read
 

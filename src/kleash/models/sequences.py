@@ -113,3 +113,21 @@ def batch_by_length(
             batches.append([])
         batches[-1].append(index)
     return batches
+
+
+def group_for_padding(lengths: Sequence[int], max_padded_length: int | None) -> list[list[int]]:
+    """Divide a batch into groups whose padding changes no number of a model: indices into ``lengths``.
+
+    Args:
+        lengths: number of tokens of each sequence.
+        max_padded_length: longest length to which sequences may be padded (``Model.max_padded_length``); None for any.
+
+    Returns:
+        All sequences as one group if none is too long; otherwise those that are not, and one group for each greater
+        length.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        is_padded = max_padded_length is None or length <= max_padded_length
+        groups.setdefault(0 if is_padded else length, []).append(index)
+    return list(groups.values())

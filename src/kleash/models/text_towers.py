@@ -1,15 +1,18 @@
 """Text towers: the language model and head of a checkpoint with vision, audio or video parts, without those parts."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kleash.extras import import_extra
-from kleash.models.compat import class_of_config
+from kleash.models.checkpoints.files import INDEX, list_weight_files, read_safetensors_header
+from kleash.models.compat import class_of_config, forget_renaming, loaded_from
 
 OTHER_CONFIG_NAMES = re.compile(
     r"vision|audio|image|video|vq|speech|speaker|talker|thinker|projector|qformer|perceiver|protein"
@@ -44,7 +47,7 @@ def has_other_parts(config: Any) -> bool:
 
 
 def list_network_classes(
-    config: Any, tensor_names: Mapping[str, Any], *, trust_remote_code: bool
+    config: Any, tensor_names: Collection[str], *, trust_remote_code: bool
 ) -> Iterator[NetworkClass]:
     """Iterate over the classes that a checkpoint's network may be loaded as, the preferred first.
 
@@ -92,7 +95,7 @@ def list_network_classes(
             name=text_class.__name__,
             config=text_config,
             from_config=text_class._from_config,
-            from_pretrained=partial(text_class.from_pretrained, key_mapping=prefixes),
+            from_pretrained=partial(_load_renamed, text_class, key_mapping=prefixes),
         )
 
 
@@ -176,6 +179,45 @@ def _load_tower(tower: Any, is_text_only: bool, folder: Any, **options: Any) -> 
         decoder = next(name for name, module in skeleton.named_modules() if module is skeleton.get_decoder())
         if decoder.startswith("model."):
             options["key_mapping"] = {rf"^model\.(?!{decoder[6:]}\.)": f"{decoder}."}
-    network, report = tower.from_pretrained(folder, **options)
+    network, report = _load_renamed(tower, folder, **options)
     network.__class__ = tower.__base__
     return network, report
+
+
+def _load_renamed(network_class: Any, folder: Any, **options: Any) -> tuple[Any, Any]:
+    """``from_pretrained`` of a class; a ``key_mapping`` is for loading, and not reversed when the network is saved."""
+    network, report = network_class.from_pretrained(folder, **options)
+    if "key_mapping" in options:
+        forget_renaming(network)
+    return network, report
+
+
+def copy_other_parts(network: Any, folder: Path) -> None:
+    """Add the tensors of the parts that a network was loaded without to its saved files, from the files it came from.
+
+    So a text tower that was trained is a whole composite model again.
+
+    Args:
+        network: loaded from a folder.
+        folder: has the network's ``config.json`` and safetensors, as ``save_pretrained`` writes them.
+    """
+    source = Path(loaded_from(network))
+    if not has_other_parts(network.config) or not source.is_dir() or not (folder / "config.json").is_file():
+        return
+    safetensors = import_extra("safetensors", "models")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in list_weight_files(source):
+        names = [name for name in read_safetensors_header(path) if is_of_other_part(network.config, name)]
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in names}
+    headers = {path: read_safetensors_header(path) for path in list_weight_files(folder)}
+    if not tensors:
+        return
+    shards: dict[str, str] = {}
+    for number, (path, header) in enumerate(headers.items(), start=1):
+        shard = path.rename(folder / f"model-{number:05}-of-{len(headers) + 1:05}.safetensors")
+        shards |= dict.fromkeys(header, shard.name)
+    last = folder / f"model-{len(headers) + 1:05}-of-{len(headers) + 1:05}.safetensors"
+    import_extra("safetensors.torch", "models").save_file(tensors, last, metadata={"format": "pt"})
+    shards |= dict.fromkeys(tensors, last.name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}), encoding="utf-8")

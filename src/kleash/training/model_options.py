@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs import TrainJob
@@ -33,7 +35,7 @@ def require_trainable(dtype: str) -> None:
 
 
 def lora_settings(rank: int, network: Any) -> Any:
-    """The configuration of a LoRA adapter on every linear layer except the head.
+    """The configuration of a LoRA adapter on every linear layer except the head and routers.
 
     Raises:
         OptionError: if the rank is above the width of every matrix that it would be put on.
@@ -44,10 +46,19 @@ def lora_settings(rank: int, network: Any) -> Any:
             f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "
             "rank has more weights than the matrices that it adapts; lower it, or train every weight with --lora-rank 0"
         )
+    # PEFT cannot run an adapter on a layer that returns more than its product, such as the router of Llama 4.
+    routers = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and type(module).forward is not torch.nn.Linear.forward
+        and type(module).__module__.startswith("transformers.models.")
+    ]
     return import_extra("peft", "models").LoraConfig(
         r=rank,
         lora_alpha=LORA_SCALE * rank,
         lora_dropout=0.0,
         target_modules="all-linear",
+        exclude_modules=routers or None,
         task_type="CAUSAL_LM",
     )

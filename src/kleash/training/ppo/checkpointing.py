@@ -17,6 +17,7 @@ from kleash.extras import import_extra
 from kleash.leash import Leash, beta_from_dict
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.sharded_networks import reshard
+from kleash.models.text_towers import copy_other_parts
 from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
@@ -261,6 +262,7 @@ def save_policy(setting: TrainingSetup, folder: Path, weights: Mapping[str, Tens
             parameters = policy.network.state_dict(keep_vars=True)
             state = {name: weights.get(names.get(id(x), name), x.detach()) for name, x in parameters.items()}
             policy.network.save_pretrained(folder, state_dict=state)
+            copy_other_parts(policy.network, folder)
         setting.actor_critic.pair.tokenizer.save_pretrained(folder)
 
 
