@@ -31,7 +31,8 @@ from kleash.store import RunFolder
 from kleash.store.tables import read_columns
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-OPTIONS = ("--limit", "40", "--max-new-tokens", "24", "--batch-tokens", "16", "--quiet")
+OPTIONS = ("--limit", "40", "--max-new-tokens", "24", "--batch-tokens", "16")
+LARGE_BATCHES = ("--limit", "16", "--max-new-tokens", "96", "--batch-tokens", "4096")
 TIMES = ("seconds", "finished")
 PATCHED_DRIVER = """
 import os, resource, sys
@@ -74,13 +75,20 @@ class Ended:
 class Command:
     """``kleash measure`` as a process of its own."""
 
-    def __init__(self, out: Path, *words: str, patch: str | None = None, **variables: str) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *words: str,
+        patch: str | None = None,
+        options: tuple[str, ...] = OPTIONS,
+        **variables: str,
+    ) -> None:
         """Start it."""
         start = ["-m", "kleash"] if patch is None else ["-c", PATCHED_DRIVER]
         environment = {**ENVIRONMENT, **variables, **({} if patch is None else {"PATCH": patch})}
         self.out, self.begin = out, time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, *start, "measure", *OPTIONS, "--out", str(out), *words],
+            [sys.executable, *start, "measure", *options, "--quiet", "--out", str(out), *words],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -206,7 +214,7 @@ def nan_in_a_model(scene: Scene, out: Path) -> dict[str, Any]:
     from kleash.shipped import shipped_folder
 
     broken = out.with_name("broken")
-    broken.mkdir()
+    broken.mkdir(parents=True)
     for path in shipped_folder("policy").iterdir():
         if path.is_file():
             (broken / path.name).write_bytes(path.read_bytes())
@@ -258,10 +266,10 @@ def poison(scene: Scene, out: Path) -> dict[str, Any]:
 
 def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     """Workers whose address space is too small for a batch."""
-    words = ("--limit", "16", "--max-new-tokens", "96", "--batch-tokens", "4096")
     alone = out.with_name("large-batches")
-    assert Command(alone, *words).end().code == 0
-    ended = Command(out, *words, *scene.words, "--workers", "2", patch="limited", LIMIT_MB="48").end()
+    assert Command(alone, options=LARGE_BATCHES).end().code == 0
+    on_ray = (*scene.words, "--workers", "2")
+    ended = Command(out, *on_ray, options=LARGE_BATCHES, patch="limited", LIMIT_MB="48").end()
     assert ended.code == 0, ended
     measured = json.loads((out / "measurement.json").read_text())
     (warning,) = (text for text in measured["warnings"] if "memory ran out" in text)
