@@ -268,8 +268,8 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     """Workers whose address space is too small for a batch."""
     alone = out.with_name("large-batches")
     assert Command(alone, options=LARGE_BATCHES).end().code == 0
-    on_ray = (*scene.words, "--workers", "2")
-    ended = Command(out, *on_ray, options=LARGE_BATCHES, patch="limited", LIMIT_MB="48").end()
+    words = (*scene.words, "--workers", "2")
+    ended = Command(out, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB="48").end()
     assert ended.code == 0, ended
     measured = json.loads((out / "measurement.json").read_text())
     (warning,) = (text for text in measured["warnings"] if "memory ran out" in text)
