@@ -1,9 +1,10 @@
 """Ranks exchange values; the failure or the silence of one ends the others with a sentence."""
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Barrier, Event, Timer
 from typing import Any
 
 import pytest
@@ -115,6 +116,19 @@ def test_a_rank_that_torchrun_ends_after_a_failure_names_the_failure() -> None:
     assert errors_of(futures) == [consequence, "there is no folder x", consequence]
     assert isinstance(futures[0].exception(), Interrupted)
     assert [is_printed(future) for future in futures] == [True, True, False]
+
+
+def test_a_rank_that_fails_second_waits_for_the_sentence_of_the_first() -> None:
+    """The first has counted its failure, and tells it a little later."""
+    store = LocalStore()
+    store.add("failures", 1)
+    store.set("node/1", '"node"')
+    failure = {"rank": 1, "sentence": "there is no cuda here", "is_interruption": False}
+    timer = Timer(0.2, lambda: store.set("failure", json.dumps(failure)))
+    with pytest.raises(RankError) as caught, RankGroup(0, 2, store).running():
+        timer.start()
+        raise CannotRunError("there is no cuda here")
+    assert caught.value.is_reported
 
 
 def test_a_failure_that_is_not_said_ends_the_others_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

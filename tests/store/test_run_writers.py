@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kleash.store.array_task import part_folders
 from kleash.store.checksums import CHECKSUMS, Checksums
 from kleash.store.job_folder import RunHeader
 from kleash.store.locks import folder_lock
-from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS
 
 HEADER = RunHeader(kleash="1", settings={"seed": 0}, source_sha256="a" * 64, fingerprints={"policy": "p"})
 IN_USE = "another process is writing .*; wait for it, or give another --out"
@@ -61,6 +62,26 @@ def test_files_with_other_names_are_no_shards(tmp_path: Path, name: str) -> None
     for kind in ("tokens", "sequences"):
         (tmp_path / kind / name).write_bytes((tmp_path / kind / "part-00001.parquet").read_bytes())
     assert folder.finished_shards() == (1,)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequences", "alternatives"])
+def test_a_shard_counts_with_all_its_files_and_their_checksums_only(tmp_path: Path, kind: str) -> None:
+    top = {name: np.array([1]) for name in TOP_COLUMNS}
+    kinds = {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}
+    columns: dict[str, Any] = {
+        name: ["x"] if arrow == "string" else np.array([1]) for name, arrow in kinds.items()
+    }
+    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
+        for index in (0, 1):
+            folder.write_shard(index, columns, columns, top)
+    assert folder.finished_shards() == (0, 1)
+    for name in ("tokens", "sequences"):  # files that nobody recorded
+        shutil.copy(tmp_path / name / "part-00001.parquet", tmp_path / name / "part-00007.parquet")
+    assert folder.finished_shards() == (0, 1)
+    (tmp_path / kind / "part-00001.parquet").unlink()
+    assert folder.finished_shards() == (0,)
+    with pytest.raises(RunFolderError, match=rf"{kind}/part-00001\.parquet is missing"):
+        folder.require_shards(2)
 
 
 def test_each_writer_has_its_own_checksums_and_readers_merge_them(tmp_path: Path) -> None:
