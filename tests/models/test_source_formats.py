@@ -411,7 +411,10 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
 
 
 def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
-    script = "from kleash.models.sources.source_files import source_path; print(source_path('-', 'prompts').read_text())"
+    script = (
+        "from kleash.models.sources.source_files import source_path\n"
+        "print(source_path('-', 'prompts').read_text())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script],
         input=b"The sea",
