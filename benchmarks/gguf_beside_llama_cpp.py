@@ -47,8 +47,9 @@ def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
     from gguf_file import write_gguf  # pyright: ignore[reportMissingImports]
 
-    from kleash.models import load_pair, source_path
+    from kleash.models import load_pair
     from kleash.models.base_logits import split_chunks
+    from kleash.models.sources.source_files import source_path
     from kleash.shipped import shipped_folder
 
     base = shipped_folder("shipped:reference")

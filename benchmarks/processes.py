@@ -109,9 +109,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rounds.append(one_round(Path(folder), options.prompts, torchrun_first=number % 2 == 0))
         print(json.dumps(rounds[-1]), flush=True)
-        figures = summary(options.prompts, rounds)
-        write_result("processes", figures, packages=("torch", "transformers"))
-    print(json.dumps(figures, indent=2))
+        write_result("processes", summary(options.prompts, rounds), packages=("torch", "transformers"))
+    print(json.dumps(summary(options.prompts, rounds), indent=2))
 
 
 def summary(prompts: int, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:

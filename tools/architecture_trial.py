@@ -58,7 +58,7 @@ def try_architecture(architecture: str, folder: Path, dtype: str = "float64") ->
         batched, single = score(pair, sequences), score(pair, sequences, batch_tokens=1)
     except KleashError as error:
         return {"outcome": "refused", "reason": str(error).replace(str(folder), "")}
-    truth = [exact_kl(*networks, sequence, pair.vocab_size) for sequence in sequences]
+    truth = [exact_kl(networks[0], networks[1], sequence, pair.vocab_size) for sequence in sequences]
     kl = np.concatenate(truth)
     sampled = ~np.isnan(batched["logp_sampled"])
     errors = {

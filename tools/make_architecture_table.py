@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -121,7 +121,7 @@ def make_page(rows: list[dict[str, Any]]) -> str:
         "",
         f"transformers {version('transformers')} maps {len(rows)} architectures to a causal class. A tiny random model",
         f"was made of {len(made)}, and kleash measured {len(measured)} of them ({len(measured) / len(made):.1%}), with",
-        f"torch {version('torch')} on a CPU, {datetime.now(UTC):%Y-%m-%d}.",
+        f"torch {version('torch')} on a CPU, {datetime.now(timezone.utc):%Y-%m-%d}.",
         "",
         "Each model is compared with a copy whose weights have moved, on prompts (with generation) and on text. The KL",
         "of every token agrees with sums over the vocabulary of the network's own logits of that sequence alone, in",

@@ -11,6 +11,7 @@ from jaxtyping import Float64, Real
 
 from kleash.errors import ShapeError
 from kleash.uncertainty.estimate import Estimate
+from kleash.uncertainty.linearisation import FloatArray
 from kleash.uncertainty.ratios import paired_difference
 from kleash.uncertainty.student_t import student_t_quantile
 
@@ -144,7 +145,7 @@ def _critical_value(
         return math.nan
     first, second, deviations = first[distinct], second[distinct], np.sqrt(variances[distinct])
     eigenvalues, eigenvectors = np.linalg.eigh(covariance)
-    root = eigenvectors * np.sqrt(np.maximum(eigenvalues, 0.0))
+    root: FloatArray = eigenvectors * np.sqrt(np.maximum(eigenvalues, 0.0))
     generator = np.random.default_rng(seed)
     largest_t = np.empty(DRAWS)
     step = max(1, MAX_VALUES // len(first))

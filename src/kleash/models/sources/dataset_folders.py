@@ -94,7 +94,7 @@ def _arrow_files(folder: Path) -> tuple[Path, ...]:
     state = folder / STATE
     entries = _read_json(state).get("_data_files")
     entries = entries if isinstance(entries, list) else []
-    names = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
+    names: list[Any] = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
     if not names:
         raise SourceError(f"{state} names no files; save the data set again with save_to_disk")
     bad = [entry for entry in names if not _is_file_name(entry)]
