@@ -11,7 +11,6 @@ from jaxtyping import Float64, Real
 
 from kleash.errors import ShapeError
 from kleash.uncertainty.estimate import Estimate
-from kleash.uncertainty.linearisation import FloatArray
 from kleash.uncertainty.ratios import paired_difference
 from kleash.uncertainty.student_t import student_t_quantile
 
@@ -144,13 +143,17 @@ def _critical_value(
     if not distinct.any():
         return math.nan
     first, second, deviations = first[distinct], second[distinct], np.sqrt(variances[distinct])
-    eigenvalues, eigenvectors = np.linalg.eigh(covariance)
-    root: FloatArray = eigenvectors * np.sqrt(np.maximum(eigenvalues, 0.0))
     generator = np.random.default_rng(seed)
     largest_t = np.empty(DRAWS)
     step = max(1, MAX_VALUES // len(first))
     for start in range(0, DRAWS, step):
-        drawn = generator.standard_normal((min(step, DRAWS - start), len(covariance))) @ root.T
+        drawn = generator.multivariate_normal(
+            np.zeros(len(covariance)),
+            covariance,
+            min(step, DRAWS - start),
+            method="eigh",
+            check_valid="ignore",
+        )
         differences = np.abs(drawn[:, first] - drawn[:, second]) / deviations
         largest_t[start : start + step] = differences.max(axis=1)
     degrees_of_freedom = clusters - 1
