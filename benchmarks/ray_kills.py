@@ -269,7 +269,7 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     alone = out.with_name("large-batches")
     assert Command(alone, options=LARGE_BATCHES).end().code == 0
     words = (*scene.words, "--workers", "2")
-    ended = Command(out, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB="48").end()
+    ended = Command(out, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB="128").end()
     assert ended.code == 0, ended
     measured = json.loads((out / "measurement.json").read_text())
     (warning,) = (text for text in measured["warnings"] if "memory ran out" in text)

@@ -42,12 +42,16 @@ SHARD = Shard(
 )
 
 
+def within_memory(engine: StandInEngine, batch_tokens: int) -> tuple[Any, int]:
+    return run_within_memory(engine, SHARD, batch_tokens, lambda smaller: smaller.run(SHARD))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError(TORCH_SAYS), torch.OutOfMemoryError("CUDA out of memory.")]
 )
 def test_batches_are_halved_until_memory_is_enough(error: Exception) -> None:
     engine = StandInEngine(MeasureJob(max_new_tokens=10), 1100, error)
-    assert run_within_memory(engine, SHARD, 4096) == ("batches of 1024", 1024)  # pyright: ignore[reportArgumentType]
+    assert within_memory(engine, 4096) == ("batches of 1024", 1024)
     assert engine.tried == [4096, 2048, 1024]
 
 
@@ -57,7 +61,7 @@ def test_a_sequence_that_does_not_fit_by_itself_ends_in_a_sentence() -> None:
         r"^a sequence of 16 tokens in shard 4 does not fit into the memory of worker .* by itself \(\[enforce"
     )
     with pytest.raises(CannotRunError, match=message):
-        run_within_memory(engine, SHARD, 64)  # pyright: ignore[reportArgumentType]
+        within_memory(engine, 64)
     assert engine.tried == [64, 32, 16]  # 4 + 2 tokens of the longest prompt, and 10 new ones
 
 
@@ -65,7 +69,7 @@ def test_a_sequence_that_does_not_fit_by_itself_ends_in_a_sentence() -> None:
 def test_other_errors_are_not_tried_again(error: Exception) -> None:
     engine = StandInEngine(MeasureJob(), 0, error)
     with pytest.raises(type(error), match=str(error)):
-        run_within_memory(engine, SHARD, 64)  # pyright: ignore[reportArgumentType]
+        within_memory(engine, 64)
     assert engine.tried == [64]
 
 

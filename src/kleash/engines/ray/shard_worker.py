@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from kleash.linear import Head
 from kleash.models import Model, Pair, TokenSequence
 from kleash.version import __version__
 
+T = TypeVar("T")
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 """What torch's errors say, in lower case, where an allocation failed."""
 
@@ -102,10 +103,13 @@ class ShardWorker:
             CannotRunError: if there is not enough memory for a batch of one sequence.
         """
         assert self._code is not None
-        start = time.perf_counter()
-        result, batch_tokens = run_within_memory(self._loaded, shard, batch_tokens)
-        packed = self._code.pack(shard, result, hint)
-        tokens = len(result.tokens["token_id"])
+        start, pack = time.perf_counter(), self._code.pack
+
+        def run(engine: LocalEngine) -> tuple[Any, int]:
+            result = engine.run(shard)
+            return pack(shard, result, hint), len(result.tokens["token_id"])
+
+        (packed, tokens), batch_tokens = run_within_memory(self._loaded, shard, batch_tokens, run)
         return ScoredPart(packed, tokens, time.perf_counter() - start, batch_tokens)
 
     def run(self, shard: Shard) -> ShardResult:
@@ -127,8 +131,16 @@ class ShardWorker:
         return self._engine
 
 
-def run_within_memory(engine: LocalEngine, shard: Shard, batch_tokens: int) -> tuple[ShardResult, int]:
-    """Run a shard with batches of at most ``batch_tokens``, and with half of that whenever memory runs out.
+def run_within_memory(
+    engine: LocalEngine, shard: Shard, batch_tokens: int, run: Callable[[LocalEngine], T]
+) -> tuple[T, int]:
+    """Score a shard with batches of at most ``batch_tokens``, and with half of that whenever memory runs out.
+
+    Args:
+        engine: of the worker.
+        shard: the shard.
+        batch_tokens: tokens of a batch.
+        run: scores the shard with an engine of smaller batches.
 
     Returns:
         The result, and the number of tokens in a batch that it was made with.
@@ -139,16 +151,15 @@ def run_within_memory(engine: LocalEngine, shard: Shard, batch_tokens: int) -> t
     longest = longest_sequence(engine, shard)
     while True:
         try:
-            return replace(engine, job=replace(engine.job, batch_tokens=batch_tokens)).run(
-                shard
-            ), batch_tokens
+            return run(replace(engine, job=replace(engine.job, batch_tokens=batch_tokens))), batch_tokens
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             if batch_tokens <= longest:
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
                 raise CannotRunError(
                     f"a sequence of {longest} tokens in shard {shard.index} does not fit into the memory of worker "
-                    f"{platform.node()} by itself ({str(error).splitlines()[0][:120]}); reserve more for a worker with "
+                    f"{platform.node()} by itself ({reason}); reserve more for a worker with "
                     "--resources-per-worker, or choose a smaller dtype or --max-new-tokens"
                 ) from error
         gc.collect()
