@@ -32,7 +32,7 @@ from kleash.store.tables import read_columns
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 OPTIONS = ("--limit", "40", "--max-new-tokens", "24", "--batch-tokens", "16")
-LARGE_BATCHES = ("--limit", "16", "--max-new-tokens", "96", "--batch-tokens", "4096")
+LARGE_BATCHES = ("--limit", "40", "--max-new-tokens", "64", "--batch-tokens", "4096")
 TIMES = ("seconds", "finished")
 PATCHED_DRIVER = """
 import os, resource, sys
@@ -268,11 +268,17 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     """Workers whose address space is too small for a batch."""
     alone = out.with_name("large-batches")
     assert Command(alone, options=LARGE_BATCHES).end().code == 0
-    words = (*scene.words, "--workers", "2")
-    ended = Command(out, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB="128").end()
-    assert ended.code == 0, ended
-    measured = json.loads((out / "measurement.json").read_text())
-    (warning,) = (text for text in measured["warnings"] if "memory ran out" in text)
+    words, warnings = (*scene.words, "--workers", "2"), list[str]()
+    for limit in (160, 128, 96, 80, 64):  # until memory runs out
+        run = out.with_name(f"limit-{limit}")
+        ended = Command(run, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB=str(limit)).end()
+        assert ended.code == 0, (limit, ended)
+        out = run
+        measured = json.loads((run / "measurement.json").read_text())
+        warnings = [text for text in measured["warnings"] if "memory ran out" in text]
+        if warnings:
+            break
+    (warning,) = warnings
     largest = 0.0
     for path in sorted((alone / "tokens").iterdir()):
         names = ["token_id", "kl_policy_reference", "logp_policy"]
@@ -280,7 +286,12 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
         assert (on_ray["token_id"] == in_one_process["token_id"]).all()
         largest = max([largest, *(float(np.abs(on_ray[n] - in_one_process[n]).max()) for n in names[1:])])
     assert largest < 1e-4, largest
-    return {"warning": warning, "largest difference of a column": largest, "seconds": round(ended.seconds, 1)}
+    return {
+        "MB": limit,
+        "warning": warning,
+        "largest difference of a column": largest,
+        "seconds": round(ended.seconds, 1),
+    }
 
 
 def nobody_answers(scene: Scene, out: Path) -> dict[str, Any]:
