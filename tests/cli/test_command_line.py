@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,18 @@ def test_an_option_error_of_a_job_is_one_sentence() -> None:
         read_words(["measure", "--top-p", "7"])
 
 
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """The handlers that Python starts with; a shell starts its background jobs with SIGINT ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [(signal.SIGINT, 130, "kleash: interrupted\n"), (signal.SIGTERM, 143, "kleash: terminated by SIGTERM\n")],
@@ -332,6 +345,7 @@ def test_signals_end_a_command_with_a_line_and_their_exit_code(
     assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_launcher_may_repeat_a_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

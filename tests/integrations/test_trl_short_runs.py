@@ -268,13 +268,6 @@ def test_adapted_head_is_refused(trl, folder, tmp_path):
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, peft_config=lora)
 
 
-def test_sharded_heads_are_refused(trl, folder, tmp_path):
-    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, kl="k3")
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(CannotRunError, match="FSDP shards the heads"):
-        trl.response_statistics(trainer, batch())
-
-
 def rollout(prompts, trainer):
     """Responses of TIME tokens, two of which are tool output."""
     draw = torch.Generator().manual_seed(7)

@@ -4,10 +4,12 @@ import dataclasses
 import json
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from shutil import copytree
 
 import pytest
 
+import kleash.store
 from kleash.records import Audit, Measurement, Number, PPOJob, TrainingFolder, read_steps
 from kleash.reports.training import write_training_report
 from kleash.store.codec import decode
@@ -15,7 +17,10 @@ from kleash.store.renamed_fields import RENAMED_FIELDS
 from kleash.training.ppo.checkpointing import load_progress
 
 OLD = Path(__file__).with_name("schema_1")
-HOMES = ("kleash.store", "kleash.training.ppo.checkpointing")
+HOMES = (
+    *(f"kleash.store.{module.name}" for module in iter_modules(kleash.store.__path__)),
+    "kleash.training.ppo.checkpointing",
+)
 
 
 def test_the_warnings_of_a_measurement_of_schema_1_are_read() -> None:

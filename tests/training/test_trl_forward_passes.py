@@ -26,10 +26,14 @@ SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "
 def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import kleash.training.with_trl as ours
-        from kleash.training.with_trl import measured_trainer, on_policy_distillation
+        from kleash.training.with_trl import measured_trainer, on_policy_distillation, online, preferences
     return SimpleNamespace(
-        **{**vars(ours), "distillation": on_policy_distillation, "measured": measured_trainer}
+        train_grpo=online.train_grpo,
+        train_rloo=online.train_rloo,
+        train_dpo=preferences.train_dpo,
+        train_distill=on_policy_distillation.train_distill,
+        distillation=on_policy_distillation,
+        measured=measured_trainer,
     )
 
 

@@ -44,16 +44,17 @@ def trl():
         warnings.simplefilter("ignore")
         import trl as package
 
-        import kleash.training.with_trl as ours
         from kleash.integrations.trl import LeashedGRPOTrainer
+        from kleash.training.with_trl import on_policy_distillation, online, preferences
         from kleash.training.with_trl.measured_trainer import with_measurement
     return SimpleNamespace(
-        **{
-            **vars(ours),
-            "GRPOConfig": package.GRPOConfig,
-            "Leashed": LeashedGRPOTrainer,
-            "with_measurement": with_measurement,
-        }
+        train_grpo=online.train_grpo,
+        train_rloo=online.train_rloo,
+        train_dpo=preferences.train_dpo,
+        train_distill=on_policy_distillation.train_distill,
+        GRPOConfig=package.GRPOConfig,
+        Leashed=LeashedGRPOTrainer,
+        with_measurement=with_measurement,
     )
 
 

@@ -11,6 +11,7 @@ from kleash.models.pair import Pair
 from kleash.models.sequences import Prompt, hash_tokens
 from kleash.models.sources.dataset_formats import (
     check_messages,
+    check_text_only,
     is_preference,
     join_contents,
     parse_preference,
@@ -138,6 +139,7 @@ def tokenise_prompt(
     if record.fields is None:
         text = check_unicode(record, "the prompt", record.text)
         return _from_text(record, text, pair.tokenizer, chat_template)
+    check_text_only(record)
     values = get_field(record, "prompt_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
