@@ -14,8 +14,9 @@ from kleash.reports import heatmap
 from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
 from kleash.reports.figures import axis, log_axis
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
-from kleash.reports.measurement import all_warnings, charts, describe_sample_size, source_nouns, write_report
+from kleash.reports.measurement import charts, describe_sample_size, source_nouns, write_report
 from kleash.reports.training_charts import run_charts
+from kleash.store.measurement_summary import all_warnings
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from synthetic_run import synthetic_comparison
 from kleash.records import Measurement, Number
 from kleash.reports.comparison import describe_difference, describe_direction, differences_chart, runs_chart
 from kleash.reports.figures import escape
-from kleash.reports.measurement import bar_share, noise_floor_note, statistic_rows
+from kleash.reports.measurement import bar_share, noise_floor_note
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
+from kleash.store.measurement_summary import statistic_rows
 
 
 def number(value: float, low: float, high: float) -> Number:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Mapping
 
 from rich.table import Table
 
@@ -10,24 +9,9 @@ from kleash.cli.numbers import cells
 from kleash.cli.summary import NO_INTERVAL, print_gate, print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
-from kleash.reports.measurement import merge_warnings
 from kleash.store import Diagnosis, MismatchRecord
-
-LABELS: Mapping[str, str] = {
-    "kl_engine_trainer": "KL(engine || trainer)",
-    "kl_engine_trainer_k1": "the same by k1",
-    "kl_trainer_engine": "KL(trainer || engine)",
-    "jensen_shannon": "Jensen-Shannon",
-    "chi_squared": "chi-squared(trainer || engine)",
-    "mean_weight": "mean weight, trainer / engine",
-    "perplexity_trainer": "perplexity of the trainer",
-    "perplexity_engine": "perplexity of the engine",
-    "perplexity_ratio": "perplexity ratio",
-    "sequence_kl_engine_trainer": "KL(engine || trainer) per response",
-    "sequence_chi_squared": "chi-squared of responses",
-    "sequence_mean_weight": "mean weight of responses",
-}
-"""Field of ``kleash.leash.Mismatch`` -> its label."""
+from kleash.store.measurement_summary import merge_warnings
+from kleash.store.mismatch_record import LABELS
 
 
 def run_mismatch(job: MismatchJob) -> int:

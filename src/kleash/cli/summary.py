@@ -14,9 +14,10 @@ from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import MeasureJob
 from kleash.reports.comparison import paired_noun
 from kleash.reports.gate_verdicts import describe_gate
-from kleash.reports.measurement import (
+from kleash.reports.measurement import describe_sample_size
+from kleash.store import ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
+from kleash.store.measurement_summary import (
     all_warnings,
-    describe_sample_size,
     headline,
     headline_name,
     left_out_sentences,
@@ -24,7 +25,6 @@ from kleash.reports.measurement import (
     statistic_rows,
     upper_bound,
 )
-from kleash.store import ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
 from kleash.store.statistics import PERPLEXITIES, label_of
 
 MAX_TABLE_COLUMNS = 200

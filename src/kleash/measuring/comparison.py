@@ -11,10 +11,10 @@ from kleash.errors import OptionError, RunFolderError
 from kleash.jobs.option_groups import require_limit
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
 from kleash.reports.gate_verdicts import gate_of_measurement
-from kleash.reports.measurement import all_warnings
 from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
+from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import (
     BOUND_STATISTICS,
     COMPARED,

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
 from kleash.measuring.sequence_clusters import Floats, clusters_of, sequence_starts
-from kleash.reports.measurement import all_warnings
 from kleash.store import Measurement, Number, RunFolder
 from kleash.store.checksums import damage_as_sentence
+from kleash.store.measurement_summary import all_warnings
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import simultaneous_differences

@@ -4,14 +4,14 @@ import math
 import shlex
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, replace
+from dataclasses import Field, dataclass
 from functools import lru_cache
 from typing import Any
 
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
-from kleash.store import Number
 from kleash.store.codec import encode
+from kleash.store.number import Number, to_display_unit
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
@@ -29,20 +29,6 @@ class FormattedNumber:
     interval: str
     unit: str
     warnings: tuple[str, ...]
-
-
-def to_display_unit(number: Number) -> tuple[Number, str]:
-    """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
-    if number.unit != "probability":
-        return number, "" if number.unit == "none" else number.unit
-    low, high = number.ci95
-    percentages = replace(
-        number,
-        value=100 * number.value,
-        standard_error=100 * number.standard_error,
-        ci95=(100 * low, 100 * high),
-    )
-    return percentages, "%"
 
 
 def format_number(number: Number) -> FormattedNumber:

@@ -1,13 +1,11 @@
 """The report of a measurement."""
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from kleash.errors import RunFolderError
 from kleash.reports.figures import Chart
 from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
 from kleash.reports.gate_verdicts import describe_gate, gate_of_measurement
@@ -21,12 +19,19 @@ from kleash.reports.heatmap import (
 )
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.reports.page import write_page
-from kleash.store import Measurement, Number, RunFolder
+from kleash.store import Measurement, RunFolder
 from kleash.store.measurement import Drifted
-from kleash.store.statistics import ALL_STATISTICS, label_of
+from kleash.store.measurement_summary import (
+    all_warnings,
+    headline,
+    headline_name,
+    headline_warnings,
+    left_out_sentences,
+    statistic_rows,
+    upper_bound,
+)
+from kleash.store.statistics import label_of
 
-NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
-MAX_NAMES = 3
 MAX_PROMPTS = 500
 MAX_TOKENS = 50
 CONTEXT_BEFORE, CONTEXT_AFTER = 10, 4
@@ -88,113 +93,6 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
     }
     scripts = ("tables.js", "heatmap.js", "plotly", "charts.js")
     return write_page(folder / "report.html", "measurement.html", context, scripts)
-
-
-def headline(measurement: Measurement) -> Number:
-    """KL(policy || reference) per token, or its lower bound if one model is behind a server.
-
-    Raises:
-        RunFolderError: if the measurement has none.
-    """
-    return measurement.per_token[headline_name(measurement)]
-
-
-def headline_name(measurement: Measurement) -> str:
-    """The name of ``headline`` in ``ALL_STATISTICS``.
-
-    Raises:
-        RunFolderError: if the measurement has none.
-    """
-    for name in ("kl_policy_reference", "kl_policy_reference_lower"):
-        if name in measurement.per_token:
-            return name
-    raise RunFolderError("measurement.json has no kl_policy_reference under per_token; measure again")
-
-
-def upper_bound(measurement: Measurement) -> Number | None:
-    """The upper bound that belongs to a ``headline`` that is a lower one; None if the KL is known."""
-    if headline_name(measurement) == "kl_policy_reference":
-        return None
-    return measurement.per_token.get("kl_policy_reference_upper")
-
-
-def left_out_sentences(measurement: Measurement) -> list[str]:
-    """What the measurement leaves out: a sentence for each reason, with the names of all that it applies to."""
-    names: dict[str, list[str]] = {}
-    for name, reason in measurement.left_out.items():
-        names.setdefault(reason, []).append(label_of(name))
-    return [f"{', '.join(labels)}: {reason}" for reason, labels in names.items()]
-
-
-def headline_warnings(measurement: Measurement) -> list[str]:
-    """The warnings about the run and about its two KLs, each once."""
-    upper = upper_bound(measurement)
-    warnings = [
-        *measurement.warnings,
-        *headline(measurement).warnings,
-        *(() if upper is None else upper.warnings),
-    ]
-    if measurement.per_sequence is not None:
-        sequence_warnings = measurement.per_sequence.kl_policy_reference.warnings
-        warnings += [
-            f"on the KL per sequence: {warning}" for warning in sequence_warnings if warning not in warnings
-        ]
-    return list(dict.fromkeys(warnings))
-
-
-def all_warnings(measurement: Measurement) -> list[str]:
-    """``headline_warnings``, followed by the warnings about other numbers.
-
-    Warnings that differ only in a numeral are merged: "on Total variation and 3 others: one cluster carries 21% to 35%
-    of the variance".
-    """
-    warnings = headline_warnings(measurement)
-    return [*warnings, *merge_warnings(labelled_numbers(measurement), warnings)]
-
-
-def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[str] = ()) -> list[str]:
-    """One sentence for each distinct warning of several numbers, with the labels of the numbers that have it.
-
-    Warnings that differ only in numerals are one sentence, with the range of each numeral that differs.
-
-    Args:
-        numbers: labels and numbers.
-        reported: warnings to leave out.
-    """
-    by_pattern: dict[str, dict[str, str]] = {}
-    for label, number in numbers:
-        for warning in number.warnings:
-            if warning not in reported:
-                by_pattern.setdefault(NUMERAL.sub("#", warning), {})[label] = warning
-    return [
-        f"on {_joined_labels(list(warnings))}: {_with_ranges(list(warnings.values()))}"
-        for warnings in by_pattern.values()
-    ]
-
-
-def _joined_labels(labels: list[str]) -> str:
-    """Up to three labels joined by commas and "and"; of more, two and the number of the others."""
-    if len(labels) <= MAX_NAMES:
-        return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
-    return f"{', '.join(labels[: MAX_NAMES - 1])} and {len(labels) - MAX_NAMES + 1} others"
-
-
-def _with_ranges(warnings: list[str]) -> str:
-    """Warnings of one pattern as one, with the range of each numeral that differs."""
-    columns = zip(*(NUMERAL.findall(warning) for warning in warnings), strict=True)
-    numerals = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]
-    ranges = iter(row[0] if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in numerals)
-    return NUMERAL.sub(lambda _: next(ranges), warnings[0])
-
-
-def labelled_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
-    """The labels and values of the numbers whose warnings the report shows."""
-    rounding = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
-    return [
-        *((row.label, row.number) for row in statistic_rows(measurement)),
-        *((label, number) for label, number in rounding.items() if number is not None),
-        *((f"the estimator {name}", record.number) for name, record in measurement.estimators.items()),
-    ]
 
 
 def noise_floor_note(measurement: Measurement) -> str:
@@ -281,29 +179,6 @@ def charts(measurement: Measurement) -> dict[str, Chart]:
         ),
     )
     return {chart.name: chart for chart in candidates if chart is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatisticRow:
-    """A statistic in the table of all means."""
-
-    label: str
-    explanation: str
-    number: Number
-    in_summary: bool
-
-
-def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
-    """The reported statistics in the order of ``STATISTICS``; other means follow under their own names."""
-    return [
-        StatisticRow(
-            label=label_of(name),
-            explanation=ALL_STATISTICS[name].explanation if name in ALL_STATISTICS else "",
-            number=number,
-            in_summary=name not in ALL_STATISTICS or ALL_STATISTICS[name].in_summary,
-        )
-        for name, number in measurement.statistics().items()
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

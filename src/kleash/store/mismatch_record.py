@@ -7,6 +7,22 @@ from kleash.store.codec import to_json
 from kleash.store.gate import Gate
 from kleash.store.number import Number
 
+LABELS: Mapping[str, str] = {
+    "kl_engine_trainer": "KL(engine || trainer)",
+    "kl_engine_trainer_k1": "the same by k1",
+    "kl_trainer_engine": "KL(trainer || engine)",
+    "jensen_shannon": "Jensen-Shannon",
+    "chi_squared": "chi-squared(trainer || engine)",
+    "mean_weight": "mean weight, trainer / engine",
+    "perplexity_trainer": "perplexity of the trainer",
+    "perplexity_engine": "perplexity of the engine",
+    "perplexity_ratio": "perplexity ratio",
+    "sequence_kl_engine_trainer": "KL(engine || trainer) per response",
+    "sequence_chi_squared": "chi-squared of responses",
+    "sequence_mean_weight": "mean weight of responses",
+}
+"""Field of ``kleash.leash.Mismatch`` -> its label."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchRecord:

@@ -1,7 +1,7 @@
 """A measured number as it stands in the files."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 
@@ -87,3 +87,27 @@ class Number:
             leading = max(1, math.floor(math.log10(abs(value))) + digits)
             return f"{value:.{min(leading, 6)}e}"
         return f"{value:.{max(0, digits)}f}"
+
+
+def to_display_unit(number: Number) -> tuple[Number, str]:
+    """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
+    if number.unit != "probability":
+        return number, "" if number.unit == "none" else number.unit
+    low, high = number.ci95
+    percentages = replace(
+        number,
+        value=100 * number.value,
+        standard_error=100 * number.standard_error,
+        ci95=(100 * low, 100 * high),
+    )
+    return percentages, "%"
+
+
+def cells(number: Number) -> tuple[str, str, str, str]:
+    """Value, 95 % interval, standard error and unit as text; unknown ones are empty."""
+    number, unit = to_display_unit(number)
+    low, high = (number.format(end) for end in number.ci95)
+    is_one_cluster = math.isnan(number.standard_error) and any(map(math.isinf, number.ci95))
+    has_interval = not is_one_cluster and not any(map(math.isnan, number.ci95))
+    error = number.format(number.standard_error) if number.has_error else ""
+    return number.rounded, f"{low} to {high}" if has_interval else "", error, unit
