@@ -113,7 +113,7 @@ def kleash_logits(policy: Any, tokens: np.ndarray, begin: int) -> tuple[np.ndarr
 
 def row_of(kind: str, llama: dict[str, Any], ours: dict[str, Any], tokens: np.ndarray) -> dict[str, float]:
     """The KL of a quantisation from the base, by llama.cpp's formulas and exactly, and the differences of logits."""
-    from kleash.measuring.llama_cpp_summary import llama_cpp_columns
+    from kleash.measuring.llama_cpp import llama_cpp_columns
     from kleash.models.base_logit_bounds import kl_bounds, logp_intervals
     from kleash.models.base_logits import BaseLogitsRows, encode_rows
 

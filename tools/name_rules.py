@@ -175,7 +175,6 @@ SHORT_MODULES: dict[str, str] = {
     "src/kleash/precision.py": "one rule that every floor takes its dtype from",
     "src/kleash/records.py": "a documented import path",
     "src/kleash/registry.py": "one function that every table is read by",
-    "src/kleash/reports/folder_report.py": "chooses among all reports, and so imports them",
     "src/kleash/shipped/paths.py": "the files of the shipped pair, by name",
     "src/kleash/store/locks.py": "the lock of a folder, for store and measuring",
     "src/kleash/training/example_rewards.py": "dotted paths of rewards, which are documented and stored",

@@ -1,9 +1,9 @@
 """Run folders whose numbers look real and whose text is hostile, made without any model."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kleash.store.measurement import (
     PromptDrift,
     SequenceTotal,
 )
+from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 
 HOSTILE = (
     "<script>window.__pwned=1;alert(1)</script>",
@@ -365,6 +366,52 @@ def synthetic_comparison() -> Comparison:
         for at in (1, 2)
     )  # fmt: skip
     return Comparison(kleash="0.1.0", runs=runs, differences=differences, warnings=("sources differ",))
+
+
+def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[str] = ("torn",)) -> Sweep:
+    """Candidates of falling size and rising KL, each one different from the others, and some that failed."""
+    draw = np.random.default_rng(7)
+    measured = tuple(
+        SweepCandidate(
+            number=at + 1,
+            name=name,
+            folder=f"candidates/{at + 1:02d}",
+            numbers={
+                **compared(draw, 0.01 * 4**at),
+                "kl_policy_reference_99.9": number(draw.normal(0.5 * 4**at, 0.1, 300)),
+            },
+            bytes_on_disk=8_000_000_000 // (at + 1),
+            bits_per_weight=8.0 / (at + 1),
+            letters="abcdefghij"[at],
+            is_on_pareto_front=True,
+        )
+        for at, name in enumerate(names)
+    )
+    torn = tuple(
+        SweepCandidate(number=len(names) + at + 1, name=name, folder="x", failure="its weights are missing")
+        for at, name in enumerate(failed)
+    )
+    pairs = tuple(
+        SweepPair(
+            first=first,
+            second=second,
+            difference=number(draw.normal(-0.1 * (second - first), 0.05, 300)),
+            simultaneous_ci95=(-1.0, -0.01),
+            is_tie=False,
+        )
+        for first, second in combinations(range(1, len(names) + 1), 2)
+    )
+    return Sweep(
+        kleash="0.1.0",
+        reference="base",
+        rank_by="kl_policy_reference",
+        job={},
+        candidates=(*measured, *torn),
+        pairs=pairs,
+        clusters=300,
+        tokens=50_000,
+        critical_value=2.4,
+    )
 
 
 def compared(draw: Any, scale: float) -> dict[str, Number]:

@@ -16,7 +16,8 @@ from tiny_models import double_logits, tiny_pair
 from kleash.cli import main
 from kleash.errors import KleashError, ModelError, OptionError, SourceError
 from kleash.measuring import measure_base_logits, write_base_logits
-from kleash.measuring.llama_cpp_summary import LlamaCppColumns, format_llama_cpp, llama_cpp_columns
+from kleash.measuring.llama_cpp import llama_cpp_columns
+from kleash.measuring.llama_cpp_summary import LlamaCppColumns, format_llama_cpp
 from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
 from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits
 from kleash.records import LogitsJob

@@ -11,6 +11,7 @@ from typing import Any
 
 from kleash.cli.caching import run_cache
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
+from kleash.cli.formats import print_formatted
 from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
@@ -21,6 +22,7 @@ from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
+from kleash.jobs.output_formats import FORMATS
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.store import Measurement
 from kleash.store.codec import to_json
@@ -83,8 +85,8 @@ def _measure(job: MeasureJob) -> int:
     if not ranks.is_first:
         return 0
     if isinstance(result, Measurement):
-        _print_result(result, Path(str(job.out)), as_json=job.json, quiet=job.quiet)
-    elif job.json:
+        _print_result(result, Path(str(job.out)), job.output_format, quiet=job.quiet)
+    elif job.output_format == "json":
         sys.stdout.write(to_json(result))
     elif not job.quiet:
         print_part(result, job)
@@ -98,7 +100,7 @@ def _merge(command: MergeJob) -> int:
     folder = command.folder.expanduser()
     with nullcontext() if command.quiet else Progress() as progress:
         measurement = merge(folder, progress, at_most=command.at_most)
-    _print_result(measurement, folder, as_json=command.json, quiet=command.quiet)
+    _print_result(measurement, folder, command.output_format, quiet=command.quiet)
     return _exit_code_of_gate(measurement)
 
 
@@ -107,26 +109,38 @@ def _exit_code_of_gate(measurement: Measurement) -> int:
     return 0 if measurement.gate is None else measurement.gate.exit_code
 
 
-def _print_result(measurement: Measurement, folder: Path, *, as_json: bool, quiet: bool) -> None:
-    """Print a measurement as JSON, as a summary, or not at all."""
-    if as_json:
-        sys.stdout.write(measurement.to_json())
+def _print_result(measurement: Measurement, folder: Path, output_format: str | None, *, quiet: bool) -> None:
+    """Print a measurement in a format, as a summary, or not at all."""
+    if output_format is not None:
+        print_formatted(measurement, output_format, folder.expanduser())
     elif not quiet:
         print_measurement(measurement, folder)
 
 
 def _report(command: ReportJob) -> int:
     """Run ``kleash report`` and return its exit code."""
-    from kleash.reports.folder_report import write_report_of
+    from kleash.reports.folder_report import read_result, require_measurement, write_report_of
     from kleash.reports.gate_verdicts import gate_of_measurement
 
     folder = command.folder.expanduser()
-    print(write_report_of(folder, command.at_most))
-    if command.at_most is None:
-        return 0
-    gate = gate_of_measurement(Measurement.read(folder), command.at_most)
-    print_gate(gate)
-    return gate.exit_code
+    if command.output_format is not None:
+        is_general = command.output_format in FORMATS
+        require_measurement(folder, f"--format {command.output_format}", or_sweep=is_general)
+    page = write_report_of(folder, command.at_most)
+    result = None
+    if command.output_format is not None or command.at_most is not None:
+        result = read_result(folder)
+    if isinstance(result, Measurement) and command.at_most is not None:
+        result = replace(result, gate=gate_of_measurement(result, command.at_most))
+    if result is not None and command.output_format is not None:
+        print_formatted(result, command.output_format, folder)
+    else:
+        print(page)
+        if isinstance(result, Measurement) and result.gate is not None:
+            print_gate(result.gate)
+    return (
+        _exit_code_of_gate(result) if isinstance(result, Measurement) and command.at_most is not None else 0
+    )
 
 
 def _compare(command: CompareJob) -> int:
@@ -138,8 +152,8 @@ def _compare(command: CompareJob) -> int:
         raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
     comparison = compare(command.folders, at_most=command.at_most)
     path = write_comparison(command.out.expanduser(), comparison)
-    if command.json:
-        sys.stdout.write(comparison.to_json())
+    if command.output_format is not None:
+        print_formatted(comparison, command.output_format)
     else:
         print_comparison(comparison, path)
     return exit_code_of(run.gate for run in comparison.runs if run.gate is not None)

@@ -2,6 +2,7 @@
 
 import sys
 
+from kleash.cli.formats import print_formatted
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import LogitsJob
 from kleash.store import LogitsMeasurement, WrittenLogits
@@ -16,8 +17,10 @@ def run_logits(job: LogitsJob) -> int:
     from kleash.measuring import measure_base_logits, write_base_logits
 
     result = write_base_logits(job) if job.policy is None else measure_base_logits(job)
-    if job.json:
+    if isinstance(result, WrittenLogits) and job.output_format == "json":
         sys.stdout.write(result.to_json())
+    elif isinstance(result, LogitsMeasurement) and job.output_format is not None:
+        print_formatted(result, job.output_format)
     elif not job.quiet:
         console = Terminal()
         for note in result.notes:

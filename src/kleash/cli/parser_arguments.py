@@ -22,6 +22,7 @@ METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),
     "set": "NAME=VALUE",
     "fail_on": "KIND",
+    "format": "FORMAT",
     "report_to": "TRACKER",
     "reward": "REWARD",
     "device": "DEVICE",

@@ -36,6 +36,7 @@ SYNONYMS = {
     "--value-coefficient": "--vf-coef",
     "--entropy-coefficient": "--ent-coef",
     "--trackers": "--report-to",
+    **dict.fromkeys(("--output-format", "--fmt"), "--format"),
     "--watch": "--on-hacking",
     "--max-steps": "--steps",
     "--kl-coef": "--beta",

@@ -1,10 +1,10 @@
 """Running ``kleash mismatch`` and ``kleash doctor``, and printing their results."""
 
 import json
-import sys
 
 from rich.table import Table
 
+from kleash.cli.formats import print_formatted
 from kleash.cli.numbers import cells
 from kleash.cli.summary import NO_INTERVAL, print_gate, print_table
 from kleash.cli.terminal import Terminal, remark, say
@@ -23,8 +23,8 @@ def run_mismatch(job: MismatchJob) -> int:
     from kleash.diagnosis import measure_mismatch
 
     record = measure_mismatch(job.rollouts, names=job.names, at_most=job.at_most)
-    if job.json:
-        sys.stdout.write(record.to_json())
+    if job.output_format is not None:
+        print_formatted(record, job.output_format)
     else:
         print_mismatch(record)
     return 0 if record.gate is None else record.gate.exit_code
@@ -71,8 +71,8 @@ def run_doctor(job: DoctorJob) -> int:
     from kleash.diagnosis.doctor import diagnose_file
 
     diagnosis = diagnose_file(job)
-    if job.json:
-        sys.stdout.write(diagnosis.to_json())
+    if job.output_format is not None:
+        print_formatted(diagnosis, job.output_format)
     else:
         print_diagnosis(diagnosis)
     return 0

@@ -21,11 +21,11 @@ from kleash.store.measurement_summary import (
     headline,
     headline_name,
     left_out_sentences,
-    merge_warnings,
-    statistic_rows,
+    summary_numbers,
     upper_bound,
 )
-from kleash.store.statistics import PERPLEXITIES, label_of
+from kleash.store.result_summaries import comparison_warnings
+from kleash.store.statistics import PERPLEXITIES
 
 MAX_TABLE_COLUMNS = 200
 KL = "kl_policy_reference"
@@ -111,18 +111,8 @@ def _measurement_table(measurement: Measurement) -> Table:
     for heading in ("", "mean", "95 % interval", "standard error", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     is_one_cluster = measurement.counts.clusters < 2
-    for row in statistic_rows(measurement):
-        if row.in_summary:
-            _row(table, row.label, row.number, is_one_cluster=is_one_cluster)
-    if measurement.per_sequence is not None:
-        kl_per_sequence = measurement.per_sequence.kl_policy_reference
-        _row(table, "KL per sequence", kl_per_sequence, is_one_cluster=is_one_cluster)
-    if measurement.noise_floor is not None:
-        _row(table, "Noise floor (rounding alone)", measurement.noise_floor, is_one_cluster=is_one_cluster)
-    if measurement.dtype_gap is not None:
-        _row(table, "Gap to float32", measurement.dtype_gap, is_one_cluster=is_one_cluster)
-    for name, record in measurement.estimators.items():
-        _row(table, f"Estimator {name}, same tokens", record.number, is_one_cluster=is_one_cluster)
+    for label, number in summary_numbers(measurement):
+        _row(table, label, number, is_one_cluster=is_one_cluster)
     return table
 
 
@@ -150,23 +140,6 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
         if run.gate is not None:
             print_gate(run.gate, run.name)
     say(console, f"page: {page}")
-
-
-def comparison_warnings(comparison: Comparison) -> list[str]:
-    """The warnings about the comparison, its differences and its runs."""
-    difference_warnings = [
-        f"{difference.name} minus {difference.minus}: {warning}"
-        for difference in comparison.differences
-        for warning in merge_warnings(
-            (label_of(name), number) for name, number in difference.differences.items()
-        )
-    ]
-    return [
-        *comparison.warnings,
-        *(warning for difference in comparison.differences for warning in difference.warnings),
-        *difference_warnings,
-        *(f"{run.name}: {warning}" for run in comparison.runs for warning in run.warnings),
-    ]
 
 
 def _kl_table(comparison: Comparison, paired_noun: str) -> Table:

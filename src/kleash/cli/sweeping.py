@@ -7,12 +7,20 @@ from pathlib import Path
 
 from rich.table import Table
 
+from kleash.cli.formats import print_formatted
 from kleash.cli.numbers import cells, terminal_label
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import SweepJob
-from kleash.reports.sweep import QUANTILE, describe_ranking, format_bits, format_size, warnings_of_candidates
+from kleash.reports.sweep import (
+    PAGE,
+    QUANTILE,
+    describe_ranking,
+    format_bits,
+    format_size,
+    warnings_of_candidates,
+)
 from kleash.store.sweep import Sweep
 
 EXIT_FAILED = 2
@@ -26,7 +34,7 @@ def run_sweep(job: SweepJob) -> int:
         KleashError: if the sweep cannot be made.
     """
     from kleash.measuring import launched_ranks, sweep
-    from kleash.measuring.sweep_run import PAGE, default_sweep
+    from kleash.measuring.sweep_run import default_sweep
 
     ranks = launched_ranks()
     if job.out is None and ranks.world_size == 1:
@@ -35,11 +43,11 @@ def run_sweep(job: SweepJob) -> int:
     with Progress() if shows_progress else nullcontext() as progress:
         result = sweep(job, progress, launched_ranks)
     if ranks.is_first:
-        if job.json:
-            sys.stdout.write(result.to_json())
+        if job.output_format is not None:
+            print_formatted(result, job.output_format)
         elif not job.quiet:
             print_sweep(result, Path(str(job.out)) / PAGE)
-        if job.quiet or job.json:
+        if job.quiet or job.output_format is not None:
             for candidate in result.failed:
                 print(f"kleash: {candidate.name} could not be measured: {candidate.failure}", file=sys.stderr)
     return EXIT_FAILED if result.failed else 0

@@ -1,13 +1,15 @@
 """The job of ``kleash logits``."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import LoadingOptions, flag, is_endpoint
+from kleash.jobs.output_formats import FORMATS, FormatOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsJob(LoadingOptions):
+class LogitsJob(FormatOption, LoadingOptions):
     """Measure a model against the base logits that llama-perplexity wrote, or write such a file.
 
     With --policy, the file is read: the KL of the base from the policy on the file's text, with llama.cpp's statistics
@@ -15,6 +17,10 @@ class LogitsJob(LoadingOptions):
     logits" or for llama-perplexity --kl-divergence.
     """
 
+    formats: ClassVar[tuple[str, ...]] = (*FORMATS, "llama.cpp")
+    format: str | None = None
+    """Print the result in this format instead of a summary: json; csv, a row for each number; markdown, tables for an
+    issue or a page; or llama.cpp, its statistics alone. What is written has json only."""
     logits: str
     """The file, as in llama-perplexity --kl-divergence-base."""
     policy: str | None = None
@@ -53,6 +59,11 @@ class LogitsJob(LoadingOptions):
         if (self.text is None) != (self.reference is None):
             raise OptionError(
                 "--text is what the logits of --reference are written for; give both or neither"
+            )
+        self.check_format()
+        if self.reference is not None and self.output_format not in (None, "json"):
+            raise OptionError(
+                f"--format {self.format} is for numbers, and with --reference a file is written; leave it out"
             )
         if self.out is not None:
             raise OptionError(f"--out {self.out} has no use here: the result is printed, with --json as JSON")

@@ -22,6 +22,7 @@ from kleash.jobs.option_groups import (
     is_gguf,
     require_limit,
 )
+from kleash.jobs.output_formats import MeasurementFormatOption
 from kleash.jobs.reading import SourceKind
 
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
@@ -35,7 +36,7 @@ WITHOUT_EFFECT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptions):
+class MeasureJob(MeasurementFormatOption, GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptions):
     """Measure how far one language model has drifted from another, and write a report.
 
     Without arguments: the small pair that ships with kleash.
@@ -94,6 +95,7 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
             )
         self._check_fractions()
         require_limit(self.at_most)
+        self.check_format()
         self._check_shard()
         self._check_endpoint()
 
@@ -131,6 +133,10 @@ class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptio
             raise OptionError(
                 f"--shard {self.shard} sees a part of the run and cannot judge the whole; give --at-most to kleash "
                 "merge"
+            )
+        if self.output_format not in (None, "json"):
+            raise OptionError(
+                f"--shard {self.shard} has no numbers of the whole run; give --format {self.format} to kleash merge"
             )
         if self.out is None:
             raise OptionError(f"--shard {self.shard} needs --out, the folder that all parts share")

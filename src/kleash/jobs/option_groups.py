@@ -20,7 +20,7 @@ SHIPPED_TEXT = "shipped:text"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ENGINES = ("local", "ray")
-OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json"})
+OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json", "format"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""
@@ -44,7 +44,8 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "endpoint_retries",
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "workers of a Ray cluster": "engine address workers resources_per_worker",
-    "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
+    "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json "
+    "format quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kleash.jobs.option_groups import require_limit
+from kleash.jobs.output_formats import FormatOption, MeasurementFormatOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportJob:
-    """Write the report of a run again from its files."""
+class ReportJob(MeasurementFormatOption):
+    """Write the report of a run or the page of a sweep again from its files, or print the result in a format."""
 
     folder: Path
-    """The run's folder, as in "kleash measure --out"."""
+    """The folder of a run or of a sweep, as in --out of "kleash measure", "kleash train" or "kleash sweep"."""
     at_most: float | None = None
     """A limit in nats for the KL(policy || reference) per token of a measurement. Exit code 0 if it is not above the
     limit, 1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
@@ -19,10 +20,11 @@ class ReportJob:
     def __post_init__(self) -> None:
         """Check the limit; raises OptionError."""
         require_limit(self.at_most)
+        self.check_format()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeJob:
+class MergeJob(MeasurementFormatOption):
     """Make one run of the parts that "kleash measure --shard i/n" wrote, with the numbers of a single process.
 
     Loads the models, for the noise floor and the texts of tokens, and scores nothing that is on disk. Run it in the
@@ -36,16 +38,15 @@ class MergeJob:
     1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
     quiet: bool = False
     """Print nothing but errors."""
-    json: bool = False
-    """Print the result as JSON instead of a summary."""
 
     def __post_init__(self) -> None:
         """Check the limit; raises OptionError."""
         require_limit(self.at_most)
+        self.check_format()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareJob:
+class CompareJob(FormatOption):
     """Compare runs on the same prompts: differences from the first run with intervals, as a table and a page."""
 
     folders: tuple[Path, ...]
@@ -55,12 +56,11 @@ class CompareJob:
     at_most: float | None = None
     """A limit in nats for the KL(policy || reference) per token of every run but the first. Exit code 0 if no run is
     above the limit, 1 if any is, otherwise 3, as in "kleash measure --at-most"."""
-    json: bool = False
-    """Print the comparison as JSON instead of a table."""
 
     def __post_init__(self) -> None:
         """Check the limit; raises OptionError."""
         require_limit(self.at_most)
+        self.check_format()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import DTYPES, require_limit, require_word
+from kleash.jobs.output_formats import FormatOption
 
 METRIC_NAMES = ("verl",)
 """Systems whose names for the statistics of a mismatch are known."""
@@ -11,7 +12,7 @@ ROUNDING_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MismatchJob:
+class MismatchJob(FormatOption):
     """Measure the mismatch between a trainer's log-probabilities and those of the engine that drew the tokens.
 
     The file has a record for each response, with "prompt_token_ids", "response_token_ids", "trainer_logprobs" and
@@ -25,18 +26,17 @@ class MismatchJob:
     at_most: float | None = None
     """A limit in nats for KL(engine || trainer) per token. Exit code 0 if the upper end of its interval is not above
     the limit, 1 if the lower end is, otherwise 3, and how many more tokens would decide. Never 0 below 30 prompts."""
-    json: bool = False
-    """Print the numbers as JSON instead of a table."""
 
     def __post_init__(self) -> None:
         """Check the limit and the names; raises OptionError."""
         require_limit(self.at_most)
+        self.check_format()
         if self.names is not None:
             require_word("--names", self.names, METRIC_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorJob:
+class DoctorJob(FormatOption):
     """Name the likely causes of a mismatch between a trainer's log-probabilities and the engine's, with a next test.
 
     The file is that of "kleash mismatch", perhaps with "reference_logprobs". With --policy and --reference the tokens
@@ -70,11 +70,10 @@ class DoctorJob:
     """Tokens in a batch, padding counted."""
     trust_remote_code: bool = False
     """Run Python code that a model brings along."""
-    json: bool = False
-    """Print the diagnosis as JSON."""
 
     def __post_init__(self) -> None:
         """Check the values; raises OptionError."""
+        self.check_format()
         require_word("--rounding", self.rounding, ROUNDING_DTYPES)
         require_word("--dtype", self.dtype, DTYPES)
         for name in ("limit", "batch_tokens"):

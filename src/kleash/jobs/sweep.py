@@ -13,6 +13,7 @@ from kleash.jobs.option_groups import (
     ScoringOptions,
     is_endpoint,
 )
+from kleash.jobs.output_formats import FormatOption
 
 RANKED_BY = ("kl_policy_reference", "kl_reference_policy")
 """Statistics by which candidates can be ranked."""
@@ -21,7 +22,7 @@ MAX_SLUG = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepJob(ScoringOptions):
+class SweepJob(FormatOption, ScoringOptions):
     """Measure several candidates, such as quantisations of one model, against one reference, and rank them with ties.
 
     The reference is run once, into a cache in --out; then each candidate is measured in one pass. The page shows the
@@ -51,6 +52,7 @@ class SweepJob(ScoringOptions):
         """
         super().__post_init__()
         self._one_of("rank_by", RANKED_BY)
+        self.check_format()
         if not self.candidates:
             raise OptionError("name the models to measure: --candidates q8/ q4/ ...")
         repeated = next((name for name in self.candidates if self.candidates.count(name) > 1), None)

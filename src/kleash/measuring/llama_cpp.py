@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, SourceError
@@ -16,7 +17,6 @@ from kleash.measuring.llama_cpp_summary import (
     LlamaCppColumns,
     concatenated_columns,
     format_llama_cpp,
-    llama_cpp_columns,
 )
 from kleash.models import Loading, Model, Pair, TokenSequence
 from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
@@ -39,6 +39,8 @@ from kleash.uncertainty import ratio_of_sums
 
 TILE_LOGITS = 1 << 22
 """Logits that are in memory at once: 16 MB in float32, and a few times that in float64."""
+CUTOFF = -16.0
+"""Log-probabilities of the base at or below it are left out of llama.cpp's KL."""
 OnChunks = Callable[[int, int], None]
 """Called with the number of finished chunks and of all."""
 
@@ -248,4 +250,33 @@ def _measurement(
         per_token=per_token,
         llama_cpp=format_llama_cpp(columns),
         notes=notes,
+    )
+
+
+def llama_cpp_columns(
+    logits: Float[Tensor, "rows vocab"], rows: BaseLogitsRows, targets: np.ndarray
+) -> LlamaCppColumns:
+    """llama.cpp's values of some positions.
+
+    Args:
+        logits: of the quantised model, float32.
+        rows: the base's log-probabilities at the same positions.
+        targets: the tokens that follow, [rows].
+    """
+    values = logits.float().cpu()
+    largest = values.amax(-1, keepdim=True)
+    log_sum = (values - largest).exp().double().sum(-1, keepdim=True).log().float()
+    index = torch.from_numpy(targets.astype(np.int64))[:, None]
+    nll = (largest + log_sum - values.gather(-1, index))[:, 0].numpy()
+    base = rows.scale[:, None] * rows.codes.astype(np.float32) + rows.minimum[:, None]
+    nll_base = -base[np.arange(len(base)), targets]
+    logp = torch.from_numpy(base)
+    terms = logp.exp() * (logp - values + (largest + log_sum))
+    kld = torch.where(logp > CUTOFF, terms, 0).double().sum(-1).numpy()
+    return LlamaCppColumns(
+        nll=nll,
+        nll_base=nll_base,
+        kld=kld,
+        dp=np.exp(-nll) - np.exp(-nll_base),
+        same_top=values.argmax(-1).numpy() == base.argmax(-1),
     )

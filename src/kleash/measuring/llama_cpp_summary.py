@@ -4,20 +4,19 @@ Source: llama.cpp, ``tools/perplexity/perplexity.cpp``: ``log_softmax`` with bas
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from kleash.models.base_logits import BaseLogitsRows
+from kleash.errors import OptionError
+from kleash.store import RunFolder
 
 LEAST_VALUES = 100
 """llama.cpp prints no statistics of fewer tokens."""
-CUTOFF = -16.0
-"""Log-probabilities of the base at or below it are left out of llama.cpp's KL."""
+STORED_COLUMNS = ("logp_policy", "logp_reference", "kl_reference_policy", "top1_policy", "top1_reference")
+"""Columns of ``tokens/`` that the statistics are made of."""
 KLD_LEVELS = (0.999, 0.99, 0.95, 0.9, None, 0.1, 0.05, 0.01, 0.001)
 DP_LEVELS = (0.999, 0.99, 0.95, 0.9, 0.75, None, 0.25, 0.1, 0.05, 0.01, 0.001)
 """Quantiles in the order in which they are printed; None is the median."""
@@ -38,40 +37,50 @@ class LlamaCppColumns:
     """Whether both have the same likeliest token."""
 
 
-def llama_cpp_columns(
-    logits: Float[Tensor, "rows vocab"], rows: BaseLogitsRows, targets: np.ndarray
-) -> LlamaCppColumns:
-    """llama.cpp's values of some positions.
-
-    Args:
-        logits: of the quantised model, float32.
-        rows: the base's log-probabilities at the same positions.
-        targets: the tokens that follow, [rows].
-    """
-    values = logits.float().cpu()
-    largest = values.amax(-1, keepdim=True)
-    log_sum = (values - largest).exp().double().sum(-1, keepdim=True).log().float()
-    index = torch.from_numpy(targets.astype(np.int64))[:, None]
-    nll = (largest + log_sum - values.gather(-1, index))[:, 0].numpy()
-    base = rows.scale[:, None] * rows.codes.astype(np.float32) + rows.minimum[:, None]
-    nll_base = -base[np.arange(len(base)), targets]
-    logp = torch.from_numpy(base)
-    terms = logp.exp() * (logp - values + (largest + log_sum))
-    kld = torch.where(logp > CUTOFF, terms, 0).double().sum(-1).numpy()
-    return LlamaCppColumns(
-        nll=nll,
-        nll_base=nll_base,
-        kld=kld,
-        dp=np.exp(-nll) - np.exp(-nll_base),
-        same_top=values.argmax(-1).numpy() == base.argmax(-1),
-    )
-
-
 def concatenated_columns(parts: Sequence[LlamaCppColumns]) -> LlamaCppColumns:
     """The columns of consecutive positions in one."""
     names = ("nll", "nll_base", "kld", "dp", "same_top")
     return LlamaCppColumns(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    )
+
+
+def llama_cpp_text(folder: Path) -> str:
+    """llama.cpp's statistics of a measurement, from the files of its run; the base is the reference.
+
+    The KL of each token is the exact one, without llama.cpp's rounding and cut-off.
+
+    Raises:
+        OptionError: if fewer than 100 tokens were scored, or one model is behind a server.
+        RunFolderError: if a file is missing or damaged.
+    """
+    columns = concatenated_columns(
+        [_columns_of_part(part) for part in RunFolder(folder).token_parts(list(STORED_COLUMNS))]
+    )
+    if np.isnan(columns.kld).any():
+        raise OptionError(
+            f"--format llama.cpp needs KL(reference || policy) of every token, which {folder} does not have: one model "
+            "is behind a server; its numbers are printed by --format csv"
+        )
+    with np.errstate(invalid="ignore", over="ignore"):  # of tokens that a model gives the probability 0
+        text = format_llama_cpp(columns)
+    if not text:
+        raise OptionError(
+            f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(columns.kld)}; its numbers "
+            "are printed by --format csv"
+        )
+    return text + "\n"
+
+
+def _columns_of_part(part: Mapping[str, np.ndarray]) -> LlamaCppColumns:
+    """llama.cpp's columns from those of a shard."""
+    nll, nll_base = -part["logp_policy"], -part["logp_reference"]
+    return LlamaCppColumns(
+        nll=nll,
+        nll_base=nll_base,
+        kld=part["kl_reference_policy"],
+        dp=np.exp(-nll) - np.exp(-nll_base),
+        same_top=part["top1_policy"] == part["top1_reference"],
     )
 
 
@@ -113,14 +122,9 @@ def _perplexity_lines(columns: LlamaCppColumns) -> list[str]:
     covariance = float(((a * b).mean() - a.mean() * b.mean()) / (count - 1))
     correlation = covariance / (nll_error * base_error) if nll_error and base_error else math.nan
     ratio_error = math.sqrt(max(0.0, nll_error**2 + base_error**2 - 2 * covariance))
-    q, q_error, p, p_error = (
-        math.exp(nll),
-        math.exp(nll) * nll_error,
-        math.exp(base),
-        math.exp(base) * base_error,
-    )
+    q, p, ratio = (float(np.exp(mean)) for mean in (nll, base, nll - base))
+    q_error, p_error = q * nll_error, p * base_error
     difference_error = math.sqrt(max(0.0, q_error**2 + p_error**2 - 2 * q * p * covariance))
-    ratio = math.exp(nll - base)
     return [
         "====== Perplexity statistics ======",
         f"Mean PPL(Q)                   : {q:10.6f} ± {q_error:10.6f}",

@@ -24,14 +24,13 @@ from kleash.measuring.sweep_ranking import (
 )
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.reports.sweep import write_sweep
+from kleash.reports.sweep import PAGE, write_sweep
 from kleash.store import Measurement, RunFolder
 from kleash.store.codec import decode
 from kleash.store.locks import folder_lock
 from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
 
 CANDIDATES = "candidates"
-PAGE = "sweep.html"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
 
 

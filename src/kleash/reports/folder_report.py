@@ -1,43 +1,92 @@
-"""The report of any folder: of a measurement, a training run or a demonstration."""
+"""The report of any folder: of a measurement, a sweep, a training run or a demonstration."""
 
 from pathlib import Path
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.reports.demonstration import write_demonstration
 from kleash.reports.measurement import write_report
+from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.demonstration import DEMONSTRATION
 from kleash.store.job_folder import HEADER, read_header
+from kleash.store.measurement import Measurement
 from kleash.store.steps import STEPS
+from kleash.store.sweep import SWEEP, Sweep
+
+MEASUREMENT = "measurement.json"
 
 
-def write_report_of(folder: Path, at_most: float | None = None) -> Path:
-    """Write ``report.html`` of a folder from its files: of a measurement, a training run or a demonstration.
-
-    Args:
-        folder: of a finished run.
-        at_most: a limit in nats for a measurement's KL, whose verdict the report then has.
-
-    Returns:
-        The report's path.
+def kind_of_folder(folder: Path) -> str:
+    """The file that says what a folder holds: ``DEMONSTRATION``, ``STEPS``, ``SWEEP``, or else ``MEASUREMENT``.
 
     Raises:
-        OptionError: if there is a limit, and the folder is not of a measurement.
-        RunFolderError: if the folder holds none of these, a file is damaged, or the report cannot be written.
-        MissingExtraError: if a dependency of reports is not installed.
+        RunFolderError: if the folder cannot be read.
     """
     try:
-        kind = next((name for name in (DEMONSTRATION, STEPS) if (folder / name).exists()), None)
+        kind = next((name for name in (DEMONSTRATION, STEPS, SWEEP) if (folder / name).exists()), None)
         if kind is None and (folder / HEADER).exists() and "algorithm" in read_header(folder).settings:
             kind = STEPS
     except RunFolderError:
         raise
     except OSError as error:  # the name is too long, or the folder is not readable
         raise RunFolderError(f"{folder} cannot be read: {error.strerror or error}") from error
-    if kind is not None and at_most is not None:
-        raise OptionError(f"--at-most is for measurements; {folder} is the folder of a training run")
+    return MEASUREMENT if kind is None else kind
+
+
+def require_measurement(folder: Path, option: str, *, or_sweep: bool = False) -> None:
+    """Check that an option of ``kleash report`` is for what a folder holds.
+
+    Args:
+        folder: of a finished run.
+        option: as it is typed.
+        or_sweep: whether it is for sweeps, too.
+
+    Raises:
+        OptionError: if not.
+        RunFolderError: if the folder cannot be read.
+    """
+    kind = kind_of_folder(folder)
+    if kind == SWEEP and not or_sweep:
+        raise OptionError(
+            f"{option} is for one measurement, and {folder} is the folder of a sweep; name that of a candidate in "
+            f"{folder / 'candidates'}"
+        )
+    if kind in (DEMONSTRATION, STEPS):
+        kinds = "measurements and sweeps" if or_sweep else "measurements"
+        raise OptionError(f"{option} is for {kinds}; {folder} is the folder of a training run")
+
+
+def read_result(folder: Path) -> Measurement | Sweep:
+    """The result in the folder of a measurement or of a sweep.
+
+    Raises:
+        RunFolderError: if it is missing or damaged.
+    """
+    return Sweep.read(folder) if kind_of_folder(folder) == SWEEP else Measurement.read(folder)
+
+
+def write_report_of(folder: Path, at_most: float | None = None) -> Path:
+    """Write the page of a folder from its files: of a measurement, a sweep, a training run or a demonstration.
+
+    Args:
+        folder: of a finished run.
+        at_most: a limit in nats for a measurement's KL, whose verdict the report then has.
+
+    Returns:
+        The page's path: ``report.html``, of a sweep ``sweep.html``.
+
+    Raises:
+        OptionError: if there is a limit, and the folder is not of a measurement.
+        RunFolderError: if the folder holds none of these, a file is damaged, or the report cannot be written.
+        MissingExtraError: if a dependency of reports is not installed.
+    """
+    if at_most is not None:
+        require_measurement(folder, "--at-most")
+    kind = kind_of_folder(folder)
     with damage_as_sentence(folder):
         if kind == DEMONSTRATION:
             return write_demonstration(folder)
+        if kind == SWEEP:
+            return write_sweep(folder / PAGE, Sweep.read(folder))
         return write_training_report(folder) if kind == STEPS else write_report(folder, at_most)

@@ -16,6 +16,7 @@ from kleash.store.number import Number
 from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 
+PAGE = "sweep.html"
 COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates."""
 QUANTILE = "99.9"

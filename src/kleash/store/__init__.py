@@ -10,6 +10,8 @@ from kleash.store.logits_record import LogitsMeasurement, WrittenLogits
 from kleash.store.measurement import Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
 from kleash.store.number import Number
+from kleash.store.number_rows import NumberRow, number_rows
+from kleash.store.result_summaries import Summary, summarize
 from kleash.store.run_folder import RunFolder
 from kleash.store.statistics import STATISTICS, Statistic
 from kleash.store.steps import HackingAlert, Sample, SampleRecord, StepRecord, read_samples, read_steps
@@ -31,15 +33,19 @@ __all__ = [
     "Measurement",
     "MismatchRecord",
     "Number",
+    "NumberRow",
     "RunDifference",
     "RunFolder",
     "Sample",
     "SampleRecord",
     "Statistic",
     "StepRecord",
+    "Summary",
     "TrainingFolder",
     "TrainingResult",
     "WrittenLogits",
+    "number_rows",
     "read_samples",
     "read_steps",
+    "summarize",
 ]

@@ -141,3 +141,21 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
         )
         for name, number in measurement.statistics().items()
     ]
+
+
+def summary_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
+    """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
+    per_sequence = measurement.per_sequence
+    other_numbers = (
+        ("KL per sequence", None if per_sequence is None else per_sequence.kl_policy_reference),
+        ("Noise floor (rounding alone)", measurement.noise_floor),
+        ("Gap to float32", measurement.dtype_gap),
+    )
+    return [
+        *((row.label, row.number) for row in statistic_rows(measurement) if row.in_summary),
+        *((label, number) for label, number in other_numbers if number is not None),
+        *(
+            (f"Estimator {name}, same tokens", record.number)
+            for name, record in measurement.estimators.items()
+        ),
+    ]

@@ -1,0 +1,344 @@
+"""The summaries of all kinds of results, registered for ``summarize``."""
+
+from collections.abc import Iterable, Mapping
+
+from kleash.store.audit import Audit
+from kleash.store.comparison import ComparedRun, Comparison, RunDifference
+from kleash.store.gate import Gate
+from kleash.store.likely_causes import Diagnosis
+from kleash.store.logits_record import LogitsMeasurement
+from kleash.store.measurement import Measurement
+from kleash.store.measurement_summary import (
+    all_warnings,
+    headline,
+    headline_name,
+    left_out_sentences,
+    merge_warnings,
+    summary_numbers,
+    upper_bound,
+)
+from kleash.store.mismatch_record import LABELS, MismatchRecord
+from kleash.store.number import Number, cells
+from kleash.store.statistics import PERPLEXITIES, label_of
+from kleash.store.summary_tables import (
+    NUMBER_HEADER,
+    UNKNOWN_INTERVAL,
+    Name,
+    Summary,
+    SummaryTable,
+    summarize,
+)
+from kleash.store.sweep import Sweep, SweepCandidate
+from kleash.store.training_folder import TrainingResult
+
+KL = "kl_policy_reference"
+QUANTILE = "99.9"
+"""Percentage of the tokens in the quantiles of a sweep."""
+
+
+def with_interval(number: Number) -> str:
+    """The value with its unit and its 95 % interval: "0.218 nats (95 % interval 0.199 to 0.237)"."""
+    value, interval, _, unit = cells(number)
+    text = f"{value} {unit}".rstrip()
+    return f"{text} (95 % interval {interval})" if interval else text
+
+
+def _number_row(label: str, number: Number, *, is_one_cluster: bool = False) -> tuple[str, ...]:
+    """A row under ``NUMBER_HEADER``; with one cluster the interval is unknown, even if the number has bounds."""
+    value, interval, error, unit = cells(number)
+    interval = UNKNOWN_INTERVAL if is_one_cluster or not interval else interval
+    return label, value, interval, error or "unknown", unit
+
+
+def _gate_fact(gate: Gate | None, name: str = "") -> tuple[tuple[str, str], ...]:
+    """The verdict of a gate as a fact; none without a gate."""
+    if gate is None:
+        return ()
+    return ((f"gate, {name}" if name else "gate", f"{gate.verdict}: at most {gate.at_most:g} nats"),)
+
+
+@summarize.register
+def _(measurement: Measurement) -> Summary:
+    counts, is_one_cluster = measurement.counts, measurement.counts.clusters < 2
+    upper = upper_bound(measurement)
+    text = f"{label_of(headline_name(measurement))} per token: {with_interval(headline(measurement))}"
+    if upper is not None:
+        text += f"; {label_of(f'{KL}_upper')}: {with_interval(upper)}"
+    return Summary(
+        headline=text,
+        facts=(
+            *((role, Name(model.path)) for role, model in measurement.models.items()),
+            ("dtype", ", ".join(dict.fromkeys(model.dtype for model in measurement.models.values()))),
+            ("estimand", measurement.estimand),
+            ("sample", _sample_size(counts.tokens, counts.sequences, "sequence", counts.clusters)),
+            *_gate_fact(measurement.gate),
+            *(("left out", sentence) for sentence in left_out_sentences(measurement)),
+        ),
+        tables=(
+            SummaryTable(
+                header=NUMBER_HEADER,
+                rows=tuple(
+                    _number_row(label, number, is_one_cluster=is_one_cluster)
+                    for label, number in summary_numbers(measurement)
+                ),
+            ),
+        ),
+        warnings=tuple(all_warnings(measurement)),
+    )
+
+
+@summarize.register
+def _(comparison: Comparison) -> Summary:
+    first = comparison.runs[0]
+    differences: list[RunDifference | None] = [None, *comparison.differences]
+    pairs = list(zip(comparison.runs, differences, strict=True))
+    kl_table = SummaryTable(
+        header=("run", label_of(KL), "95 % interval", "difference from the first", "95 % interval", "shared"),
+        rows=tuple(_kl_row(run, difference) for run, difference in pairs),
+    )
+    perplexity_table = SummaryTable(
+        header=("run", *map(label_of, PERPLEXITIES), "difference of the policy's", "95 % interval"),
+        rows=tuple(
+            (
+                Name(run.name),
+                *(_with_error(run.numbers, name) for name in PERPLEXITIES),
+                *_difference_cells(difference, PERPLEXITIES[0]),
+            )
+            for run, difference in pairs
+        ),
+    )
+    has_perplexity = any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES)
+    return Summary(
+        headline=f"{len(comparison.runs)} runs compared, paired by prompt; a difference whose interval contains 0 is "
+        "not significant",
+        facts=(
+            ("reference", Name(first.reference)),
+            ("estimand", first.estimand),
+            *(fact for run in comparison.runs for fact in _gate_fact(run.gate, run.name)),
+        ),
+        tables=(kl_table, *((perplexity_table,) if has_perplexity else ())),
+        warnings=tuple(dict.fromkeys(comparison_warnings(comparison))),
+    )
+
+
+def comparison_warnings(comparison: Comparison) -> list[str]:
+    """The warnings about the comparison, its differences and its runs."""
+    difference_warnings = [
+        f"{difference.name} minus {difference.minus}: {warning}"
+        for difference in comparison.differences
+        for warning in merge_warnings(
+            (label_of(name), number) for name, number in difference.differences.items()
+        )
+    ]
+    return [
+        *comparison.warnings,
+        *(warning for difference in comparison.differences for warning in difference.warnings),
+        *difference_warnings,
+        *(f"{run.name}: {warning}" for run in comparison.runs for warning in run.warnings),
+    ]
+
+
+def _kl_row(run: ComparedRun, difference: RunDifference | None) -> tuple[str, ...]:
+    """A run's KL, or the range between its bounds, and its difference from the first run."""
+    if KL in run.numbers:
+        value, interval, _, unit = cells(run.numbers[KL])
+        kl = (f"{value} {unit}", interval or UNKNOWN_INTERVAL)
+    else:
+        low, high = (run.numbers[f"{KL}_{end}"] for end in ("lower", "upper"))
+        kl = (f"{low.rounded} to {high.rounded} {low.unit}", UNKNOWN_INTERVAL)
+    shared = run.counts.prompts if difference is None else difference.shared_prompts
+    return (Name(run.name), *kl, *_difference_cells(difference, KL), f"{shared:,}")
+
+
+def _difference_cells(difference: RunDifference | None, name: str) -> tuple[str, str]:
+    """A difference and its interval; empty of the first run."""
+    if difference is None:
+        return "", ""
+    number = difference.differences.get(name)
+    if number is None:
+        return "unknown", "unknown"
+    return _with_error(difference.differences, name), cells(number)[1] or UNKNOWN_INTERVAL
+
+
+def _with_error(numbers: Mapping[str, Number], name: str) -> str:
+    """The number of this name with its standard error and unit; empty if there is none."""
+    if name not in numbers:
+        return ""
+    value, _, error, unit = cells(numbers[name])
+    return f"{value} ± {error} {unit}".rstrip() if error else f"{value} {unit}".rstrip()
+
+
+@summarize.register
+def _(sweep: Sweep) -> Summary:
+    header = ("candidate", "", label_of(sweep.rank_by), "95 % interval", f"{QUANTILE} % of tokens")
+    return Summary(
+        headline=f"{len(sweep.ranking)} candidates by {label_of(sweep.rank_by)} per token; those that share a letter "
+        "are tied",
+        facts=(
+            ("reference", Name(sweep.reference)),
+            ("sample", _sample_size(sweep.tokens, None, "", sweep.clusters)),
+        ),
+        tables=(
+            SummaryTable(
+                header=(*header, "MB on disk", "bits a weight", "Pareto front"),
+                rows=tuple(_candidate_row(candidate, sweep.rank_by) for candidate in sweep.ranking),
+            ),
+            *(
+                (
+                    SummaryTable(
+                        title="Not measured",
+                        header=("candidate", "reason"),
+                        rows=tuple((Name(candidate.name), candidate.failure) for candidate in sweep.failed),
+                    ),
+                )
+                if sweep.failed
+                else ()
+            ),
+        ),
+        warnings=(
+            *sweep.warnings,
+            *merge_warnings(
+                ((each.name, each.numbers[sweep.rank_by]) for each in sweep.ranking), sweep.warnings
+            ),
+        ),
+    )
+
+
+def _candidate_row(candidate: SweepCandidate, rank_by: str) -> tuple[str, ...]:
+    value, interval, _, unit = cells(candidate.numbers[rank_by])
+    quantile = candidate.numbers.get(f"{rank_by}_{QUANTILE}")
+    size, bits = candidate.bytes_on_disk, candidate.bits_per_weight
+    return (
+        Name(candidate.name),
+        candidate.letters,
+        f"{value} {unit}",
+        interval or UNKNOWN_INTERVAL,
+        "" if quantile is None else cells(quantile)[0],
+        "unknown" if size is None else f"{size / 1e6:.4g}",
+        "unknown" if bits is None else f"{bits:.2f}",
+        "yes" if candidate.is_on_pareto_front else "",
+    )
+
+
+@summarize.register
+def _(record: MismatchRecord) -> Summary:
+    kl = "kl_engine_trainer"
+    if record.renamed:
+        rows = tuple((name, f"{value:.6g}", "", "", "") for name, value in record.renamed.items())
+        warnings: Iterable[str] = ()
+    else:
+        rows = tuple(_number_row(label, record.numbers[name]) for name, label in LABELS.items())
+        warnings = merge_warnings((label, record.numbers[name]) for name, label in LABELS.items())
+    return Summary(
+        headline=f"{LABELS[kl]} per token: {with_interval(record.numbers[kl])}",
+        facts=(
+            ("rollouts", Name(record.file)),
+            ("sample", _sample_size(record.tokens, record.sequences, "response", record.prompts)),
+            *_gate_fact(record.gate),
+        ),
+        tables=(SummaryTable(header=NUMBER_HEADER, rows=rows),),
+        warnings=tuple(warnings),
+    )
+
+
+@summarize.register
+def _(diagnosis: Diagnosis) -> Summary:
+    if diagnosis.findings:
+        text = f"likeliest cause of the mismatch: {diagnosis.findings[0].cause}"
+    else:
+        text = "no finding: rounding explains the differences" if diagnosis.examined else "no diagnosis"
+    return Summary(
+        headline=text,
+        facts=(
+            ("rollouts", Name(diagnosis.file)),
+            *(("scored again by", Name(model)) for model in diagnosis.models),
+            ("sample", _sample_size(diagnosis.tokens, diagnosis.sequences, "response", None)),
+            *(("note", note) for note in diagnosis.notes),
+        ),
+        tables=(
+            SummaryTable(
+                header=("cause", "probability", "meaning", "evidence", "next"),
+                rows=tuple(
+                    (
+                        " or ".join((cause.cause, *cause.alike)),
+                        f"{cause.probability:.0%}",
+                        cause.meaning,
+                        cause.evidence,
+                        cause.next_test,
+                    )
+                    for cause in diagnosis.findings
+                ),
+            ),
+        )
+        if diagnosis.findings
+        else (),
+    )
+
+
+@summarize.register
+def _(logits: LogitsMeasurement) -> Summary:
+    lower = logits.per_token["kl_reference_policy_lower"]
+    return Summary(
+        headline=f"{label_of('kl_reference_policy_lower')} per token: {with_interval(lower)}",
+        facts=(
+            ("policy", Name(logits.policy.path)),
+            ("base logits", Name(logits.path)),
+            ("sample", _sample_size(logits.tokens, logits.chunks, "chunk", logits.chunks)),
+            *(("note", note) for note in logits.notes),
+        ),
+        tables=(
+            SummaryTable(
+                header=NUMBER_HEADER,
+                rows=tuple(_number_row(label_of(name), number) for name, number in logits.per_token.items()),
+            ),
+        ),
+        warnings=tuple(merge_warnings((label_of(name), number) for name, number in logits.per_token.items())),
+    )
+
+
+@summarize.register
+def _(audit: Audit) -> Summary:
+    return Summary(
+        headline=f"value: {audit.value}; gradient: {audit.gradient or 'none'}",
+        facts=(
+            ("function", Name(audit.target)),
+            ("called", audit.summary),
+            ("taken as", audit.place),
+            *(("verdict", sentence) for sentence in audit.verdict),
+        ),
+        tables=(
+            SummaryTable(
+                header=("finding", "severity", "what was seen", "where"),
+                rows=tuple(
+                    (finding.kind, finding.severity, finding.sentence, finding.where)
+                    for finding in audit.findings
+                ),
+            ),
+        )
+        if audit.findings
+        else (),
+    )
+
+
+@summarize.register
+def _(training: TrainingResult) -> Summary:
+    return Summary(
+        headline=f"{training.algorithm}, after step {training.steps}"
+        + (f"; stopped: {training.stopped}" if training.stopped is not None else ""),
+        facts=(("policy", Name(training.policy)), ("folder", Name(training.out))),
+        tables=(
+            SummaryTable(
+                header=("metric of the last step", "value"),
+                rows=tuple((name, f"{value:.6g}") for name, value in training.metrics.items()),
+            ),
+        ),
+        warnings=training.alerts,
+    )
+
+
+def _sample_size(tokens: int, sequences: int | None, noun: str, clusters: int | None) -> str:
+    """The number of tokens, sequences and clusters, in words."""
+    counts = [(tokens, "token"), (sequences, noun), (clusters, "independent cluster")]
+    return ", ".join(
+        f"{count:,} {word}{'' if count == 1 else 's'}" for count, word in counts if count is not None
+    )

@@ -1,0 +1,46 @@
+"""The summary of a result: a headline, facts, tables and warnings, from which formats and notebooks are made."""
+
+from dataclasses import dataclass
+from functools import singledispatch
+
+UNKNOWN_INTERVAL = "unknown"
+NUMBER_HEADER = ("", "value", "95 % interval", "standard error", "unit")
+"""Header of a table whose rows are numbers."""
+
+
+class Name(str):
+    """A text that is no sentence of kleash, such as a path: shown as it is, in the style of code."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryTable:
+    """A table of texts."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """As wide as the header; a ``Name`` is a text of others."""
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a person reads of a result."""
+
+    headline: str
+    """The result in one line."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """What it is about: label and text."""
+    tables: tuple[SummaryTable, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@singledispatch
+def summarize(result: object) -> Summary:
+    """The summary of a result of kleash; ``kleash.store.result_summaries`` has those of all kinds.
+
+    Raises:
+        TypeError: if ``result`` is none.
+    """
+    raise TypeError(f"{type(result).__name__} is no result of kleash")

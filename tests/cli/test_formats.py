@@ -1,0 +1,204 @@
+"""``--format``: what is printed in place of a summary, by every command that has it."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from synthetic_run import synthetic_sweep, write_synthetic_run
+
+from kleash.cli import main
+from kleash.cli.commands import RECORDS
+from kleash.cli.formats import formatted
+from kleash.errors import OptionError
+from kleash.jobs import LogitsJob, MeasureJob, SweepJob
+from kleash.jobs.output_formats import FORMATS, MEASUREMENT_FORMATS, FormatOption
+from kleash.measuring.llama_cpp_summary import STORED_COLUMNS, llama_cpp_text
+from kleash.records import LogitsMeasurement, Measurement, Number, RunFolder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two small run folders."""
+    root = tmp_path_factory.mktemp("formats")
+    for seed, name in enumerate(("a", "b")):
+        write_synthetic_run(root / name, prompts=6, tokens=96, seed=seed, shards=1)
+    return [root / "a", root / "b"]
+
+
+def printed(capsys: Any, *words: object, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def read_csv(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+
+
+def test_report_prints_every_format_and_writes_the_page(runs: list[Path], capsys: Any) -> None:
+    measurement = Measurement.read(runs[0])
+    (runs[0] / "report.html").unlink(missing_ok=True)
+    as_json = printed(capsys, "report", runs[0], "--json")
+    assert json.loads(as_json) == measurement.to_dict()
+    assert (runs[0] / "report.html").exists()
+    assert printed(capsys, "report", runs[0], "--json", "--format", "json") == as_json
+    rows = read_csv(printed(capsys, "report", runs[0], "--format", "csv"))
+    assert float(rows[0]["value"]) == measurement.per_token["kl_policy_reference"].value
+    assert printed(capsys, "report", runs[0], "--format", "markdown").startswith("**KL(policy ‖ reference)")
+    card = printed(capsys, "report", runs[0], "--format", "model-card")
+    assert card.startswith("---\nmodel-index:\n- name: policy\n")
+
+
+def test_llama_cpps_statistics_are_those_of_the_tokens(runs: list[Path], capsys: Any) -> None:
+    text = printed(capsys, "report", runs[0], "--format", "llama.cpp")
+    tokens = pq.read_table(runs[0] / "tokens").to_pydict()
+    kld = np.array(tokens["kl_reference_policy"])
+    change = np.exp(np.array(tokens["logp_policy"])) - np.exp(np.array(tokens["logp_reference"]))
+    perplexity = np.exp(-np.mean(tokens["logp_policy"]))
+    error = kld.std(ddof=1) / np.sqrt(len(kld))
+    lines = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in text.splitlines()}
+    assert [float(lines["Mean    KLD"][at]) for at in (0, 2)] == pytest.approx([kld.mean(), error], abs=2e-6)
+    assert float(lines["Mean PPL(Q)"][0]) == pytest.approx(perplexity, abs=2e-6)
+    assert float(lines["Median  KLD"][0]) == pytest.approx(np.median(kld), abs=2e-6)
+    assert float(lines["Mean    Δp"][0]) == pytest.approx(100 * change.mean(), abs=2e-3)
+    same = np.equal(tokens["top1_policy"], tokens["top1_reference"]).mean()
+    assert float(lines["Same top p"][0]) == pytest.approx(100 * same, abs=2e-3)
+
+
+def test_llama_cpps_statistics_of_few_tokens_or_bounds_are_refused(tmp_path: Path, capsys: Any) -> None:
+    write_synthetic_run(tmp_path / "few", prompts=2, samples=1, tokens=40, hostile=False, shards=1)
+    assert main(["report", str(tmp_path / "few"), "--format", "llama.cpp"]) == 2
+    assert "takes 100 tokens or more" in capsys.readouterr().err
+    name = "kl_reference_policy_lower"
+    numbers = {name: Number(value=0.5, unit="nats", standard_error=0.1, ci95=(0.3, 0.7))}
+    model = Measurement.read(tmp_path / "few").models["policy"]
+    few = LogitsMeasurement(
+        path="b", policy=model, chunks=1, context=8, tokens=4, per_token=numbers, llama_cpp=""
+    )
+    with pytest.raises(OptionError, match="no statistics of 4 tokens"):
+        formatted(few, "llama.cpp")
+
+
+def test_llama_cpps_statistics_of_unlikely_and_of_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {name: np.full(100, 1.0, dtype=np.float32) for name in STORED_COLUMNS}
+    part |= {name: -part[name] for name in ("logp_policy", "logp_reference")}
+    part["logp_policy"][0] = -np.inf
+    monkeypatch.setattr(RunFolder, "token_parts", lambda self, names: iter([part]))
+    assert "Mean PPL(Q)                   :        inf" in llama_cpp_text(Path("run"))
+    part["kl_reference_policy"][5] = np.nan
+    with pytest.raises(OptionError, match="of every token, which run does not have"):
+        llama_cpp_text(Path("run"))
+
+
+@pytest.mark.parametrize("output_format", ["csv", "model-card", "llama.cpp", "markdown"])
+def test_a_gate_decides_the_exit_code_in_every_format(
+    output_format: str, runs: list[Path], capsys: Any
+) -> None:
+    words = ["report", str(runs[0]), "--at-most", "1e-9", "--format", output_format]
+    assert main(words) == 1
+    output = capsys.readouterr()
+    where = output.out if output_format == "markdown" else output.err
+    assert "failed: KL(policy ‖ reference) per token is above" in where.replace("\\", "")
+
+
+def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(
+    runs: list[Path], tmp_path: Path, capsys: Any
+) -> None:
+    words = ["compare", *runs, "--out", tmp_path / "c.html", "--format"]
+    rows = read_csv(printed(capsys, *words, "csv"))
+    data = json.loads(printed(capsys, *words, "json"))
+    (difference,) = [row for row in rows if row["minus"] == "a" and row["name"] == "kl_policy_reference"]
+    assert (
+        float(difference["value"]) == (data["differences"][0]["differences"]["kl_policy_reference"]["value"])
+    )
+    assert "| `b` |" in printed(capsys, *words, "markdown")
+    rollout = {
+        "prompt_token_ids": [1],
+        "response_token_ids": [2, 3],
+        "trainer_logprobs": [-1.0, -2.0],
+        "engine_logprobs": [-1.5, -2.0],
+    }
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(json.dumps(rollout) for _ in range(3)))
+    for command in ("mismatch", "doctor"):
+        words = [command, tmp_path / "rollouts.jsonl", "--format"]
+        json.loads(printed(capsys, *words, "json"))
+        assert printed(capsys, *words, "csv").startswith("run,minus,name,value")
+        assert "rollouts.jsonl" in printed(capsys, *words, "markdown")
+
+
+def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path: Path, capsys: Any) -> None:
+    sweep = synthetic_sweep()
+    sweep.write(tmp_path)
+    assert printed(capsys, "report", tmp_path) == f"{tmp_path / 'sweep.html'}\n"
+    assert "q6" in (tmp_path / "sweep.html").read_text()
+    assert printed(capsys, "report", tmp_path, "--json") == sweep.to_json()
+    assert len(read_csv(printed(capsys, "report", tmp_path, "--format", "csv"))) > 20
+    for option, value in (("--format", "model-card"), ("--format", "llama.cpp"), ("--at-most", "1")):
+        assert main(["report", str(tmp_path), option, value]) == 2
+        assert "is for one measurement, and" in capsys.readouterr().err
+    (tmp_path / "sweep.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "cannot be read as a sweep" in capsys.readouterr().err
+
+
+def test_a_training_folder_has_no_format(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "steps.jsonl").write_text("")
+    assert main(["report", str(tmp_path), "--format", "csv"]) == 2
+    assert "--format csv is for measurements and sweeps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "report x --format xml",
+            "--format must be one of json, csv, markdown, model-card, llama.cpp; it is 'xml'",
+        ),
+        (
+            "compare a b --format model-card",
+            "--format must be one of json, csv, markdown; it is 'model-card'",
+        ),
+        ("report x --json --format csv", "--json is --format json; give it or --format csv, not both"),
+        ("measure --json --format markdown", "not both"),
+        ("sweep --json --format csv --candidates a", "not both"),
+        ("merge x --json --format csv", "not both"),
+        ("mismatch x --json --format csv", "not both"),
+        ("doctor x --json --format csv", "not both"),
+        ("logits x --json --format csv --policy p", "not both"),
+        ("logits x --format model-card --policy p", "json, csv, markdown, llama.cpp"),
+        ("logits x --format csv --reference p --text t", "with --reference a file is written"),
+        ("measure --shard 1/2 --out o --format csv", "give --format csv to kleash merge"),
+        ("report x --output-format csv", "did you mean --format?"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(words: str, message: str, capsys: Any) -> None:
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_format_changes_no_setting_of_a_run() -> None:
+    assert MeasureJob(format="csv").settings() == MeasureJob().settings()
+    job = SweepJob(candidates=("shipped:policy",), format="csv", out="o")
+    assert job.measure_job(1, Path("o")).output_format is None
+    with pytest.raises(OptionError, match="--format must be text"):
+        LogitsJob(logits="x", policy="p", format=3)  # type: ignore[arg-type]
+
+
+def test_the_commands_with_formats_and_their_help_agree(capsys: Any) -> None:
+    have = {name for name, record in RECORDS.items() if issubclass(record, FormatOption)}
+    assert have == {"measure", "sweep", "merge", "report", "compare", "mismatch", "doctor", "logits"}
+    for name in have:
+        formats = RECORDS[name].formats  # type: ignore[union-attr]
+        text = " ".join(printed(capsys, name, "--help").partition("--format FORMAT")[2].split())
+        named = {
+            word
+            for word in MEASUREMENT_FORMATS
+            if f"{word}," in text or f"{word};" in text or f" {word}" in text
+        }
+        assert named == set(formats) >= set(FORMATS), name

@@ -1,0 +1,264 @@
+"""Results as CSV and Markdown: all digits, and no text of others that is more than text."""
+
+import csv
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic_run import synthetic_comparison, synthetic_sweep
+
+from kleash.records import Diagnosis, LogitsMeasurement, Measurement, MismatchRecord, Number
+from kleash.reports.formatting import make_visible
+from kleash.reports.text_formats import CSV_COLUMNS, escape_text, markdown_code, to_csv, to_markdown
+from kleash.store.likely_causes import LikelyCause
+from kleash.store.mismatch_record import LABELS
+from kleash.store.number_rows import NumberRow, number_rows
+from kleash.store.summary_tables import Name, Summary, SummaryTable, summarize
+
+HOSTILE = (
+    "a|b",
+    "a\\|b",
+    "a\\",
+    "`code`",
+    "``",
+    "<img src=x onerror=alert(1)>",
+    "line\nbreak | and more",
+    "[link](javascript:alert(1))",
+    "![](http://x/y.png)",
+    "*bold* _under_ ~~gone~~",
+    "&lt;b&gt;",
+    "@everyone",
+    "# title",
+    "1. item",
+    "- item",
+    "",
+    " spaces ",
+    "$x^2$",
+    "--- | ---",
+    "\u202eevil",
+    "a\u2028b",
+    "=HYPERLINK(1)",
+    'quote " and, comma',
+)
+
+
+def number(value: float, **more: Any) -> Number:
+    return Number(
+        **{"value": value, "unit": "nats", "standard_error": 0.1, "ci95": (value - 0.2, value + 0.2), **more}
+    )
+
+
+MISMATCH = MismatchRecord(
+    kleash="0.1.0",
+    file="a|b.jsonl",
+    tokens=10,
+    sequences=2,
+    prompts=1,
+    numbers=dict.fromkeys(LABELS, number(0.25)),
+    values={"effective_sample_size": 9.5, "largest_log_ratio": math.inf},
+)
+DIAGNOSIS = Diagnosis(
+    kleash="0.1.0",
+    file="r.jsonl",
+    tokens=10,
+    sequences=2,
+    models=(),
+    examined=True,
+    findings=(
+        LikelyCause(
+            cause="temperature",
+            meaning="a | b",
+            probability=0.75,
+            evidence="<b>",
+            next_test="`t`",
+            alike=("other",),
+        ),
+    ),
+)
+
+
+def logits_measurement(run: tuple[Path, Measurement]) -> LogitsMeasurement:
+    names = ("kl_reference_policy_lower", "llama_cpp_kld")
+    return LogitsMeasurement(
+        path="base.kld",
+        policy=run[1].models["policy"],
+        chunks=3,
+        context=64,
+        tokens=96,
+        per_token={name: number(0.5, warnings=("few clusters: 3",)) for name in names},
+        llama_cpp="",
+    )
+
+
+@pytest.fixture(scope="module")
+def results(run: tuple[Path, Measurement]) -> list[Any]:
+    comparison, sweep = synthetic_comparison(), synthetic_sweep(HOSTILE[:4], ("b|ad",))
+    return [run[1], comparison, sweep, MISMATCH, DIAGNOSIS, logits_measurement(run)]
+
+
+def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results: list[Any]) -> None:
+    for result in results:
+        rows = number_rows(result)
+        read = list(csv.DictReader(io.StringIO(to_csv(rows), newline=""), strict=True))
+        assert len(read) == len(rows) > 0 and tuple(read[0]) == CSV_COLUMNS
+        for row, cells in zip(rows, read, strict=True):
+            assert (cells["run"], cells["minus"], cells["name"], cells["unit"]) == (
+                *(row.run, row.minus, row.name, row.unit),
+            )
+            low, high = row.ci95 if row.ci95 is not None else (None, None)
+            for name, value in (
+                *(("value", row.value), ("standard_error", row.standard_error)),
+                *(("ci95_low", low), ("ci95_high", high)),
+            ):
+                read_value = float(cells[name]) if cells[name] else None
+                assert read_value == value or (math.isnan(read_value) and math.isnan(value)), (row, name)
+            assert cells["warnings"] == "; ".join(row.warnings)
+
+
+def test_the_rows_of_a_measurement_are_the_numbers_of_its_json(run: tuple[Path, Measurement]) -> None:
+    rows = {row.name: row for row in number_rows(run[1])}
+    assert len(rows) == len(number_rows(run[1])), "a name stands for one number"
+    data = run[1].to_dict()
+    for name, stored in (
+        ("kl_policy_reference", data["per_token"]["kl_policy_reference"]),
+        ("perplexity_ratio", data["perplexity"]["ratio"]),
+        ("top1_agreement", data["top1_agreement"]),
+        ("sequence_kl_policy_reference", data["per_sequence"]["kl_policy_reference"]),
+        ("estimator_k3", data["estimators"]["k3"]),
+        ("estimator_k3_bias", data["estimators"]["k3"]["bias"]),
+        ("kl_reference_policy_99.9", data["quantiles"]["kl_reference_policy"]["99.9"]),
+        ("noise_floor", data["noise_floor"]),
+        ("kl_policy_reference_by_position_2_to_4", data["by_position"][2]["kl_policy_reference"]),
+    ):
+        row = rows[name]
+        assert (row.value, row.standard_error, row.ci95) == (
+            *(stored["value"], stored["standard_error"]),
+            tuple(stored["ci95"]),
+        )
+    assert rows["kl_policy_reference"].clusters == 40 and rows["noise_floor"].clusters is None
+    written = set(data["per_token"]) | {f"estimator_{name}" for name in data["estimators"]}
+    assert written <= set(rows)
+
+
+def test_the_rows_of_a_sweep_have_both_intervals_of_a_pair_and_no_failed_candidate() -> None:
+    rows = number_rows(synthetic_sweep())
+    differences = [row for row in rows if row.minus]
+    assert {(row.run, row.minus) for row in differences} == {("q8", "q6"), ("q8", "q4"), ("q6", "q4")}
+    assert {row.name for row in differences} == {"kl_policy_reference", "kl_policy_reference_simultaneous"}
+    assert [row.ci95 for row in differences if row.name.endswith("simultaneous")] == [(-1.0, -0.01)] * 3
+    assert {row.value for row in rows if row.name == "bytes_on_disk"} == {8e9, 4e9, 8e9 // 3}
+    assert "torn" not in {row.run for row in rows}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_are_spelt_as_in_json(value: float) -> None:
+    text = to_csv([NumberRow(run="r", name="n", value=value, ci95=(-math.inf, math.inf))])
+    line = text.splitlines()[1]
+    assert (
+        line
+        == f"r,,n,{'NaN' if math.isnan(value) else f'{value}'.replace('inf', 'Infinity')},,-Infinity,Infinity,none,,,"
+    )
+
+
+def cells_of(markdown: str) -> list[list[str]]:
+    """The texts of the cells of the first table, as a Markdown renderer that is not ours shows them."""
+    html = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table").render(markdown)
+    from html.parser import HTMLParser
+
+    class Table(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[list[str]] = []
+            self.tags: set[str] = set()
+            self.in_cell = False
+
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            self.tags.add(tag)
+            if tag == "tr":
+                self.rows.append([])
+            if tag in ("td", "th"):
+                self.rows[-1].append("")
+                self.in_cell = True
+
+        def handle_endtag(self, tag: str) -> None:
+            self.in_cell &= tag not in ("td", "th")
+
+        def handle_data(self, data: str) -> None:
+            if self.in_cell:
+                self.rows[-1][-1] += data
+
+    table = Table()
+    table.feed(html)
+    assert table.tags <= {"table", "thead", "tbody", "tr", "td", "th", "code", "p", "strong", "ul", "li"}, (
+        table.tags
+    )
+    return table.rows
+
+
+def shown(text: str) -> str:
+    """What a reader sees of a text."""
+    return make_visible(text)
+
+
+@pytest.mark.parametrize("kind", [Name, str])
+def test_hostile_texts_in_tables_are_shown_as_they_stand(kind: type) -> None:
+    rows = tuple((kind(text), str(at)) for at, text in enumerate(HOSTILE))
+    summary = Summary(headline="h", tables=(SummaryTable(header=("name", "n"), rows=rows),))
+    read = cells_of(to_markdown(summary))
+    assert read[0] == ["name", "n"] and len(read) == len(HOSTILE) + 1
+    for text, (cell, at), place in zip(HOSTILE, read[1:], range(len(HOSTILE)), strict=True):
+        expected = shown(text) if text or kind is Name else ""
+        assert (cell.replace("\u200b", "").strip(), at) == (expected.strip(), str(place))
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=40))
+def test_any_text_stays_text_in_its_cell(text: str) -> None:
+    line = f"| a | b | c |\n| --- | --- | --- |\n| {markdown_code(text)} | {escape_text(text)} | 1 |\n"
+    read = cells_of(line)
+    expected = shown(text)
+    assert [len(row) for row in read] == [3, 3] and read[1][2] == "1"
+    assert read[1][0].split() == expected.split()
+    assert read[1][1].replace("\u200b", "").split() == (expected.split() if text else [])
+
+
+def test_hostile_texts_outside_of_tables_are_shown_as_they_stand(run: tuple[Path, Measurement]) -> None:
+    renderer = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
+    summary = Summary(headline="h", facts=(("f", "<b>|*x*"),), warnings=HOSTILE)
+    html = renderer.render(to_markdown(summary, ["# note"]))
+    assert html.count("<li>") == 1 + len(HOSTILE)
+    for tag in ("<img", "<h1", "<a ", "<em", "<del", "<ol", "<script", "<b>"):
+        assert tag not in html
+    assert "script" not in renderer.render(to_markdown(summarize(run[1]))).replace("&lt;script", "").replace(
+        "&lt;/script", ""
+    )
+
+
+def test_a_mention_of_a_person_is_none() -> None:
+    assert "@everyone" not in escape_text("@everyone") and "&#8203;" in escape_text("@everyone")
+
+
+def test_every_kind_of_result_has_a_markdown_table(results: list[Any]) -> None:
+    for result in results:
+        text = to_markdown(summarize(result))
+        rows = cells_of(text)
+        assert len(rows) > 1 and len({len(row) for row in rows}) <= 3, type(result)
+    sweep_rows = cells_of(to_markdown(summarize(results[2])))
+    assert [row[0] for row in sweep_rows[1:5]] == list(HOSTILE[:4])
+    assert ["b|ad", "its weights are missing"] in sweep_rows
+
+
+def test_one_cluster_has_no_interval_in_a_table(run: tuple[Path, Measurement]) -> None:
+    counts = replace(run[1].counts, clusters=1)
+    summary = summarize(replace(run[1], counts=counts))
+    assert {row[2] for row in summary.tables[0].rows} == {"unknown"}
+    assert "unknown" not in {row[2] for row in summarize(run[1]).tables[0].rows}
+
+
+def test_what_is_no_result_has_no_summary() -> None:
+    with pytest.raises(TypeError, match="int is no result"):
+        summarize(3)
