@@ -157,7 +157,6 @@ SHORT_MODULES: dict[str, str] = {
     "src/kleash/__main__.py": "python -m kleash",
     "src/kleash/auditing/findings/verdict.py": "orders the findings of all other modules of its package",
     "src/kleash/cli/numbers.py": "the format of numbers in the terminal, for the summary and the progress bar",
-    "src/kleash/cli/terminal.py": "the console that all commands print to",
     "src/kleash/cli/verdicts.py": "the output of one command, like caching.py and training.py",
     "src/kleash/integrations/audit_target.py": "the entry point of kleash's audit target",
     "src/kleash/integrations/prime_rl.py": "an import path that was documented; the error names the recipe",

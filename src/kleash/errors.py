@@ -73,6 +73,10 @@ class ClusterError(KleashError, RuntimeError):
     """A Ray cluster that cannot be reached or has no room, or whose workers are lost or differ from the driver."""
 
 
+class TrackerWarning(UserWarning):
+    """A tracker did not get a measurement, which is on disk."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, with a message that says what was saved.
 

@@ -16,7 +16,7 @@ from kleash.cli.commands import RECORDS
 from kleash.cli.formats import formatted
 from kleash.errors import OptionError
 from kleash.jobs import LogitsJob, MeasureJob, SweepJob
-from kleash.jobs.output_formats import FORMATS, MEASUREMENT_FORMATS, FormatOption
+from kleash.jobs.output_options import FORMATS, MEASUREMENT_FORMATS, FormatOption
 from kleash.measuring.llama_cpp_summary import STORED_COLUMNS, llama_cpp_text
 from kleash.records import LogitsMeasurement, Measurement, Number, RunFolder
 

@@ -1,18 +1,17 @@
 """The run log: what is on the disk after each step, what is asked of the trainer, and where else numbers go."""
 
 import sys
-import types
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from histories import bent, healthy
+from tracker_service import Service
 
 from kleash.errors import CannotRunError, MissingExtraError, UnknownNameError
 from kleash.records import DPOJob, PPOJob, Sample, StepRecord, read_samples, read_steps
+from kleash.reports.trackers import open_trackers
 from kleash.training import Advice, RunLog
-from kleash.training.trackers import open_trackers
 
 SAMPLES = [Sample(prompt="p", response=f"one two three four {at}", reward=1.0, kl=0.1) for at in range(6)]
 
@@ -161,46 +160,6 @@ def test_tensorboard_logs_every_step_under_requested_names(tmp_path: Path) -> No
     assert told(tmp_path)["actor/reward_kl_penalty_coeff"] == [(1, 1.0), (2, 7.0)]
 
 
-class Service:
-    """A stand-in for a tracker's own package, as far as Accelerate calls it."""
-
-    def __init__(self) -> None:
-        self.began: dict[str, Any] = {}
-        self.settings: dict[str, Any] = {}
-        self.logged: list[tuple[Any, Mapping[str, float]]] = []
-        self.finished = 0
-
-    def as_module(self, name: str) -> types.ModuleType:
-        module = types.ModuleType(name)
-        module.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
-        members: dict[str, Any] = {
-            "init": self.init,
-            "config": types.SimpleNamespace(update=lambda values, **_: self.settings.update(values)),
-            "search_experiments": lambda **_: [],
-            "create_experiment": lambda **more: self.began.update(more) or "1",
-            "start_run": lambda **more: self.began.update(more) or self,
-            "log_params": self.settings.update,
-            "log_metrics": lambda values, step: self.logged.append((step, values)),
-            "end_run": self.finish,
-            "utils": types.SimpleNamespace(
-                validation=types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
-            ),
-        }
-        for member, value in members.items():
-            setattr(module, member, value)
-        return module
-
-    def init(self, **more: Any) -> "Service":
-        self.began.update(more)
-        return self
-
-    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
-        self.logged.append((step, values))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_trackers_log_through_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service()
@@ -223,7 +182,7 @@ def test_missing_tracker_package_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=f"{name} is not installed; run: pip install") as error:
-        open_trackers(PPOJob(report_to=(name,)), tmp_path)
+        open_trackers((name,), {}, tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -241,10 +200,10 @@ def test_unreachable_tracker_is_one_sentence_and_closes_the_others(
     with pytest.raises(
         CannotRunError, match="the tracker trackio cannot be started: no network; set it up, or leave"
     ):
-        open_trackers(PPOJob(report_to=("wandb", "trackio")), tmp_path)
+        open_trackers(("wandb", "trackio"), {}, tmp_path)
     assert first.finished == 1
 
 
 def test_duplicate_tracker_logs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Service().as_module("wandb"))
-    assert len(open_trackers(PPOJob(report_to=("wandb", "wandb")), tmp_path)) == 1
+    assert len(open_trackers(("wandb", "wandb"), {}, tmp_path)) == 1

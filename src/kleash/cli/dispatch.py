@@ -17,12 +17,13 @@ from kleash.cli.progress import Progress
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part
 from kleash.cli.sweeping import run_sweep
+from kleash.cli.terminal import trackers_as_sentences
 from kleash.cli.training import run_demonstration, run_train
-from kleash.errors import MissingExtraError, OptionError
+from kleash.errors import CannotRunError, MissingExtraError, OptionError
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
-from kleash.jobs.output_formats import FORMATS
+from kleash.jobs.output_options import FORMATS
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.store import Measurement
 from kleash.store.codec import to_json
@@ -77,7 +78,7 @@ def _measure(job: MeasureJob) -> int:
     if job.out is None and ranks.world_size == 1:
         job = replace(job, out=default_out())
     shows_progress = ranks.is_first and not job.quiet
-    with Progress() if shows_progress else nullcontext() as progress:
+    with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
         if progress is not None and job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
             progress.note(SHIPPED_PAIR)
         run_job = measure if job.shard is None else measure_part
@@ -98,8 +99,8 @@ def _merge(command: MergeJob) -> int:
     from kleash.measuring import merge
 
     folder = command.folder.expanduser()
-    with nullcontext() if command.quiet else Progress() as progress:
-        measurement = merge(folder, progress, at_most=command.at_most)
+    with trackers_as_sentences(), nullcontext() if command.quiet else Progress() as progress:
+        measurement = merge(folder, progress, at_most=command.at_most, report_to=command.report_to)
     _print_result(measurement, folder, command.output_format, quiet=command.quiet)
     return _exit_code_of_gate(measurement)
 
@@ -121,17 +122,24 @@ def _report(command: ReportJob) -> int:
     """Run ``kleash report`` and return its exit code."""
     from kleash.reports.folder_report import read_result, require_measurement, write_report_of
     from kleash.reports.gate_verdicts import gate_of_measurement
+    from kleash.reports.trackers import send_measurement
 
     folder = command.folder.expanduser()
     if command.output_format is not None:
         is_general = command.output_format in FORMATS
         require_measurement(folder, f"--format {command.output_format}", or_sweep=is_general)
+    if command.report_to:
+        require_measurement(folder, "--report-to")
     page = write_report_of(folder, command.at_most)
     result = None
-    if command.output_format is not None or command.at_most is not None:
+    if command.output_format is not None or command.at_most is not None or command.report_to:
         result = read_result(folder)
-    if isinstance(result, Measurement) and command.at_most is not None:
-        result = replace(result, gate=gate_of_measurement(result, command.at_most))
+    if isinstance(result, Measurement):
+        if command.at_most is not None:
+            result = replace(result, gate=gate_of_measurement(result, command.at_most))
+        failures = send_measurement(command.report_to, result, folder)
+        if failures:
+            raise CannotRunError("; ".join(failures))
     if result is not None and command.output_format is not None:
         print_formatted(result, command.output_format, folder)
     else:

@@ -1,6 +1,6 @@
 """Checks that the optional packages of a command are installed, before it starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
@@ -25,20 +25,26 @@ def require_packages(command: Command) -> None:
     """
     match command:
         case MeasureJob() if command.engine == "ray":
-            require_installed(("rich", *MODELS, *_for_loading(command), "ray"), "'kleash[ray]'")
-        case MeasureJob() | CacheJob() | SweepJob():
+            packages = ["rich", *MODELS, *_for_loading(command), "ray"]
+            _require_with_trackers(packages, command.report_to, "'kleash[ray]'")
+        case MeasureJob():
+            packages = ["rich", *MODELS, *_for_loading(command)]
+            _require_with_trackers(packages, command.report_to, "'kleash[models]'")
+        case CacheJob() | SweepJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
         case LogitsJob():
             names = (command.policy or "", command.reference or "")
             adapters = [ADAPTERS] if any(map(is_adapter, names)) else []
             require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case MergeJob():
-            require_installed(("rich", *MODELS), "'kleash[models]'")
+            _require_with_trackers(["rich", *MODELS], command.report_to, "'kleash[models]'")
         case DemonstrationJob():
             require_installed(("rich", *MODELS, DEVICE_MAPS, ADAPTERS), "'kleash[train]'")
         case TrainJob():
             _require_for_training(command)
-        case ReportJob() | CompareJob():
+        case ReportJob():
+            _require_with_trackers(["rich", "pyarrow", *PAGES], command.report_to, "'kleash[models]'")
+        case CompareJob():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
         case DoctorJob():
             adapters = (
@@ -71,14 +77,23 @@ def _require_for_training(job: TrainJob) -> None:
     model_names = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
     if job.lora_rank > 0 or any(is_adapter(name) for name in model_names):
         packages.append(ADAPTERS)
-    if "tensorboard" in job.report_to:
-        packages.append("tensorboard")
-    trackers = [name for name in job.report_to if name in TRACKER_MODULES]
+    _require_with_trackers(packages, job.report_to, "'kleash[trl]'" if uses_trl else "'kleash[train]'")
+
+
+def _require_with_trackers(packages: Sequence[str], report_to: Sequence[str], extra: str) -> None:
+    """Check packages of an extra, and those of trackers."""
+    trackers = [name for name in report_to if name in TRACKER_MODULES]
+    needed = [*packages, *([DEVICE_MAPS] if trackers else [])]
+    if "tensorboard" in report_to:
+        needed.append("tensorboard")
+        if extra == "'kleash[models]'":
+            extra = "'kleash[train]'"  # it has all of kleash[models]
+        elif extra == "'kleash[ray]'":
+            extra = "'kleash[ray,train]'"
     missing_trackers = " ".join(name for name in trackers if not is_installed(name))
-    extra = "'kleash[trl]'" if uses_trl else "'kleash[train]'"
-    has_extra = all(is_installed(package) for package in packages)
+    has_extra = all(is_installed(package) for package in needed)
     to_install = missing_trackers if has_extra else f"{extra} {missing_trackers}".strip()
-    require_installed((*packages, *trackers), to_install)
+    require_installed((*needed, *trackers), to_install)
 
 
 def is_adapter(name: str) -> bool:

@@ -1,7 +1,9 @@
 """A rich console for sentences and tables, with control characters escaped."""
 
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -9,6 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from kleash.cli.streams import CommandStream, printable
+from kleash.errors import TrackerWarning
 
 
 class Terminal(Console):
@@ -45,3 +48,20 @@ def remark(console: Console, kind: str, sentence: str, colour: str = "yellow") -
 def can_redraw(console: Console) -> bool:
     """Whether lines can be overwritten, which needs a terminal."""
     return console.is_terminal and not console.is_dumb_terminal
+
+
+@contextmanager
+def trackers_as_sentences() -> Generator[None]:
+    """Context in which a ``TrackerWarning`` is printed as a sentence on standard error, and any other as before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TrackerWarning)
+        show_other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, TrackerWarning):
+                print(f"kleash: warning: {message}", file=sys.stderr)
+            else:
+                show_other(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield

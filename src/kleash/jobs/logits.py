@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import LoadingOptions, flag, is_endpoint
-from kleash.jobs.output_formats import FORMATS, FormatOption
+from kleash.jobs.output_options import FORMATS, FormatOption
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from kleash.jobs.option_groups import (
     is_gguf,
     require_limit,
 )
-from kleash.jobs.output_formats import MeasurementFormatOption
+from kleash.jobs.output_options import MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
 
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
@@ -36,7 +36,14 @@ WITHOUT_EFFECT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureJob(MeasurementFormatOption, GenerationOptions, ScoringOptions, EndpointOptions, WorkerOptions):
+class MeasureJob(
+    MeasurementFormatOption,
+    TrackerOption,
+    GenerationOptions,
+    ScoringOptions,
+    EndpointOptions,
+    WorkerOptions,
+):
     """Measure how far one language model has drifted from another, and write a report.
 
     Without arguments: the small pair that ships with kleash.
@@ -96,6 +103,7 @@ class MeasureJob(MeasurementFormatOption, GenerationOptions, ScoringOptions, End
         self._check_fractions()
         require_limit(self.at_most)
         self.check_format()
+        self.check_trackers()
         self._check_shard()
         self._check_endpoint()
 
@@ -133,6 +141,10 @@ class MeasureJob(MeasurementFormatOption, GenerationOptions, ScoringOptions, End
             raise OptionError(
                 f"--shard {self.shard} sees a part of the run and cannot judge the whole; give --at-most to kleash "
                 "merge"
+            )
+        if self.report_to:
+            raise OptionError(
+                f"--shard {self.shard} has no numbers of the whole run; give --report-to to kleash merge"
             )
         if self.output_format not in (None, "json"):
             raise OptionError(

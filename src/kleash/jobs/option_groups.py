@@ -20,7 +20,7 @@ SHIPPED_TEXT = "shipped:text"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ENGINES = ("local", "ray")
-OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json", "format"})
+OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json", "format", "report_to"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""

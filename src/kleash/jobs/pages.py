@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kleash.jobs.option_groups import require_limit
-from kleash.jobs.output_formats import FormatOption, MeasurementFormatOption
+from kleash.jobs.output_options import FormatOption, MeasurementFormatOption, TrackerOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportJob(MeasurementFormatOption):
+class ReportJob(MeasurementFormatOption, TrackerOption):
     """Write the report of a run or the page of a sweep again from its files, or print the result in a format."""
 
     folder: Path
@@ -21,10 +21,11 @@ class ReportJob(MeasurementFormatOption):
         """Check the limit; raises OptionError."""
         require_limit(self.at_most)
         self.check_format()
+        self.check_trackers()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeJob(MeasurementFormatOption):
+class MergeJob(MeasurementFormatOption, TrackerOption):
     """Make one run of the parts that "kleash measure --shard i/n" wrote, with the numbers of a single process.
 
     Loads the models, for the noise floor and the texts of tokens, and scores nothing that is on disk. Run it in the
@@ -43,6 +44,7 @@ class MergeJob(MeasurementFormatOption):
         """Check the limit; raises OptionError."""
         require_limit(self.at_most)
         self.check_format()
+        self.check_trackers()
 
 
 @dataclass(frozen=True, kw_only=True)

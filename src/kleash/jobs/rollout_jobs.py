@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import DTYPES, require_limit, require_word
-from kleash.jobs.output_formats import FormatOption
+from kleash.jobs.output_options import FormatOption
 
 METRIC_NAMES = ("verl",)
 """Systems whose names for the statistics of a mismatch are known."""

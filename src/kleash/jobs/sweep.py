@@ -13,7 +13,7 @@ from kleash.jobs.option_groups import (
     ScoringOptions,
     is_endpoint,
 )
-from kleash.jobs.output_formats import FormatOption
+from kleash.jobs.output_options import FormatOption
 
 RANKED_BY = ("kl_policy_reference", "kl_reference_policy")
 """Statistics by which candidates can be ranked."""

@@ -14,8 +14,8 @@ from kleash.jobs.option_groups import (
     SeedOption,
     changed_options,
     flag,
-    require_word,
 )
+from kleash.jobs.output_options import require_trackers_known
 from kleash.jobs.reading import PromptOptions, check_read_options
 from kleash.kl_rules import CONTRACTS, VALUES, command_line, default_scope, refusal, term_spec
 from kleash.store.codec import encode
@@ -24,7 +24,6 @@ KL_ESTIMATORS = ("exact", "k1", "k2", "k3")
 CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
 TARGETS_PER = ("sequence", "token")
 HACKING_RESPONSES = ("warn", "stop", "halve-lr", "tighten")
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRIC_NAMES = ("kleash", "verl", "trl")
 SHIPPED_REWARD = "kleash.training.example_rewards:heroine"
 """What the shipped policy is rewarded for when nothing else is asked: easy to hack."""
@@ -41,7 +40,7 @@ LARGEST_RANK = 65_536
 LARGEST_TEMPERATURE = 1e4
 LARGEST_BETA = 1e6
 
-CONTINUATION_OPTIONS = frozenset({*OUTPUT_OPTIONS, "steps", "checkpoint_every", "report_to", "metric_names"})
+CONTINUATION_OPTIONS = frozenset({*OUTPUT_OPTIONS, "steps", "checkpoint_every", "metric_names"})
 """Fields that a resumed run may change: where it goes, how long it is, how it is shown."""
 
 
@@ -91,8 +90,7 @@ class TrainJob(SeedOption, LoadingOptions):
         self._at_most(LARGEST_RANK, "lora_rank")
         self._one_of("on_hacking", HACKING_RESPONSES)
         self._one_of("metric_names", METRIC_NAMES)
-        for tracker in self.report_to:
-            require_word("--report-to", tracker, TRACKERS)
+        require_trackers_known(self.report_to)
         if self.lora_rank < 0:
             raise OptionError(
                 f"--lora-rank must be 0, which trains every weight, or more; it is {self.lora_rank}"

@@ -1,5 +1,7 @@
 """Making one run of the parts that array tasks scored."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.run import measure
+from kleash.reports.trackers import require_trackers
 from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.array_task import part_folders
 from kleash.store.job_folder import RunHeader
@@ -15,7 +18,11 @@ from kleash.version import __version__
 
 
 def merge(
-    out: Path, reporter: ProgressReporter | None = None, *, at_most: float | None = None
+    out: Path,
+    reporter: ProgressReporter | None = None,
+    *,
+    at_most: float | None = None,
+    report_to: Sequence[str] = (),
 ) -> Measurement:
     """Make one run of the parts that ``measure_part`` scored into ``out``, with the numbers of a single process.
 
@@ -26,21 +33,24 @@ def merge(
         out: the folder with the parts, which becomes that of the run.
         reporter: receives the progress.
         at_most: the limit of a gate in nats per token, as in ``MeasureJob``; None for no gate.
+        report_to: names of trackers that get the numbers, as in ``MeasureJob``.
 
     Returns:
         The measurement, as in ``measurement.json``.
 
     Raises:
         RunFolderError: if parts are missing, unfinished, damaged, of different runs or of another version.
-        OptionError: if ``at_most`` is not a limit.
+        OptionError: if ``at_most`` is not a limit, or a tracker is not known.
+        MissingExtraError: if a tracker is not installed.
         And what ``measure`` raises.
     """
     reporter = reporter if reporter is not None else NullProgressReporter()
+    require_trackers(report_to)
     folders = part_folders(out)
     tasks = [ArrayTask.read(folder) for folder in folders]
     headers = [RunFolder(folder).header() for folder in folders]
     _require_one_run(folders, tasks, headers)
-    job = _job_of(headers[0], out, at_most)
+    job = replace(_job_of(headers[0], out, at_most), report_to=tuple(report_to))
     run = RunFolder(out)
     with run.writing(headers[0], resume=True):
         on_disk = set(run.finished_shards())

@@ -1,5 +1,6 @@
 """The measuring job: load the models, score shard by shard, write the files."""
 
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,7 +11,7 @@ from time import monotonic
 import torch
 
 from kleash.engines import Engine
-from kleash.errors import Interrupted, OptionError, RunFolderError
+from kleash.errors import Interrupted, OptionError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.measuring.dealing import VISIBLE_S, DealtShards, OpenRun, run_shards
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
@@ -30,6 +31,7 @@ from kleash.models import describe_source, turns_of
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
+from kleash.reports.trackers import require_trackers, send_measurement
 from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.codec import decode
 from kleash.store.job_folder import HEADER, RunHeader
@@ -70,9 +72,23 @@ def measure(
         ClusterError: if the Ray cluster cannot be reached, or its workers fail, are lost or measure something else.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
         Interrupted: on KeyboardInterrupt, with the options that resume the run.
+
+    Warns:
+        TrackerWarning: if a tracker of ``job.report_to`` does not get the measurement, which is on disk then.
     """
     if job.shard is not None:
         raise OptionError(f"--shard {job.shard} scores a part of a run; call measure_part, and then merge")
+    if job.out is None and (ranks is None or ranks.world_size == 1):
+        job = replace(job, out=default_out())
+    measurement = _measure(job, reporter, ranks)
+    if ranks is None or ranks.is_first:
+        for sentence in send_measurement(job.report_to, measurement, folder_of(job)):
+            warnings.warn(sentence, TrackerWarning, stacklevel=2)
+    return measurement
+
+
+def _measure(job: MeasureJob, reporter: ProgressReporter | None, ranks: RankGroup | None) -> Measurement:
+    """``measure`` without trackers."""
     with opened_run(job, reporter, ranks) as run:
         start = monotonic()
         with _engine(run) as local_engine:
@@ -146,6 +162,7 @@ def opened_run(
         stack.enter_context(process_group(job, ranks))
         folder = RunFolder(folder_of(job), writer=ranks.rank)
         if ranks.is_first:
+            require_trackers(job.report_to)
             folder.check(resume=job.resume)
             folder.require_unlocked()
         for sentence in job.without_effect():

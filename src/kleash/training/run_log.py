@@ -7,12 +7,12 @@ from typing import Protocol, runtime_checkable
 
 from kleash.errors import RunFolderError
 from kleash.jobs import TrainJob
+from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
 from kleash.store.metrics import metric_of, spelt
 from kleash.store.steps import STEPS, append_step, keep_steps
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
-from kleash.training.trackers import Tracker, open_trackers
 
 SAMPLES_KEPT = 4
 """Responses per step in ``samples.jsonl``."""
@@ -114,7 +114,7 @@ class RunLog:
                 f"{self.folder / STEPS} ends at step {last}, and the checkpoint is of step {step}; copy the whole "
                 "folder again, or begin again in another --out"
             )
-        self._trackers = open_trackers(self.job, self.folder, after=step)
+        self._trackers = open_trackers(self.job.report_to, self.job.settings(), self.folder, after=step)
 
     def step(
         self,

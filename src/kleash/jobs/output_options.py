@@ -1,5 +1,6 @@
-"""The option ``--format``: what a command prints on standard output in place of its summary."""
+"""The options of where a result goes: printed in a format, and sent to trackers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ FORMATS = ("json", "csv", "markdown")
 """Formats of every result."""
 MEASUREMENT_FORMATS = (*FORMATS, "model-card", "llama.cpp")
 """Those of a measurement."""
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +47,26 @@ class MeasurementFormatOption(FormatOption):
     """Print the result in this format instead of a summary: json; csv, a row for each number; markdown, tables for an
     issue or a page; model-card, metadata and a section for the README of a model on the Hugging Face hub; or
     llama.cpp, the statistics that llama-perplexity prints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOption:
+    """Which trackers a measurement is sent to."""
+
+    report_to: tuple[str, ...] = ()
+    """Where the numbers are sent as well, with intervals and settings: tensorboard, wandb, trackio, mlflow."""
+
+    def check_trackers(self) -> None:
+        """Check the names of the trackers; raises OptionError."""
+        require_trackers_known(self.report_to)
+
+
+def require_trackers_known(names: Iterable[str]) -> None:
+    """Check that trackers are known.
+
+    Raises:
+        OptionError: naming the first that is not.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise OptionError(f"--report-to must be one of {', '.join(TRACKERS)}; it is {name!r}")

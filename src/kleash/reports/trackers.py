@@ -1,0 +1,221 @@
+"""Trackers of the metrics of a training run, and of the numbers of a measurement."""
+
+import math
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import CannotRunError, MissingExtraError
+from kleash.extras import import_extra, is_installed
+from kleash.store.measurement import Measurement
+from kleash.store.number_rows import measurement_rows
+
+PROJECT = "kleash"
+TENSORBOARD = "tensorboard"
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "LOCAL_RANK")
+"""Variables by which Accelerate learns that it is one of several processes."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tracker:
+    """A destination of metrics."""
+
+    log: Callable[[Mapping[str, float], int], object]
+    """Send the metrics of a step."""
+    close: Callable[[], object]
+    """Close the connection."""
+
+
+def open_trackers(
+    names: Sequence[str], settings: Mapping[str, object], folder: Path, *, after: int = 0
+) -> list[Tracker]:
+    """The trackers of these names, each once.
+
+    Args:
+        names: as in ``report_to`` of a job.
+        settings: are sent to the trackers.
+        folder: folder of the run, to which TensorBoard writes, and whose name is that of the run.
+        after: the step after which the run resumes; later steps are removed from TensorBoard.
+
+    Raises:
+        MissingExtraError: if a tracker is not installed.
+        CannotRunError: if a tracker cannot be started: no account, no network.
+    """
+    opened: list[Tracker] = []
+    for name in dict.fromkeys(names):
+        try:
+            opened.append(
+                _tensorboard(settings, folder, after)
+                if name == TENSORBOARD
+                else _accelerate_tracker(name, settings, folder)
+            )
+        except BaseException:
+            for tracker in opened:
+                tracker.close()
+            raise
+    return opened
+
+
+def _tensorboard(settings: Mapping[str, object], folder: Path, after: int) -> Tracker:
+    import_extra(TENSORBOARD, "train")
+    module = import_extra("torch.utils.tensorboard", "train")
+    writer = module.SummaryWriter(
+        log_dir=str(folder / "tensorboard"), purge_step=after + 1 if after else None
+    )
+
+    if not after:
+        lines = [f"    {name}: {value}" for name, value in _plain(settings).items()]
+        writer.add_text("settings", "\n".join(lines))
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Tracker(log=log, close=writer.close)
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Check that trackers are installed, before a long run.
+
+    Raises:
+        MissingExtraError: if one is not.
+    """
+    for name in names:
+        if not is_installed(name):
+            raise _missing(name)
+
+
+def _missing(name: str) -> MissingExtraError:
+    """The error about a tracker that is not installed."""
+    package = "'kleash[train]'" if name == TENSORBOARD else name
+    return MissingExtraError(f"the tracker {name} is not installed; run: pip install {package}")
+
+
+def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path) -> Tracker:
+    try:
+        import_extra(name, "train")
+    except MissingExtraError as error:
+        raise _missing(name) from error
+    tracking = import_extra("accelerate.tracking", "train")
+    import_extra("accelerate", "train").PartialState()  # the trackers read the rank from it
+    classes = {"wandb": "WandBTracker", "trackio": "TrackioTracker", "mlflow": "MLflowTracker"}
+    try:
+        tracker = _start_tracker(getattr(tracking, classes[name]), name, folder)
+        tracker.store_init_configuration(_plain(settings))
+    except Exception as error:  # any exception of the tracker's own code
+        line = str(error).strip().splitlines()
+        reason = line[0] if line else type(error).__name__
+        raise CannotRunError(
+            f"the tracker {name} cannot be started: {reason}; set it up, or leave it out"
+        ) from error
+    return Tracker(log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=tracker.finish)
+
+
+def _start_tracker(kind: Any, name: str, folder: Path) -> Any:
+    """Start a tracker with the name of the run; the argument for it differs."""
+    if name == "mlflow":
+        tracker = kind(PROJECT, logging_dir=str(folder), run_name=folder.name)
+    else:
+        tracker = kind(PROJECT, name=folder.name)
+    start = getattr(tracker, "start", None)  # older versions of Accelerate start it in __init__
+    if start is not None:
+        start()
+    return tracker
+
+
+def _plain(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings as trackers accept them: lists joined to texts, without None."""
+    return {
+        name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in settings.items()
+        if value is not None
+    }
+
+
+def send_measurement(names: Sequence[str], measurement: Measurement, folder: Path) -> list[str]:
+    """Send the numbers of a finished measurement and its settings to trackers.
+
+    Each number is a scalar of step 0, ``measurement/NAME``, and so are its standard error and the ends of its interval,
+    where they are known. One process calls this, whatever launched it.
+
+    Args:
+        names: of the trackers; each is sent to whether others fail or not.
+        measurement: is on disk already.
+        folder: of the run, whose name is that of the run in the tracker.
+
+    Returns:
+        A sentence for each tracker that failed.
+    """
+    failures: list[str] = []
+    for name in dict.fromkeys(names):
+        try:
+            with _alone():
+                (tracker,) = open_trackers((name,), _settings_of(measurement), folder)
+                try:
+                    tracker.log(scalars_of(measurement), 0)
+                finally:
+                    tracker.close()
+        except Exception as error:  # any exception of the tracker's own code: the measurement is not lost
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            failures.append(
+                f"the tracker {name} did not get the measurement ({reason[0]}), which is in {folder}; send it with "
+                f"kleash report {folder} --report-to {name}"
+            )
+    return failures
+
+
+def scalars_of(measurement: Measurement) -> dict[str, float]:
+    """The numbers of a measurement by the names that trackers see; what is NaN is left out."""
+    counts = measurement.counts
+    scalars: dict[str, float] = {
+        "tokens": counts.tokens,
+        "sequences": counts.sequences,
+        "clusters": counts.clusters,
+    }
+    for row in measurement_rows(measurement):
+        low, high = (None, None) if row.ci95 is None else row.ci95
+        for suffix, value in (
+            *(("", row.value), ("_standard_error", row.standard_error)),
+            *(("_ci95_low", low), ("_ci95_high", high)),
+        ):
+            if value is not None and not math.isnan(value):
+                scalars[f"{row.name}{suffix}"] = float(value)
+    return {f"measurement/{name}": value for name, value in scalars.items()}
+
+
+def _settings_of(measurement: Measurement) -> dict[str, object]:
+    """What decided the result of a measurement, by name, and the verdict of its gate."""
+    fingerprints = {f"fingerprint_{role}": model.fingerprint for role, model in measurement.models.items()}
+    return {
+        **measurement.job,
+        **fingerprints,
+        "source_sha256": measurement.source_sha256,
+        "estimand": measurement.estimand,
+        "kleash": measurement.kleash,
+        "gate": None if measurement.gate is None else measurement.gate.verdict,
+    }
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """Context in which Accelerate's state is that of a single process, unless the program has one already.
+
+    Otherwise Accelerate would wait for the other processes of a launcher, which do not report.
+    """
+    state = import_extra("accelerate", "train").PartialState
+    if state._shared_state:
+        yield
+        return
+    hidden = {name: os.environ.pop(name) for name in WORLD_SIZES if name in os.environ}
+    try:
+        state()
+    finally:
+        os.environ.update(hidden)
+    try:
+        yield
+    finally:
+        state._reset_state()

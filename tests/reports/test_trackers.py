@@ -1,0 +1,174 @@
+"""A measurement in experiment trackers: its numbers and settings, and no harm to it if a tracker fails."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+from tracker_service import Service
+
+from kleash import MeasureJob, measure
+from kleash.cli import main
+from kleash.errors import MissingExtraError, OptionError, TrackerWarning
+from kleash.jobs.pages import MergeJob
+from kleash.records import Measurement, Number
+from kleash.reports.trackers import scalars_of, send_measurement
+
+
+@pytest.fixture
+def no_state() -> Iterator[None]:
+    """A program that has no state of Accelerate, whatever ran before."""
+    before = dict(PartialState._shared_state)
+    PartialState._reset_state()
+    yield
+    PartialState._shared_state.update(before)
+
+
+@pytest.mark.usefixtures("no_state")
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_gets_every_number_with_its_interval_and_the_settings(
+    name: str, run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, name, service.as_module(name))
+    for variable, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(variable, value)  # of torchrun, whose other ranks do not report
+    folder, measurement = run
+    assert send_measurement((name, name), measurement, folder) == []
+    ((step, logged),) = service.logged
+    kl = measurement.per_token["kl_policy_reference"]
+    prefix = "measurement/kl_policy_reference"
+    assert (
+        step == 0 and logged[prefix] == kl.value and logged[f"{prefix}_standard_error"] == kl.standard_error
+    )
+    assert (logged[f"{prefix}_ci95_low"], logged[f"{prefix}_ci95_high"]) == kl.ci95
+    assert logged["measurement/tokens"] == measurement.counts.tokens
+    assert logged["measurement/perplexity_ratio"] == measurement.perplexity["ratio"].value
+    assert service.settings["seed"] == "3" and service.settings["kleash"] == "0.1.0"
+    assert service.settings["fingerprint_policy"] == measurement.models["policy"].fingerprint
+    assert folder.name in service.began.values() and service.finished == 1
+    assert os.environ["WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == "0"
+    assert not PartialState._shared_state, (
+        "the program's own use of Accelerate begins as if this had not been"
+    )
+
+
+def test_the_state_of_a_program_that_uses_accelerate_stays(
+    run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Service().as_module("wandb"))
+    before = dict(PartialState()._shared_state)
+    assert send_measurement(("wandb",), run[1], run[0]) == []
+    assert dict(PartialState._shared_state) == before
+
+
+def test_tensorboard_has_the_scalars(run: tuple[Path, Measurement], tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert send_measurement(("tensorboard",), run[1], tmp_path) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    expected = scalars_of(run[1])
+    assert set(events.Tags()["scalars"]) == set(expected)
+    (text,) = events.Tensors("settings/text_summary")
+    assert "    seed: 3\n" in text.tensor_proto.string_val[0].decode()
+    for name, value in expected.items():
+        assert [event.value for event in events.Scalars(name)] == [pytest.approx(value, rel=1e-6)]
+
+
+def test_what_is_unknown_is_no_scalar_and_infinity_is(run: tuple[Path, Measurement]) -> None:
+    number = Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
+    scalars = scalars_of(replace(run[1], per_token={"kl_policy_reference": number}))
+    names = [
+        name
+        for name in scalars
+        if name.startswith("measurement/kl_policy_reference") and "reference_" not in name
+    ]
+    assert names == ["measurement/kl_policy_reference"] and scalars[names[0]] == math.inf
+    assert not any(map(math.isnan, scalars.values()))
+
+
+@pytest.mark.parametrize("part", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_a_sentence_and_the_others_get_the_numbers(
+    part: str, run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no network\nsecond line")
+
+    broken, working = Service(), Service()
+    monkeypatch.setattr(broken, part, fail)
+    monkeypatch.setitem(sys.modules, "wandb", broken.as_module("wandb"))
+    monkeypatch.setitem(sys.modules, "trackio", working.as_module("trackio"))
+    (sentence,) = send_measurement(("wandb", "trackio"), run[1], run[0])
+    assert "no network" in sentence and "second line" not in sentence
+    assert sentence.endswith(f"which is in {run[0]}; send it with kleash report {run[0]} --report-to wandb")
+    assert len(working.logged) == working.finished == 1
+
+
+def test_a_measurement_is_on_disk_whatever_a_tracker_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "run"
+    service = Service()
+
+    def refuse(**_: Any) -> Service:
+        assert (out / "measurement.json").exists() and (out / "report.html").exists()
+        raise RuntimeError("not logged in")
+
+    monkeypatch.setattr(service, "init", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))
+    (tmp_path / "text.txt").write_text("A long road.")
+    words = ["measure", "--text", str(tmp_path / "text.txt"), "--quiet", "--out", str(out)]
+    assert main([*words, "--report-to", "wandb"]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "kleash: warning: the tracker wandb did not get the measurement (the tracker wandb"
+    )
+    assert "not logged in" in error and error.count("\n") == 1
+    assert main(["report", str(out), "--report-to", "wandb"]) == 2
+    assert "send it with kleash report" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))
+    assert main(["report", str(out), "--report-to", "wandb"]) == 0
+    assert service.logged == [(0, scalars_of(Measurement.read(out)))]
+
+
+def test_measure_warns_of_a_tracker_and_returns_the_measurement(
+    run: tuple[Path, Measurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kleash.measuring.run._measure", lambda job, reporter, ranks: run[1])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.warns(TrackerWarning, match="the tracker wandb is not installed"):
+        assert measure(MeasureJob(report_to=("wandb",), out=str(tmp_path))) is run[1]
+
+
+def test_a_missing_tracker_is_noticed_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kleash.reports.trackers.is_installed", lambda name: False)
+    with pytest.raises(
+        MissingExtraError, match="the tracker mlflow is not installed; run: pip install mlflow"
+    ):
+        measure(MeasureJob(report_to=("mlflow",), out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_of_what_is_no_whole_measurement_are_refused(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(OptionError, match="give --report-to to kleash merge"):
+        MeasureJob(shard="1/2", out="o", report_to=("wandb",))
+    with pytest.raises(
+        OptionError, match="--report-to must be one of tensorboard, wandb, trackio, mlflow; it is 'w'"
+    ):
+        MergeJob(folder=Path("o"), report_to=("w",))
+    (tmp_path / "steps.jsonl").write_text("")
+    assert main(["report", str(tmp_path), "--report-to", "tensorboard"]) == 2
+    assert "--report-to is for measurements; " in capsys.readouterr().err
+
+
+def test_a_tracker_changes_no_setting_of_a_run() -> None:
+    assert MeasureJob(report_to=("wandb",)).settings() == MeasureJob().settings()
