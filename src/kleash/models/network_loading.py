@@ -13,6 +13,8 @@ from kleash.models.checkpoints.files import list_weight_files, read_safetensors_
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
+from kleash.models.quantised.formats import PackedCheckpoint, find_packed_modules
+from kleash.models.quantised.unpacking import load_unpacked_network
 from kleash.models.text_towers import (
     NetworkClass,
     has_other_parts,
@@ -125,21 +127,32 @@ def _load_base(
     transformers = import_extra("transformers", "models")
     subject = f"the {role} {checkpoint.name}"
     check_config_sizes(subject, checkpoint.folder)
+    packed = find_packed_modules(checkpoint.folder, subject)
+    if packed is not None and device_map in PARALLEL_MAPS:
+        raise ModelError(
+            f"{subject} is quantised ({packed.method}) and unpacked when it is loaded, which --device-map {device_map} "
+            "does not take; save it dequantised"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
         _check_decoder_only(config, subject)
-        network_class = _choose_class(checkpoint, config, subject, trust_remote_code)
-        network, report = network_class.from_pretrained(
-            checkpoint.folder,
-            config=network_class.config,
-            dtype=dtype,
-            **_placement(device_map),
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by _check_shapes instead
-        )
+        network_class, skeleton = _choose_class(checkpoint, config, subject, trust_remote_code)
+        if packed is not None:
+            network, report = load_unpacked_network(
+                packed, network_class, skeleton, checkpoint.folder, dtype=dtype, device_map=device_map
+            )
+        else:
+            network, report = network_class.from_pretrained(
+                checkpoint.folder,
+                config=network_class.config,
+                dtype=dtype,
+                **_placement(device_map),
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by _check_shapes instead
+            )
     except ModelError:
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
@@ -152,7 +165,7 @@ def _load_base(
             f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
             f"{', '.join(missing_weights[:3])}; fetch the checkpoint again, or save it whole"
         )
-    notes = _quantisation_notes(config, network, subject)
+    notes = _quantisation_notes(config, network, subject, packed)
     unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
     if unused_tensors:
         count, first = len(unused_tensors), unused_tensors[0]
@@ -160,8 +173,12 @@ def _load_base(
     return network, notes
 
 
-def _quantisation_notes(config: Any, network: Any, subject: str) -> tuple[str, ...]:
+def _quantisation_notes(
+    config: Any, network: Any, subject: str, packed: PackedCheckpoint | None
+) -> tuple[str, ...]:
     """A note on how a quantised checkpoint runs: on decoded weights, or on packed ones."""
+    if packed is not None:
+        return (packed.describe(subject),)
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return ()
@@ -174,8 +191,12 @@ def _quantisation_notes(config: Any, network: Any, subject: str) -> tuple[str, .
     return (f"{subject} is quantised ({method[:40]}), and {how}",)
 
 
-def _choose_class(checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool) -> NetworkClass:
+def _choose_class(
+    checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool
+) -> tuple[NetworkClass, Any]:
     """The first class for a configuration that fits the files and whose forward pass on text needs nothing but text.
+
+    Also return the network on the meta device.
 
     Raises:
         ModelError: if there is none, with the reason of the first.
@@ -191,7 +212,7 @@ def _choose_class(checkpoint: Checkpoint, config: Any, subject: str, trust_remot
             refusal = refusal or error
             continue
         if not has_other_parts(config) or not needs_other_parts(skeleton):
-            return network_class
+            return network_class, skeleton
     raise refusal or ModelError(
         f"{subject} ({config.model_type}) runs more than its language model on text, and transformers has no class of "
         "its text part alone; kleash measures language models"

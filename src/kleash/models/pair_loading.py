@@ -10,7 +10,6 @@ from kleash.jobs import MeasureJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.models.checkpoints.weight_storage import describe_weights
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
@@ -20,6 +19,7 @@ from kleash.models.pair_tokenizers import load_tokenizers
 from kleash.models.shard_storage import ShardStorage
 from kleash.models.sharded_networks import shard_storage, view_without_fsdp
 from kleash.models.tokenizers import token_count
+from kleash.models.weight_storage import describe_weights
 from kleash.store.checksums import UNCHECKED
 
 DTYPES = {

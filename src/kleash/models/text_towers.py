@@ -39,6 +39,9 @@ class NetworkClass:
     """Builds the network of a configuration."""
     from_pretrained: Any
     """Loads the network of a folder."""
+    from_state_dict: Any = None
+    """Loads the network of a ``state_dict``, with None for the folder; None for ``from_pretrained`` of the class that
+    ``from_config`` builds."""
 
 
 def has_other_parts(config: Any) -> bool:
@@ -83,6 +86,7 @@ def list_network_classes(
         config=config,
         from_config=tower._from_config,
         from_pretrained=partial(_load_tower, tower, is_text_only),
+        from_state_dict=partial(_load_tower, tower, is_text_only),
     )
     text_class = class_of_config(text_config)
     if text_config is not config and text_class is not None:
@@ -91,11 +95,13 @@ def list_network_classes(
             r"^model\.(language_model|text_model)\.": "model.",
             r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
         }
+        load = partial(_load_renamed, text_class, key_mapping=prefixes)
         yield NetworkClass(
             name=text_class.__name__,
             config=text_config,
             from_config=text_class._from_config,
-            from_pretrained=partial(_load_renamed, text_class, key_mapping=prefixes),
+            from_pretrained=load,
+            from_state_dict=load,
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from kleash.models.checkpoints.files import list_weight_files, read_json, read_safetensors_header
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint
+from kleash.models.quantised.formats import find_packed_modules
 from kleash.store.measurement import StoredWeights
 
 PACKED_NAMES = ("qweight", "weight_packed", "blocks")
@@ -35,11 +36,22 @@ def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
             tensor.name.rpartition(".")[0]: tensor.kind for tensor in files.tensors if len(tensor.shape) > 1
         }
         return _stored_weights(files.num_bytes, files.elements, modules)
-    headers = [read_safetensors_header(path) for path in list_weight_files(checkpoint.folder)]
-    entries = {name: entry for header in headers for name, entry in header.items()}
+    entries = {
+        name: entry
+        for path in list_weight_files(checkpoint.folder)
+        for name, entry in read_safetensors_header(path).items()
+    }
     num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-    types = {name: entry["dtype"] for name, entry in entries.items() if len(entry["shape"]) > 1}
-    modules = dict(_module_types(checkpoint.folder, types, set(entries)))
+    packed = find_packed_modules(checkpoint.folder, checkpoint.name)
+    packed_modules = () if packed is None else packed.modules
+    packed_parts = {part for module in packed_modules for part in module.parts}
+    types = {
+        name: entry["dtype"]
+        for name, entry in entries.items()
+        if len(entry["shape"]) > 1 and name not in packed_parts
+    }
+    modules = {module.name: module.kind for module in packed_modules}
+    modules |= dict(_module_types(checkpoint.folder, types, set(entries)))
     is_dense = all(kind in DENSE_TYPES for kind in modules.values())
     # Packed weights and their scales are other numbers than the network's; parts that are not loaded count here.
     elements = sum(prod(entry["shape"]) for entry in entries.values()) if is_dense else parameters

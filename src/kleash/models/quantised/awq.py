@@ -1,0 +1,132 @@
+"""The layouts of AWQ: 4-bit integers with scales and zero points of groups of inputs.
+
+    W[o, i] = scales[g, o] (q[o, i] - zeros[g, o]),   g = i // group_size
+
+"gemm" packs outputs: a word of ``qweight`` [inputs, outputs / 8] has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight, the
+first in the lowest bits. "gemv" packs inputs in their order: ``qweight`` [outputs, inputs / 8], with scales and zero
+points [outputs, groups], padded on the right.
+
+Source: AutoAWQ, ``awq/modules/linear/gemm.py`` and ``gemv.py``.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kleash.models.quantised.gptq import SCALE_TYPES
+from kleash.models.quantised.integers import unpack_words
+from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
+
+BITS, WEIGHTS_OF_WORD = 4, 8
+GEMM_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of eight outputs."""
+
+
+def find_awq_modules(
+    modules: Mapping[str, ModuleTensors], method: str, group_size: int, *, is_gemv: bool
+) -> list[PackedModule]:
+    """The modules that are stored in a layout of AWQ: those with a tensor ``qweight``.
+
+    Args:
+        modules: the tensors of the checkpoint.
+        method: name in records.
+        group_size: inputs in a group; -1 for all.
+        is_gemv: whether the layout is "gemv", not "gemm".
+
+    Raises:
+        ModelError: if the tensors of one do not fit together.
+    """
+    describe = _describe_gemv if is_gemv else _describe_gemm
+    return [
+        describe(tensors, method, group_size) for tensors in modules.values() if "qweight" in tensors.headers
+    ]
+
+
+def _describe_gemm(tensors: ModuleTensors, method: str, group_size: int) -> PackedModule:
+    """A module in the layout "gemm", after checking the headers of its tensors."""
+    columns, words = tensors.shape("qweight", ("I32",))
+    rows = words * WEIGHTS_OF_WORD
+    groups = tensors.shape("scales", SCALE_TYPES)
+    zeros = tensors.shape("qzeros", ("I32",))
+    size = group_size if group_size > 0 else columns
+    tensors.require(min(columns, words) > 0, "has an empty tensor")
+    tensors.require(
+        columns % size == 0 and groups == (columns // size, rows) and zeros == (columns // size, words),
+        f"has scales of {list(groups)} and qzeros of {list(zeros)} for {rows} outputs and {columns} inputs in groups "
+        f"of {group_size}",
+    )
+    return _module(tensors, method, rows, columns, size, is_gemv=False)
+
+
+def _describe_gemv(tensors: ModuleTensors, method: str, group_size: int) -> PackedModule:
+    """A module in the layout "gemv", after checking the headers of its tensors."""
+    rows, words = tensors.shape("qweight", ("I32",))
+    columns = words * WEIGHTS_OF_WORD
+    scale_rows, scale_columns = tensors.shape("scales", SCALE_TYPES)
+    zero_rows, zero_words = tensors.shape("qzeros", ("I32",))
+    size = group_size if group_size > 0 else columns
+    tensors.require(min(rows, words) > 0, "has an empty tensor")
+    tensors.require(
+        columns % size == 0
+        and scale_rows == zero_rows == rows
+        and scale_columns >= columns // size
+        and zero_words * WEIGHTS_OF_WORD >= columns // size,
+        f"has scales of {[scale_rows, scale_columns]} and qzeros of {[zero_rows, zero_words]} for {rows} outputs and "
+        f"{columns} inputs in groups of {group_size}",
+    )
+    return _module(tensors, method, rows, columns, size, is_gemv=True)
+
+
+def _module(
+    tensors: ModuleTensors, method: str, rows: int, columns: int, group_size: int, *, is_gemv: bool
+) -> PackedModule:
+    return PackedModule(
+        name=tensors.name,
+        parameter=tensors.full_name("weight"),
+        shape=(rows, columns),
+        kind=f"{method} int4, " + ("rows" if group_size == columns else f"groups of {group_size}"),
+        parts=tuple(tensors.full_name(part) for part in ("qweight", "scales", "qzeros")),
+        row_multiple=1 if is_gemv else WEIGHTS_OF_WORD,
+        open=partial(_open_gemv if is_gemv else _open_gemm, tensors, columns, group_size),
+    )
+
+
+def _open_gemm(
+    tensors: ModuleTensors, columns: int, group_size: int, reader: TensorReader, dtype: torch.dtype
+) -> RowDecoder:
+    """The decoder of rows in the layout "gemm"."""
+    qweight, qzeros, scales = (
+        reader.read(tensors.full_name(part)) for part in ("qweight", "qzeros", "scales")
+    )
+    groups = torch.arange(columns) // group_size
+
+    def unpack(words: Tensor, start: int, stop: int) -> Tensor:
+        used = words[:, start // WEIGHTS_OF_WORD : -(-stop // WEIGHTS_OF_WORD)]
+        values = unpack_words(used.contiguous(), BITS, used.shape[1] * WEIGHTS_OF_WORD)
+        return values.unflatten(1, (-1, WEIGHTS_OF_WORD))[:, :, GEMM_ORDER].flatten(1).T
+
+    def decode(start: int, stop: int) -> Tensor:
+        codes, zeros = unpack(qweight, start, stop), unpack(qzeros, start, stop)
+        return (codes - zeros[:, groups]).to(dtype) * scales[:, start:stop].T.to(dtype)[:, groups]
+
+    return decode
+
+
+def _open_gemv(
+    tensors: ModuleTensors, columns: int, group_size: int, reader: TensorReader, dtype: torch.dtype
+) -> RowDecoder:
+    """The decoder of rows in the layout "gemv"."""
+    qweight, qzeros, scales = (
+        reader.read(tensors.full_name(part)) for part in ("qweight", "qzeros", "scales")
+    )
+    groups = torch.arange(columns) // group_size
+    count = columns // group_size
+
+    def decode(start: int, stop: int) -> Tensor:
+        codes = unpack_words(qweight[start:stop], BITS, columns)
+        zeros = unpack_words(qzeros[start:stop], BITS, count)
+        return (codes - zeros[:, groups]).to(dtype) * scales[start:stop].to(dtype)[:, groups]
+
+    return decode

@@ -1,0 +1,248 @@
+"""Which packed format a checkpoint has, by its settings, and the modules that are stored in it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import ModelError
+from kleash.models.quantised.awq import find_awq_modules
+from kleash.models.quantised.gptq import GPTQSettings, find_gptq_modules
+from kleash.models.quantised.packed_modules import (
+    PackedModule,
+    TensorHeader,
+    TensorReader,
+    group_by_module,
+    read_headers,
+)
+from kleash.models.quantised.scaled_weights import WeightScheme, find_scaled_modules
+from kleash.models.quantised.settings import (
+    UnsupportedLayoutError,
+    read_block,
+    read_group_size,
+    read_integer,
+    read_object,
+    read_quantisation_settings,
+)
+
+GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
+"""``checkpoint_format`` → whether zero points are stored less one."""
+AUTO_ROUND_GPTQ_LAYOUTS = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
+AWQ_LAYOUTS = {"gemm": False, "exllama": False, "ipex": False, "gemv": True}
+"""``version`` → whether the files have the layout "gemv"; the others are kernels for files in the layout "gemm"."""
+COMPRESSED_FORMATS = frozenset(
+    (
+        *(
+            "pack-quantized",
+            "int-quantized",
+            "float-quantized",
+            "naive-quantized",
+            "dense",
+            "mixed-precision",
+        ),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    )
+)
+"""Formats of compressed-tensors that ``scaled_weights`` reads."""
+MODELOPT_ALGORITHMS = frozenset(("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_AWQ"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCheckpoint:
+    """The packed modules of a checkpoint in a format that is unpacked here."""
+
+    method: str
+    """Name of the format: "gptq"."""
+    modules: tuple[PackedModule, ...]
+    headers: Mapping[str, TensorHeader]
+    """Of all its tensors, by name."""
+    rounds_activations: bool
+    """Whether the format also quantises activations when the model is served."""
+
+    def describe(self, subject: str) -> str:
+        """A note on how the model is run."""
+        activations = (
+            "; the format also quantises activations, which is not done here, so the served model is further away"
+            if self.rounds_activations
+            else "; activations are not quantised"
+        )
+        count = len(self.modules)
+        return f"{subject} is quantised ({self.method}), and its {count} packed matrices were unpacked{activations}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PackedTensors:
+    """The tensors and settings of a checkpoint, from which a format finds its modules."""
+
+    subject: str
+    headers: Mapping[str, TensorHeader]
+    settings: Mapping[str, Any]
+    reader: TensorReader
+
+
+def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
+    """The packed modules of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        subject: the model, for errors.
+
+    Returns:
+        None if the checkpoint is not quantised, or in a format that transformers loads.
+
+    Raises:
+        ModelError: if the layout is not supported, or the tensors contradict the settings.
+    """
+    settings = read_quantisation_settings(folder)
+    method = "" if settings is None else str(settings.get("quant_method", "")).lower()
+    if settings is None or method not in FORMATS:
+        return None
+    headers = read_headers(folder)
+    try:
+        with TensorReader(headers) as reader:
+            modules = FORMATS[method](
+                _PackedTensors(subject=subject, headers=headers, settings=settings, reader=reader)
+            )
+        rounds_activations = _rounds_activations(settings)
+    except UnsupportedLayoutError as error:
+        raise ModelError(
+            f"{subject} is quantised ({method}) in a layout that is not read: {error}; quantise or convert it to "
+            "another layout, or save it dequantised"
+        ) from error
+    if not modules and method == "fp8":
+        return None  # fine-grained FP8, which transformers decodes
+    if not modules and (method != "compressed-tensors" or _weight_groups(settings)):
+        raise ModelError(
+            f"{subject} is quantised ({method}) according to its settings, and none of its tensors is packed; remove "
+            "quantization_config from config.json if they are not quantised, or fetch the checkpoint again"
+        )
+    return PackedCheckpoint(
+        method=method, modules=tuple(modules), headers=headers, rounds_activations=rounds_activations
+    )
+
+
+def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of a GPTQ checkpoint."""
+    settings = tensors.settings
+    layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if layout not in GPTQ_LAYOUTS or settings.get("is_marlin_format") is True:
+        raise UnsupportedLayoutError(f"its checkpoint_format is {layout!r:.60}, and not gptq or gptq_v2")
+    return find_gptq_modules(
+        group_by_module(tensors.subject, tensors.headers),
+        GPTQSettings(
+            method="gptq",
+            bits=read_integer(settings, "bits"),
+            group_size=read_group_size(settings),
+            has_shifted_zeros=GPTQ_LAYOUTS[layout],
+            has_overrides=bool(settings.get("dynamic")),
+        ),
+    )
+
+
+def _awq_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of an AWQ checkpoint."""
+    settings = tensors.settings
+    layout = str(settings.get("version") or settings.get("checkpoint_format") or "gemm").lower()
+    bits = read_integer(settings, "bits", "w_bit")
+    if bits != 4:
+        raise UnsupportedLayoutError(f"it has {bits} bits, and AWQ's layouts 4")
+    if layout not in AWQ_LAYOUTS:
+        raise UnsupportedLayoutError(f"its version is {layout!r:.60}, and not gemm or gemv")
+    return find_awq_modules(
+        group_by_module(tensors.subject, tensors.headers),
+        "awq",
+        read_group_size(settings),
+        is_gemv=AWQ_LAYOUTS[layout],
+    )
+
+
+def _auto_round_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of an AutoRound checkpoint, which is packed as GPTQ, AWQ or compressed-tensors do."""
+    settings = tensors.settings
+    layout = str(settings.get("packing_format", "auto_round:auto_gptq"))
+    modules = group_by_module(tensors.subject, tensors.headers)
+    if layout == "auto_round:auto_awq":
+        return find_awq_modules(modules, "auto-round", read_group_size(settings), is_gemv=False)
+    if layout not in AUTO_ROUND_GPTQ_LAYOUTS:
+        raise UnsupportedLayoutError(f"its packing_format is {layout!r:.60}")
+    return find_gptq_modules(
+        modules,
+        GPTQSettings(
+            method="auto-round",
+            bits=read_integer(settings, "bits"),
+            group_size=read_group_size(settings),
+            has_shifted_zeros=AUTO_ROUND_GPTQ_LAYOUTS[layout],
+            has_overrides=bool(settings.get("extra_config")) or bool(settings.get("dynamic")),
+        ),
+    )
+
+
+def _compressed_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of a compressed-tensors checkpoint."""
+    settings = tensors.settings
+    groups = _weight_groups(settings)
+    sparsity = read_object(settings, "sparsity_config").get("format", "dense")
+    formats = {
+        settings.get("format", "dense"),
+        *(group.get("format") or "dense" for group in groups),
+        sparsity,
+    }
+    unknown = sorted(str(name) for name in formats if name not in COMPRESSED_FORMATS)
+    if unknown:
+        raise UnsupportedLayoutError(f"its format is {unknown[0]!r:.60}")
+    if read_object(settings, "transform_config").get("config_groups"):
+        raise UnsupportedLayoutError("its transform_config rotates activations while the model runs")
+    schemes = [
+        WeightScheme(
+            bits=read_integer(weights, "num_bits"),
+            group_size=None if weights.get("group_size") is None else read_group_size(weights),
+            block=read_block(weights.get("block_structure")),
+        )
+        for weights in (read_object(group, "weights") for group in groups)
+        if weights
+    ]
+    modules = group_by_module(tensors.subject, tensors.headers)
+    return find_scaled_modules(modules, "compressed-tensors", schemes, tensors.reader)
+
+
+def _scaled_float_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of an FP8 or NVFP4 checkpoint of AutoFP8, FBGEMM or ModelOpt.
+
+    Fine-grained FP8 has tensors ``weight_scale_inv``, which transformers decodes.
+    """
+    method = str(tensors.settings.get("quant_method"))
+    algorithm = tensors.settings.get("quant_algo", "FP8")
+    if method == "modelopt" and algorithm not in MODELOPT_ALGORITHMS:
+        raise UnsupportedLayoutError(f"its quant_algo is {algorithm!r:.60}")
+    modules = group_by_module(tensors.subject, tensors.headers)
+    if any("weight_scale_inv" in module.headers for module in modules.values()):
+        return []
+    return find_scaled_modules(modules, method, [], tensors.reader)
+
+
+def _weight_groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of modules in the settings of compressed-tensors."""
+    groups = read_object(settings, "config_groups")
+    return [read_object(groups, name) for name in groups]
+
+
+def _rounds_activations(settings: Mapping[str, Any]) -> bool:
+    """Whether a format quantises activations when the model is served."""
+    method = str(settings.get("quant_method"))
+    return method in ("fp8", "fbgemm_fp8", "modelopt") or any(
+        group.get("input_activations") or group.get("output_activations")
+        for group in _weight_groups(settings)
+    )
+
+
+FORMATS: Mapping[str, Callable[[_PackedTensors], list[PackedModule]]] = {
+    "gptq": _gptq_modules,
+    "awq": _awq_modules,
+    "auto-round": _auto_round_modules,
+    "intel/auto-round": _auto_round_modules,
+    "compressed-tensors": _compressed_modules,
+    "fp8": _scaled_float_modules,
+    "fbgemm_fp8": _scaled_float_modules,
+    "modelopt": _scaled_float_modules,
+}
+"""``quant_method`` of config.json → the packed modules of such a checkpoint."""

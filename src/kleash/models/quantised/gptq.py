@@ -1,0 +1,142 @@
+"""The layout of GPTQ: unsigned integers packed along the input dimension, with scales and zero points of groups.
+
+    W[o, i] = scales[g, o] (q[i, o] - zeros[g, o]),   g = g_idx[i]
+
+``qweight`` holds q in words of 32 bits along the first dimension, ``qzeros`` the zero points along the second. Files of
+version 1 store each zero point less one, modulo 2^bits. ``g_idx`` is the group of each input; without it, groups are
+consecutive inputs. With activation order it is a permutation that kernels sort by; the product is the same.
+
+Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py``; auto-round, ``inference/backend.py``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kleash.models.quantised.integers import WORD_BITS, unpack_words
+from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
+
+BITS = (2, 3, 4, 8)
+SCALE_TYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQSettings:
+    """What the configuration says of a GPTQ checkpoint."""
+
+    method: str
+    """Name in records: "gptq" or "auto-round"."""
+    bits: int
+    group_size: int
+    """Inputs in a group; -1 for all."""
+    has_shifted_zeros: bool
+    """Whether zero points are stored less one (version 1)."""
+    has_overrides: bool
+    """Whether some modules have other bits or groups."""
+
+
+def find_gptq_modules(modules: Mapping[str, ModuleTensors], settings: GPTQSettings) -> list[PackedModule]:
+    """The modules that are stored in the layout of GPTQ: those with a tensor ``qweight``.
+
+    Raises:
+        ModelError: if the tensors of one do not fit together or contradict the settings.
+    """
+    return [
+        _describe_module(tensors, settings) for tensors in modules.values() if "qweight" in tensors.headers
+    ]
+
+
+def _describe_module(tensors: ModuleTensors, settings: GPTQSettings) -> PackedModule:
+    """A module, after checking the headers of its tensors."""
+    words, rows = tensors.shape("qweight", ("I32",))
+    groups, scale_rows = tensors.shape("scales", SCALE_TYPES)
+    zero_groups, zero_words = tensors.shape("qzeros", ("I32",))
+    tensors.require(min(words, rows, groups) > 0, "has an empty tensor")
+    tensors.require(
+        scale_rows == rows and zero_groups == groups,
+        f"has scales of {groups} x {scale_rows} and qzeros of {zero_groups} groups for {rows} outputs",
+    )
+    bits = WORD_BITS * zero_words / rows
+    tensors.require(
+        bits in BITS,
+        f"has {zero_words} words of zero points for {rows} outputs, which are not 2, 3, 4 or 8 bits",
+    )
+    tensors.require(
+        bits == settings.bits or settings.has_overrides,
+        f"is stored in {bits:.0f} bits, and its quantization_config says {settings.bits}",
+    )
+    columns = words * WORD_BITS // int(bits)
+    names = ["qweight", "scales", "qzeros"]
+    if "g_idx" in tensors.headers:
+        (length,) = tensors.shape("g_idx", ("I32", "I64"), (1,))
+        tensors.require(length == columns, f"has a g_idx of {length} inputs, and weights of {columns}")
+        names.append("g_idx")
+    group_size = _group_size(tensors, columns, groups, settings)
+    return PackedModule(
+        name=tensors.name,
+        parameter=tensors.full_name("weight"),
+        shape=(rows, columns),
+        kind=f"{settings.method} int{bits:.0f}, " + ("rows" if groups == 1 else f"groups of {group_size}"),
+        parts=tuple(tensors.full_name(name) for name in names),
+        row_multiple=WORD_BITS,
+        open=partial(_open, tensors, int(bits), group_size, settings.has_shifted_zeros),
+    )
+
+
+def _group_size(tensors: ModuleTensors, columns: int, groups: int, settings: GPTQSettings) -> int:
+    """The number of inputs in a group; the last group may be smaller."""
+    size = settings.group_size if settings.group_size > 0 else columns
+    if -(-columns // size) == groups:
+        return size
+    tensors.require(
+        settings.has_overrides and columns % groups == 0,
+        f"has {groups} groups of scales, and {columns} inputs in groups of {settings.group_size}",
+    )
+    return columns // groups
+
+
+def _open(
+    tensors: ModuleTensors,
+    bits: int,
+    group_size: int,
+    has_shifted_zeros: bool,
+    reader: TensorReader,
+    dtype: torch.dtype,
+) -> RowDecoder:
+    """The decoder of a module's rows."""
+    qweight, qzeros, scales = (
+        reader.read(tensors.full_name(part)) for part in ("qweight", "qzeros", "scales")
+    )
+    columns = len(qweight) * WORD_BITS // bits
+    groups = _read_groups(tensors, reader, columns, group_size, len(scales))
+    mask = (1 << bits) - 1
+
+    def decode(start: int, stop: int) -> Tensor:
+        codes = unpack_words(qweight[:, start:stop].T.contiguous(), bits, columns)
+        first_word, last_word = start * bits // WORD_BITS, -(-stop * bits // WORD_BITS)
+        zeros = unpack_words(qzeros[:, first_word:last_word].contiguous(), bits, stop - start).T
+        if has_shifted_zeros:
+            zeros = (zeros + 1) & mask
+        return (codes - zeros[:, groups]).to(dtype) * scales[:, start:stop].T.to(dtype)[:, groups]
+
+    return decode
+
+
+def _read_groups(
+    tensors: ModuleTensors, reader: TensorReader, columns: int, group_size: int, groups: int
+) -> Tensor:
+    """The group of each input, [columns].
+
+    Raises:
+        ModelError: if one does not exist.
+    """
+    if "g_idx" not in tensors.headers:
+        return torch.arange(columns) // group_size
+    indices = reader.read(tensors.full_name("g_idx")).long()
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= groups:
+        raise tensors.error(f"has a g_idx from {low} to {high}, and groups from 0 to {groups - 1}")
+    return indices

@@ -1,0 +1,276 @@
+"""Weights that are stored as integers or small floating-point numbers beside scales, as compressed-tensors does.
+
+    W[o, i] = (q[o, i] - zeros[b]) scale[b],   b = the block that (o, i) is in
+
+The blocks are the whole matrix, rows, groups of columns in a row, or rectangles, as the shape of the scales says.
+
+| tensors | q |
+| --- | --- |
+| ``weight_packed`` (I32), ``weight_shape`` | integers of 1 to 8 bits without gaps along a row, plus 2^(bits - 1) |
+| ``weight_packed`` or ``weight`` (U8) | pairs of 4-bit floating-point numbers E2M1, the first in the lower bits |
+| ``weight`` (I8, F8_E4M3, F8_E5M2) | the numbers themselves |
+
+Scales stored as U8 are powers of two, 2^(s - 127). Those of 4-bit floating-point numbers are divided by
+``weight_global_scale``, or multiplied by ``weight_scale_2`` (ModelOpt).
+
+Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_utils.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kleash.models.quantised.integers import unpack_float_4, unpack_words, words_of
+from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
+
+INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
+SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "U8")
+EXPONENT_BIAS = 127
+"""Of scales that are stored as exponents."""
+DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
+PACKED_BITS = range(1, 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightScheme:
+    """What the settings say of the weights of some modules."""
+
+    bits: int
+    group_size: int | None = None
+    """Columns of a group; None or -1 if the scales are not of groups."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block; None if the scales are of the matrix, of rows or of groups in a row."""
+
+
+class BlockValues(NamedTuple):
+    """Numbers of the blocks of a matrix, such as scales."""
+
+    values: Tensor
+    """[blocks of rows, blocks of columns]."""
+    block_rows: int
+    column_blocks: Tensor
+    """The block of each column, [columns]."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The number of each element in some rows of the matrix: [stop - start, columns]."""
+        return self.values[torch.arange(start, stop) // self.block_rows][:, self.column_blocks]
+
+
+def find_scaled_modules(
+    modules: Mapping[str, ModuleTensors], method: str, schemes: Sequence[WeightScheme], reader: TensorReader
+) -> list[PackedModule]:
+    """The modules of a checkpoint that are stored with scales: those with a tensor ``weight_scale``.
+
+    Args:
+        modules: the tensors of the checkpoint.
+        method: name of the format in records.
+        schemes: of the settings.
+        reader: of the checkpoint, for the tensors that hold a shape.
+
+    Raises:
+        ModelError: if the tensors of a module do not fit together or contradict the settings.
+    """
+    return [
+        _describe_module(tensors, method, schemes, reader)
+        for tensors in modules.values()
+        if "weight_scale" in tensors.headers or "weight_packed" in tensors.headers
+    ]
+
+
+def _describe_module(
+    tensors: ModuleTensors, method: str, schemes: Sequence[WeightScheme], reader: TensorReader
+) -> PackedModule:
+    """A module, after checking the headers of its tensors."""
+    codes = "weight_packed" if "weight_packed" in tensors.headers else "weight"
+    stored = tensors.shape(
+        codes, ("I32", "U8") if codes == "weight_packed" else (*INTEGER_TYPES, *FLOAT_TYPES, "U8")
+    )
+    dtype = tensors.headers[codes].dtype
+    tensors.require(min(stored) > 0, f"has an empty tensor {codes}")
+    bits, kind = 8, "int8" if dtype in INTEGER_TYPES else "fp8"
+    shape = (stored[0], stored[1])
+    if dtype == "U8":
+        bits, kind, shape = 4, "fp4", (stored[0], 2 * stored[1])
+    elif dtype == "I32":
+        shape = _read_shape(tensors, reader, stored[0])
+        bits = _integer_bits(tensors, stored[1], shape[1], schemes)
+        kind = f"int{bits}"
+    scales = tensors.shape("weight_scale", SCALE_TYPES, (0, 1, 2))
+    block = _find_block(tensors, shape, scales, schemes)
+    optional = ("weight_zero_point", "weight_g_idx", DIVISOR, FACTOR, "weight_shape")
+    parts = (codes, "weight_scale", *(part for part in optional if part in tensors.headers))
+    return PackedModule(
+        name=tensors.name,
+        parameter=tensors.full_name("weight"),
+        shape=shape,
+        kind=f"{method} {kind}, {_block_words(shape, block)}",
+        parts=tuple(tensors.full_name(part) for part in parts),
+        open=partial(_open, tensors, codes, shape, bits, block),
+    )
+
+
+def _block_words(shape: tuple[int, ...], block: tuple[int, int]) -> str:
+    """The blocks of a matrix in words, for records."""
+    rows, columns = block
+    if rows > 1:
+        return "one scale" if rows >= shape[0] else f"blocks of {rows} x {columns}"
+    return "rows" if columns == shape[1] else f"groups of {columns}"
+
+
+def _read_shape(tensors: ModuleTensors, reader: TensorReader, rows: int) -> tuple[int, int]:
+    """The shape of the matrix, which ``weight_shape`` holds.
+
+    Raises:
+        ModelError: if it is missing or contradicts the packed tensor.
+    """
+    length = tensors.shape("weight_shape", ("I32", "I64"), (1,))
+    tensors.require(length == (2,), f"has a weight_shape of {length} numbers")
+    stored_rows, columns = (int(size) for size in reader.read(tensors.full_name("weight_shape")))
+    tensors.require(
+        stored_rows == rows and columns > 0,
+        f"has a weight_shape of {[stored_rows, columns]} and {rows} packed rows",
+    )
+    return stored_rows, columns
+
+
+def _integer_bits(tensors: ModuleTensors, words: int, columns: int, schemes: Sequence[WeightScheme]) -> int:
+    """The bits of packed integers: those of a scheme with which a row has this number of words.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    candidates = sorted({scheme.bits for scheme in schemes})
+    for bits in candidates:
+        if bits in PACKED_BITS and words_of(columns, bits) == words:
+            return bits
+    listed = ", ".join(map(str, candidates)) or "none"
+    raise tensors.error(f"packs {columns} columns into {words} words, and its settings name {listed} bits")
+
+
+def _find_block(
+    tensors: ModuleTensors, shape: tuple[int, ...], scales: tuple[int, ...], schemes: Sequence[WeightScheme]
+) -> tuple[int, int]:
+    """Rows and columns of the blocks that have a scale of their own.
+
+    Raises:
+        ModelError: if no blocks have scales of this shape.
+    """
+    rows, columns = shape
+    if scales in ((), (1,), (1, 1)):
+        return rows, columns
+    for block in (scheme.block for scheme in schemes):
+        if block is not None and scales == (-(-rows // block[0]), -(-columns // block[1])):
+            return block
+    if scales == (rows,):
+        return 1, columns
+    group_sizes = (scheme.group_size or columns for scheme in schemes)
+    sizes = {size if size > 0 else columns for size in group_sizes}
+    tensors.require(
+        len(scales) == 2
+        and scales[0] == rows
+        and 0 < scales[1] <= columns
+        and columns % scales[1] == 0
+        and (not sizes or columns // scales[1] in sizes),
+        f"has scales of shape {list(scales)} for {rows} x {columns} weights"
+        + (f" in groups of {' or '.join(map(str, sorted(sizes)))}" if sizes else ""),
+    )
+    return 1, columns // scales[1]
+
+
+def _open(
+    tensors: ModuleTensors,
+    codes_part: str,
+    shape: tuple[int, int],
+    bits: int,
+    block: tuple[int, int],
+    reader: TensorReader,
+    dtype: torch.dtype,
+) -> RowDecoder:
+    """The decoder of a module's rows."""
+    rows, columns = shape
+    codes = reader.read(tensors.full_name(codes_part))
+    column_blocks = _column_blocks(tensors, reader, columns, block[1])
+
+    def by_block(values: Tensor) -> BlockValues:
+        return BlockValues(values.reshape(-(-rows // block[0]), -1), block[0], column_blocks)
+
+    scales = by_block(_read_scales(tensors, reader, dtype))
+    zeros = None
+    if "weight_zero_point" in tensors.headers:
+        zeros = by_block(_read_zeros(tensors, reader, scales.values, bits, codes.dtype).to(dtype))
+
+    def decode(start: int, stop: int) -> Tensor:
+        tile = codes[start:stop]
+        if codes.dtype == torch.int32:
+            values = (unpack_words(tile, bits, columns) - (1 << (bits - 1))).to(dtype)
+        else:
+            values = unpack_float_4(tile, dtype) if codes.dtype == torch.uint8 else tile.to(dtype)
+        if zeros is not None:
+            values = values - zeros.rows(start, stop)
+        return values * scales.rows(start, stop)
+
+    return decode
+
+
+def _column_blocks(tensors: ModuleTensors, reader: TensorReader, columns: int, block_columns: int) -> Tensor:
+    """The block of each column: consecutive, or as ``weight_g_idx`` says.
+
+    Raises:
+        ModelError: if one does not exist.
+    """
+    if "weight_g_idx" not in tensors.headers:
+        return torch.arange(columns) // block_columns
+    (length,) = tensors.shape("weight_g_idx", ("I32", "I64"), (1,))
+    tensors.require(length == columns, f"has a weight_g_idx of {length} columns, and {columns} columns")
+    indices = reader.read(tensors.full_name("weight_g_idx")).long()
+    if bool((indices == -1).all()):  # how compressed-tensors fills one that has no meaning
+        return torch.arange(columns) // block_columns
+    low, high, groups = int(indices.min()), int(indices.max()), columns // block_columns
+    tensors.require(
+        low >= 0 and high < groups,
+        f"has a weight_g_idx from {low} to {high}, and groups from 0 to {groups - 1}",
+    )
+    return indices
+
+
+def _read_scales(tensors: ModuleTensors, reader: TensorReader, dtype: torch.dtype) -> Tensor:
+    """The scales of a module in ``dtype``, with the factor of the whole matrix."""
+    stored = reader.read(tensors.full_name("weight_scale"))
+    scales = stored.to(dtype)
+    if stored.dtype == torch.uint8:
+        scales = torch.exp2(scales - EXPONENT_BIAS)
+    for part in (DIVISOR, FACTOR):
+        if part in tensors.headers:
+            shape = tensors.shape(part, ("F32", "F16", "BF16"), (0, 1))
+            tensors.require(shape in ((), (1,)), f"has {part} of shape {list(shape)}, and not one number")
+            factor = reader.read(tensors.full_name(part)).to(dtype).reshape(())
+            scales = scales / factor if part == DIVISOR else scales * factor
+    return scales
+
+
+def _read_zeros(
+    tensors: ModuleTensors, reader: TensorReader, scales: Tensor, bits: int, codes: torch.dtype
+) -> Tensor:
+    """The zero points of the blocks, in the shape of their scales; those of packed weights are packed along rows.
+
+    Raises:
+        ModelError: if they do not fit the scales.
+    """
+    blocks, groups = scales.shape
+    header = tensors.headers["weight_zero_point"]
+    if codes != torch.int32 or header.dtype != "I32":
+        shape = tensors.shape("weight_zero_point", ("I8", "U8", "I32", *FLOAT_TYPES), (0, 1, 2))
+        size = header.shape[0] * (header.shape[1] if len(shape) > 1 else 1) if shape else 1
+        tensors.require(size == blocks * groups, f"has a weight_zero_point of shape {list(shape)}")
+        return reader.read(tensors.full_name("weight_zero_point")).reshape(blocks, groups).float()
+    shape = tensors.shape("weight_zero_point", ("I32",))
+    tensors.require(
+        shape == (words_of(blocks, bits), groups),
+        f"has a weight_zero_point of shape {list(shape)} for scales of {[blocks, groups]}",
+    )
+    words = reader.read(tensors.full_name("weight_zero_point")).T.contiguous()
+    return unpack_words(words, bits, blocks).T - (1 << (bits - 1))

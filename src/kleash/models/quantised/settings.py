@@ -1,0 +1,99 @@
+"""The settings of quantised checkpoints: where they stand, and values that are checked before they are used."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import ModelError
+from kleash.models.checkpoints.files import read_json
+
+MAX_GROUP_SIZE = 1 << 24
+OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files with the settings of checkpoints that were written before config.json had them, and their formats."""
+MODELOPT_SETTINGS = "hf_quant_config.json"
+
+
+class UnsupportedLayoutError(Exception):
+    """A layout that no decoder reads; the message says which."""
+
+
+def read_quantisation_settings(folder: Path) -> dict[str, Any] | None:
+    """How the weights in a folder are quantised: ``quantization_config`` of its config.json, or of older files.
+
+    Returns:
+        The settings with ``quant_method``; None if the checkpoint is not quantised.
+
+    Raises:
+        ModelError: if a file is not JSON, or the settings are no object.
+    """
+    config = read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    for settings in (config, text_config if isinstance(text_config, dict) else {}):
+        for name in ("quantization_config", "compression_config"):
+            value = settings.get(name)
+            if value is not None and not isinstance(value, dict):
+                raise ModelError(
+                    f"{folder / 'config.json'} has a {name} that is a {type(value).__name__}, and not an object; "
+                    "correct it"
+                )
+            if value:
+                return value
+    for name, method in OLD_SETTINGS.items():
+        if (folder / name).is_file():
+            return {"quant_method": method, **read_json(folder / name)}
+    if (folder / MODELOPT_SETTINGS).is_file():
+        value = read_json(folder / MODELOPT_SETTINGS).get("quantization")
+        return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
+    return None
+
+
+def read_integer(settings: Mapping[str, Any], *names: str) -> int:
+    """The first of these settings that is there.
+
+    Raises:
+        UnsupportedLayoutError: if there is none, or it is not an integer.
+    """
+    value = next((settings[name] for name in names if name in settings), None)
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_GROUP_SIZE:
+        raise UnsupportedLayoutError(f"its {names[0]} is {value!r:.60}")
+    return value
+
+
+def read_group_size(settings: Mapping[str, Any]) -> int:
+    """The number of inputs in a group; -1 for all.
+
+    Raises:
+        UnsupportedLayoutError: if it is another number.
+    """
+    size = read_integer(settings, "group_size", "q_group_size")
+    if size == 0 or size < -1:
+        raise UnsupportedLayoutError(f"its group_size is {size}")
+    return size
+
+
+def read_block(value: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block; None if there is no setting.
+
+    Raises:
+        UnsupportedLayoutError: if it is not two positive integers.
+    """
+    if value is None:
+        return None
+    sizes = value.split("x") if isinstance(value, str) else value
+    if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdigit() for size in sizes):
+        rows, columns = (int(size) for size in sizes)
+        if 0 < rows <= MAX_GROUP_SIZE and 0 < columns <= MAX_GROUP_SIZE:
+            return rows, columns
+    raise UnsupportedLayoutError(f"its block_structure is {value!r:.60}")
+
+
+def read_object(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A setting that is an object; empty if it is not there.
+
+    Raises:
+        UnsupportedLayoutError: if it is another value.
+    """
+    value = settings.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedLayoutError(f"its {name} is a {type(value).__name__}")
+    return value or {}

@@ -1,0 +1,136 @@
+"""Building an ordinary transformers network from a checkpoint whose weights are stored packed."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.extras import import_extra
+from kleash.models.quantised.formats import PackedCheckpoint
+from kleash.models.quantised.packed_modules import PackedModule, TensorReader
+from kleash.models.text_towers import NetworkClass, is_of_other_part
+
+TILE_WEIGHTS = 1 << 20
+"""Weights unpacked at once: 4 MB in float32, and as much for the integers and the scales of each."""
+GENERATION_CONFIG = "generation_config.json"
+ACTIVATION_TENSORS = frozenset(
+    (
+        *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
+        *("q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
+    )
+)
+"""Last parts of names of tensors by which activations and stored keys and values are quantised in serving."""
+
+
+def load_unpacked_network(
+    packed: PackedCheckpoint,
+    network_class: NetworkClass,
+    skeleton: Any,
+    folder: Path,
+    *,
+    dtype: torch.dtype | str,
+    device_map: str | None,
+) -> tuple[Any, Any]:
+    """Load a checkpoint with packed weights as an ordinary network, with each matrix unpacked into ``dtype``.
+
+    Products are those of the unpacked matrices with unrounded activations. Beside the result, memory holds a tile of
+    one matrix; the packed tensors are mapped from their files.
+
+    Args:
+        packed: its packed modules.
+        network_class: of the network.
+        skeleton: the network on the meta device.
+        folder: of the checkpoint.
+        dtype: of the parameters; "auto" for that of config.json, or else bfloat16.
+        device_map: how transformers spreads the model over devices; None for the CPU.
+
+    Returns:
+        The network, and transformers' report of how the tensors fit.
+
+    Raises:
+        ModelError: if the values of a packed tensor are invalid.
+    """
+    config = _without_quantisation(network_class.config, tied=not _has_packed_head(packed, skeleton))
+    resolved = _resolve_dtype(dtype, config)
+    load = network_class.from_state_dict or type(skeleton).from_pretrained
+    with TensorReader(packed.headers) as reader:
+        network, report = load(
+            None,
+            config=config,
+            state_dict=dict(_read_parameters(packed, reader, network_class.config, resolved)),
+            dtype=resolved,
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    network.config.name_or_path = str(folder)
+    if (folder / GENERATION_CONFIG).is_file() and network.can_generate():
+        transformers = import_extra("transformers", "models")
+        network.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return network, report
+
+
+def _read_parameters(
+    packed: PackedCheckpoint, reader: TensorReader, config: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the ordinary checkpoint by name, without those of parts that text does not run through."""
+    modules = {module.parameter: module for module in packed.modules}
+    used_by_modules = {part for module in packed.modules for part in module.parts}
+    for name in [*(name for name in packed.headers if name not in used_by_modules), *modules]:
+        part = name.rpartition(".")[2]
+        if is_of_other_part(config, name) or part in ACTIVATION_TENSORS:
+            continue
+        tensor = unpack(modules[name], reader, dtype) if name in modules else reader.read(name)
+        if part != "bias" or f"{name.removesuffix('bias')}weight" not in modules or tensor.any():
+            yield name, tensor  # without the zeros that AutoGPTQ writes as biases of modules that have none
+
+
+def unpack(module: PackedModule, reader: TensorReader, dtype: torch.dtype) -> Tensor:
+    """The matrix of a packed module, unpacked a tile of rows at a time.
+
+    Args:
+        module: the module.
+        reader: of its checkpoint.
+        dtype: of the result; the arithmetic is in at least float32.
+
+    Raises:
+        ModelError: if a value of its tensors is invalid.
+    """
+    decode = module.open(reader, torch.promote_types(dtype, torch.float32))
+    columns = module.shape[-1]
+    weight = torch.empty(module.shape, dtype=dtype)
+    rows = weight.view(-1, columns)
+    step = max(1, TILE_WEIGHTS // columns // module.row_multiple) * module.row_multiple
+    for start in range(0, len(rows), step):
+        stop = min(start + step, len(rows))
+        rows[start:stop] = decode(start, stop)
+    return weight
+
+
+def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
+    """The dtype of the parameters."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+
+def _has_packed_head(packed: PackedCheckpoint, skeleton: Any) -> bool:
+    """Whether the output embedding is packed, and so is another matrix than the input embedding."""
+    head = skeleton.get_output_embeddings()
+    names = {name for name, module in skeleton.named_modules() if head is not None and module is head}
+    return any(module.name in names for module in packed.modules)
+
+
+def _without_quantisation(config: Any, *, tied: bool) -> Any:
+    """A copy of a configuration without ``quantization_config``, and with a head of its own unless ``tied``."""
+    config = deepcopy(config)
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+        if not tied:
+            part.tie_word_embeddings = False  # transformers 4 would tie a head that has a matrix of its own
+    return config

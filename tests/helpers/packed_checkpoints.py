@@ -1,0 +1,130 @@
+"""Checkpoints in the layouts of GPTQ and AWQ, packed bit by bit from the published formulas, in numpy."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+Packer = Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
+"""Packs a float64 matrix; returns the tensors of a module, and the matrix that they stand for in float64."""
+
+
+def bit_string(values: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of unsigned integers as int32 words, whose bits are those of the integers one after the other."""
+    rows = []
+    for row in values:
+        text = "".join(format(int(value), f"0{bits}b")[::-1] for value in row)
+        text += "0" * (-len(text) % 32)
+        rows.append([int(text[start : start + 32][::-1], 2) for start in range(0, len(text), 32)])
+    return np.array(rows, dtype=np.uint32).view(np.int32)
+
+
+def quantise(
+    weight: np.ndarray, bits: int, group_of: np.ndarray, *, zeros_from: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [rows, columns], zero points and float16 scales [groups, rows] of a matrix [rows, columns]."""
+    groups = int(group_of.max()) + 1
+    most = 2**bits - 1
+    scales, zeros = np.zeros((groups, len(weight)), np.float16), np.zeros((groups, len(weight)), np.int64)
+    codes = np.zeros(weight.shape, np.int64)
+    for group in range(groups):
+        part = weight[:, group_of == group]
+        low, high = part.min(1), part.max(1)
+        scales[group] = np.maximum((high - low) / most, 1e-3).astype(np.float16)
+        zeros[group] = np.clip(np.round(-low / scales[group].astype(np.float64)), zeros_from, most)
+        codes[:, group_of == group] = np.clip(
+            np.round(part / scales[group].astype(np.float64)[:, None]) + zeros[group][:, None], 0, most
+        )
+    return codes, zeros, scales
+
+
+def dequantised(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """The matrix in float64: (codes - zeros) scales of each input's group."""
+    return (codes - zeros[group_of].T) * scales.astype(np.float64)[group_of].T
+
+
+def pack_gptq(
+    bits: int, group_size: int, *, act_order: bool, version: int, with_groups: bool = True
+) -> Packer:
+    """GPTQ's packing: q along the inputs, zero points along the outputs, less one in version 1."""
+
+    def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        columns = weight.shape[1]
+        group_of = np.arange(columns) // group_size
+        if act_order:
+            group_of = np.random.default_rng(columns).permutation(group_of)
+        codes, zeros, scales = quantise(weight, bits, group_of, zeros_from=1 if version == 1 else 0)
+        tensors = {
+            "qweight": bit_string(codes, bits).T.copy(),
+            "qzeros": bit_string(zeros - (1 if version == 1 else 0), bits),
+            "scales": scales,
+        }
+        if with_groups:
+            tensors["g_idx"] = group_of.astype(np.int32)
+        return tensors, dequantised(codes, zeros, scales, group_of)
+
+    return pack
+
+
+def pack_awq(group_size: int, *, gemv: bool = False) -> Packer:
+    """AWQ's packing: "gemm" along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, "gemv" along the inputs."""
+
+    def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        group_of = np.arange(weight.shape[1]) // group_size
+        codes, zeros, scales = quantise(weight, 4, group_of)
+        if gemv:
+            groups = len(zeros)
+            padding = np.zeros((len(weight), -groups % 8), np.int64)
+            tensors = {
+                "qweight": bit_string(codes, 4),
+                "qzeros": bit_string(np.hstack([zeros.T, padding]), 4),
+                "scales": np.hstack([scales.T, padding]).astype(np.float16),
+            }
+        else:
+            order = np.concatenate(
+                [np.array([0, 2, 4, 6, 1, 3, 5, 7]) + 8 * i for i in range(len(weight) // 8)]
+            )
+            tensors = {
+                "qweight": bit_string(codes.T[:, order], 4),
+                "qzeros": bit_string(zeros[:, order], 4),
+                "scales": scales,
+            }
+        return tensors, dequantised(codes, zeros, scales, group_of)
+
+    return pack
+
+
+def save_packed(
+    source: Path,
+    folder: Path,
+    pack: Packer,
+    settings: dict[str, Any],
+    *,
+    matches: Callable[[str], bool] = lambda name: name.endswith("proj.weight"),
+    dense: Path | None = None,
+) -> Path:
+    """A copy of a checkpoint with packed matrices and a quantization_config; ``dense`` gets their dequantised twin."""
+    shutil.copytree(source, folder)
+    stored: dict[str, torch.Tensor] = {}
+    decoded: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not matches(name):
+            stored[name] = decoded[name] = weight
+            continue
+        tensors, values = pack(weight.double().numpy())
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{part}": torch.from_numpy(tensor.copy()) for part, tensor in tensors.items()}
+        decoded[name] = torch.from_numpy(values)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    if dense is not None:
+        shutil.copytree(source, dense)
+        exact = {name: tensor.contiguous() for name, tensor in decoded.items()}
+        save_file(exact, dense / "model.safetensors", metadata={"format": "pt"})
+    return folder

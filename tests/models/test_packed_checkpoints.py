@@ -1,0 +1,365 @@
+"""GPTQ and AWQ checkpoints: unpacked weights, their KL, adapters on them, the record, and damaged files."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packed_checkpoints import Packer, pack_awq, pack_gptq, save_packed
+from safetensors.torch import load_file, save_file
+from scipy.special import log_softmax
+from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_adapter
+from transformers import Qwen3MoeConfig
+
+from kleash.errors import ModelError
+from kleash.models import load_pair, score
+from kleash.models.quantised import unpacking
+from kleash.models.quantised.formats import find_packed_modules
+from kleash.models.quantised.packed_modules import TensorReader
+from kleash.models.sequences import TokenSequence
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+SHAPES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+IDS = [0, 40, 80, 120, 160, 200, 240, 33]
+SEQUENCE = TokenSequence(
+    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
+)
+
+
+def gptq_layouts() -> list[Any]:
+    cases = []
+    for bits in (2, 3, 4, 8):
+        for version, name in ((1, "gptq"), (2, "gptq_v2")):
+            pack = pack_gptq(bits, 32, act_order=bits in (3, 4), version=version)
+            settings = GPTQ | {"bits": bits, "checkpoint_format": name}
+            cases.append(
+                pytest.param(pack, settings, f"gptq int{bits}, groups of 32", id=f"gptq-{bits}-{version}")
+            )
+    return cases
+
+
+LAYOUTS = [
+    *gptq_layouts(),
+    pytest.param(
+        pack_gptq(4, 96, act_order=False, version=1),
+        {"quant_method": "gptq", "bits": 4, "group_size": -1},
+        "gptq int4, rows",
+        id="gptq-one-group",
+    ),
+    pytest.param(
+        pack_gptq(4, 40, act_order=False, version=1, with_groups=False),
+        GPTQ | {"group_size": 40},
+        "gptq int4, groups of 40",
+        id="gptq-smaller-last-group",
+    ),
+    pytest.param(
+        pack_gptq(8, 16, act_order=False, version=1),
+        GPTQ | {"dynamic": {"+:.*": {"bits": 8, "group_size": 16}}},
+        "gptq int8, groups of 16",
+        id="gptq-overridden",
+    ),
+    pytest.param(
+        pack_gptq(4, 32, act_order=False, version=2, with_groups=False),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round"},
+        "auto-round int4, groups of 32",
+        id="auto-round",
+    ),
+    pytest.param(
+        pack_gptq(4, 32, act_order=False, version=1, with_groups=False),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        "auto-round int4, groups of 32",
+        id="auto-round-as-gptq",
+    ),
+    pytest.param(
+        pack_awq(32),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
+        "auto-round int4, groups of 32",
+        id="auto-round-as-awq",
+    ),
+    pytest.param(pack_awq(32), AWQ, "awq int4, groups of 32", id="awq"),
+    pytest.param(pack_awq(96), AWQ | {"group_size": -1}, "awq int4, rows", id="awq-one-group"),
+    pytest.param(
+        pack_awq(16, gemv=True),
+        AWQ | {"group_size": 16, "version": "GEMV"},
+        "awq int4, groups of 16",
+        id="gemv",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pack", "settings", "kind"), LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_matrix_is_unpacked_in_tiles_to_the_numbers_that_were_packed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pack: Packer,
+    settings: dict[str, Any],
+    kind: str,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 96 * 40)
+    tensors, values = pack(np.random.default_rng(0).normal(size=(160, 96)))
+    save_file(
+        {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    packed = find_packed_modules(tmp_path, "the policy")
+    assert packed is not None
+    (module,) = packed.modules
+    assert (module.shape, module.kind) == ((160, 96), kind)
+    with TensorReader(packed.headers) as reader:
+        weight = unpacking.unpack(module, reader, dtype)
+    assert weight.dtype == dtype
+    assert torch.equal(weight.double(), torch.from_numpy(values))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("source") / "llama", **SHAPES)
+
+
+@pytest.fixture(scope="module")
+def gptq(source: Path) -> tuple[Path, Path]:
+    """A GPTQ checkpoint with activation order, and its dequantised twin."""
+    folder, dense = source.parent / "gptq", source.parent / "gptq-dense"
+    return save_packed(source, folder, pack_gptq(4, 32, act_order=True, version=1), GPTQ, dense=dense), dense
+
+
+@pytest.fixture(scope="module")
+def awq(source: Path) -> tuple[Path, Path]:
+    folder, dense = source.parent / "awq", source.parent / "awq-dense"
+    return save_packed(source, folder, pack_awq(32), AWQ, dense=dense), dense
+
+
+def exact_kl(policy: Path, reference: Path) -> np.ndarray:
+    """KL(policy || reference) at each scored position, from transformers' logits in float64."""
+    logp, logq = (
+        log_softmax(double_logits(folder, IDS)[:-1].numpy(), axis=-1) for folder in (policy, reference)
+    )
+    return (np.exp(logp) * (logp - logq)).sum(-1)
+
+
+@pytest.mark.parametrize("format_name", ["gptq", "awq"])
+def test_the_kl_is_that_of_the_dequantised_weights(
+    source: Path, format_name: str, request: pytest.FixtureRequest
+) -> None:
+    folder, dense = request.getfixturevalue(format_name)
+    expected = exact_kl(dense, source)
+    assert expected.min() > 1e-4
+    pair = load_pair(str(folder), str(source), dtype="float64")
+    np.testing.assert_allclose(
+        score(pair, [SEQUENCE])["kl_policy_reference"], expected, rtol=2e-7, atol=1e-12
+    )
+    in_float32 = load_pair(str(folder), str(source))
+    np.testing.assert_allclose(
+        score(in_float32, [SEQUENCE])["kl_policy_reference"], expected, rtol=2e-5, atol=1e-6
+    )
+    note = f"the policy {folder} is quantised ({format_name}), and its 7 packed matrices were unpacked"
+    assert any(text.startswith(note) and "activations are not quantised" in text for text in pair.notes)
+    swapped = load_pair(str(source), str(folder), dtype="float64")
+    np.testing.assert_allclose(
+        score(swapped, [SEQUENCE])["kl_policy_reference"], exact_kl(source, dense), rtol=2e-7, atol=1e-12
+    )
+    assert np.all(score(load_pair(str(folder), str(folder)), [SEQUENCE])["kl_policy_reference"] == 0)
+
+
+def test_an_adapter_is_measured_over_unpacked_weights(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, dense = gptq
+    adapters = [tiny_adapter(tmp_path / base.name, dense, base_name=str(base)) for base in gptq]
+    over_packed = load_pair(str(adapters[0]), str(folder))
+    assert over_packed.policy.network is over_packed.reference.network
+    over_dense = load_pair(str(adapters[1]), str(dense))
+    kl = score(over_packed, [SEQUENCE])["kl_policy_reference"]
+    assert kl.min() > 1e-4
+    np.testing.assert_array_equal(kl, score(over_dense, [SEQUENCE])["kl_policy_reference"])
+
+
+def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq: tuple[Path, Path], source: Path) -> None:
+    pair = load_pair(str(gptq[0]), str(source))
+    weights = pair.policy.record().weights
+    assert weights is not None
+    stored = load_file(gptq[0] / "model.safetensors")
+    assert weights.bytes == sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+    assert weights.bits_per_weight == 8 * weights.bytes / pair.reference.parameters
+    assert weights.modules == {
+        **{f"model.layers.0.self_attn.{part}_proj": "gptq int4, groups of 32" for part in "kqvo"},
+        **{f"model.layers.0.mlp.{part}_proj": "gptq int4, groups of 32" for part in ("gate", "up", "down")},
+        "model.embed_tokens": "F32",
+        "lm_head": "F32",
+    }
+    assert pair.policy.parameters == pair.reference.parameters
+
+
+def test_a_packed_head_is_unpacked_and_not_tied_to_the_embedding(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", **SHAPES)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    dense = tmp_path / "dense"
+    folder = save_packed(
+        source,
+        tmp_path / "packed",
+        pack_gptq(4, 32, act_order=False, version=2),
+        GPTQ | {"checkpoint_format": "gptq_v2", "lm_head": True},
+        matches=lambda name: name == "lm_head.weight",
+        dense=dense,
+    )
+    (dense / "config.json").write_text(json.dumps(config))
+    pair = load_pair(str(folder), str(dense))
+    head = pair.policy.head.weight
+    assert head is not None
+    assert torch.equal(head.double(), load_file(dense / "model.safetensors")["lm_head.weight"])
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
+    gptq: tuple[Path, Path], tmp_path: Path, value: float
+) -> None:
+    folder = tmp_path / "biased"
+    shutil.copytree(gptq[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.full((96,), value)  # as AutoGPTQ writes zeros
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    notes = load_pair(str(folder), str(gptq[1])).notes
+    assert any("are not used by its architecture" in note for note in notes) == (value != 0)
+
+
+def test_experts_that_are_packed_one_by_one_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**{**SHAPE, **ATTENTION, **SPECIAL, **SHAPES, **experts})
+    monkeypatch.setitem(CONFIGS, "qwen3_moe", lambda **_: config)
+    source = save_tiny(tmp_path / "source", "qwen3_moe")
+    dense = tmp_path / "dense"
+    folder = save_packed(source, tmp_path / "packed", pack_awq(32), AWQ, dense=dense)
+    pair = load_pair(str(folder), str(dense), dtype="float64")
+    assert sum(name.endswith("qweight") for name in load_file(folder / "model.safetensors")) == 4 + 12
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+    for name, weight in pair.policy.network.state_dict().items():
+        assert torch.equal(weight, pair.reference.network.state_dict()[name]), name
+    kl = score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"]
+    assert kl.min() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("qzeros", None, "has no tensor qzeros"),
+        ("scales", None, "has no tensor scales"),
+        ("qweight", lambda t: t[:, :0], "has an empty tensor"),
+        ("qweight", lambda t: t[:, :32], r"has scales of 2 x 64 and qzeros of 2 groups for 32 outputs"),
+        ("qweight", lambda t: t[:4], "has a g_idx of 64 inputs, and weights of 32"),
+        ("qweight", lambda t: t.float(), r"has qweight as F32 \[8, 64\], and not as I32 of 2 dimensions"),
+        (
+            "qzeros",
+            lambda t: t[:, :7],
+            "has 7 words of zero points for 64 outputs, which are not 2, 3, 4 or 8 bits",
+        ),
+        ("qzeros", lambda t: t[:, :4], "is stored in 2 bits, and its quantization_config says 4"),
+        ("scales", lambda t: t.repeat(2, 1), "has scales of 4 x 64 and qzeros of 2 groups for 64 outputs"),
+        ("g_idx", lambda t: t + 1, "has a g_idx from 1 to 2, and groups from 0 to 1"),
+        ("g_idx", lambda t: t - 1, "has a g_idx from -1 to 0, and groups from 0 to 1"),
+        ("g_idx", lambda t: t.float(), r"has g_idx as F32 \[64\], and not as I32 or I64 of 1 dimensions"),
+    ],
+)
+def test_damaged_tensors_are_refused_with_their_module(
+    gptq: tuple[Path, Path], tmp_path: Path, part: str, change: Any, reason: str
+) -> None:
+    folder = damaged_copy(gptq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
+    module = re.escape(
+        "the policy " + str(folder) + " cannot be unpacked: its module model.layers.0.self_attn.q_proj"
+    )
+    with pytest.raises(ModelError, match=f"{module} {reason}; fetch or quantise the model again"):
+        load_pair(str(folder), str(gptq[1]))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("qzeros", None, "has no tensor qzeros"),
+        (
+            "scales",
+            lambda t: t[:1],
+            r"has scales of \[1, 64\] and qzeros of \[2, 8\] for 64 outputs and 64 inputs",
+        ),
+        ("qweight", lambda t: t[:, :4], r"has scales of \[2, 64\] and qzeros of \[2, 8\] for 32 outputs"),
+        ("qweight", lambda t: t.long(), r"has qweight as I64 \[64, 8\], and not as I32"),
+    ],
+)
+def test_damaged_tensors_of_awq_are_refused(
+    awq: tuple[Path, Path], tmp_path: Path, part: str, change: Any, reason: str
+) -> None:
+    folder = damaged_copy(awq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
+    with pytest.raises(ModelError, match=f"its module model.layers.0.self_attn.q_proj {reason}"):
+        load_pair(str(folder), str(awq[1]))
+
+
+def damaged_copy(source: Path, folder: Path, name: str, change: Any) -> Path:
+    """A copy of a checkpoint with one tensor changed, or without it."""
+    copy = folder / "damaged"
+    shutil.copytree(source, copy)
+    tensors = load_file(source / "model.safetensors")
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(tensor).contiguous()
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin', and not gptq or gptq_v2"),
+        ({"bits": "four"}, "its bits is 'four'"),
+        ({"bits": 8}, "is stored in 4 bits, and its quantization_config says 8"),
+        ({"group_size": 0}, "its group_size is 0"),
+        ({"group_size": 1 << 60}, "has group_size 1.15292e.18 in its config.json"),
+        ({"group_size": 16}, "has 3 groups of scales, and 96 inputs in groups of 16"),
+        ({"quant_method": "awq"}, "its version is 'gptq', and not gemm or gemv"),
+        ({"quant_method": "awq", "version": "marlin"}, "its version is 'marlin'"),
+        ({"quant_method": "awq", "version": "gemm", "bits": 3}, "it has 3 bits, and AWQ's layouts 4"),
+        (
+            {"quant_method": "awq", "version": "gemm"},
+            r"has scales of \[3, 64\] and qzeros of \[3, 8\] for 512 outputs",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:fp8"},
+            "its packing_format is 'auto_round:fp8'",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    gptq: tuple[Path, Path], tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(gptq[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(folder), str(gptq[1]))
+
+
+def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(gptq[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantize_config.json").write_text(
+        json.dumps({"bits": 4, "group_size": settings["group_size"]})
+    )
+    pair = load_pair(str(folder), str(gptq[1]))
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)

@@ -1,0 +1,328 @@
+"""compressed-tensors, AutoFP8, FBGEMM and ModelOpt checkpoints: codes with scales, against formulas in float64."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packed_checkpoints import bit_string, save_packed
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny
+
+from kleash.errors import ModelError
+from kleash.models import load_pair, score
+from kleash.models.quantised import unpacking
+from kleash.models.quantised.formats import find_packed_modules
+from kleash.models.quantised.packed_modules import TensorReader
+from kleash.models.sequences import TokenSequence
+
+ROWS, COLUMNS = 80, 96
+FLOAT_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+RNG = np.random.default_rng(7)
+Case = tuple[dict[str, torch.Tensor], dict[str, Any], np.ndarray, str]
+"""Tensors of a module, settings, the matrix in float64, and its kind in records."""
+
+
+def settings_of(format_name: str, **weights: Any) -> dict[str, Any]:
+    group = {"weights": weights, "targets": ["Linear"], "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": format_name, "config_groups": {"group_0": group}}
+
+
+def spread(values: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The number of each element's block."""
+    return np.repeat(np.repeat(values, rows, axis=0), columns, axis=1)[:ROWS, :COLUMNS]
+
+
+def packed_integers(bits: int, group: int, *, symmetric: bool, order: bool = False) -> Case:
+    """compressed-tensors, ``pack_to_int32``: codes + 2^(bits - 1) along a row, zero points along the outputs."""
+    half = 2 ** (bits - 1)
+    codes = RNG.integers(-half, half, size=(ROWS, COLUMNS))
+    groups = COLUMNS // group
+    scales = RNG.uniform(0.01, 0.1, size=(ROWS, groups)).astype(np.float16)
+    zeros = (
+        np.zeros((ROWS, groups), np.int64) if symmetric else RNG.integers(-half, half, size=(ROWS, groups))
+    )
+    group_of = np.arange(COLUMNS) // group
+    tensors = {
+        "weight_packed": bit_string(codes + half, bits),
+        "weight_scale": scales,
+        "weight_shape": np.array([ROWS, COLUMNS]),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = bit_string((zeros + half).T, bits).T.copy()
+    if order:
+        group_of = RNG.permutation(group_of)
+        tensors["weight_g_idx"] = group_of.astype(np.int32)
+    weight = (codes - zeros[:, group_of]) * scales.astype(np.float64)[:, group_of]
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group,
+        "symmetric": symmetric,
+    }
+    blocks = "rows" if groups == 1 else f"groups of {group}"
+    return to_torch(tensors), settings_of("pack-quantized", **weights), weight, f"int{bits}, {blocks}"
+
+
+def plain_integers(shape: tuple[int, ...], blocks: tuple[int, int], words: str) -> Case:
+    """int-quantized: int8 codes and zero points."""
+    codes = RNG.integers(-128, 128, size=(ROWS, COLUMNS))
+    scales, zeros = RNG.uniform(0.01, 0.1, size=shape).astype(np.float32), RNG.integers(-9, 9, size=shape)
+    weight = codes - spread(np.atleast_2d(zeros), *blocks).astype(np.float64)
+    weight = weight * spread(np.atleast_2d(scales), *blocks).astype(np.float64)
+    tensors = {
+        "weight": codes.astype(np.int8),
+        "weight_scale": scales,
+        "weight_zero_point": zeros.astype(np.int8),
+    }
+    return (
+        to_torch(tensors),
+        settings_of("int-quantized", num_bits=8, type="int", group_size=blocks[1]),
+        weight,
+        f"int8, {words}",
+    )
+
+
+def floats_of_8_bits(shape: tuple[int, ...], blocks: tuple[int, int], words: str, **settings: Any) -> Case:
+    """float-quantized: E4M3 codes; the oracle reads them by torch and multiplies in float64."""
+    codes = torch.from_numpy(RNG.normal(size=(ROWS, COLUMNS))).to(torch.float8_e4m3fn)
+    scales = RNG.uniform(0.01, 0.1, size=shape).astype(np.float32)
+    weight = codes.double().numpy() * spread(np.atleast_2d(scales), *blocks).astype(np.float64)
+    tensors = {"weight": codes, "weight_scale": torch.from_numpy(np.asarray(scales))}
+    settings = settings or settings_of("float-quantized", num_bits=8, type="float")
+    return tensors, settings, weight, f"fp8, {words}"
+
+
+def floats_of_4_bits(group: int, kind: str) -> Case:
+    """NVFP4 (E4M3 scales and one factor) and MXFP4 (powers of two): two E2M1 codes in a byte, the first lower."""
+    codes = RNG.integers(0, 16, size=(ROWS, COLUMNS))
+    packed = torch.from_numpy((codes[:, ::2] + 16 * codes[:, 1::2]).astype(np.uint8))
+    shape = (ROWS, COLUMNS // group)
+    if kind == "mxfp4":
+        exponents = RNG.integers(100, 140, size=shape)
+        scales, stored = 2.0 ** (exponents - 127), torch.from_numpy(exponents.astype(np.uint8))
+    else:
+        stored = torch.from_numpy(RNG.uniform(1, 400, size=shape)).to(torch.float8_e4m3fn)
+        scales = stored.double().numpy()
+    tensors = {"weight_packed": packed, "weight_scale": stored}
+    settings = settings_of(f"{kind}-pack-quantized", num_bits=4, type="float", group_size=group)
+    if kind == "nvfp4":
+        tensors["weight_global_scale"] = torch.tensor([512.0])
+        scales = scales / 512
+    elif kind == "modelopt":
+        tensors = {"weight": packed, "weight_scale": stored, "weight_scale_2": torch.tensor(1 / 256)}
+        settings, scales = {"quant_method": "modelopt", "quant_algo": "NVFP4"}, scales / 256
+    return tensors, settings, FLOAT_4[codes] * spread(scales, 1, group), f"fp4, groups of {group}"
+
+
+def to_torch(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in tensors.items()}
+
+
+def exponents() -> Case:
+    """mxfp8-quantized: E4M3 codes with scales that are powers of two."""
+    tensors, _, _, _ = floats_of_8_bits((ROWS, 3), (1, 32), "")
+    stored = RNG.integers(110, 130, size=(ROWS, 3))
+    weight = tensors["weight"].double().numpy() * spread(2.0 ** (stored - 127), 1, 32)
+    tensors["weight_scale"] = torch.from_numpy(stored.astype(np.uint8))
+    return (
+        tensors,
+        settings_of("mxfp8-quantized", num_bits=8, type="float", group_size=32),
+        weight,
+        "fp8, groups of 32",
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{
+        f"int{bits}": lambda bits=bits: packed_integers(bits, 32, symmetric=bits % 2 == 0)
+        for bits in range(1, 9)
+    },
+    "int4-zeros": lambda: packed_integers(4, 48, symmetric=False),
+    "int4-rows": lambda: packed_integers(4, 96, symmetric=False),
+    "int4-order": lambda: packed_integers(4, 32, symmetric=False, order=True),
+    "int8-matrix": lambda: plain_integers((1,), (ROWS, COLUMNS), "one scale"),
+    "int8-rows": lambda: plain_integers((ROWS, 1), (1, COLUMNS), "rows"),
+    "int8-groups": lambda: plain_integers((ROWS, 6), (1, 16), "groups of 16"),
+    "fp8-matrix": lambda: floats_of_8_bits((), (ROWS, COLUMNS), "one scale"),
+    "fp8-rows": lambda: floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows"),
+    "fp8-blocks": lambda: floats_of_8_bits(
+        (3, 4),
+        (32, 24),
+        "blocks of 32 x 24",
+        **settings_of("float-quantized", num_bits=8, type="float", block_structure=[32, 24]),
+    ),
+    "autofp8": lambda: floats_of_8_bits((1,), (ROWS, COLUMNS), "one scale", quant_method="fp8"),
+    "fbgemm": lambda: floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows", quant_method="fbgemm_fp8"),
+    "modelopt-fp8": lambda: floats_of_8_bits((), (ROWS, COLUMNS), "one scale", quant_method="modelopt"),
+    "mxfp8": exponents,
+    "nvfp4": lambda: floats_of_4_bits(16, "nvfp4"),
+    "mxfp4": lambda: floats_of_4_bits(32, "mxfp4"),
+    "modelopt-nvfp4": lambda: floats_of_4_bits(16, "modelopt"),
+}
+
+
+def write_module(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> Path:
+    save_file({f"m.{part}": value for part, value in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_matrix_is_unpacked_in_tiles_to_the_product_of_codes_and_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 24 * COLUMNS)
+    tensors, settings, expected, kind = CASES[case]()
+    packed = find_packed_modules(write_module(tmp_path, tensors, settings), "the policy")
+    assert packed is not None
+    (module,) = packed.modules
+    assert (module.shape, module.kind) == ((ROWS, COLUMNS), f"{settings['quant_method']} {kind}")
+    with TensorReader(packed.headers) as reader:
+        in_float64, in_float32 = (
+            unpacking.unpack(module, reader, dtype) for dtype in (torch.float64, torch.float32)
+        )
+    np.testing.assert_allclose(in_float64.numpy(), expected, rtol=1e-15, atol=0)
+    np.testing.assert_allclose(in_float32.numpy(), expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "change", "reason"),
+    [
+        ("int4", "weight_scale", None, "has no tensor weight_scale"),
+        ("int4", "weight_shape", None, "has no tensor weight_shape"),
+        ("int4", "weight_shape", lambda t: t - 1, r"has a weight_shape of \[79, 95\] and 80 packed rows"),
+        ("int4", "weight_shape", lambda t: t * torch.tensor([1, -1]), r"has a weight_shape of \[80, -96\]"),
+        ("int4", "weight_shape", lambda t: t[:1], r"has a weight_shape of \(1,\) numbers"),
+        (
+            "int4",
+            "weight_packed",
+            lambda t: t[:, :5],
+            "packs 96 columns into 5 words, and its settings name 4 bits",
+        ),
+        (
+            "int4",
+            "weight_packed",
+            lambda t: t.float(),
+            r"has weight_packed as F32 \[80, 12\], and not as I32 or U8",
+        ),
+        (
+            "int4",
+            "weight_scale",
+            lambda t: t[:, :2].repeat(1, 2),
+            r"has scales of shape \[80, 4\] for 80 x 96 weights in groups of 32",
+        ),
+        ("int4", "weight_scale", lambda t: t[:7], r"has scales of shape \[7, 3\] for 80 x 96 weights"),
+        (
+            "int4-zeros",
+            "weight_zero_point",
+            lambda t: t[:3],
+            r"has a weight_zero_point of shape \[3, 2\] for scales",
+        ),
+        (
+            "int4-order",
+            "weight_g_idx",
+            lambda t: t + 1,
+            "has a weight_g_idx from 1 to 3, and groups from 0 to 2",
+        ),
+        ("int4-order", "weight_g_idx", lambda t: t[:9], "has a weight_g_idx of 9 columns, and 96 columns"),
+        ("int8-rows", "weight_zero_point", lambda t: t[:9], r"has a weight_zero_point of shape \[9, 1\]"),
+        (
+            "fp8-rows",
+            "weight",
+            lambda t: t.to(torch.bfloat16),
+            r"has weight as BF16 \[80, 96\], and not as I8",
+        ),
+        ("fp8-blocks", "weight_scale", lambda t: t[:2], r"has scales of shape \[2, 4\]"),
+        (
+            "nvfp4",
+            "weight_global_scale",
+            lambda t: t.repeat(2),
+            r"has weight_global_scale of shape \[2\], and not one",
+        ),
+    ],
+)
+def test_damaged_tensors_are_refused_with_their_module(
+    tmp_path: Path, case: str, part: str, change: Any, reason: str
+) -> None:
+    tensors, settings, _, _ = CASES[case]()
+    tensor = tensors.pop(part)
+    if change is not None:
+        tensors[part] = change(tensor).contiguous()
+    folder = write_module(tmp_path, tensors, settings)
+    with pytest.raises(ModelError, match=f"the policy cannot be unpacked: its module m {reason}"):
+        packed = find_packed_modules(folder, "the policy")
+        assert packed is not None
+        with TensorReader(packed.headers) as reader:
+            unpacking.unpack(packed.modules[0], reader, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "marlin-24"}, "its format is 'marlin-24'"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its format is 'sparse-24-bitmask'"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "its transform_config rotates activations"),
+        ({"config_groups": [1]}, "its config_groups is a list"),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": None}}}}, "its num_bits is None"),
+        (
+            {"config_groups": {"a": {"weights": {"num_bits": 4, "block_structure": [0]}}}},
+            r"its block_structure is \[0\]",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "its quant_algo is 'W4A8_AWQ'"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    tensors, settings, _, _ = CASES["int4"]()
+    folder = write_module(tmp_path, tensors, settings | change)
+    with pytest.raises(
+        ModelError, match=f"the policy is quantised .* in a layout that is not read: {reason}"
+    ):
+        find_packed_modules(folder, "the policy")
+
+
+def test_settings_without_packed_tensors_are_refused(tmp_path: Path) -> None:
+    folder = write_module(
+        tmp_path, {"weight": torch.ones(2, 2)}, {"quant_method": "gptq", "bits": 4, "group_size": 2}
+    )
+    with pytest.raises(ModelError, match=r"and none of its tensors is packed; remove quantization_config"):
+        find_packed_modules(folder, "the policy")
+
+
+def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path: Path) -> None:
+    source = save_tiny(
+        tmp_path / "source", hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16
+    )
+
+    def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        scales = np.abs(weight).max(1, keepdims=True).astype(np.float32) / 127
+        codes = np.round(weight / scales).astype(np.int8)
+        tensors = {"weight": codes, "weight_scale": scales, "input_scale": np.ones(1, np.float32)}
+        return tensors, codes * scales.astype(np.float64)
+
+    settings = settings_of("int-quantized", num_bits=8, type="int")
+    settings["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    dense = tmp_path / "dense"
+    folder = save_packed(source, tmp_path / "packed", pack, settings, dense=dense)
+    pair = load_pair(str(folder), str(dense), dtype="float64")
+    ids = [0, 40, 80, 120, 160]
+    sequence = TokenSequence(
+        prompt_id=0, sample_id=0, prompt_ids=ids[:1], response_ids=ids[1:], prompt_text="", response_text=""
+    )
+    assert np.all(score(pair, [sequence])["kl_policy_reference"] == 0)
+    assert score(load_pair(str(folder), str(source)), [sequence])["kl_policy_reference"].min() > 1e-9
+    (note,) = [note for note in pair.notes if "compressed-tensors" in note]
+    assert "the format also quantises activations, which is not done here" in note
+    assert not any("not used by its architecture" in note for note in pair.notes)
+    record = pair.policy.record().weights
+    assert record is not None
+    assert record.modules["model.layers.0.mlp.up_proj"] == "compressed-tensors int8, rows"
+    assert record.bytes == sum(
+        t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values()
+    )
+    assert re.match(r"the policy .* is quantised \(compressed-tensors\), and its 7 packed matrices", note)
