@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
-from kleash.models.quantised.formats import find_packed_modules
+from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.sequences import TokenSequence
 

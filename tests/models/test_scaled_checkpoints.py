@@ -16,7 +16,7 @@ from tiny_models import save_tiny
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
-from kleash.models.quantised.formats import find_packed_modules
+from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.sequences import TokenSequence
 

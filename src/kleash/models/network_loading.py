@@ -13,7 +13,7 @@ from kleash.models.checkpoints.files import list_weight_files, read_safetensors_
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
-from kleash.models.quantised.formats import PackedCheckpoint, find_packed_modules
+from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
 from kleash.models.quantised.unpacking import load_unpacked_network
 from kleash.models.text_towers import (
     NetworkClass,

@@ -9,7 +9,7 @@ from pathlib import Path
 from kleash.models.checkpoints.files import list_weight_files, read_json, read_safetensors_header
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.formats import find_packed_modules
+from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.store.measurement import StoredWeights
 
 PACKED_NAMES = ("qweight", "weight_packed", "blocks")

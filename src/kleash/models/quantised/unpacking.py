@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kleash.extras import import_extra
-from kleash.models.quantised.formats import PackedCheckpoint
+from kleash.models.quantised.packed_formats import PackedCheckpoint
 from kleash.models.quantised.packed_modules import PackedModule, TensorReader
 from kleash.models.text_towers import NetworkClass, is_of_other_part
 
