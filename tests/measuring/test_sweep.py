@@ -1,6 +1,8 @@
 """``kleash sweep``: candidates against one reference, their ranking, and what happens to those that fail."""
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from kleash.reports.sweep import write_sweep
 from kleash.store import Number
 from kleash.store.sweep import Sweep, SweepCandidate
 
+Kleash = Callable[..., subprocess.CompletedProcess[str]]
 WINDOWS = {"window": 128, "batch_tokens": 1024}
 DOCUMENTS = [
     " ".join(f"Boat {n} went out {n * k + k} times before the sun had come up;" for k in range(2))
@@ -167,10 +170,10 @@ def test_ctrl_c_names_the_command_that_resumes(
         sweep(SweepJob(**{**vars(job), "out": str(tmp_path / "new")}))
 
 
-def test_the_command_exits_with_2_if_a_candidate_failed(kleash: object, job: SweepJob, result: Sweep) -> None:
+def test_the_command_exits_with_2_if_a_candidate_failed(kleash: Kleash, job: SweepJob, result: Sweep) -> None:
     words = ["sweep", "--reference", job.reference, "--text", job.text, "--out", job.out, "--resume"]
     words += [word for name, value in WINDOWS.items() for word in (f"--{name.replace('_', '-')}", value)]
-    process = kleash(*words, "--candidates", *job.candidates, "--json", expect=2)  # type: ignore[operator]
+    process = kleash(*words, "--candidates", *job.candidates, "--json", expect=2)
     assert json.loads(process.stdout)["candidates"][2]["failure"]
     assert "could not be measured" in process.stderr
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kleash.records import MeasureJob, Number
 from kleash.reports.formatting import (
+    UNKNOWN,
+    format_bytes,
     format_count,
     format_number,
     format_percent,
@@ -86,6 +88,19 @@ def test_counts_and_percentages() -> None:
 
 def measured(value: float, error: float, unit: str = "nats") -> Number:
     return Number(value=value, unit=unit, standard_error=error, ci95=(value - 2 * error, value + 2 * error))
+
+
+def test_bytes_have_the_largest_decimal_unit_that_fits() -> None:
+    sizes = (0, 999, 1_000, 8_270_000, 4_900_000_000, 3_210_000_000_000)
+    assert [format_bytes(size) for size in sizes] == [
+        "0 bytes",
+        "999 bytes",
+        "1.00 kB",
+        "8.27 MB",
+        "4.90 GB",
+        "3.21 TB",
+    ]
+    assert format_bytes(None) == UNKNOWN
 
 
 def test_a_number_is_rounded_to_its_error() -> None:

@@ -9,10 +9,9 @@ from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal, say
 from kleash.jobs import CacheJob
 from kleash.jobs.reading import READ_OPTIONS
+from kleash.reports.formatting import format_bytes
 from kleash.store import CacheContents
 from kleash.store.cache import read_label
-
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def run_cache(job: CacheJob) -> int:
@@ -82,9 +81,3 @@ def measure_command(job: CacheJob) -> str:
         str(job.out),
     ]
     return f"kleash measure --policy POLICY {shlex.join(words)}"
-
-
-def format_bytes(size: int) -> str:
-    """A number of bytes in words, such as "1.2 GB"."""
-    unit_bytes, unit = next((row for row in UNITS if size >= row[0]), UNITS[-1])
-    return f"{size / unit_bytes:,.1f} {unit}"

@@ -13,14 +13,9 @@ from kleash.cli.progress import Progress
 from kleash.cli.summary import print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import SweepJob
-from kleash.reports.sweep import (
-    PAGE,
-    QUANTILE,
-    describe_ranking,
-    format_bits,
-    format_size,
-    warnings_of_candidates,
-)
+from kleash.launch_environment import launched_rank, launched_world_size
+from kleash.reports.formatting import format_bytes
+from kleash.reports.sweep import PAGE, QUANTILE, describe_ranking, format_bits, warnings_of_candidates
 from kleash.store.sweep import Sweep
 
 EXIT_FAILED = 2
@@ -36,13 +31,13 @@ def run_sweep(job: SweepJob) -> int:
     from kleash.measuring import launched_ranks, sweep
     from kleash.measuring.sweep_run import default_sweep
 
-    ranks = launched_ranks()
-    if job.out is None and ranks.world_size == 1:
+    is_first = launched_rank() == 0
+    if job.out is None and launched_world_size() == 1:
         job = replace(job, out=default_sweep())
-    shows_progress = ranks.is_first and not job.quiet
+    shows_progress = is_first and not job.quiet
     with Progress() if shows_progress else nullcontext() as progress:
         result = sweep(job, progress, launched_ranks)
-    if ranks.is_first:
+    if is_first:
         if job.output_format is not None:
             print_formatted(result, job.output_format)
         elif not job.quiet:
@@ -98,7 +93,7 @@ def _table(sweep: Sweep) -> Table:
             f"{value} {unit}",
             interval or "unknown",
             "" if quantile is None else cells(quantile)[0],
-            format_size(candidate.bytes_on_disk),
+            format_bytes(candidate.bytes_on_disk),
             format_bits(candidate),
             "Pareto front" if candidate.is_on_pareto_front else "",
         )

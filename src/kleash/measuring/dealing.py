@@ -98,7 +98,7 @@ class RunningKL:
         """Take in the shards that have been finished since, as far as there is no gap."""
         while self.stop is None and (sums := self._next_sums()) is not None:
             self._sequences.add_sums(sums)
-            self._num_sequences += len(sums.kl)
+            self._num_sequences += len(sums.tokens)
             self.next_index += self.run.job.part[1]
             target = self.run.job.until_relative_error
             is_due = time.monotonic() >= self._next_kl_time if target is None else self._is_decision()
@@ -134,7 +134,7 @@ class RunningKL:
             return None
         sums = SequenceSums.from_lists(message["sums"])
         if message["rank"] != self.run.ranks.rank:
-            self.run.reporter.add_scored(len(sums.kl), int(sums.tokens.sum()))
+            self.run.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
         return sums
 
 
@@ -254,7 +254,7 @@ def _count_written(run: OpenRun, running: RunningKL, written: Iterable[WrittenSh
 def _count_shard(run: OpenRun, index: int, sums: SequenceSums) -> None:
     """Post the sums of a shard that is on disk, and show its progress."""
     run.ranks.post(f"sums/{index}", {"rank": run.ranks.rank, "sums": sums.to_lists()})
-    run.reporter.add_scored(len(sums.kl), int(sums.tokens.sum()))
+    run.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
 
 
 def _all_done(running: RunningKL) -> bool:

@@ -1,6 +1,6 @@
 """The sequences of a run: where each begins in the token table, its cluster, and the running KL."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -63,13 +63,14 @@ def clusters_of(prompt: Ids, sample: Ids, *, on_text: bool) -> Clusters:
 
 
 class SequenceSums(NamedTuple):
-    """One row per sequence."""
+    """A token column summed over each sequence: one row per sequence."""
 
     prompt_id: Ids
     sample_id: Ids
-    kl: Floats
-    """KL(policy || reference) in nats, summed over the tokens."""
+    total: Floats
+    """Of the column, over the tokens: KL(policy || reference) in nats unless another column was summed."""
     tokens: Floats
+    """Number of tokens."""
 
     def to_lists(self) -> list[list[Any]]:
         """The columns as lists, which JSON can hold without rounding."""
@@ -78,24 +79,31 @@ class SequenceSums(NamedTuple):
     @classmethod
     def from_lists(cls, columns: list[list[Any]]) -> "SequenceSums":
         """The sums that ``to_lists`` made lists of."""
-        prompt_id, sample_id, kl, tokens = columns
+        prompt_id, sample_id, total, tokens = columns
         return cls(
             prompt_id=np.asarray(prompt_id, dtype=np.int64),
             sample_id=np.asarray(sample_id, dtype=np.int64),
-            kl=np.asarray(kl, dtype=np.float64),
+            total=np.asarray(total, dtype=np.float64),
             tokens=np.asarray(tokens, dtype=np.float64),
         )
 
+    @classmethod
+    def concatenate(cls, shards: Sequence["SequenceSums"]) -> "SequenceSums":
+        """The rows of several shards, in their order; no rows if there is no shard."""
+        if not shards:
+            return cls.from_lists([[], [], [], []])
+        return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
-def sum_sequences(tokens: Mapping[str, Any]) -> SequenceSums:
-    """The sums of a shard's sequences, from its token columns ``SequenceClusters.COLUMNS``."""
-    prompt, sample, kl = (np.asarray(tokens[name]) for name in SequenceClusters.COLUMNS)
+
+def sum_sequences(tokens: Mapping[str, Any], column: str = "kl_policy_reference") -> SequenceSums:
+    """The sums of a shard's sequences, from its token columns ``prompt_id``, ``sample_id`` and ``column``."""
+    prompt, sample, values = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
     starts = sequence_starts(prompt, sample)
     return SequenceSums(
         prompt_id=prompt[starts].astype(np.int64),
         sample_id=sample[starts].astype(np.int64),
-        kl=np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
-        tokens=np.diff([*starts, len(kl)]).astype(np.float64),
+        total=np.add.reduceat(values.astype(np.float64), starts) if len(starts) else np.zeros(0),
+        tokens=np.diff([*starts, len(values)]).astype(np.float64),
     )
 
 
@@ -129,7 +137,7 @@ class SequenceClusters:
         """KL(policy || reference) in nats per token over all sequences added."""
         sums, labels = self._sums(), self.clusters().labels
         return ratio_of_sums(
-            np.bincount(labels, weights=sums.kl),
+            np.bincount(labels, weights=sums.total),
             np.bincount(labels, weights=sums.tokens),
             unit="nats",
             lower=0.0,
@@ -137,13 +145,5 @@ class SequenceClusters:
         )
 
     def _sums(self) -> SequenceSums:
-        """The sums of all sequences added, concatenated over shards."""
-        if not self._shards:
-            ids, values = np.zeros(0, dtype=np.int64), np.zeros(0)
-            return SequenceSums(ids, ids, values, values)
-        return SequenceSums(
-            prompt_id=np.concatenate([shard.prompt_id for shard in self._shards]),
-            sample_id=np.concatenate([shard.sample_id for shard in self._shards]),
-            kl=np.concatenate([shard.kl for shard in self._shards]),
-            tokens=np.concatenate([shard.tokens for shard in self._shards]),
-        )
+        """The sums of all sequences added."""
+        return SequenceSums.concatenate(self._shards)

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
-from kleash.measuring.sequence_clusters import Floats, clusters_of, sequence_starts
+from kleash.measuring.sequence_clusters import SequenceSums, clusters_of, sum_sequences
 from kleash.store import Measurement, Number, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.measurement_summary import all_warnings
@@ -23,16 +22,13 @@ QUANTILE = "99.9"
 DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
 
 
-class SequenceColumns(NamedTuple):
-    """One row per sequence of a run."""
+class RunSequences(NamedTuple):
+    """The sequences of a run, in order."""
 
-    ids: NDArray[np.int64]
-    """[sequence, 2]: ``prompt_id`` and ``sample_id``."""
+    sums: SequenceSums
+    """Of the statistic that ranks."""
     hashes: tuple[str, ...]
     """Of the prompts' tokens."""
-    sums: Floats
-    """Of the statistic, over the tokens."""
-    tokens: Floats
 
 
 def measured_candidate(candidate: SweepCandidate, measurement: Measurement) -> SweepCandidate:
@@ -56,7 +52,7 @@ def rank_candidates(
     job: SweepJob,
     out: Path,
     candidates: Sequence[SweepCandidate],
-    columns_of_candidates: Mapping[int, SequenceColumns],
+    sequences: Mapping[int, RunSequences],
 ) -> Sweep:
     """The sweep of candidates of which each was measured, or failed.
 
@@ -64,7 +60,7 @@ def rank_candidates(
         job: the sweep.
         out: its folder.
         candidates: all of them, in the order of the command line.
-        columns_of_candidates: what was read of the runs of those that were measured, by number.
+        sequences: of the runs of those that were measured, by number.
 
     Raises:
         RunFolderError: if the runs are not over the same sequences.
@@ -83,21 +79,22 @@ def rank_candidates(
     )
     if not measured:
         return sweep
-    columns = [columns_of_candidates[candidate.number] for candidate in measured]
-    for candidate, column in zip(measured[1:], columns[1:], strict=True):
-        _require_same_sequences(out, measured[0], columns[0], candidate, column)
-    clusters = clusters_of(columns[0].ids[:, 0], columns[0].ids[:, 1], on_text=job.responses is None)
+    runs = [sequences[candidate.number] for candidate in measured]
+    for candidate, run in zip(measured[1:], runs[1:], strict=True):
+        _require_same_sequences(out, measured[0], runs[0], candidate, run)
+    first = runs[0].sums
+    clusters = clusters_of(first.prompt_id, first.sample_id, on_text=job.responses is None)
     sweep = replace(
         sweep,
         clusters=clusters.count,
-        tokens=int(columns[0].tokens.sum()),
+        tokens=int(first.tokens.sum()),
         warnings=(*clusters.warnings, *few_clusters(clusters.count)),
     )
     letters: Mapping[int, str] = {}
     if len(measured) > 1:
         sums, counts = (
             np.stack([np.bincount(clusters.labels, weights=values) for values in rows], axis=1)
-            for rows in ([column.sums for column in columns], [column.tokens for column in columns])
+            for rows in ([run.sums.total for run in runs], [run.sums.tokens for run in runs])
         )
         result = simultaneous_differences(sums, counts)
         pairs = tuple(
@@ -151,8 +148,8 @@ def _options(job: SweepJob) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(job).items()}
 
 
-def read_sequences(path: Path, statistic: str) -> SequenceColumns:
-    """The sums of a statistic by sequence, from the files of a finished run.
+def read_sequences(path: Path, statistic: str) -> RunSequences:
+    """The sequences of a finished run with the sums of a statistic, from its files.
 
     Raises:
         RunFolderError: if the run is damaged.
@@ -160,45 +157,37 @@ def read_sequences(path: Path, statistic: str) -> SequenceColumns:
     with damage_as_sentence(path):
         folder = RunFolder(path)
         folder.require_shards(Measurement.read(path).counts.shards)
-        ids: list[NDArray[np.int64]] = []
-        hashes: list[str] = []
-        sums: list[Floats] = []
-        tokens: list[Floats] = []
-        parts = zip(
-            folder.token_parts(["prompt_id", "sample_id", statistic]),
-            folder.sequence_parts(["prompt_hash"]),
-            strict=True,
-        )
-        for columns, sequences in parts:
-            starts = sequence_starts(columns["prompt_id"], columns["sample_id"])
-            rows = np.stack([columns["prompt_id"][starts], columns["sample_id"][starts]], axis=1)
-            ids.append(rows.astype(np.int64))
-            hashes += list(sequences["prompt_hash"])
-            sums.append(np.add.reduceat(columns[statistic].astype(np.float64), starts))
-            tokens.append(np.diff([*starts, len(columns["prompt_id"])]).astype(np.float64))
-    return SequenceColumns(np.concatenate(ids), tuple(hashes), np.concatenate(sums), np.concatenate(tokens))
+        sums = [
+            sum_sequences(part, statistic)
+            for part in folder.token_parts(["prompt_id", "sample_id", statistic])
+        ]
+        hashes = [
+            prompt_hash
+            for part in folder.sequence_parts(["prompt_hash"])
+            for prompt_hash in part["prompt_hash"]
+        ]
+    return RunSequences(SequenceSums.concatenate(sums), tuple(hashes))
 
 
 def _require_same_sequences(
     out: Path,
     first: SweepCandidate,
-    expected: SequenceColumns,
+    expected: RunSequences,
     candidate: SweepCandidate,
-    read: SequenceColumns,
+    read: RunSequences,
 ) -> None:
     """Check that two candidates were measured on the same sequences.
 
     Raises:
         RunFolderError: if not.
     """
-    is_same = (
-        np.array_equal(expected.ids, read.ids)
-        and expected.hashes == read.hashes
-        and np.array_equal(expected.tokens, read.tokens)
+    is_same = expected.hashes == read.hashes and all(
+        np.array_equal(getattr(expected.sums, name), getattr(read.sums, name))
+        for name in ("prompt_id", "sample_id", "tokens")
     )
     if not is_same:
         raise RunFolderError(
-            f"{out / candidate.folder} ({len(read.tokens)} sequences) was not measured on the sequences of "
-            f"{out / first.folder} ({len(expected.tokens)}); remove the one that is older and run the sweep again with "
-            "--resume"
+            f"{out / candidate.folder} ({len(read.sums.tokens)} sequences) was not measured on the sequences of "
+            f"{out / first.folder} ({len(expected.sums.tokens)}); remove the one that is older and run the sweep again "
+            "with --resume"
         )

@@ -17,7 +17,7 @@ from kleash.measuring.reference_cache import cache_reference
 from kleash.measuring.run import measure
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
-    SequenceColumns,
+    RunSequences,
     measured_candidate,
     rank_candidates,
     read_sequences,
@@ -109,16 +109,16 @@ def _sweep(
         ranks.broadcast("cached", True)
     digest = hash_source(job.measure_job(1, out))
     candidates: list[SweepCandidate] = []
-    columns: dict[int, SequenceColumns] = {}
+    sequences: dict[int, RunSequences] = {}
     for number, name in enumerate(job.candidates, start=1):
         reporter.note(f"candidate {number} of {len(job.candidates)}: {name}")
-        candidates.append(_measured(job, out, number, digest, reporter, new_ranks, columns))
+        candidates.append(_measured(job, out, number, digest, reporter, new_ranks, sequences))
         _free_memory()
     ranks = new_ranks()
     with ranks.running():
         if not ranks.is_first:
             return decode(Sweep, ranks.broadcast("sweep"))
-        ranking = rank_candidates(job, out, candidates, columns)
+        ranking = rank_candidates(job, out, candidates, sequences)
         ranking.write(out)
         write_sweep(out / PAGE, ranking)
         ranks.broadcast("sweep", ranking.to_dict())
@@ -132,11 +132,11 @@ def _measured(
     digest: str,
     reporter: ProgressReporter,
     new_ranks: Callable[[], RankGroup],
-    columns: dict[int, SequenceColumns],
+    sequences: dict[int, RunSequences],
 ) -> SweepCandidate:
     """A candidate with its numbers: of its finished run, of a new one, or with the reason why there is none.
 
-    What its ranking needs of its run is put into ``columns``.
+    What its ranking needs of its run is put into ``sequences``.
 
     Raises:
         RunFolderError: if no space is left.
@@ -148,7 +148,7 @@ def _measured(
     measurement, failure, is_own = None, "", True
     try:
         measurement = _measure(job.measure_job(number, out), digest, reporter, new_ranks)
-        columns[number] = read_sequences(out / candidate.folder, job.rank_by)
+        sequences[number] = read_sequences(out / candidate.folder, job.rank_by)
     except RankError as error:
         failure, is_own = str(error), False
     except KleashError as error:

@@ -16,6 +16,7 @@ from kleash.store.number import Number, to_display_unit
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+BYTE_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 JOINERS = "\u200c\u200d"
 """Invisible characters that join others in emoji and Persian words: shown as they are inside other text."""
 
@@ -74,6 +75,14 @@ def format_value(value: float, digits: int = 3) -> str:
     if -5 < power < 6:
         return typographic(f"{value:.{max(0, digits - 1 - power)}f}")
     return typographic(scientific)
+
+
+def format_bytes(size: int | None) -> str:
+    """A number of bytes in words, such as "4.90 GB"; "–" if it is None."""
+    if size is None:
+        return UNKNOWN
+    unit_bytes, unit = next((row for row in BYTE_UNITS if size >= row[0]), BYTE_UNITS[-1])
+    return f"{format_value(size / unit_bytes) if unit_bytes > 1 else size} {unit}"
 
 
 def format_threshold(value: float) -> str:

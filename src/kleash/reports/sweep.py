@@ -6,8 +6,8 @@ from pathlib import Path
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, dots, escape, figure, log_axis
 from kleash.reports.formatting import (
     UNKNOWN,
+    format_bytes,
     format_count,
-    format_value,
     format_with_interval,
     keep_end,
 )
@@ -21,7 +21,6 @@ COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perp
 """Statistics in the table of candidates."""
 QUANTILE = "99.9"
 """Percentage of the tokens in the quantiles of the table."""
-SIZE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 def write_sweep(path: Path, sweep: Sweep) -> Path:
@@ -56,7 +55,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         ],
         "rank_label": label_of(sweep.rank_by),
         "charts": sweep_charts(sweep),
-        "size": lambda candidate: format_size(candidate.bytes_on_disk),
+        "size": lambda candidate: format_bytes(candidate.bytes_on_disk),
         "bits": format_bits,
         "pairs": [(pair, describe_pair(pair, names), simultaneous_number(pair)) for pair in sweep.pairs],
         "headline": describe_ranking(sweep),
@@ -74,16 +73,8 @@ def warnings_of_candidates(sweep: Sweep) -> dict[str, list[str]]:
     return names
 
 
-def format_size(size: int | None) -> str:
-    """A number of bytes in words, such as "4.9 GB"; "unknown" without one."""
-    if size is None:
-        return UNKNOWN
-    unit_bytes, unit = next((row for row in SIZE_UNITS if size >= row[0]), SIZE_UNITS[-1])
-    return f"{format_value(size / unit_bytes)} {unit}"
-
-
 def format_bits(candidate: SweepCandidate) -> str:
-    """Bits a weight, such as "4.85"; "unknown" where size or parameters are."""
+    """Bits a weight, such as "4.85"; "–" where size or parameters are."""
     return UNKNOWN if candidate.bits_per_weight is None else f"{candidate.bits_per_weight:.2f}"
 
 
@@ -191,7 +182,7 @@ def _scatter(
         ),
         description="; ".join(
             f"{keep_end(candidate.name, 40)}: {format_with_interval(candidate.numbers[sweep.rank_by])} nats at "
-            f"{format_size(candidate.bytes_on_disk) if name == 'size' else format_bits(candidate) + ' bits a weight'}"
+            f"{format_bytes(candidate.bytes_on_disk) if name == 'size' else format_bits(candidate) + ' bits a weight'}"
             for candidate, _ in points
         )
         + ".",
