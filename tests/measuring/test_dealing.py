@@ -353,7 +353,7 @@ def test_the_ranks_of_a_machine_take_its_gpus_in_turn(
 
     def device_of_rank(group: RankGroup) -> str:
         with group.running():
-            return run._on_device_of_rank(replace(job, device=device), group).device
+            return run.on_device_of_rank(replace(job, device=device), group).device
 
     assert [future.result() for future in in_threads(3, device_of_rank, nodes=nodes)] == expected
 

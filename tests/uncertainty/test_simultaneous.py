@@ -5,11 +5,15 @@ from itertools import combinations, permutations
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import integrate, optimize, stats
 
 from kleash.errors import ShapeError
 from kleash.uncertainty.ratios import paired_difference
-from kleash.uncertainty.simultaneous import compact_letters, simultaneous_differences
+from kleash.uncertainty.simultaneous import (
+    compact_letters,
+    differences_from_control,
+    simultaneous_differences,
+)
 
 
 def means_of_clusters(seed: int, clusters: int, shifts: list[float], noise: float = 0.1) -> np.ndarray:
@@ -36,6 +40,37 @@ def test_the_critical_value_of_equal_correlations_is_the_studentised_range() -> 
     result = simultaneous_differences(whitened, np.ones_like(whitened))
     expected = stats.studentized_range.ppf(0.95, candidates, clusters - 1) / math.sqrt(2)
     assert result.critical_value == pytest.approx(expected, rel=0.012)
+
+
+def dunnett_quantile(others: int, degrees_of_freedom: int) -> float:
+    """The two-sided 95 % quantile of Dunnett's statistic for equal variances, by quadrature over control and scale."""
+    z = np.linspace(-8, 8, 801)
+    s = np.linspace(1e-3, 3, 601)
+    density_z = stats.norm.pdf(z)[:, None]
+    density_s = 2 * degrees_of_freedom * s * stats.chi2.pdf(degrees_of_freedom * s**2, degrees_of_freedom)
+
+    def excess(c: float) -> float:
+        within = stats.norm.cdf(z[:, None] + math.sqrt(2) * c * s) - stats.norm.cdf(
+            z[:, None] - math.sqrt(2) * c * s
+        )
+        integrand = within**others * density_z * density_s
+        return float(integrate.trapezoid(integrate.trapezoid(integrand, s, axis=1), z)) - 0.95
+
+    return optimize.brentq(excess, 1.5, 5.0)
+
+
+def test_the_critical_value_of_differences_from_a_control_is_that_of_dunnett() -> None:
+    clusters, candidates = 41, 5
+    values = np.random.default_rng(0).standard_normal((clusters, candidates))
+    whitened = np.linalg.qr(values - values.mean(axis=0))[0]
+    result = differences_from_control(whitened, np.ones_like(whitened))
+    expected = dunnett_quantile(candidates - 1, clusters - 1)
+    assert result.critical_value == pytest.approx(expected, rel=0.012)
+    assert [(pair.first, pair.second) for pair in result.pairs] == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    all_pairs = simultaneous_differences(whitened, np.ones_like(whitened))
+    assert result.critical_value < all_pairs.critical_value
+    low, high = all_pairs.pairs[1].estimate.ci95
+    assert result.pairs[1].estimate.ci95 == pytest.approx((-high, -low), rel=1e-9)
 
 
 def test_a_candidate_that_copies_another_does_not_raise_the_critical_value() -> None:

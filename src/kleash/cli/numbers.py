@@ -9,6 +9,13 @@ def terminal_label(name: str) -> str:
     return label_of(name).replace("‖", "||")
 
 
+def terminal_sentence(text: str) -> str:
+    """A sentence of the report in the characters of the terminal's tables."""
+    for typographic, plain in (("‖", "||"), ("\u202f%", " %"), ("\u202f", ","), ("−", "-")):
+        text = text.replace(typographic, plain)
+    return text
+
+
 def with_error(number: Number) -> str:
     """The value with its standard error, if it has one, and its unit."""
     value, _, error, unit = cells(number)

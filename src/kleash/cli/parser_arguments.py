@@ -19,6 +19,7 @@ METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("reference_cache", "out", "folder"), "FOLDER"),
     "folders": "FOLDER FOLDER ...",
     "candidates": "MODEL",
+    "attribute": "layers|modules",
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),
     "set": "NAME=VALUE",
     "fail_on": "KIND",

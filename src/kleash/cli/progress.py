@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 
 from kleash.cli.numbers import with_error
 from kleash.cli.terminal import Terminal, can_redraw, say
+from kleash.reports.formatting import format_duration
 from kleash.store import Number
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
@@ -136,10 +137,3 @@ class Progress:
                 seconds = self._clock() - self._start_time
                 time_left = f"about {format_duration(seconds * (self._total / self._sequences - 1))} left"
         return f"{self._activity}: {', '.join(filter(None, (count, self._speed(), self._kl, time_left)))}"
-
-
-def format_duration(seconds: float | int) -> str:
-    """A duration in words: "40 s", "12 min", "3.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

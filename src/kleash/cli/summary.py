@@ -9,7 +9,7 @@ from rich.measure import Measurement as Width
 from rich.padding import Padding
 from rich.table import Table
 
-from kleash.cli.numbers import cells, terminal_label, with_error
+from kleash.cli.numbers import cells, terminal_label, terminal_sentence, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import MeasureJob
 from kleash.reports.comparison import paired_noun
@@ -68,7 +68,7 @@ def print_gate(gate: Gate, name: str = "") -> None:
         gate: the gate.
         name: of the run, where several are compared.
     """
-    sentence = describe_gate(gate).replace("‖", "||").replace("\u202f", ",")
+    sentence = terminal_sentence(describe_gate(gate))
     colour = {"passed": "green", "failed": "red"}.get(gate.verdict, "yellow")
     remark(Terminal(), f"gate, {name}" if name else "gate", sentence, colour)
 

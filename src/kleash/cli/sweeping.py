@@ -8,18 +8,31 @@ from pathlib import Path
 from rich.table import Table
 
 from kleash.cli.formats import print_formatted
-from kleash.cli.numbers import cells, terminal_label
+from kleash.cli.numbers import cells, terminal_label, terminal_sentence
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import SweepJob
 from kleash.launch_environment import launched_rank, launched_world_size
+from kleash.reports.attribution import (
+    change_number,
+    describe_attribution,
+    describe_control,
+    describe_sum,
+    format_share,
+    largest_first,
+    name_of_candidate,
+    shown_attributions,
+)
 from kleash.reports.formatting import format_bytes
 from kleash.reports.sweep import PAGE, QUANTILE, describe_ranking, format_bits, warnings_of_candidates
+from kleash.store.attribution import Attribution
 from kleash.store.sweep import Sweep
 
 EXIT_FAILED = 2
-"""Exit code if a candidate could not be measured."""
+"""Exit code if a candidate could not be measured, or its KL not attributed."""
+MAX_GROUPS = 12
+"""Groups of weights that the terminal lists."""
 
 
 def run_sweep(job: SweepJob) -> int:
@@ -45,7 +58,8 @@ def run_sweep(job: SweepJob) -> int:
         if job.quiet or job.output_format is not None:
             for candidate in result.failed:
                 print(f"kleash: {candidate.name} could not be measured: {candidate.failure}", file=sys.stderr)
-    return EXIT_FAILED if result.failed else 0
+    is_attributed = not any(attribution.failure for attribution in result.attributions)
+    return 0 if is_attributed and not result.failed else EXIT_FAILED
 
 
 def print_sweep(sweep: Sweep, page: Path) -> None:
@@ -66,7 +80,49 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
         remark(console, "warning", f"on {', '.join(names)}: {warning}")
     for candidate in sweep.failed:
         remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
+    for attribution in shown_attributions(sweep):
+        _print_attribution(console, attribution, name_of_candidate(sweep, attribution))
     say(console, f"page: {page}")
+
+
+def _print_attribution(console: Terminal, attribution: Attribution, name: str) -> None:
+    """Print what a candidate's KL comes from: the groups with the largest parts, their sum, and the control."""
+    say(console, terminal_sentence(describe_attribution(attribution, name)), style="bold")
+    if attribution.failure:
+        return
+    say(
+        console,
+        f"{attribution.tokens:,} tokens in {attribution.clusters:,} clusters, one group of weights swapped at a time",
+        style="dim",
+    )
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        attribution.grouping,
+        "change",
+        "simultaneous 95 % interval",
+        "share of the KL",
+        "weights",
+    ):
+        table.add_column(
+            heading, justify="left" if heading == attribution.grouping else "right", no_wrap=True
+        )
+    groups = largest_first(attribution)
+    for group in groups[:MAX_GROUPS]:
+        value, interval, _, unit = cells(change_number(group))
+        table.add_row(
+            group.name,
+            f"{value} {unit}",
+            "identical" if group.is_identical else interval or "unknown",
+            terminal_sentence(format_share(attribution, group)),
+            f"{group.parameters:,}",
+        )
+    print_table(console, table)
+    if len(groups) > MAX_GROUPS:
+        say(console, f"{len(groups) - MAX_GROUPS} other groups are on the page", style="dim")
+    for sentence in (describe_sum(attribution), describe_control(attribution)):
+        say(console, terminal_sentence(sentence))
+    for warning in attribution.warnings:
+        remark(console, "warning", warning)
 
 
 def _table(sweep: Sweep) -> Table:

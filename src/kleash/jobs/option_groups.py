@@ -38,6 +38,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "text that is read": "window stride context max_tokens",
     "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
     "vf_coef clip_range_value ent_coef",
+    "attribution of the KL": "attribute attribute_tokens",
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
     "hidden states of an engine": "from_hidden_states layers",
     "endpoints": "policy_model reference_model top_logprobs endpoint_concurrency endpoint_timeout "

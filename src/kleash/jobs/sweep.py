@@ -11,12 +11,18 @@ from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
     SHIPPED_REFERENCE,
     ScoringOptions,
+    changed_options,
     is_endpoint,
+    require_word,
 )
 from kleash.jobs.output_options import FormatOption
 
 RANKED_BY = ("kl_policy_reference", "kl_reference_policy")
 """Statistics by which candidates can be ranked."""
+GROUPINGS = ("layers", "modules")
+"""Groups of weights to which a candidate's KL can be attributed."""
+RANK_MAPS = ("fsdp", "tensor")
+"""Device maps that divide a model over processes."""
 MAX_SLUG = 40
 """Characters of a candidate's name in the name of its folder."""
 
@@ -38,6 +44,12 @@ class SweepJob(FormatOption, ScoringOptions):
     rank_by: str = "kl_policy_reference"
     """The mean per token that ranks the candidates: kl_policy_reference, or kl_reference_policy, which llama.cpp calls
     the KLD of a quantisation."""
+    attribute: tuple[str, ...] = ()
+    """After the ranking, swap groups of each candidate's weights back to the reference's, one at a time, and measure
+    again: layers is a group per decoder layer, modules one per kind of module over all layers. Takes both models in
+    memory and a forward pass for each group."""
+    attribute_tokens: int = 20_000
+    """Tokens of the source on which groups are swapped, in sequences drawn at random."""
     resume: bool = False
     """Go on with a sweep in --out: finished candidates are kept, and others may be added at the end of
     --candidates."""
@@ -66,8 +78,24 @@ class SweepJob(FormatOption, ScoringOptions):
             )
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the models should read: --text or --responses")
+        self._check_attribution()
         self.cache_job(Path())
         self.measure_job(1, Path())
+
+    def _check_attribution(self) -> None:
+        self._at_least_1("attribute_tokens")
+        for word in self.attribute:
+            require_word("--attribute", word, GROUPINGS)
+        if len(set(self.attribute)) < len(self.attribute):
+            raise OptionError(f"--attribute names {self.attribute[0]} twice; name it once")
+        if not self.attribute:
+            if changed_options(self, ["attribute_tokens"]):
+                raise OptionError("--attribute-tokens is for --attribute; add that, or leave it out")
+        elif self.device_map in RANK_MAPS:
+            raise OptionError(
+                f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
+                "one of them out"
+            )
 
     def cache_job(self, out: Path) -> CacheJob:
         """The job that runs the reference once, into ``reference-cache`` of the sweep's folder."""

@@ -169,9 +169,7 @@ def opened_run(
             reporter.note(sentence)
         with shared_source_sha256(job, ranks) as digest:
             workers = stack.enter_context(ray_engine(job, reporter.note)) if job.engine == "ray" else None
-            pair = (
-                workers.pair if workers is not None else load_models(_on_device_of_rank(job, ranks), digest)
-            )
+            pair = workers.pair if workers is not None else load_models(on_device_of_rank(job, ranks), digest)
         kind, name = job.source
         source_notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
         for sentence in (*pair.notes, *source_notes):
@@ -253,7 +251,7 @@ def _engine(run: OpenRun) -> Generator[Engine]:
         yield engine_for(run.job, run.pair, cache, run.reporter.add_generated, NUM_ALTERNATIVES)
 
 
-def _on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:
+def on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:
     """The job with a GPU for each rank of a machine, where it names none."""
     several = len(ranks.ranks_on_node) > 1
     if not several or job.device not in ("auto", "cuda") or job.device_map is not None:

@@ -39,12 +39,12 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
             count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
         else:
             count = sum(1 for _ in source_sequences(job, pair))
-        groups = _groups(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
+        groups = group_by_cost(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
         return ShardPlan(shards=shards, sequences=count)
     prompts = read_prompts(path, pair, limit=job.limit, reading=job)
     response_tokens = job.samples_per_prompt * job.max_new_tokens
-    groups = _groups(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
+    groups = group_by_cost(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
     shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
     return ShardPlan(shards=shards, sequences=len(prompts) * job.samples_per_prompt)
 
@@ -68,7 +68,9 @@ def hash_source(job: MeasureJob) -> str:
     return find_source(name, kind, job).sha256()
 
 
-def _groups(items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob) -> Iterator[list[Item]]:
+def group_by_cost(
+    items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob
+) -> Iterator[list[Item]]:
     """Iterate over groups of consecutive items whose cost is at most the tokens of a shard."""
     group: list[Item] = []
     group_cost = 0

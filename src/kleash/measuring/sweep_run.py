@@ -6,11 +6,13 @@ from dataclasses import replace
 from datetime import datetime
 from errno import ENOSPC
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from kleash.errors import Interrupted, KleashError, RankError, RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
+from kleash.measuring.attribution import attribute
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.reference_cache import cache_reference
@@ -26,9 +28,12 @@ from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.store import Measurement, RunFolder
+from kleash.store.attribution import Attribution
 from kleash.store.codec import decode
 from kleash.store.locks import folder_lock
 from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
+
+T = TypeVar("T")
 
 CANDIDATES = "candidates"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
@@ -50,6 +55,9 @@ def sweep(
     does, ``sweep.json`` and ``sweep.html``. A candidate that cannot be measured is recorded with the reason, and the
     others are measured. With ``resume=True`` finished candidates are kept, as long as their files, the source and the
     options are the same, and those that failed are tried again.
+
+    With ``job.attribute``, the KL of each measured candidate is then attributed to groups of its weights, by passes
+    that are kept in ``attribution/``.
 
     Args:
         job: the candidates, the reference and the source.
@@ -116,13 +124,27 @@ def _sweep(
         _free_memory()
     ranks = new_ranks()
     with ranks.running():
-        if not ranks.is_first:
-            return decode(Sweep, ranks.broadcast("sweep"))
-        ranking = rank_candidates(job, out, candidates, sequences)
-        ranking.write(out)
-        write_sweep(out / PAGE, ranking)
-        ranks.broadcast("sweep", ranking.to_dict())
-        return ranking
+        if ranks.is_first:
+            result = rank_candidates(job, out, candidates, sequences)
+            _write(out, result)
+            ranks.broadcast("sweep", result.to_dict())
+        else:
+            result = decode(Sweep, ranks.broadcast("sweep"))
+    for candidate in result.ranking if job.attribute else ():
+        attributions = _attributed(
+            job, out, candidate, sequences[candidate.number], digest, reporter, new_ranks
+        )
+        result = replace(result, attributions=(*result.attributions, *attributions))
+        if ranks.is_first:
+            _write(out, result)
+        _free_memory()
+    return result
+
+
+def _write(out: Path, result: Sweep) -> None:
+    """Write ``sweep.json`` and the page."""
+    result.write(out)
+    write_sweep(out / PAGE, result)
 
 
 def _measured(
@@ -145,21 +167,14 @@ def _measured(
     candidate = SweepCandidate(
         number=number, name=job.candidates[number - 1], folder=str(job.folder_of(number))
     )
-    measurement, failure, is_own = None, "", True
-    try:
+
+    def measured() -> Measurement:
         measurement = _measure(job.measure_job(number, out), digest, reporter, new_ranks)
         sequences[number] = read_sequences(out / candidate.folder, job.rank_by)
-    except RankError as error:
-        failure, is_own = str(error), False
-    except KleashError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOSPC:
-            raise
-        failure = str(error)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        lines = str(error).splitlines() or ["no more can be allocated"]
-        failure = f"it does not fit into memory: {lines[0]}"
-    failure = _failure_of_all(failure, new_ranks(), is_own=is_own)
-    if measurement is None or failure:
+        return measurement
+
+    measurement, failure = _attempt(measured, new_ranks)
+    if measurement is None:
         reporter.note(f"candidate {number} failed: {failure}")
         return replace(candidate, failure=failure)
     return measured_candidate(candidate, measurement)
@@ -177,6 +192,56 @@ def _measure(
         reporter.note(f"{job.out} is finished, and kept")
         return decode(Measurement, encoded)
     return measure(replace(job, resume=RunFolder(Path(str(job.out))).begun), reporter, new_ranks())
+
+
+def _attributed(
+    job: SweepJob,
+    out: Path,
+    candidate: SweepCandidate,
+    run: RunSequences,
+    digest: str,
+    reporter: ProgressReporter,
+    new_ranks: Callable[[], RankGroup],
+) -> tuple[Attribution, ...]:
+    """The attributions of a candidate, or the reason why there are none.
+
+    Raises:
+        RunFolderError: if no space is left.
+        RankError: if another rank is lost.
+    """
+    attributions, failure = _attempt(
+        lambda: attribute(job, out, candidate, run.sums, digest, reporter, new_ranks()), new_ranks
+    )
+    if attributions is not None:
+        return attributions
+    reporter.note(f"the attribution of candidate {candidate.number} failed: {failure}")
+    return tuple(
+        Attribution(candidate=candidate.number, grouping=grouping, failure=failure, statistic=job.rank_by)
+        for grouping in job.attribute
+    )
+
+
+def _attempt(action: Callable[[], T], new_ranks: Callable[[], RankGroup]) -> tuple[T | None, str]:
+    """What an action on all ranks returns; or None, and why it failed on whichever rank.
+
+    Raises:
+        RunFolderError: if no space is left.
+        RankError: if another rank is lost.
+    """
+    result, failure, is_own = None, "", True
+    try:
+        result = action()
+    except RankError as error:
+        failure, is_own = str(error), False
+    except KleashError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOSPC:
+            raise
+        failure = str(error)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        lines = str(error).splitlines() or ["no more can be allocated"]
+        failure = f"it does not fit into memory: {lines[0]}"
+    failure = _failure_of_all(failure, new_ranks(), is_own=is_own)
+    return (None if failure else result), failure
 
 
 def _failure_of_all(failure: str, ranks: RankGroup, *, is_own: bool) -> str:

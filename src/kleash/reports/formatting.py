@@ -85,6 +85,13 @@ def format_bytes(size: int | None) -> str:
     return f"{format_value(size / unit_bytes) if unit_bytes > 1 else size} {unit}"
 
 
+def format_duration(seconds: float | int) -> str:
+    """A duration in words: "40 s", "12 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def format_threshold(value: float) -> str:
     """A round number without trailing zeros."""
     return typographic(f"{value:g}")

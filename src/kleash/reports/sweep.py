@@ -3,6 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from kleash.reports.attribution import (
+    attribution_chart,
+    describe_attribution,
+    describe_control,
+    describe_sum,
+    name_of_candidate,
+    shown_attributions,
+)
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, dots, escape, figure, log_axis
 from kleash.reports.formatting import (
     UNKNOWN,
@@ -59,6 +67,19 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         "bits": format_bits,
         "pairs": [(pair, describe_pair(pair, names), simultaneous_number(pair)) for pair in sweep.pairs],
         "headline": describe_ranking(sweep),
+        "attributions": [
+            {
+                "chart": None if attribution.failure else attribution_chart(attribution, name),
+                "record": attribution,
+                "sentences": (
+                    describe_attribution(attribution, name),
+                    describe_sum(attribution),
+                    describe_control(attribution),
+                ),
+            }
+            for attribution in shown_attributions(sweep)
+            for name in [name_of_candidate(sweep, attribution)]
+        ],
     }
     return write_page(path, "sweep.html", context, ("plotly", "charts.js"))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import write_atomically
+from kleash.store.attribution import Attribution
 from kleash.store.codec import decode, encode, parse_json, to_json
 from kleash.store.number import Number
 
@@ -78,6 +79,8 @@ class Sweep:
     """The 95 % quantile of the largest |t| over all pairs; NaN with fewer than two candidates."""
     warnings: tuple[str, ...] = ()
     """About the ranking."""
+    attributions: tuple[Attribution, ...] = ()
+    """What groups of weights contribute to the KL of candidates, if that was asked for."""
 
     @property
     def ranking(self) -> list[SweepCandidate]:

@@ -1,4 +1,4 @@
-"""All pairwise differences of several means on the same clusters, with intervals that hold together, and ties."""
+"""Differences of several means on the same clusters, of all pairs or from a control, with simultaneous intervals."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -40,13 +40,19 @@ class PairDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimultaneousDifferences:
-    """The differences of all pairs of candidates."""
+class SimultaneousPairs:
+    """Differences of several pairs of candidates."""
 
     pairs: tuple[PairDifference, ...]
-    """In the order (0, 1), (0, 2), ..., (1, 2), ...: ``first`` minus ``second``."""
+    """Each ``first`` minus ``second``."""
     critical_value: float
-    """The 95 % quantile of the largest |t| of all pairs; NaN if no difference has a standard error."""
+    """The 95 % quantile of the largest |t| of these pairs; NaN if no difference has a standard error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimultaneousDifferences(SimultaneousPairs):
+    """The differences of all pairs of candidates, in the order (0, 1), (0, 2), ..., (1, 2), ...."""
+
     letters: tuple[str, ...]
     """For each candidate, the letters of its groups: two candidates are tied if they share a letter."""
 
@@ -83,22 +89,10 @@ def simultaneous_differences(
         Hothorn, Bretz & Westfall (2008), "Simultaneous Inference in General Parametric Models".
         Piepho (2004), "An Algorithm for a Letter-Based Representation of All-Pairwise Comparisons".
     """
-    if sums.ndim != 2 or sums.shape != counts.shape or sums.shape[1] < 2:
-        raise ShapeError(
-            f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster and candidate, of two "
-            "candidates or more"
-        )
+    _check_shapes(sums, counts)
     sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
-    indices = list(combinations(range(sums.shape[1]), 2))
-    estimates = [
-        paired_difference(sums[:, i], counts[:, i], sums[:, j], counts[:, j], unit=unit) for i, j in indices
-    ]
-    clusters = int((counts > 0).any(axis=1).sum())
-    critical_value = _critical_value(sums, counts, clusters, seed)
-    widening = critical_value / student_t_quantile(0.975, clusters - 1) if clusters > 1 else math.nan
-    pairs = tuple(
-        PairDifference(first=i, second=j, estimate=estimate, simultaneous_ci95=_widened(estimate, widening))
-        for (i, j), estimate in zip(indices, estimates, strict=True)
+    pairs, critical_value = _differences(
+        sums, counts, list(combinations(range(sums.shape[1]), 2)), unit=unit, seed=seed
     )
     with np.errstate(invalid="ignore", divide="ignore"):
         means = sums.sum(axis=0) / counts.sum(axis=0)
@@ -106,6 +100,72 @@ def simultaneous_differences(
         means.tolist(), [(pair.first, pair.second) for pair in pairs if not pair.is_tie]
     )
     return SimultaneousDifferences(pairs=pairs, critical_value=critical_value, letters=letters)
+
+
+def differences_from_control(
+    sums: Real[np.ndarray, "clusters candidates"],
+    counts: Real[np.ndarray, "clusters candidates"],
+    *,
+    unit: str = "nats",
+    seed: int = 0,
+) -> SimultaneousPairs:
+    """Compare each mean per token with that of candidate 0 with a simultaneous confidence of 95 %.
+
+    As ``simultaneous_differences``, with the pairs (1, 0), (2, 0), ... alone, of which there are fewer, so that the
+    intervals are narrower (Dunnett 1955).
+
+    Args:
+        sums: per cluster and candidate, the sum over its tokens.
+        counts: likewise, the number of its tokens.
+        unit: of the means.
+        seed: of the draws that give the critical value.
+
+    Raises:
+        ShapeError: if the two differ in shape, or there is only one candidate.
+
+    References:
+        Dunnett (1955), "A Multiple Comparison Procedure for Comparing Several Treatments with a Control".
+    """
+    _check_shapes(sums, counts)
+    sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
+    indices = [(index, 0) for index in range(1, sums.shape[1])]
+    pairs, critical_value = _differences(sums, counts, indices, unit=unit, seed=seed)
+    return SimultaneousPairs(pairs=pairs, critical_value=critical_value)
+
+
+def _check_shapes(sums: np.ndarray, counts: np.ndarray) -> None:
+    """Check that there is a sum and a count per cluster and candidate, of two candidates or more.
+
+    Raises:
+        ShapeError: if not.
+    """
+    if sums.ndim != 2 or sums.shape != counts.shape or sums.shape[1] < 2:
+        raise ShapeError(
+            f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster and candidate, of two "
+            "candidates or more"
+        )
+
+
+def _differences(
+    sums: Float64[np.ndarray, "clusters candidates"],
+    counts: Float64[np.ndarray, "clusters candidates"],
+    indices: Sequence[tuple[int, int]],
+    *,
+    unit: str,
+    seed: int,
+) -> tuple[tuple[PairDifference, ...], float]:
+    """The differences of these pairs of candidates, and the critical value of all of them together."""
+    estimates = [
+        paired_difference(sums[:, i], counts[:, i], sums[:, j], counts[:, j], unit=unit) for i, j in indices
+    ]
+    clusters = int((counts > 0).any(axis=1).sum())
+    critical_value = _critical_value(sums, counts, indices, clusters, seed)
+    widening = critical_value / student_t_quantile(0.975, clusters - 1) if clusters > 1 else math.nan
+    pairs = tuple(
+        PairDifference(first=i, second=j, estimate=estimate, simultaneous_ci95=_widened(estimate, widening))
+        for (i, j), estimate in zip(indices, estimates, strict=True)
+    )
+    return pairs, critical_value
 
 
 def _widened(estimate: Estimate, widening: float) -> tuple[float, float]:
@@ -123,21 +183,24 @@ def _widened(estimate: Estimate, widening: float) -> tuple[float, float]:
 def _critical_value(
     sums: Float64[np.ndarray, "clusters candidates"],
     counts: Float64[np.ndarray, "clusters candidates"],
+    indices: Sequence[tuple[int, int]],
     clusters: int,
     seed: int,
 ) -> float:
-    """The 95 % quantile of the largest |t| over all pairs; NaN if no pair has a standard error."""
+    """The 95 % quantile of the largest |t| over the pairs; NaN if no pair has a standard error."""
     totals = counts.sum(axis=0)
     usable = np.isfinite(sums).all(axis=0) & (totals > 0)
-    if clusters < 2 or usable.sum() < 2:
+    places = np.cumsum(usable) - 1
+    usable_pairs = [(places[i], places[j]) for i, j in indices if usable[i] and usable[j]]
+    if clusters < 2 or not usable_pairs:
         return math.nan
+    first, second = (np.array(indices_of_pairs) for indices_of_pairs in zip(*usable_pairs, strict=True))
     sums, counts, totals = sums[:, usable], counts[:, usable], totals[usable]
     influences = (sums - sums.sum(axis=0) / totals * counts) / totals
     largest = np.abs(influences).max()
     if not largest > 0:
         return math.nan
     covariance = (influences / largest).T @ (influences / largest)
-    first, second = np.triu_indices(len(covariance), 1)
     variances = covariance[first, first] + covariance[second, second] - 2 * covariance[first, second]
     distinct = variances > 1e-12 * np.maximum(covariance[first, first], covariance[second, second])
     if not distinct.any():

@@ -1,0 +1,203 @@
+"""The passes of an attribution: the candidate scored again with groups of its weights swapped for the reference's."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+
+import numpy as np
+
+from kleash.errors import RunFolderError
+from kleash.jobs import MeasureJob
+from kleash.measuring.progress import ProgressReporter
+from kleash.measuring.rank_group import RankGroup
+from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, sum_sequences
+from kleash.measuring.shards import group_by_cost, source_sequences
+from kleash.models import Model, Pair, TokenSequence, score
+from kleash.models.weight_groups import WeightGroup, swapped_weights
+from kleash.reports.formatting import format_duration
+from kleash.store.attribution_folder import AttributionFolder
+
+CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
+"""The passes without a swap, with all groups swapped, and again without a swap at the end."""
+SHORT_S = 2.0
+"""Seconds below which no time is estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapPass:
+    """One pass over the sequences."""
+
+    name: str
+    """Of its file."""
+    groups: tuple[WeightGroup, ...]
+    """Those that are swapped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapModels:
+    """The models of an attribution, and what they read."""
+
+    job: MeasureJob
+    """That of the candidate's measurement."""
+    pair: Pair
+    """The candidate, and the reference's hidden states."""
+    reference: Model
+    """The reference, loaded, whose modules are swapped in."""
+    groups: Mapping[str, tuple[WeightGroup, ...]]
+    """By grouping."""
+    sequences: tuple[TokenSequence, ...]
+    statistic: str
+    """The token column that is attributed."""
+
+
+def choose_sequences(tokens: Floats, target: int) -> Ids:
+    """The indices of sequences drawn at random until they have ``target`` tokens, in rising order; all if they do not.
+
+    Args:
+        tokens: of each sequence.
+        target: number of tokens.
+    """
+    order = np.random.default_rng(0).permutation(len(tokens))
+    count = int(np.searchsorted(np.cumsum(tokens[order]), target)) + 1
+    return np.sort(order[:count])
+
+
+def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> tuple[TokenSequence, ...]:
+    """The sequences of a job's source with these indices.
+
+    Args:
+        job: the candidate's measurement.
+        pair: its models.
+        run: the sequences as they were measured.
+        chosen: indices in rising order.
+
+    Raises:
+        RunFolderError: if the source has other sequences than were measured.
+    """
+    indices = iter(chosen.tolist())
+    sequences: list[TokenSequence] = []
+    index = next(indices, None)
+    for place, sequence in enumerate(source_sequences(job, pair)):
+        if index is None:
+            break
+        if place != index:
+            continue
+        measured = (int(run.prompt_id[index]), int(run.sample_id[index]), int(run.tokens[index]))
+        if (sequence.prompt_id, sequence.sample_id, len(sequence.response_ids)) != measured:
+            index = -1
+            break
+        sequences.append(sequence)
+        index = next(indices, None)
+    if index is not None:
+        raise RunFolderError(
+            f"{job.source[1]} has other sequences than were measured into {job.out}; sweep it again into another --out"
+        )
+    return tuple(sequences)
+
+
+def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, str], SwapPass]:
+    """The passes by grouping and group's name; those of ``CANDIDATE``, ``ALL`` and ``CONTROL`` have no grouping.
+
+    Groups that are identical in both models need no pass; if all are, the candidate's own is the only one. Two groups
+    of the same modules share a pass.
+    """
+    passes: dict[tuple[str, str], SwapPass] = {("", CANDIDATE): SwapPass(name=CANDIDATE, groups=())}
+    by_weights: dict[tuple[tuple[str, ...], tuple[str, ...]], SwapPass] = {}
+    for grouping, groups_of_network in groups.items():
+        for number, group in enumerate(groups_of_network):
+            if group.is_identical:
+                continue
+            new = SwapPass(name=f"{grouping}-{number:03d}", groups=(group,))
+            passes[grouping, group.name] = by_weights.setdefault((group.modules, group.tensors), new)
+    if by_weights:
+        passes["", ALL] = SwapPass(name=ALL, groups=tuple(next(iter(groups.values()))))
+        passes["", CONTROL] = SwapPass(name=CONTROL, groups=())
+    return passes
+
+
+def run_passes(
+    passes: Iterable[SwapPass],
+    models: SwapModels,
+    folder: AttributionFolder,
+    finished: Mapping[str, SequenceSums],
+    ranks: RankGroup,
+    reporter: ProgressReporter,
+) -> dict[str, SequenceSums]:
+    """The sums by sequence of each pass, by name; those of other ranks are collected by the first, which writes them.
+
+    Args:
+        passes: all of them; a rank takes the next that none has taken.
+        models: loaded on every rank.
+        folder: of the first rank.
+        finished: passes that are on disk, on the first rank.
+        ranks: the processes that share the work.
+        reporter: receives the progress.
+
+    Raises:
+        NonFiniteError: if a swapped network gives NaN or infinite logits.
+        RankError: if another rank fails or is lost.
+    """
+    names: list[str] = ranks.broadcast("finished", sorted(finished))
+    todo = [swap for swap in {swap.name: swap for swap in passes}.values() if swap.name not in names]
+    collected = _Collected(dict(finished), folder, ranks, reporter)
+    reporter.set_total(len(todo) * len(models.sequences))
+    while (index := ranks.add("pass") - 1) < len(todo):
+        start = monotonic()
+        sums = score_pass(todo[index], models, reporter.add_scored)
+        seconds = monotonic() - start
+        if not ranks.is_first:
+            ranks.post(f"sums/{todo[index].name}", sums.to_lists())
+            continue
+        collected.add(todo[index].name, sums)
+        collected.take(todo)
+        remaining = seconds * (len(todo) - 1) / ranks.world_size
+        if index == 0 and remaining >= SHORT_S:
+            reporter.note(
+                f"the first pass took {seconds:.1f} s: about {format_duration(remaining)} for the others"
+            )
+    ranks.add("done")
+    if ranks.is_first:
+        ranks.wait_for(lambda: ranks.add("done", 0) == ranks.world_size)
+        collected.take(todo)
+    return collected.sums
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """The sums of finished passes on the first rank."""
+
+    sums: dict[str, SequenceSums]
+    folder: AttributionFolder
+    ranks: RankGroup
+    reporter: ProgressReporter
+
+    def add(self, name: str, sums: SequenceSums) -> None:
+        """Write a pass."""
+        self.folder.write(name, sums.to_lists())
+        self.sums[name] = sums
+
+    def take(self, passes: Sequence[SwapPass]) -> None:
+        """Write the passes that other ranks have finished."""
+        for swap in passes if self.ranks.world_size > 1 else ():
+            columns = None if swap.name in self.sums else self.ranks.take(f"sums/{swap.name}")
+            if columns is not None:
+                sums = SequenceSums.from_lists(columns)
+                self.add(swap.name, sums)
+                self.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
+
+
+def score_pass(swap: SwapPass, models: SwapModels, add_scored: Callable[[int, int], None]) -> SequenceSums:
+    """The statistic's sums by sequence with the pass's groups swapped."""
+    parts: list[SequenceSums] = []
+    with swapped_weights(models.pair.policy, models.reference, swap.groups) as policy:
+        pair = replace(models.pair, policy=policy)
+        for part in group_by_cost(models.sequences, lambda sequence: sequence.num_input_tokens, models.job):
+            columns = score(
+                pair,
+                part,
+                temperature=models.job.temperature or 1.0,
+                batch_tokens=models.job.batch_tokens,
+            )
+            parts.append(sum_sequences(columns, models.statistic))
+            add_scored(len(part), int(parts[-1].tokens.sum()))
+    return SequenceSums.concatenate(parts)

@@ -1,0 +1,350 @@
+"""Groups of a network's weights, and swapping them for those of another network of the same architecture."""
+
+import math
+import re
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kleash.errors import ModelError
+from kleash.linear import Head
+from kleash.models.heads import truncate_head
+from kleash.models.pair import Model
+
+SETTING_TOLERANCE = 1e-6
+"""Relative difference up to which two numbers of a module count as equal: GGUF files hold them in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGroup:
+    """A part of a network's weights, which is swapped as a whole."""
+
+    name: str
+    """Such as "layer 3", "self_attn.q_proj", "norms" or "embeddings"."""
+    modules: tuple[str, ...]
+    """Paths of its modules within the network."""
+    tensors: tuple[str, ...]
+    """Names of its parameters and buffers that stand beside submodules."""
+    parameters: int
+    """Number of its weights in the reference."""
+    is_identical: bool
+    """Whether policy and reference have the same weights in it, bit for bit."""
+
+
+class _Unit(NamedTuple):
+    """A module, or the tensors that a module has beside its submodules."""
+
+    path: str
+    name: str | None = None
+    """Name of the parameter or buffer; None for the module as a whole."""
+
+
+def weight_groups(policy: Model, reference: Model, grouping: str) -> tuple[WeightGroup, ...]:
+    """The groups of weights of two networks of the same architecture.
+
+    Modules that a quantisation or an adapter has replaced by others are groups as well: modules are swapped, and not
+    the tensors in them. Embeddings and head are one group if either network ties them.
+
+    Args:
+        policy: a loaded model.
+        reference: another one, with a network of its own.
+        grouping: "layers" for a group per decoder layer; "modules" for a group per kind of module over all layers,
+            such as "self_attn.q_proj".
+
+    Returns:
+        The groups in the order of the network; all weights and buffers that differ are in exactly one.
+
+    Raises:
+        ModelError: if the two differ in architecture, in the shape of a weight other than embeddings, or in dtype.
+    """
+    _check_alike(policy, reference)
+    layers = _layer_list(policy)
+    if _layer_list(reference) != layers:
+        raise ModelError(
+            f"the decoder layers are {layers} in the policy and {_layer_list(reference)} in the reference; weights are "
+            "swapped between models of one architecture"
+        )
+    units_by_name: dict[str, list[_Unit]] = {}
+    for unit in _units(policy.network, reference.network):
+        name = _group_name(unit, policy, reference, layers, grouping)
+        if grouping == "layers" and unit.path.startswith(f"{layers}."):
+            unit = _Unit(f"{layers}.{_layer_index(unit.path, layers)}")
+        units = units_by_name.setdefault(name, [])
+        if unit not in units:
+            units.append(unit)
+    groups = [_group(name, units, policy, reference) for name, units in units_by_name.items()]
+    return tuple(group for group in groups if group.parameters or not group.is_identical)
+
+
+@contextmanager
+def swapped_weights(policy: Model, reference: Model, groups: Iterable[WeightGroup]) -> Generator[Model]:
+    """Context with the policy in which these groups are the reference's; its network is the same object.
+
+    Args:
+        policy: whose network is changed within the context.
+        reference: whose modules are used; its network must not run within the context.
+        groups: from ``weight_groups`` of the two.
+    """
+    head_path = _path_of(policy.network, policy.network.get_output_embeddings())
+    head, undo = policy.head, list[tuple[_Unit, Any]]()
+    try:
+        for group in groups:
+            units = [*map(_Unit, group.modules), *map(_unit_of_tensor, group.tensors)]
+            for unit in units:
+                undo.append((unit, _get(policy.network, unit)))
+                _set(policy.network, unit, _get(reference.network, unit))
+            if any(_is_within(path, head_path) for path in group.modules):
+                head = _head_of_reference(policy, reference)
+        yield replace(policy, head=head)
+    finally:
+        for unit, original in reversed(undo):
+            _set(policy.network, unit, original)
+
+
+def _head_of_reference(policy: Model, reference: Model) -> Head:
+    """The reference's head over the policy's vocabulary; the network's logits if either has no head of its own."""
+    if policy.head.weight is None or reference.head.weight is None:
+        return Head(weight=None)
+    return truncate_head(reference.head, policy.vocab_size)
+
+
+def _check_alike(policy: Model, reference: Model) -> None:
+    """Check that the networks have one class and dtype, and are two.
+
+    Raises:
+        ModelError: if not.
+    """
+    classes = [type(model.network).__name__ for model in (policy, reference)]
+    if type(policy.network) is not type(reference.network):
+        raise ModelError(
+            f"the policy is a {classes[0]} and the reference a {classes[1]}; weights are swapped between models of one "
+            "architecture"
+        )
+    if policy.network is reference.network:
+        raise ModelError("policy and reference share one network; load each by itself to swap their weights")
+    if policy.dtype != reference.dtype:
+        raise ModelError(
+            f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype to swap their "
+            "weights"
+        )
+
+
+def _layer_list(model: Model) -> str:
+    """The path of the list of decoder layers: of the lists that have as many entries as layers, the largest.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    count = getattr(model.network.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    sizes = {
+        path: sum(parameter.numel() for parameter in module.parameters())
+        for path, module in model.network.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    }
+    if not sizes:
+        raise ModelError(
+            f"the {model.role} ({type(model.network).__name__}) has no list of its {count} decoder layers; its weights "
+            "cannot be grouped"
+        )
+    return max(sizes, key=lambda path: sizes[path])
+
+
+def _units(policy: Any, reference: Any, path: str = "") -> Iterator[_Unit]:
+    """The smallest modules at which two trees of modules are alike, and the tensors beside them."""
+    children = {name: (module, getattr(reference, name, None)) for name, module in _children(policy).items()}
+    is_alike = type(policy) is type(reference) and children.keys() == _children(reference).keys()
+    if not is_alike or not children:
+        if _tensors(policy) or _tensors(reference):
+            yield _Unit(path)
+        return
+    for name in _direct_tensors(policy) | _direct_tensors(reference):
+        yield _Unit(path, name)
+    for name, (module, other) in children.items():
+        yield from _units(module, other, f"{path}.{name}" if path else name)
+
+
+def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The submodules by name; one that occurs under two names has both."""
+    paths = dict(module.named_modules(remove_duplicate=False))
+    return {path: child for path, child in paths.items() if path and "." not in path}
+
+
+def _direct_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module without those of its submodules."""
+    return {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    }
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by name."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _layer_index(path: str, layers: str) -> int:
+    return int(path.removeprefix(f"{layers}.").partition(".")[0])
+
+
+def _group_name(unit: _Unit, policy: Model, reference: Model, layers: str, grouping: str) -> str:
+    """The name of the group that a unit belongs to.
+
+    Raises:
+        ModelError: if whole layers differ in kind, so that they have no modules in common.
+    """
+    network = reference.network
+    embeddings = _path_of(network, network.get_input_embeddings())
+    head = _path_of(network, network.get_output_embeddings())
+    is_embedding, is_head = _is_within(unit.path, embeddings), _is_within(unit.path, head)
+    if (is_embedding or is_head) and (_is_tied(policy) or _is_tied(reference)):
+        return "embeddings and head"
+    if is_embedding or is_head:
+        return "embeddings" if is_embedding else "head"
+    is_in_layer = unit.path.startswith(f"{layers}.")
+    if is_in_layer and grouping == "layers":
+        return f"layer {_layer_index(unit.path, layers)}"
+    if unit.name is None and (not unit.path or _is_within(layers, unit.path)):
+        raise ModelError(
+            f"the policy's {unit.path or 'network'} is a {type(_get(policy.network, _Unit(unit.path))).__name__} and "
+            f"the reference's a {type(_get(network, _Unit(unit.path))).__name__}; weights are swapped between models "
+            "of one architecture"
+        )
+    is_norm = unit.name is None and "norm" in type(_get(network, unit)).__name__.lower()
+    if is_norm:
+        return "norms" if grouping == "modules" else "norms outside of the layers"
+    parts = [*unit.path.removeprefix(f"{layers}.").split("."), *([unit.name] if unit.name else [])]
+    if not is_in_layer:
+        return parts[-1]
+    return ".".join(part for part in parts if not re.fullmatch(r"\d+", part)) or "layers"
+
+
+def _path_of(network: Any, module: Any) -> str | None:
+    """The first path at which a module is in a network; None if it is not."""
+    return next((path for path, candidate in network.named_modules() if candidate is module), None)
+
+
+def _is_within(path: str, module: str | None) -> bool:
+    """Whether a path is that of a module, or of one in it."""
+    return module is not None and f"{path}.".startswith(f"{module}.")
+
+
+def _is_tied(model: Model) -> bool:
+    """Whether the embeddings and the head of a network share their weight."""
+    embeddings, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
+    first, second = getattr(embeddings, "weight", None), getattr(head, "weight", None)
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return first is second or (first.data_ptr() == second.data_ptr() != 0)
+
+
+def _group(name: str, units: Sequence[_Unit], policy: Model, reference: Model) -> WeightGroup:
+    """The group of these units.
+
+    Raises:
+        ModelError: if a weight differs in shape.
+    """
+    parameters: dict[int, int] = {}
+    is_identical = True
+    for unit in units:
+        ours, theirs = _get(policy.network, unit), _get(reference.network, unit)
+        if not name.startswith(("embeddings", "head")):
+            _check_shapes(unit, ours, theirs)
+        weights = theirs.parameters() if unit.name is None else [theirs]
+        parameters |= {
+            id(weight): weight.numel() for weight in weights if isinstance(weight, torch.nn.Parameter)
+        }
+        is_identical = is_identical and _are_equal(ours, theirs)
+    return WeightGroup(
+        name=name,
+        modules=tuple(unit.path for unit in units if unit.name is None),
+        tensors=tuple(f"{unit.path}.{unit.name}".lstrip(".") for unit in units if unit.name is not None),
+        parameters=sum(parameters.values()),
+        is_identical=is_identical,
+    )
+
+
+def _check_shapes(unit: _Unit, ours: Any, theirs: Any) -> None:
+    """Check that the parameters of two modules of one class have the same shapes.
+
+    Raises:
+        ModelError: if not.
+    """
+    if type(ours) is not type(theirs):
+        return
+    shapes = [
+        {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+        if isinstance(module, torch.nn.Module)
+        else {"": tuple(module.shape)}
+        for module in (ours, theirs)
+    ]
+    for name in shapes[0].keys() & shapes[1].keys():
+        if shapes[0][name] != shapes[1][name]:
+            raise ModelError(
+                f"{'.'.join(filter(None, (unit.path, unit.name, name)))} is {shapes[0][name]} in the policy and "
+                f"{shapes[1][name]} in the reference; weights are swapped between models of one architecture"
+            )
+
+
+def _are_equal(ours: Any, theirs: Any) -> bool:
+    """Whether two modules, or two tensors, are the same bit for bit, with the same settings."""
+    if isinstance(ours, torch.Tensor):
+        return _are_equal_tensors(ours, theirs)
+    modules = dict(ours.named_modules()), dict(theirs.named_modules())
+    tensors = _tensors(ours), _tensors(theirs)
+    if modules[0].keys() != modules[1].keys() or tensors[0].keys() != tensors[1].keys():
+        return False
+    return all(
+        type(module) is type(modules[1][path]) and _have_equal_settings(module, modules[1][path])
+        for path, module in modules[0].items()
+    ) and all(_are_equal_tensors(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def _are_equal_tensors(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    has_one_kind = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    return has_one_kind and torch.equal(ours, theirs.to(ours.device))
+
+
+def _have_equal_settings(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool:
+    """Whether the numbers and words that two modules hold as public attributes are equal."""
+    first, second = (
+        {
+            name: value
+            for name, value in vars(module).items()
+            if not name.startswith("_") and isinstance(value, bool | int | float | str)
+        }
+        for module in (ours, theirs)
+    )
+    return first.keys() == second.keys() and all(
+        _are_equal_settings(value, second[name]) for name, value in first.items()
+    )
+
+
+def _are_equal_settings(ours: float | str, theirs: float | str) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, int | float):
+        return math.isclose(ours, theirs, rel_tol=SETTING_TOLERANCE)
+    return ours == theirs
+
+
+def _unit_of_tensor(name: str) -> _Unit:
+    path, _, tensor = name.rpartition(".")
+    return _Unit(path, tensor)
+
+
+def _get(network: Any, unit: _Unit) -> Any:
+    """The module or tensor of a unit."""
+    module = network.get_submodule(unit.path)
+    return module if unit.name is None else getattr(module, unit.name)
+
+
+def _set(network: Any, unit: _Unit, value: Any) -> None:
+    """Put another module or tensor in the place of a unit."""
+    if unit.name is None:
+        network.set_submodule(unit.path, value)
+    else:
+        setattr(network.get_submodule(unit.path), unit.name, value)

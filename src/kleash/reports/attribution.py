@@ -1,0 +1,162 @@
+"""The attributions of a sweep on its page and in the terminal: which groups of weights a candidate's KL comes from."""
+
+import math
+from dataclasses import replace
+
+from kleash.reports.figures import ACCENT, INK, Chart, dots, escape, figure, row_axis
+from kleash.reports.formatting import (
+    UNKNOWN,
+    format_count,
+    format_percent,
+    format_with_interval,
+    keep_end,
+    nan_as_minimum,
+)
+from kleash.store.attribution import Attribution, GroupChange
+from kleash.store.number import Number
+from kleash.store.statistics import label_of
+from kleash.store.sweep import Sweep
+
+MAX_LABELLED_LAYERS = 24
+"""Layers of which each has a label on the axis; of more, every second, fourth, ... has."""
+
+
+def change_number(group: GroupChange) -> Number:
+    """The change of a group with its simultaneous interval in place of its own."""
+    return replace(group.change, ci95=group.simultaneous_ci95)
+
+
+def largest_first(attribution: Attribution) -> list[GroupChange]:
+    """The groups in the order of what they add to the KL, the largest part first."""
+    return sorted(attribution.groups, key=lambda group: nan_as_minimum(group.change.value))
+
+
+def shown_attributions(sweep: Sweep) -> list[Attribution]:
+    """The attributions of a sweep; where those of a candidate failed, the first alone."""
+    shown = [attribution for attribution in sweep.attributions if not attribution.failure]
+    failed = {
+        attribution.candidate: attribution
+        for attribution in reversed(sweep.attributions)
+        if attribution.failure
+    }
+    return [*shown, *reversed(failed.values())]
+
+
+def name_of_candidate(sweep: Sweep, attribution: Attribution) -> str:
+    """The name of the candidate of an attribution."""
+    names = (candidate.name for candidate in sweep.candidates if candidate.number == attribution.candidate)
+    return keep_end(next(names, f"candidate {attribution.candidate}"), 40)
+
+
+def format_share(attribution: Attribution, group: GroupChange) -> str:
+    """The part of the candidate's KL that is gone with a group swapped, such as "61.2 %"."""
+    share = attribution.share_of(group)
+    return UNKNOWN if math.isnan(share) else format_percent(share)
+
+
+def describe_attribution(attribution: Attribution, name: str) -> str:
+    """Which group a candidate's KL comes from, in a sentence."""
+    statistic = label_of(attribution.statistic)
+    if attribution.failure:
+        return f"The {statistic} of {name} was not attributed: {attribution.failure}."
+    if all(group.is_identical for group in attribution.groups):
+        return f"All weights of {name} are those of the reference."
+    clear = [group for group in largest_first(attribution) if group.simultaneous_ci95[1] < 0]
+    if not clear:
+        return f"No group of weights alone lowers the {statistic} of {name} by more than the noise of the sample."
+    first = clear[0]
+    share = attribution.share_of(first)
+    removed = f"{format_percent(share)} of" if share < 1 else "all of"
+    return (
+        f"Swapping {first.name} back to the reference's weights removes {removed} the {statistic} of {name}."
+    )
+
+
+def describe_sum(attribution: Attribution) -> str:
+    """Whether the changes of single groups add up to that of all groups together, in a sentence."""
+    total, together, interaction = (
+        attribution.sum_of_changes,
+        attribution.change_of_all,
+        attribution.interaction,
+    )
+    if total is None or together is None or interaction is None:
+        return ""
+    low, high = interaction.ci95
+    verdict = (
+        f"they do not add up: the difference is {format_with_interval(interaction)}"
+        if low > 0 or high < 0
+        else f"the difference, {format_with_interval(interaction)}, is within the noise of the sample"
+    )
+    return (
+        f"Single changes sum to {format_with_interval(total)} nats per token, and all groups swapped at once change "
+        f"{format_with_interval(together)}; {verdict}. Errors of several groups can reinforce or cancel each other, so "
+        "shares need not sum to 100 %."
+    )
+
+
+def describe_control(attribution: Attribution) -> str:
+    """What a second pass without a swap changed, in a sentence."""
+    if attribution.control is None:
+        return ""
+    is_zero = attribution.control.value == 0
+    change = "exactly 0" if is_zero else f"{format_with_interval(attribution.control)} nats per token"
+    return f"Control: a second pass without a swap changed {change}."
+
+
+def attribution_chart(attribution: Attribution, name: str) -> Chart:
+    """The change of each group: by layer from left to right, or a row for each kind of module."""
+    is_by_layer = attribution.grouping == "layers"
+    groups = attribution.groups if is_by_layer else tuple(largest_first(attribution))
+    numbers = [change_number(group) for group in groups]
+    labels = [group.name.removeprefix("layer ") if is_by_layer else group.name for group in groups]
+    title = f"change of {label_of(attribution.statistic)}, nats per token"
+    data = dots(
+        numbers,
+        list(range(len(groups))),
+        name="change",
+        color=ACCENT,
+        horizontal=not is_by_layer,
+        text=[escape(group.name) for group in groups],
+        hovertemplate="%{text}: %{" + ("y" if is_by_layer else "x") + ":.4~g}<extra></extra>",
+    )
+    zero = {"type": "line", "layer": "below", "line": {"color": INK, "width": 1}}
+    if is_by_layer:
+        step = 2 ** max(0, math.ceil(math.log2(max(1, len(groups)) / MAX_LABELLED_LAYERS)))
+        ticks = [index for index, label in enumerate(labels) if not label.isdigit() or int(label) % step == 0]
+        layout = figure(
+            [data],
+            height=380,
+            x="group of weights",
+            y=title,
+            xaxis={
+                "tickvals": ticks,
+                "ticktext": [escape(labels[index]) for index in ticks],
+                "showgrid": False,
+            },
+            shapes=[{**zero, "x0": 0, "x1": 1, "xref": "paper", "y0": 0, "y1": 0}],
+        )
+    else:
+        layout = figure(
+            [data],
+            height=120 + 30 * len(groups),
+            x=title,
+            yaxis=row_axis(labels),
+            shapes=[{**zero, "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper"}],
+        )
+    return Chart(
+        name=f"attribution-{attribution.candidate}-{attribution.grouping}",
+        title=f"{name} by {attribution.grouping}",
+        figure=layout,
+        description="Change with each group swapped back, with simultaneous 95 % intervals; below 0 the group's "
+        "weights add to the KL.",
+        header=("Group", "Weights", "Change", "Share of the KL"),
+        rows=tuple(
+            (
+                group.name,
+                format_count(group.parameters),
+                "0 (identical)" if group.is_identical else format_with_interval(change_number(group)),
+                format_share(attribution, group),
+            )
+            for group in largest_first(attribution)
+        ),
+    )
