@@ -59,6 +59,17 @@ def test_a_short_run_has_few_lines_and_a_slow_one_is_never_silent_for_long(
     assert low <= len(lines_of(sequences, seconds).splitlines()) <= high
 
 
+def test_a_second_part_of_the_work_is_counted_from_0() -> None:
+    clock, file = Clock(), StringIO()
+    with Progress(console=Console(file=file, width=100), clock=clock) as progress:
+        for sequences in (40, 10):
+            progress.set_total(sequences)
+            for _ in range(sequences):
+                clock.now += 5.0
+                progress.add_scored(1, 50)
+    assert "measuring: 10 of 10 sequences (100%), 10 tokens/s, about 0 s left" in file.getvalue()
+
+
 def test_text_of_unknown_length_says_how_much_is_done() -> None:
     lines = lines_of(100, 2.0, total=False).splitlines()
     assert 5 <= len(lines) <= 8 and lines[-1].startswith("measuring: 90 sequences, ")

@@ -81,8 +81,9 @@ class Progress:
         say(self._console, sentence, style="dim")
 
     def set_total(self, sequences: int | None) -> None:
-        """Show the total number of sequences; None if it is unknown."""
+        """Show the total number of sequences, None if it is unknown, and count from 0 again."""
         self._total, self._start_time = sequences, self._clock()
+        self._sequences = self._tokens = self._last_line_sequences = 0
         if self._draws:
             self._bar.reset(self._task, total=sequences, description=self._activity)
         elif sequences is not None:

@@ -68,11 +68,8 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
     console.print()
     say(console, terminal_label(describe_ranking(sweep)), style="bold")
     if sweep.ranking:
-        say(
-            console,
-            f"{sweep.tokens:,} tokens in {sweep.clusters:,} clusters; candidates that share a letter are tied",
-            style="dim",
-        )
+        letters = "; candidates that share a letter are tied" if sweep.pairs else ""
+        say(console, f"{sweep.tokens:,} tokens in {sweep.clusters:,} clusters{letters}", style="dim")
         print_table(console, _table(sweep))
     for warning in sweep.warnings:
         remark(console, "warning", warning)

@@ -140,12 +140,16 @@ def _cost(candidate: SweepCandidate, models: SwapModels, num_sequences: int) -> 
         for model in (models.pair.policy, models.reference)
         for parameter in model.network.parameters()
     )
-    skipped = f" ({identical} groups are identical and need none)" if identical else ""
+    skipped = f" ({_count_groups(identical)} identical and take no pass)" if identical else ""
     return (
         f"attribution of {candidate.name} by {' and '.join(models.groups)}: {passes} forward passes of {tokens:,} "
         f"tokens in {len(models.sequences):,} of {num_sequences:,} sequences{skipped}; both models are in memory "
         f"({format_bytes(size)})"
     )
+
+
+def _count_groups(count: int) -> str:
+    return "1 group is" if count == 1 else f"{count} groups are"
 
 
 def attribution_of(

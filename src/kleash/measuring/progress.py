@@ -14,7 +14,7 @@ class ProgressReporter(Protocol):
         ...
 
     def set_total(self, sequences: int | None) -> None:
-        """Set the number of sequences to score; None if it is not known."""
+        """Begin to count sequences that are scored; None if their total is not known."""
         ...
 
     def add_generated(self, tokens: int) -> None:

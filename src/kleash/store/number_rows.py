@@ -1,7 +1,7 @@
 """All numbers of a result as rows of one table, whose columns are the same for every kind of result."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kleash.store.comparison import Comparison
 from kleash.store.likely_causes import Diagnosis
@@ -135,6 +135,13 @@ def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
                 clusters=sweep.clusters,
                 warnings=pair.difference.warnings,
             )
+    for attribution in sweep.attributions:
+        run, sample = names[attribution.candidate], (attribution.tokens, attribution.clusters)
+        for group in attribution.groups:
+            name = f"{attribution.statistic}_change/{attribution.grouping}/{group.name}"
+            yield _row(run, name, group.change, tokens=sample[0], clusters=sample[1])
+            change = replace(group.change, ci95=group.simultaneous_ci95)
+            yield _row(run, f"{name}_simultaneous", change, tokens=sample[0], clusters=sample[1])
 
 
 def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:

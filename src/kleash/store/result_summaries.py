@@ -1,7 +1,9 @@
 """The summaries of all kinds of results, registered for ``summarize``."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.gate import Gate
@@ -194,6 +196,7 @@ def _(sweep: Sweep) -> Summary:
                 if sweep.failed
                 else ()
             ),
+            *(_attribution_table(sweep, attribution) for attribution in sweep.attributions),
         ),
         warnings=(
             *sweep.warnings,
@@ -218,6 +221,22 @@ def _candidate_row(candidate: SweepCandidate, rank_by: str) -> tuple[str, ...]:
         "unknown" if bits is None else f"{bits:.2f}",
         "yes" if candidate.is_on_pareto_front else "",
     )
+
+
+def _attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
+    """The changes of a candidate's groups of weights, in the order of the network; or why there are none."""
+    names = {candidate.number: candidate.name for candidate in sweep.candidates}
+    title = f"{names[attribution.candidate]} by {attribution.grouping}, one group of weights swapped back"
+    if attribution.failure:
+        return SummaryTable(title=title, header=("not attributed",), rows=((attribution.failure,),))
+    rows: list[tuple[str, ...]] = []
+    for group in attribution.groups:
+        value, interval, _, unit = cells(replace(group.change, ci95=group.simultaneous_ci95))
+        interval = "identical weights" if group.is_identical else interval or UNKNOWN_INTERVAL
+        share = f"{attribution.share_of(group):.1%}"
+        rows.append((group.name, f"{value} {unit}", interval, share, f"{group.parameters:,}"))
+    header = ("group", "change", "simultaneous 95 % interval", "share of the KL", "weights")
+    return SummaryTable(title=title, header=header, rows=tuple(rows))
 
 
 @summarize.register
