@@ -40,6 +40,9 @@ SHARED_NOUNS = (
     SharedNoun("cache", "the reference cache: its job, its folder, its model", ("jobs", "store", "models")),
     SharedNoun("comparison", "a comparison of runs", ("store", "measuring", "reports")),
     SharedNoun("sweep", "a sweep over candidates", ("jobs", "store", "reports")),
+    SharedNoun(
+        "attribution", "an attribution of a KL to groups of weights", ("store", "measuring", "reports")
+    ),
     SharedNoun("demonstration", "the demonstration", ("jobs", "store", "reports", "training")),
     SharedNoun("losses", "losses, from log-probabilities or hidden states", ("losses", "linear")),
     SharedNoun("measurement", "a measurement", ("store", "measuring", "reports")),

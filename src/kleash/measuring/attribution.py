@@ -179,13 +179,13 @@ def attribution_of(
         return np.bincount(clusters.labels, weights=values).astype(np.float64)
 
     columns = _PassColumns(
-        own=by_cluster(candidate.total),
+        candidate=by_cluster(candidate.total),
         single=[by_cluster(sums[grouping, group.name].total) for group in swapped],
         everything=by_cluster(sums.get(("", ALL), candidate).total),
         counts=by_cluster(candidate.tokens),
     )
     mean = ratio_of_sums(
-        columns.own,
+        columns.candidate,
         columns.counts,
         unit="nats",
         lower=0.0,
@@ -193,7 +193,7 @@ def attribution_of(
     )
     is_repeatable = np.array_equal(candidate.total, again.total)
     control = columns.difference(
-        by_cluster(again.total), columns.own, known_value=0.0 if is_repeatable else None
+        by_cluster(again.total), columns.candidate, known_value=0.0 if is_repeatable else None
     )
     changes, change_of_all = columns.changes(), columns.change_of_all()
     return Attribution(
@@ -222,7 +222,7 @@ def attribution_of(
 class _PassColumns:
     """The statistic's sums by cluster, for each pass."""
 
-    own: Floats
+    candidate: Floats
     """Of the candidate."""
     single: list[Floats]
     """With each of the groups that differ swapped by itself."""
@@ -235,28 +235,30 @@ class _PassColumns:
         """The changes of single groups; None if none differs."""
         if not self.single:
             return None
-        columns = np.stack([self.own, *self.single], axis=1)
+        columns = np.stack([self.candidate, *self.single], axis=1)
         return differences_from_control(columns, np.repeat(self.counts[:, None], columns.shape[1], axis=1))
 
     def sum_of_changes(self) -> Estimate:
         """The sum of the changes of single groups."""
-        return self.difference(self._total(), len(self.single) * self.own, 0.0 if not self.single else None)
+        return self.difference(
+            self._total(), len(self.single) * self.candidate, 0.0 if not self.single else None
+        )
 
     def change_of_all(self) -> Estimate:
         """The change with all groups swapped."""
-        return self.difference(self.everything, self.own, 0.0 if not self.single else None)
+        return self.difference(self.everything, self.candidate, 0.0 if not self.single else None)
 
     def interaction(self) -> Estimate:
         """``sum_of_changes`` minus ``change_of_all``; 0 by construction if at most one group differs."""
-        others = (len(self.single) - 1) * self.own + self.everything
-        return self.difference(self._total(), others, 0.0 if len(self.single) < 2 else None)
+        expected = (len(self.single) - 1) * self.candidate + self.everything
+        return self.difference(self._total(), expected, 0.0 if len(self.single) < 2 else None)
 
     def difference(self, first: Floats, second: Floats, known_value: float | None = None) -> Estimate:
         """The mean per token of one column of sums minus that of another, paired by cluster."""
         return paired_difference(first, self.counts, second, self.counts, known_value=known_value)
 
     def _total(self) -> Floats:
-        return np.sum(self.single, axis=0) if self.single else np.zeros_like(self.own)
+        return np.sum(self.single, axis=0) if self.single else np.zeros_like(self.candidate)
 
 
 def _group_changes(

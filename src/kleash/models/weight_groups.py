@@ -252,14 +252,14 @@ def _group(name: str, units: Sequence[_Unit], policy: Model, reference: Model) -
     parameters: dict[int, int] = {}
     is_identical = True
     for unit in units:
-        ours, theirs = _get(policy.network, unit), _get(reference.network, unit)
+        policy_part, reference_part = _get(policy.network, unit), _get(reference.network, unit)
         if not name.startswith(("embeddings", "head")):
-            _check_shapes(unit, ours, theirs)
-        weights = theirs.parameters() if unit.name is None else [theirs]
+            _check_shapes(unit, policy_part, reference_part)
+        weights = reference_part.parameters() if unit.name is None else [reference_part]
         parameters |= {
             id(weight): weight.numel() for weight in weights if isinstance(weight, torch.nn.Parameter)
         }
-        is_identical = is_identical and _are_equal(ours, theirs)
+        is_identical = is_identical and _are_equal(policy_part, reference_part)
     return WeightGroup(
         name=name,
         modules=tuple(unit.path for unit in units if unit.name is None),
@@ -269,19 +269,19 @@ def _group(name: str, units: Sequence[_Unit], policy: Model, reference: Model) -
     )
 
 
-def _check_shapes(unit: _Unit, ours: Any, theirs: Any) -> None:
+def _check_shapes(unit: _Unit, policy_part: Any, reference_part: Any) -> None:
     """Check that the parameters of two modules of one class have the same shapes.
 
     Raises:
         ModelError: if not.
     """
-    if type(ours) is not type(theirs):
+    if type(policy_part) is not type(reference_part):
         return
     shapes = [
         {name: tuple(weight.shape) for name, weight in module.named_parameters()}
         if isinstance(module, torch.nn.Module)
         else {"": tuple(module.shape)}
-        for module in (ours, theirs)
+        for module in (policy_part, reference_part)
     ]
     for name in shapes[0].keys() & shapes[1].keys():
         if shapes[0][name] != shapes[1][name]:
@@ -291,12 +291,12 @@ def _check_shapes(unit: _Unit, ours: Any, theirs: Any) -> None:
             )
 
 
-def _are_equal(ours: Any, theirs: Any) -> bool:
+def _are_equal(policy_part: Any, reference_part: Any) -> bool:
     """Whether two modules, or two tensors, are the same bit for bit, with the same settings."""
-    if isinstance(ours, torch.Tensor):
-        return _are_equal_tensors(ours, theirs)
-    modules = dict(ours.named_modules()), dict(theirs.named_modules())
-    tensors = _tensors(ours), _tensors(theirs)
+    if isinstance(policy_part, torch.Tensor):
+        return _are_equal_tensors(policy_part, reference_part)
+    modules = dict(policy_part.named_modules()), dict(reference_part.named_modules())
+    tensors = _tensors(policy_part), _tensors(reference_part)
     if modules[0].keys() != modules[1].keys() or tensors[0].keys() != tensors[1].keys():
         return False
     return all(
@@ -305,12 +305,12 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
     ) and all(_are_equal_tensors(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
-def _are_equal_tensors(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    has_one_kind = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    return has_one_kind and torch.equal(ours, theirs.to(ours.device))
+def _are_equal_tensors(policy_part: torch.Tensor, reference_part: torch.Tensor) -> bool:
+    has_one_kind = policy_part.dtype == reference_part.dtype and policy_part.shape == reference_part.shape
+    return has_one_kind and torch.equal(policy_part, reference_part.to(policy_part.device))
 
 
-def _have_equal_settings(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool:
+def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.Module) -> bool:
     """Whether the numbers and words that two modules hold as public attributes are equal."""
     first, second = (
         {
@@ -318,17 +318,17 @@ def _have_equal_settings(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool
             for name, value in vars(module).items()
             if not name.startswith("_") and isinstance(value, bool | int | float | str)
         }
-        for module in (ours, theirs)
+        for module in (policy_part, reference_part)
     )
     return first.keys() == second.keys() and all(
         _are_equal_settings(value, second[name]) for name, value in first.items()
     )
 
 
-def _are_equal_settings(ours: float | str, theirs: float | str) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, int | float):
-        return math.isclose(ours, theirs, rel_tol=SETTING_TOLERANCE)
-    return ours == theirs
+def _are_equal_settings(policy_part: float | str, reference_part: float | str) -> bool:
+    if isinstance(policy_part, float) and isinstance(reference_part, int | float):
+        return math.isclose(policy_part, reference_part, rel_tol=SETTING_TOLERANCE)
+    return policy_part == reference_part
 
 
 def _unit_of_tensor(name: str) -> _Unit:

@@ -74,12 +74,12 @@ def describe_attribution(attribution: Attribution, name: str) -> str:
 
 def describe_sum(attribution: Attribution) -> str:
     """Whether the changes of single groups add up to that of all groups together, in a sentence."""
-    total, together, interaction = (
+    total, all_groups, interaction = (
         attribution.sum_of_changes,
         attribution.change_of_all,
         attribution.interaction,
     )
-    if total is None or together is None or interaction is None:
+    if total is None or all_groups is None or interaction is None:
         return ""
     low, high = interaction.ci95
     verdict = (
@@ -89,8 +89,8 @@ def describe_sum(attribution: Attribution) -> str:
     )
     return (
         f"Single changes sum to {format_with_interval(total)} nats per token, and all groups swapped at once change "
-        f"{format_with_interval(together)}; {verdict}. Errors of several groups can reinforce or cancel each other, so "
-        "shares need not sum to 100 %."
+        f"{format_with_interval(all_groups)}; {verdict}. Errors of several groups can reinforce or cancel each other, "
+        "so shares need not sum to 100 %."
     )
 
 
