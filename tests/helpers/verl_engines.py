@@ -13,6 +13,19 @@ PROMPTS, RESPONSES = (2, 3, 1, 2), (3, 1, 4, 2)
 TEMPERATURE = 1.25
 
 
+class Float64Angles(torch.nn.Module):
+    """Rotary angles in float64: transformers' are float32, whose last bit depends on how rows are packed."""
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("inverse_frequencies", inverse_frequencies.double(), persistent=False)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every angle, twice beside each other."""
+        angles = (position_ids[..., None] * self.inverse_frequencies).repeat(1, 1, 2)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
 def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     """A Llama of 8 dimensions whose distributions are not flat."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,7 +43,9 @@ def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
         attn_implementation="eager",
         **more,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config)
+    model.model.rotary_emb = Float64Angles(model.model.rotary_emb.inv_freq)
+    return model.to(dtype)
 
 
 def engine_of(fsdp: Any, module: Any, *, forward_only: bool = False, shard: bool = False) -> Any:
