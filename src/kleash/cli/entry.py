@@ -49,12 +49,10 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
         if isinstance(stop.__context__, BrokenPipeError):  # rich exits after a broken pipe
             return EXIT_BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else EXIT_SUCCESS
-    except Exception:
+    except Exception:  # an interrupted import may raise another exception, as numpy's does
         if termination.received is None:
             raise
-        _print_interruption(
-            KeyboardInterrupt()
-        )  # such as numpy's ImportError if it is interrupted in its import
+        _print_interruption(KeyboardInterrupt())
         return termination.exit_code(EXIT_INTERRUPTED)
 
 

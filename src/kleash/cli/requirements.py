@@ -1,6 +1,6 @@
 """Checks that the optional packages of a command are installed, before it starts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
@@ -32,9 +32,8 @@ def require_packages(command: Command) -> None:
             _require_with_trackers(packages, command.report_to, "'kleash[models]'")
         case CacheJob() | SweepJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
-        case LogitsJob():
-            names = (command.policy or "", command.reference or "")
-            adapters = [ADAPTERS] if any(map(is_adapter, names)) else []
+        case LogitsJob() | DoctorJob():
+            adapters = _for_adapters((command.policy, command.reference))
             require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case MergeJob():
             _require_with_trackers(["rich", *MODELS], command.report_to, "'kleash[models]'")
@@ -46,11 +45,6 @@ def require_packages(command: Command) -> None:
             _require_with_trackers(["rich", "pyarrow", *PAGES], command.report_to, "'kleash[models]'")
         case CompareJob():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
-        case DoctorJob():
-            adapters = (
-                [ADAPTERS] if any(map(is_adapter, (command.policy or "", command.reference or ""))) else []
-            )
-            require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case MismatchJob():
             require_installed(("rich", *MODELS), "'kleash[models]'")
         case AuditJob():
@@ -64,19 +58,22 @@ def _for_loading(command: MeasureJob | CacheJob | SweepJob) -> Iterator[str]:
         names.append(command.policy)
     if isinstance(command, SweepJob):
         names += command.candidates
-    if any(is_adapter(name) for name in names):
-        yield ADAPTERS
+    yield from _for_adapters(names)
     if command.device_map is not None:
         yield DEVICE_MAPS
+
+
+def _for_adapters(names: Iterable[str | None]) -> tuple[str, ...]:
+    """The package that adapters need, if one of these models is an adapter."""
+    return (ADAPTERS,) if any(name is not None and is_adapter(name) for name in names) else ()
 
 
 def _require_for_training(job: TrainJob) -> None:
     """Check the packages of a training run: kleash's PPO, or TRL."""
     uses_trl = not isinstance(job, PPOJob)
     packages = ["rich", *MODELS, DEVICE_MAPS, *(["trl", "datasets"] if uses_trl else [])]
-    model_names = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
-    if job.lora_rank > 0 or any(is_adapter(name) for name in model_names):
-        packages.append(ADAPTERS)
+    adapters = _for_adapters((job.policy, job.reference, getattr(job, "teacher", None)))
+    packages += (ADAPTERS,) if job.lora_rank > 0 else adapters
     _require_with_trackers(packages, job.report_to, "'kleash[trl]'" if uses_trl else "'kleash[train]'")
 
 

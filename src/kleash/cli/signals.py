@@ -12,6 +12,9 @@ from types import FrameType
 
 from kleash.launch_environment import launched_world_size
 
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+"""Handlers that are replaced; a program that calls ``main`` may have handlers of its own."""
+
 
 class Termination:
     """The handler of SIGTERM and SIGINT while a command runs."""
@@ -58,7 +61,3 @@ def handling_termination() -> Generator[Termination]:
     finally:
         for number, handler in defaults.items():
             signal.signal(number, handler)
-
-
-_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-"""Handlers that are replaced; a program that calls ``main`` may have handlers of its own."""

@@ -175,8 +175,7 @@ class MeasureJob(
         if is_endpoint(self.policy) and is_endpoint(self.reference):
             raise OptionError(
                 "--policy and --reference are both behind servers, and a bound needs one whole distribution; load "
-                "one "
-                "of them here"
+                "one of them here"
             )
         if self.source[0] == "prompts":
             raise OptionError(

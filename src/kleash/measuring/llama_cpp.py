@@ -162,15 +162,13 @@ def _with_vocabulary(model: Model, file: BaseLogitsFile) -> tuple[Model, tuple[s
     if model.vocab_size < file.vocab_size:
         raise ModelError(
             f"the policy {model.path} has {model.vocab_size} logits and {file.path} has {file.vocab_size}; give a "
-            "file of a "
-            "base with the policy's vocabulary"
+            "file of a base with the policy's vocabulary"
         )
     if model.vocab_size == file.vocab_size:
         return model, ()
     note = (
         f"the policy has {model.vocab_size} logits and the file {file.vocab_size}; the policy is cut to those of the "
-        "file and "
-        "normalised over them"
+        "file and normalised over them"
     )
     return replace(model, head=truncate_head(model.head, file.vocab_size), vocab_size=file.vocab_size), (
         note,
@@ -182,8 +180,7 @@ def _check_context(model: Model, context: int) -> None:
     if model.context_length is not None and model.context_length < context:
         raise ModelError(
             f"{model.path} reads {model.context_length} tokens and a chunk has {context}; write the file with a "
-            "smaller "
-            "--context"
+            "smaller --context"
         )
 
 

@@ -39,6 +39,7 @@ from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
+from kleash.store.measurement import EstimatorRecord
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
 from kleash.store.worker_log import smaller_batches_warning
 from kleash.version import __version__
@@ -68,6 +69,17 @@ class SequenceCounts:
     shards: int
     all_have_logprobs: bool
 
+    def to_record(self, clusters: int) -> Counts:
+        """The counts as in the measurement, with the number of clusters of the scored tokens."""
+        return Counts(
+            prompts=self.prompts,
+            sequences=len(self.clusters.labels),
+            tokens=self.tokens,
+            clusters=clusters,
+            truncated_sequences=self.truncated,
+            shards=self.shards,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunTotals:
@@ -89,19 +101,14 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         SourceError: if no token was scored.
     """
     on_text = run.job.source[0] == "text"
-    counts = count_sequences(run.folder, on_text=on_text)
-    if counts.tokens == 0:
-        raise SourceError(
-            f"no token of {run.job.source[1]} was scored: the server gives no log-probability of the first token after "
-            "the begin token, and there are no others; give longer texts or responses"
-        )
+    counts = _scored_sequences(run, on_text=on_text)
     estimand = estimand_of(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
         split=len(counts.clusters.labels) > counts.prompts,
     )
-    is_one_model, unknown = run.pair.is_one_model, run.engine.unknown_columns
-    statistics = known_statistics(unknown)
+    is_one_model = run.pair.is_one_model
+    statistics = known_statistics(run.engine.unknown_columns)
     has_kl = "kl_policy_reference" in statistics
     totals = sum_tokens(
         run.folder, estimand, counts.clusters, is_one_model=is_one_model, statistics=statistics
@@ -112,11 +119,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     quantiles, top_share = {}, float("nan")
     if has_kl:
         quantiles, top_share = token_quantiles(run.folder, counts.clusters, is_one_model=is_one_model)
-    numbers = {name: Number.of(statistic_estimate(sums, name)) for name in statistics}
-    estimators, left_out = estimator_records(sums), {}
-    if not has_kl:
-        numbers = with_reasons(numbers, run.job)
-        estimators, left_out = known_estimators(estimators), reasons_left_out(run.job, unknown, estimators)
+    numbers, estimators, left_out = _estimates(run, sums, statistics)
     return Measurement(
         kleash=__version__,
         estimand=estimand.description,
@@ -124,14 +127,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         source_sha256=run.source_sha256,
         models={model.role: model.record() for model in (run.pair.policy, run.pair.reference)},
         device=device_of(run.pair),
-        counts=Counts(
-            prompts=counts.prompts,
-            sequences=len(counts.clusters.labels),
-            tokens=counts.tokens,
-            clusters=len(sums[TOKENS]),
-            truncated_sequences=counts.truncated,
-            shards=counts.shards,
-        ),
+        counts=counts.to_record(clusters=len(sums[TOKENS])),
         **to_fields(numbers),
         left_out=left_out,
         per_sequence=(
@@ -157,6 +153,29 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     )
+
+
+def _scored_sequences(run: FinishedRun, *, on_text: bool) -> SequenceCounts:
+    """Clusters and counts of the run's sequences, of which at least one token was scored."""
+    counts = count_sequences(run.folder, on_text=on_text)
+    if counts.tokens == 0:
+        raise SourceError(
+            f"no token of {run.job.source[1]} was scored: the server gives no log-probability of the first token after "
+            "the begin token, and there are no others; give longer texts or responses"
+        )
+    return counts
+
+
+def _estimates(
+    run: FinishedRun, sums: ClusterSums, statistics: Collection[str]
+) -> tuple[dict[str, Number], dict[str, EstimatorRecord], dict[str, str]]:
+    """Statistics and sampled estimates by name, and the reasons for those that are left out."""
+    numbers = {name: Number.of(statistic_estimate(sums, name)) for name in statistics}
+    estimators = estimator_records(sums)
+    if "kl_policy_reference" in statistics:
+        return numbers, estimators, {}
+    left_out = reasons_left_out(run.job, run.engine.unknown_columns, estimators)
+    return with_reasons(numbers, run.job), known_estimators(estimators), left_out
 
 
 def device_of(pair: Pair) -> str:

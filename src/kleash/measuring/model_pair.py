@@ -116,8 +116,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     )
     note = (
         f"the {role} is {endpoint.model} behind {address} ({endpoint.dialect.name}), which lists {endpoint.top} "
-        "tokens "
-        "at each position; its weights and settings cannot be checked"
+        "tokens at each position; its weights and settings cannot be checked"
     )
     if endpoint.dialect.context_tokens > 1:
         note += "; it gives no log-probability of the first token after the begin token, which is left out"

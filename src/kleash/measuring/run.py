@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -176,30 +176,33 @@ def opened_run(
             reporter.note(sentence)
         header = header_of(job, pair, digest)
         require_same_on_all_ranks(job, header, ranks)
-        with (
-            _opened_folder(folder, header, job, ranks),
-            threads_for_scoring(pair, len(ranks.ranks_on_node))
-            if workers is None
-            else nullcontext() as threads,
-        ):
+        stack.enter_context(_opened_folder(folder, header, job, ranks))
+        if workers is None:
+            threads = stack.enter_context(threads_for_scoring(pair, len(ranks.ranks_on_node)))
             if threads is not None:
                 reporter.note(threads)
-            try:
-                yield OpenRun(
-                    job=job,
-                    pair=pair,
-                    folder=folder,
-                    reporter=reporter,
-                    ranks=ranks,
-                    source_sha256=digest,
-                    workers=workers,
-                    source_notes=source_notes,
-                )
-            except KeyboardInterrupt as stop:
-                raise Interrupted(
-                    f"{stop or 'interrupted'}; finished shards are on disk: resume with --resume --out "
-                    f"{job.out or folder.root}"
-                ) from stop
+        stack.enter_context(_resumable(job.out or folder.root))
+        yield OpenRun(
+            job=job,
+            pair=pair,
+            folder=folder,
+            reporter=reporter,
+            ranks=ranks,
+            source_sha256=digest,
+            workers=workers,
+            source_notes=source_notes,
+        )
+
+
+@contextmanager
+def _resumable(out: str | Path) -> Generator[None]:
+    """Context of work that an interruption leaves resumable in ``out``."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            f"{stop or 'interrupted'}; finished shards are on disk: resume with --resume --out {out}"
+        ) from stop
 
 
 def folder_of(job: MeasureJob) -> Path:

@@ -88,8 +88,7 @@ class BaseLogitsFile:
             row = int(np.flatnonzero(~is_valid)[0])
             raise SourceError(
                 f"{self.path} has the scale {scale[row]:.6g} and the smallest log-probability {minimum[row]:.6g} at "
-                "scored "
-                f"position {start + row} of chunk {chunk}, which llama.cpp does not write; write the file again"
+                f"scored position {start + row} of chunk {chunk}, which llama.cpp does not write; write the file again"
             )
         return BaseLogitsRows(scale=scale, minimum=minimum, codes=rows[:, 4 : 4 + self.vocab_size])
 
@@ -125,8 +124,7 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
             if size != expected:
                 raise SourceError(
                     f"{path} should have {expected} bytes, for {chunks} chunks of {context} tokens and a vocabulary "
-                    "of "
-                    f"{vocab_size}, and has {size}; write it again"
+                    f"of {vocab_size}, and has {size}; write it again"
                 )
             tokens = np.fromfile(file, dtype="<i4", count=chunks * context).reshape(chunks, context)
     except OSError as error:
@@ -176,9 +174,8 @@ def split_chunks(token_ids: Iterable[int], context: int, chunks: int | None) -> 
     stream = np.fromiter(token_ids, dtype=np.int32)
     if len(stream) < 2 * context:
         raise SourceError(
-            f"the text has {len(stream)} tokens, and llama.cpp needs two chunks of {context}; give a longer text or "
-            "a smaller "
-            "--context"
+            f"the text has {len(stream)} tokens, and llama.cpp needs two chunks of {context}; give a longer text or a "
+            "smaller --context"
         )
     whole = stream[: len(stream) // context * context].reshape(-1, context)
     return whole if chunks is None else whole[:chunks]

@@ -83,8 +83,7 @@ def _load_beside(checkpoint: Checkpoint, role: str, trust_remote_code: bool) -> 
     if not any(next(checkpoint.folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise ModelError(
             f"the {role} {checkpoint.name} is a GGUF file, and no other model has a tokenizer for it; give "
-            "--tokenizer, "
-            "the folder or hub id of the model that it was made from"
+            "--tokenizer, the folder or hub id of the model that it was made from"
         )
     return load_tokenizer(checkpoint, role, trust_remote_code)
 

@@ -91,8 +91,7 @@ def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> No
     if settings.get("megatron_config") is not None or core not in (None, MEGATRON):
         raise ModelError(
             f"the adapter {name} has a megatron_config, for which the module {_abbreviate(core)} would be imported "
-            "and "
-            "run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
+            "and run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         has_pickle = (folder / "adapter_model.bin").exists()

@@ -135,8 +135,7 @@ class _Parser:
                 )
             raise ModelError(
                 f"{self._path} is of GGUF version {version}, and versions 2 and 3 are read; make it again with a "
-                "current "
-                "llama.cpp"
+                "current llama.cpp"
             )
         num_tensors, num_settings = self._unpack("QQ", "its counts")
         if num_settings > MAX_SETTINGS or num_tensors > MAX_TENSORS:
@@ -160,8 +159,7 @@ class _Parser:
             if number not in set(constants.GGMLQuantizationType):
                 raise ModelError(
                     f"{self._path} holds {name!r} in the ggml type {number}, which the package gguf does not know; "
-                    "install "
-                    "a newer gguf, or quantise the model to another type"
+                    "install a newer gguf, or quantise the model to another type"
                 )
             kind = constants.GGMLQuantizationType(number)
             block, block_bytes = constants.GGML_QUANT_SIZES[kind]

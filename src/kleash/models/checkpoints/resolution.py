@@ -205,8 +205,7 @@ def resolve_commit(name: str, revision: str | None) -> str:
             return Path(hub.snapshot_download(name, revision=revision, local_files_only=True)).name
         except (OSError, ValueError, hub.errors.HfHubHTTPError):
             raise ModelError(
-                f"the hub does not say which commit {name} is at ({summarise_error(error)}); give the whole commit "
-                "as "
+                f"the hub does not say which commit {name} is at ({summarise_error(error)}); give the whole commit as "
                 "its revision"
             ) from error
 

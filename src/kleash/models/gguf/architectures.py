@@ -229,8 +229,7 @@ def find_architecture(settings: Settings) -> tuple[str, GGUFArchitecture]:
     if kind not in ARCHITECTURES:
         raise ModelError(
             f"it is of the architecture {name[:40]!r}, and kleash reads GGUF files of "
-            f"{', '.join(sorted(ARCHITECTURES))}; "
-            "give the model as a folder of safetensors"
+            f"{', '.join(sorted(ARCHITECTURES))}; give the model as a folder of safetensors"
         )
     return name, ARCHITECTURES[kind]
 

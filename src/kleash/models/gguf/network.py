@@ -72,8 +72,7 @@ def describe_types(files: GGUFFiles, subject: str) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in files.kinds.items())
     return (
         f"{subject} has tensors of {8 * files.num_bytes / files.elements:.2f} bits a weight ({kinds}), which are "
-        "decoded "
-        "before the model runs; llama.cpp also rounds activations"
+        "decoded before the model runs; llama.cpp also rounds activations"
     )
 
 

@@ -46,8 +46,7 @@ def decode_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
     except NotImplementedError as error:
         raise ModelError(
             f"{tensor.path} holds {tensor.name} in the type {tensor.kind}, which the package gguf does not decode; "
-            "quantise "
-            "the model to another type"
+            "quantise the model to another type"
         ) from error
 
 

@@ -60,8 +60,7 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
         if values and len(values) != len(tokens):
             raise ModelError(
                 f"{subject} has {len(tokens)} tokens and {len(values)} values of tokenizer.ggml.{name}; convert the "
-                "model "
-                "again"
+                "model again"
             )
     special_ids = {
         key.removeprefix("tokenizer.ggml."): value
@@ -161,8 +160,7 @@ def _check_tokens(
     if differences:
         raise mismatch(
             f"{vocabulary.subject} has {len(vocabulary.tokens)} tokens, of which {len(differences)} differ from "
-            f"{owner}: "
-            f"{'; '.join(differences[:3])}"
+            f"{owner}: {'; '.join(differences[:3])}"
         )
 
 
@@ -203,8 +201,7 @@ def _check_merges(
             sides = [" ".join(merges[place]) if place < len(merges) else "none" for merges in (stored, pairs)]
             raise mismatch(
                 f"{vocabulary.subject} has {len(stored)} merges and {owner} {len(pairs)}: merge {place} is "
-                f"{sides[0]!r} in "
-                f"the file and {sides[1]!r} in {owner}"
+                f"{sides[0]!r} in the file and {sides[1]!r} in {owner}"
             )
     elif vocabulary.scores and pairs:
         ids = {text: token_id for token_id, text in enumerate(vocabulary.tokens)}
@@ -242,7 +239,6 @@ def _notes(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> list[str]:
         if adds != vocabulary.add_bos:
             notes.append(
                 f"{owner} {'puts the' if adds else 'puts no'} begin token before a text and llama.cpp, by the "
-                "settings of "
-                f"{vocabulary.subject}, {'puts none' if adds else 'puts one'}; {owner} is followed"
+                f"settings of {vocabulary.subject}, {'puts none' if adds else 'puts one'}; {owner} is followed"
             )
     return notes
