@@ -8,6 +8,9 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_O
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges,objective,losses}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
+# Files with tests that are marked "compiler" or "browser", so that no others are imported for them; tests/conftest.py
+# refuses a mark in any other file.
+marked=($(grep -rlE --include='test_*.py' 'mark\.(compiler|browser)|import compiles' tests))
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
@@ -25,7 +28,7 @@ log=$(mktemp)
 ) >"$log" 2>&1 &
 types=$!
 trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
-step $bin/python -m pytest -q -m 'compiler or browser'
+step $bin/python -m pytest -q -m 'compiler or browser' "${marked[@]}"
 verdict=0
 step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' \
   "${checked[@]/#/--ignore=}" || verdict=$?

@@ -2,12 +2,10 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import make_api_page
 import pytest
-from make_api_page import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,7 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/*.md")),
 ]
-NAMED = ["kleash", *(f"kleash.{name}" for name in PACKAGES)]
+NAMED = ["kleash", *(f"kleash.{name}" for name in make_api_page.PACKAGES)]
 ABOUT = {"trl.md": "trl", "kleash.integrations.trl": "trl"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -55,9 +53,6 @@ def test_every_public_name_is_in_the_docs(package: str) -> None:
 
 @pytest.mark.peers("trl")
 def test_the_page_of_public_names_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "make_api_page.py"), "--check"],
-        capture_output=True,
-        timeout=120,
+    assert make_api_page.PAGE.read_text(encoding="utf-8") == make_api_page.page(), (
+        "run: python tools/make_api_page.py"
     )
-    assert done.returncode == 0, "run: python tools/make_api_page.py"
