@@ -231,6 +231,9 @@ def test_hostile_texts_outside_of_tables_are_shown_as_they_stand(run: tuple[Path
     summary = Summary(headline="h", facts=(("f", "<b>|*x*"),), warnings=HOSTILE)
     html = renderer.render(to_markdown(summary, ["# note"]))
     assert html.count("<li>") == 1 + len(HOSTILE)
+    for text in HOSTILE:
+        paragraph = renderer.render(escape_text(text))
+        assert paragraph.count("<") == 2 * paragraph.count("<p>") <= 2, paragraph
     for tag in ("<img", "<h1", "<a ", "<em", "<del", "<ol", "<script", "<b>"):
         assert tag not in html
     assert "script" not in renderer.render(to_markdown(summarize(run[1]))).replace("&lt;script", "").replace(

@@ -18,7 +18,7 @@ from kleash.store.measurement_summary import all_warnings, headline, headline_na
 from kleash.store.number import Number
 from kleash.store.result_summaries import with_interval
 from kleash.store.statistics import ALL_STATISTICS, label_of
-from kleash.store.summary_tables import Summary, summarize
+from kleash.store.summary_tables import Summary, plain_text, summarize
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 DATA_SUFFIX = re.compile(
@@ -160,8 +160,3 @@ def published_name(path: str) -> str:
     if is_on_hub or path.startswith(("shipped:", "http://", "https://")):
         return plain_text(path)
     return plain_text(PurePath(path.rstrip("/\\")).name or path)
-
-
-def plain_text(text: str) -> str:
-    """``text`` in characters that every encoding of Unicode has: what is left of undecodable bytes becomes U+FFFD."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kleash.store.codec import decode, to_json
+from kleash.store.notebook import NotebookResult
 
 AUDIT_SCHEMA = 3
 """Raised when a field of an audit is renamed or its meaning changes; older audits can be read."""
@@ -165,7 +166,7 @@ class CurveRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class Audit(NotebookResult):
     """What a KL implementation estimates and what it differentiates."""
 
     schema: int = AUDIT_SCHEMA

@@ -7,6 +7,7 @@ from typing import Any
 from kleash.store.codec import encode, to_json
 from kleash.store.gate import Gate
 from kleash.store.measurement import Counts
+from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 
 
@@ -54,7 +55,7 @@ class RunDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(NotebookResult):
     """Several measurements side by side, and their differences from the first."""
 
     kleash: str

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kleash.store.codec import to_json
+from kleash.store.notebook import NotebookResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class LikelyCause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(NotebookResult):
     """The likely causes of a mismatch, the likeliest first; none if rounding explains the differences."""
 
     kleash: str

@@ -9,6 +9,7 @@ from kleash.errors import RunFolderError
 from kleash.store.checksums import UNCHECKED, Checksums
 from kleash.store.codec import encode, to_json
 from kleash.store.gate import Gate
+from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 from kleash.store.statistics import from_fields
 
@@ -177,7 +178,7 @@ class SchemaOf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(NotebookResult):
     """How far a policy has drifted from its reference."""
 
     schema: int = SCHEMA

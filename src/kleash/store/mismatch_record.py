@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kleash.store.codec import to_json
 from kleash.store.gate import Gate
+from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 
 LABELS: Mapping[str, str] = {
@@ -25,7 +26,7 @@ LABELS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MismatchRecord:
+class MismatchRecord(NotebookResult):
     """How far the trainer's log-probabilities are from those of the engine that drew the tokens."""
 
     kleash: str

@@ -1,5 +1,6 @@
 """The summary of a result: a headline, facts, tables and warnings, from which formats and notebooks are made."""
 
+import re
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -44,3 +45,8 @@ def summarize(result: object) -> Summary:
         TypeError: if ``result`` is none.
     """
     raise TypeError(f"{type(result).__name__} is no result of kleash")
+
+
+def plain_text(text: str) -> str:
+    """``text`` in characters that every encoding of Unicode has: what is left of undecodable bytes becomes U+FFFD."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -9,6 +9,7 @@ from kleash.errors import RunFolderError
 from kleash.store.atomic import write_atomically
 from kleash.store.attribution import Attribution
 from kleash.store.codec import decode, encode, parse_json, to_json
+from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 
 SWEEP = "sweep.json"
@@ -57,7 +58,7 @@ class SweepPair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Sweep(NotebookResult):
     """Several candidates measured against one reference."""
 
     kleash: str

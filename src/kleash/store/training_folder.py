@@ -9,6 +9,7 @@ from kleash.store.atomic import cannot_write, require_utf8
 from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
 from kleash.store.codec import to_json
 from kleash.store.job_folder import JobFolder
+from kleash.store.notebook import NotebookResult
 from kleash.store.steps import STEPS, StepRecord, read_steps
 
 RESULT = "training.json"
@@ -16,7 +17,7 @@ CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingResult:
+class TrainingResult(NotebookResult):
     """``training.json``: the result of a training run."""
 
     kleash: str

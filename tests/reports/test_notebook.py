@@ -1,0 +1,137 @@
+"""Results in notebooks: every text is text, and nothing is loaded or run."""
+
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_audit import synthetic_audit
+from synthetic_run import HOSTILE, synthetic_comparison, synthetic_sweep
+
+from kleash.records import (
+    Diagnosis,
+    LogitsMeasurement,
+    Measurement,
+    MismatchRecord,
+    Number,
+    TrainingResult,
+)
+from kleash.store.likely_causes import LikelyCause
+from kleash.store.mismatch_record import LABELS
+from kleash.store.notebook import to_html
+from kleash.store.summary_tables import Name, Summary, SummaryTable
+from kleash.store.sweep import Sweep
+
+TAGS = {"div", "table", "thead", "tbody", "tr", "th", "td", "code", "bdi", "details", "summary", "ul", "li"}
+NUMBER = Number(
+    value=0.25, unit="nats", standard_error=0.1, ci95=(0.05, 0.45), warnings=("one cluster alone",)
+)
+
+
+class Page(HTMLParser):
+    """The texts of HTML, and a failure for what a result needs not."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.cells: list[list[str]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert tag in TAGS and {name for name, _ in attrs} <= {"style", "open"}, (tag, attrs)
+        assert not any("url(" in (value or "") for _, value in attrs)
+        self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.cells[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def results(run: tuple[Path, Measurement]) -> list[Any]:
+    cause = LikelyCause(cause="a", meaning=HOSTILE[0], probability=0.5, evidence="<b>", next_test="")
+    shared = {"kleash": "0.1.0", "file": HOSTILE[1], "tokens": 1, "sequences": 1}
+    return [
+        run[1],
+        synthetic_comparison(),
+        synthetic_sweep(HOSTILE[:5], ("</div><script>",)),
+        MismatchRecord(**shared, prompts=1, numbers=dict.fromkeys(LABELS, NUMBER), values={}),
+        MismatchRecord(
+            **shared, prompts=1, numbers=dict.fromkeys(LABELS, NUMBER), values={}, renamed={"k<b>": math.inf}
+        ),
+        Diagnosis(**shared, models=(HOSTILE[2],), examined=True, findings=(cause,)),
+        Diagnosis(**shared, models=(), examined=False, findings=(), notes=("<i>few</i>",)),
+        LogitsMeasurement(
+            path=HOSTILE[3],
+            policy=run[1].models["policy"],
+            chunks=1,
+            context=8,
+            tokens=4,
+            per_token={"kl_reference_policy_lower": NUMBER},
+            llama_cpp="",
+        ),
+        synthetic_audit(),
+        TrainingResult(
+            kleash="0.1.0",
+            algorithm="ppo",
+            steps=3,
+            stopped="<b>",
+            metrics={"beta": 0.1},
+            policy=HOSTILE[0],
+            out=HOSTILE[4],
+        ),
+    ]
+
+
+def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results: list[Any]) -> None:
+    for result in results:
+        html = result._repr_html_()
+        assert Page(html).texts and len(html) < 60_000, type(result)
+    (measurement, comparison, sweep, mismatch, *_) = (Page(result._repr_html_()) for result in results)
+    kl = next(row for row in measurement.cells if row[0] == "KL(policy ‖ reference)")
+    assert kl == ["KL(policy ‖ reference)", "0.235", "0.207 to 0.264", "0.014", "nats"]
+    assert "only 40 clusters: the interval leans on few prompts" in measurement.texts
+    assert [row[0] for row in comparison.cells[1:]] == [
+        "step 100",
+        "step 400",
+        "<script>alert('run')</script>",
+    ]
+    assert [row[0] for row in sweep.cells[1:6]] == list(HOSTILE[:5])
+    assert mismatch.cells[1][:2] == ["KL(engine || trainer)", "0.25"]
+
+
+@pytest.mark.parametrize("kind", [Name, str])
+def test_any_text_stays_in_its_cell(kind: type) -> None:
+    texts = (*HOSTILE, "\udc80")
+    rows = tuple((kind(text), "1") for text in texts)
+    page = Page(to_html(Summary(headline="h", tables=(SummaryTable(header=("n", "v"), rows=rows),))))
+    shown = [row[0] for row in page.cells[1:]]
+    assert shown == [text.replace("\udc80", "\ufffd") for text in texts]
+
+
+def test_colours_are_those_of_the_page(results: list[Any]) -> None:
+    for result in results:
+        html = result._repr_html_().replace("color:inherit", "").replace("rgba(128,128,128,.4)", "")
+        assert "color:" not in html and "background:" not in html.replace("background:none", "")
+
+
+def test_a_record_without_a_headline_is_shown_as_its_repr(run: tuple[Path, Measurement]) -> None:
+    assert replace(run[1], per_token={})._repr_html_() is None
+
+
+def test_a_sweep_in_which_all_failed_is_shown() -> None:
+    sweep: Sweep = synthetic_sweep((), ("a", "b"))
+    assert ["a", "its weights are missing"] in Page(str(sweep._repr_html_())).cells
