@@ -34,7 +34,7 @@ import numpy as np
 from harness import write_result
 
 from kleash.engines import Shard, ShardResult
-from kleash.engines.ray.pool import IN_FLIGHT, LATE_FACTOR
+from kleash.engines.ray.task_queue import IN_FLIGHT, LATE_FACTOR
 from kleash.jobs import MeasureJob
 from kleash.measuring.estimand import estimand_of
 from kleash.measuring.largest_drift import MAX_SEQUENCES, TopEntries

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kleash.engines import Shard
-from kleash.engines.ray import WorkerCode, WorkerPool, WorkerSpec, pool
+from kleash.engines.ray import WorkerCode, WorkerPool, WorkerSpec, task_queue
 from kleash.engines.ray.cluster import WorkerResources
-from kleash.engines.ray.pool import IN_FLIGHT
 from kleash.engines.ray.shard_worker import LoadedModels, ScoredPart
+from kleash.engines.ray.task_queue import IN_FLIGHT
 from kleash.errors import ClusterError, NonFiniteError
 from kleash.models import Prompt
 
@@ -287,8 +287,8 @@ def test_a_worker_that_differs_is_named_before_it_gets_a_shard(part: str) -> Non
 
 def test_a_late_shard_is_also_given_to_an_idle_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard 5 never ends in the worker that took it first."""
-    monkeypatch.setattr(pool, "LATE_S", 0.0)
-    monkeypatch.setattr(pool, "LATE_FACTOR", 0.0)
+    monkeypatch.setattr(task_queue, "LATE_S", 0.0)
+    monkeypatch.setattr(task_queue, "LATE_FACTOR", 0.0)
     stuck: list[int] = []
 
     class StuckRay(StandInRay):

@@ -1,7 +1,8 @@
 """Shards scored by the workers of a Ray cluster."""
 
 from kleash.engines.ray.cluster import connected_cluster, requested_workers
-from kleash.engines.ray.pool import PoolWorker, ScoredShard, WorkerPool, WorkerSpec
+from kleash.engines.ray.pool import WorkerPool
+from kleash.engines.ray.pool_records import PoolWorker, ScoredShard, WorkerSpec
 from kleash.engines.ray.ray_engine import RayEngine
 from kleash.engines.ray.shard_worker import WorkerCode, installed_versions
 

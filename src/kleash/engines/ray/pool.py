@@ -1,27 +1,22 @@
 """The workers of a run: starting them, handing out shards, and going on when one is lost.
 
 Each worker has at most ``IN_FLIGHT`` shards, so that it never waits for the next one and few results are in memory.
-A shard is handed out again if its worker is lost. What it holds does not depend on who scores it, so of two results
-of one shard the first is taken and the second dropped.
+Which shard is next, and what happens to those of a lost worker, is in ``task_queue``.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from statistics import median
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from kleash.engines.base import Shard
-from kleash.engines.ray.cluster import WorkerResources
-from kleash.engines.ray.shard_worker import LoadedModels, ScoredPart, ShardWorker, WorkerCode
-from kleash.engines.ray.worker_loss import WorkerLoss, are_too_many, describe_loss, needs_smaller_batches
+from kleash.engines.ray.pool_records import Call, PoolWorker, ScoredShard, WorkerSpec
+from kleash.engines.ray.shard_worker import LoadedModels, ShardWorker
+from kleash.engines.ray.task_queue import IN_FLIGHT, RESUME, TaskQueue, describe_shards
+from kleash.engines.ray.worker_loss import WorkerLoss, describe_loss
 from kleash.errors import ClusterError, KleashError
 
-IN_FLIGHT = 2
-"""Shards that a worker has: one that it scores, and the next."""
 MAX_FAILED_STARTS = 3
 """Workers that may end one after the other while they load the models."""
 MAX_CALLS = 3
@@ -34,78 +29,6 @@ NOTE_S = 30.0
 """Seconds after which the user is told that the cluster has no room yet."""
 POLL_S = 1.0
 """Seconds from one look at the clock to the next."""
-LATE_FACTOR, LATE_S = 4.0, 10.0
-"""A shard is late after this many times the median, and not before so many seconds."""
-RESUME = "finished shards are on disk: run again with --resume"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """The workers that a run asks for."""
-
-    count: int
-    resources: WorkerResources
-    code: WorkerCode
-    batch_tokens: int
-    versions: Mapping[str, str]
-    """The driver's versions, which the workers' must equal."""
-    packages: tuple[str, ...]
-    """The packages among them."""
-    expected: Mapping[str, Any]
-    """The driver's entries of a worker's description."""
-
-
-class ScoredShard(NamedTuple):
-    """The result of a shard, with what it cost."""
-
-    shard: Shard
-    part: ScoredPart
-    worker: "PoolWorker"
-
-
-@dataclass(eq=False, kw_only=True)
-class Task:
-    """A shard whose result is awaited."""
-
-    shard: Shard
-    batch_tokens: int
-    losses: list[WorkerLoss] = field(default_factory=list)
-    """The workers that were lost while they scored it."""
-    start_time: float = 0.0
-    """When it was handed out last."""
-    copies: int = 0
-    """Workers that have it."""
-    is_done: bool = False
-
-
-@dataclass(eq=False, kw_only=True)
-class PoolWorker:
-    """A worker, and what it has done."""
-
-    number: int
-    actor: Any
-    node: str = ""
-    """The name of its machine; empty until the cluster has started it."""
-    process: int = 0
-    is_ready: bool = False
-    queue: deque[Task] = field(default_factory=deque)
-    shards: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    """Time spent on scoring."""
-
-    @property
-    def name(self) -> str:
-        """The worker in words."""
-        return f"worker {self.number}" + (f" on {self.node}" if self.node else "")
-
-
-class Call(NamedTuple):
-    """A call of a worker's method whose result is awaited."""
-
-    method: str
-    worker: PoolWorker
-    task: Task | None = None
 
 
 class WorkerPool:
@@ -126,11 +49,7 @@ class WorkerPool:
         self._failed_starts = 0
         self._idle_since = time.monotonic()
         self._has_noted_wait = False
-        self._source: Iterator[Shard] = iter(())
-        self._backlog: list[Task] = []
-        self._open: dict[int, Task] = {}
-        self._failures: dict[int, BaseException] = {}
-        self._durations: deque[float] = deque(maxlen=101)
+        self._tasks = TaskQueue(spec.batch_tokens)
         self._first: LoadedModels | None = None
         self.workers: list[PoolWorker] = []
         """All workers that were started, also those that were lost."""
@@ -169,12 +88,11 @@ class WorkerPool:
             ClusterError: if no worker is left, or a shard ends every worker that scores it.
             Exception: what a worker raised.
         """
-        self._source = shards
+        self._tasks.read_from(shards)
         while True:
             self._hand_out(hint)
-            if self._failures and min(self._failures) < min(self._open, default=min(self._failures) + 1):
-                raise self._failures[min(self._failures)]
-            if not self._open:
+            self._tasks.raise_failure()
+            if self._tasks.is_empty:
                 return
             yield from self._receive()
 
@@ -233,41 +151,14 @@ class WorkerPool:
             for worker in self._alive:
                 if not worker.is_ready or len(worker.queue) > depth:
                     continue
-                task = self._next_task() or (self._copied_task() if depth == 0 else None)
+                task = self._tasks.next_task() or (
+                    self._tasks.copied_task(self._alive) if depth == 0 else None
+                )
                 if task is None:
                     return
                 task.start_time, task.copies = time.monotonic(), task.copies + 1
                 worker.queue.append(task)
                 self._send(Call("score", worker, task), task.shard, task.batch_tokens, hint())
-
-    def _next_task(self) -> Task | None:
-        """The next shard: the first of those that lost their worker, or else one from the source."""
-        failed = min(self._failures, default=None)
-        lost = [task for task in self._backlog if failed is None or task.shard.index < failed]
-        if lost:
-            task = min(lost, key=lambda task: task.shard.index)
-            self._backlog.remove(task)
-            return task
-        shard = next(self._source, None) if failed is None else None
-        if shard is None:
-            return None
-        self._open[shard.index] = Task(shard=shard, batch_tokens=self._spec.batch_tokens)
-        return self._open[shard.index]
-
-    def _copied_task(self) -> Task | None:
-        """A shard for a worker that has none, at the end of a run: one that waits behind another in its worker.
-
-        If there is none, the one that has been with its worker for the longest time, if that is much longer than usual.
-        """
-        queued = [task for worker in self._alive for task in list(worker.queue)[1:]]
-        waiting = [task for task in queued if task.copies == 1 and not task.is_done]
-        if waiting:
-            return min(waiting, key=lambda task: task.shard.index)
-        if not self._durations:
-            return None
-        limit = time.monotonic() - max(LATE_S, LATE_FACTOR * IN_FLIGHT * median(self._durations))
-        late = [task for task in self._open.values() if task.copies == 1 and task.start_time < limit]
-        return min(late, key=lambda task: task.start_time, default=None)
 
     def _receive(self) -> list[ScoredShard]:
         """Wait for results or for ``POLL_S``, and deal with all that has arrived."""
@@ -302,12 +193,8 @@ class WorkerPool:
             self._join(worker, answer)
         elif task is not None:
             worker.queue.remove(task)
-            task.copies -= 1
-            self._durations.append(answer.seconds)
             worker.seconds += answer.seconds
-            if not task.is_done:
-                task.is_done = True
-                del self._open[task.shard.index]
+            if self._tasks.is_first_result(task, answer.seconds):
                 worker.shards += 1
                 worker.tokens += answer.tokens
                 return [ScoredShard(task.shard, answer, worker)]
@@ -352,11 +239,7 @@ class WorkerPool:
                 raise ClusterError(f"{call.worker.name} cannot load the models: {cause}") from error
             raise cause
         call.worker.queue.remove(task)
-        task.copies -= 1
-        if not task.is_done:
-            task.is_done = True
-            del self._open[task.shard.index]
-            self._failures[task.shard.index] = cause
+        self._tasks.fail(task, cause)
 
     def _lose(self, worker: PoolWorker, loss: WorkerLoss) -> None:
         """Put a lost worker's shards back, and ask for another worker.
@@ -372,13 +255,7 @@ class WorkerPool:
         }
         with suppress(Exception):
             self._ray.kill(worker.actor)
-        for place, task in enumerate(worker.queue):
-            task.copies -= 1
-            if task.is_done or task.copies:
-                continue
-            self._backlog.append(task)
-            if place == 0:
-                self._blame(task, loss)
+        self._tasks.put_back(list(worker.queue), loss)
         if not worker.is_ready and not loss.is_of_node:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
@@ -390,18 +267,6 @@ class WorkerPool:
         self._note(f"{worker.name} was lost ({loss.reason}){again}")
         worker.queue.clear()
         self._start_worker()
-
-    def _blame(self, task: Task, loss: WorkerLoss) -> None:
-        """Count the loss of a worker against the shard that it scored."""
-        task.losses.append(loss)
-        if are_too_many(task.losses):
-            raise ClusterError(
-                f"{describe_shards([task])} ended {len(task.losses)} workers that scored it, the last because "
-                f"{loss.reason}; look at what it holds, or give a worker more memory with --resources-per-worker; "
-                f"{RESUME}"
-            )
-        if needs_smaller_batches(task.losses):
-            task.batch_tokens = max(1, task.batch_tokens // 2)
 
     def _look_at_clock(self) -> None:
         """Tell the user that the cluster has started no worker, and give up after ``START_S``."""
@@ -424,15 +289,3 @@ def cause_of(error: Any) -> BaseException:
     """The exception that a worker raised, from Ray's error around it."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
-
-
-def describe_shards(tasks: list[Task]) -> str:
-    """Shards in words, with the prompts, documents or responses in them."""
-    return " and ".join(describe_shard(task.shard) for task in tasks)
-
-
-def describe_shard(shard: Shard) -> str:
-    """A shard in words."""
-    items = shard.prompts or shard.sequences
-    first, last = items[0].prompt_id, items[-1].prompt_id
-    return f"shard {shard.index} (prompt_id {first}" + (f" to {last})" if last != first else ")")
