@@ -31,11 +31,12 @@ test-oldest: .venv-oldest/.made
 	touch $@
 
 # All that is in .venv/.made-demo and more, so that it needs no step of its own after this one.
-.venv/.made: pyproject.toml constraints.txt requirements-dev.txt requirements-peers.txt
+.venv/.made: pyproject.toml constraints.txt requirements-dev.txt requirements-peers.txt requirements-isolated.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[all]' --requirement requirements-dev.txt
 	$(INSTALL) --no-deps --requirement requirements-peers.txt
+	DS_BUILD_OPS=0 $(INSTALL) --no-deps --upgrade --target .venv/isolated --requirement requirements-isolated.txt
 	touch .venv/.made-demo $@
 
 # What the audited packages and the browser need stays out: they have bounds of their own.

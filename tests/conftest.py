@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,6 +87,15 @@ def chromium() -> tuple[str, str]:
     if browser and driver:
         return browser, driver
     return skip_or_fail("KLEASH_REQUIRE_BROWSER", "chromium and chromedriver")
+
+
+@pytest.fixture(scope="session")
+def deepspeed_folder() -> str:
+    """PYTHONPATH with DeepSpeed, which transformers and accelerate would import in every test if they found it."""
+    folder = Path(sys.prefix) / "isolated"
+    if not (folder / "deepspeed").is_dir():
+        skip_or_fail("KLEASH_REQUIRE_PEERS", "DeepSpeed in .venv/isolated")
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(scope="session")

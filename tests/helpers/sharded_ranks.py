@@ -7,6 +7,7 @@ in FOLDER; ``make_models`` writes them.
 import json
 import os
 import re
+import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -48,6 +49,8 @@ PROMPTS = [
 SAMPLING = Sampling(max_new_tokens=4, samples_per_prompt=2, temperature=0.8)
 KINDS = ("llama", "gpt2", "gemma2")
 """Architectures: a head of its own; another layout of layers; a tied head, a scaled embedding and a softcap."""
+ZERO3_KINDS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"vocab_size": 321}}
+"""The same for ZeRO-3, with configurations; the rows of the tied head are shared unevenly."""
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
 CHECKS: dict[str, Callable[["Ranks"], object]] = {}
 
@@ -57,12 +60,29 @@ def check(function):
     return function
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
     """Policy and reference of each architecture, and an adapter."""
-    for kind in KINDS:
+    for kind, config in (kinds or dict.fromkeys((*KINDS, "qwen3"), {})).items():
         for role, seed in (("policy", 1), ("reference", 2)):
-            save_tiny(folder / f"{kind}-{role}", kind, seed=seed)
+            save_tiny(folder / f"{kind}-{role}", kind, seed=seed, **config)
     tiny_adapter(folder / "adapter", folder / "llama-policy")
+
+
+def run_two_ranks(script: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
+    """What each of two ranks of a script like this one reports of its checks."""
+    reported = [folder / f"rank-{rank}.json" for rank in range(2)]
+    command = [sys.executable, "-W", "ignore", script]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "store"), str(folder), str(out)],
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+        for rank, out in enumerate(reported)
+    ]
+    errors = [process.communicate(timeout=300)[1].decode()[-2000:] for process in ranks]
+    assert all(out.exists() for out in reported), errors
+    return [json.loads(out.read_text()) for out in reported]
 
 
 class Ranks:
@@ -400,7 +420,15 @@ def refusal_of(call: Callable[[], Any], words: str) -> None:
         raise AssertionError(f"nothing was refused: {words}")
 
 
-def main(rank: int, store: str, folder: Path, out: Path, only: list[str]) -> None:
+def main(
+    rank: int,
+    store: str,
+    folder: Path,
+    out: Path,
+    only: list[str],
+    checks: dict[str, Callable[[Any], object]] = CHECKS,
+    kind: Callable[[int, Path], Any] = Ranks,
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {
@@ -412,8 +440,8 @@ def main(rank: int, store: str, folder: Path, out: Path, only: list[str]) -> Non
 
     PartialState(cpu=True)
     results: dict[str, object] = {}
-    ranks = Ranks(rank, folder)
-    for name, function in CHECKS.items():
+    ranks = kind(rank, folder)
+    for name, function in checks.items():
         if only and name not in only:
             continue
         try:

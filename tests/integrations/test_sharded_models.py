@@ -1,9 +1,5 @@
 """DriftMonitor and the exact losses of TRL's trainers with weights that FSDP2 stores on two processes."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import sharded_ranks
 
@@ -15,17 +11,7 @@ def results(tmp_path_factory):
     """The result of each check on both ranks; its traceback where it failed."""
     folder = tmp_path_factory.mktemp("sharded")
     sharded_ranks.make_models(folder)
-    reported = [folder / f"rank-{rank}.json" for rank in range(2)]
-    command = [sys.executable, "-W", "ignore", sharded_ranks.__file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), str(folder), str(out)], stderr=subprocess.PIPE
-        )
-        for rank, out in enumerate(reported)
-    ]
-    errors = [process.communicate(timeout=300)[1].decode()[-2000:] for process in ranks]
-    assert all(out.exists() for out in reported), errors
-    return [json.loads(out.read_text()) for out in reported]
+    return sharded_ranks.run_two_ranks(sharded_ranks.__file__, folder)
 
 
 @pytest.mark.parametrize("name", sharded_ranks.CHECKS)

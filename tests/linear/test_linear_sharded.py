@@ -1,4 +1,4 @@
-"""Weights sharded over processes as DTensors, gathered by kleash or by FSDP."""
+"""Weights sharded over processes: DTensors that FSDP gathers or not, and parameters as ZeRO-3 stores them."""
 
 import subprocess
 import sys
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.errors import CannotRunError
+from kleash.linear import Head, linear_kl, linear_kl_loss, zero3_as_dtensor
 
 torch.set_num_threads(1)
 rank = int(sys.argv[1])
@@ -59,6 +60,51 @@ students[1](hidden_p[mine], hidden_q[mine], 2 * weights[mine]).backward()  # FSD
 for mine_, right_ in zip(students[1].parameters(), students[0].parameters(), strict=True):
     assert isinstance(mine_.grad, DTensor) and right_.grad.abs().max() > 0
     torch.testing.assert_close(mine_.grad.full_tensor(), right_.grad)
+
+def zero3_parameter(whole):
+    # As DeepSpeed stores it: empty, with half of the elements on each rank, the last ones padded.
+    part = -(-whole.numel() // 2)
+    padded = torch.cat([whole.flatten(), whole.new_full((2 * part - whole.numel(),), float("nan"))])
+    parameter = torch.nn.Parameter(whole.new_empty(0))
+    parameter.ds_id, parameter.ds_shape, parameter.ds_numel = 0, whole.shape, whole.numel()
+    parameter.ds_tensor, parameter.ds_process_group = padded[part * rank :][:part].clone(), dist.group.WORLD
+    return parameter
+
+for shape in ((21, 8), (6, 4), (5, 3, 2), (7,), (6,), (1, 5), (1,), ()):
+    right = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    stored = zero3_as_dtensor(zero3_parameter(right))
+    assert torch.equal(stored.full_tensor().view(shape), right), shape
+parameter = zero3_parameter(torch.randn(6, 4))
+rows = zero3_as_dtensor(parameter).to_local()
+assert rows.data_ptr() == parameter.ds_tensor.data_ptr() and rows.shape == (3, 4), "rows that lie here are not copied"
+
+stored = zero3_parameter(weight)
+stored.data = weight.clone()          # ZeRO-3 gathers a parameter for the forward pass of its module
+own = (stored * (1 + rank)).sum()
+gathered = stored.data
+stored.data = weight.new_empty(0)
+run = linear_kl_loss(hidden_p[mine], Head(zero3_as_dtensor(stored)), hidden_q[mine], Head(frozen), weights=weights[mine])
+stored.data = gathered                # and again for its backward pass
+(own + run.loss).backward()
+dist.all_reduce(stored.grad)          # ZeRO-3 would take the mean
+torch.testing.assert_close(stored.grad, whole.grad + 3)
+stored.data = weight.new_empty(0)
+try:
+    linear_kl_loss(hidden_p, Head(zero3_as_dtensor(stored)), hidden_q, Head(other), weights=weights).loss.backward()
+except CannotRunError as error:
+    assert "let the loss depend on the module's output" in str(error), error
+else:
+    raise AssertionError("the gradient was lost")
+for attributes, words in (({"ds_quant_scale": 1}, "quantised"), ({"data": torch.empty(0)}, "offloaded")):
+    refused = zero3_parameter(weight)
+    for name, value in attributes.items():
+        setattr(refused.ds_tensor, name, value)
+    try:
+        zero3_as_dtensor(refused)
+    except CannotRunError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
 dist.destroy_process_group()
 print("equal")
 """

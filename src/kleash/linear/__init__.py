@@ -11,6 +11,7 @@ from kleash.linear.head import Head
 from kleash.linear.losses import linear_divergence_loss, linear_kl_loss, linear_objective
 from kleash.linear.options import LinearOptions
 from kleash.linear.types import LinearLoss, StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+from kleash.linear.zero3 import zero3_as_dtensor
 
 __all__ = [
     "Head",
@@ -28,4 +29,5 @@ __all__ = [
     "log_probabilities",
     "token_statistics",
     "token_statistics_and_top",
+    "zero3_as_dtensor",
 ]

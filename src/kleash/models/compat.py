@@ -4,6 +4,7 @@ Every private or undocumented attribute that the models floor relies on is in th
 ``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
 torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``.
+DeepSpeed: the modules in which its hooks are defined.
 """
 
 import contextlib
@@ -170,11 +171,11 @@ def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
 
 
-def copy_without_fsdp(network: Any) -> Any:
-    """A copy of a tree of modules that shares parameters and buffers, without FSDP's hooks and classes.
+def copy_without_sharding(network: Any) -> Any:
+    """A copy of a tree of modules that shares parameters and buffers, without hooks of FSDP and DeepSpeed.
 
-    An instance's own ``forward`` is left out too (Accelerate's and TRL's wrappers), since it is bound to the original.
-    A module that occurs twice is copied once.
+    FSDP's classes are left out, too, and an instance's own ``forward`` (Accelerate's and TRL's wrappers), since it is
+    bound to the original. A module that occurs twice is copied once.
     """
     kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
     copies: dict[int, Any] = {}
@@ -187,9 +188,9 @@ def copy_without_fsdp(network: Any) -> Any:
         state = {name: value for name, value in vars(module).items() if name != "forward"}
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = state[name].items()
-            state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_fsdp(hook))
+            state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_sharding(hook))
         for name in ("_parameters", "_buffers", *HOOK_FLAGS):
-            state[name] = state[name].copy()
+            state[name] = dict(state[name])  # DeepSpeed's own dictionary gathers what is read from it
         vars(result).update(state)
         children = state["_modules"].items()
         vars(result)["_modules"] = {name: child and copy(child) for name, child in children}
@@ -198,5 +199,5 @@ def copy_without_fsdp(network: Any) -> Any:
     return copy(network)
 
 
-def _is_of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+def _is_of_sharding(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp", "deepspeed."))

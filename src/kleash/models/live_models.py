@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from kleash.errors import KleashError, ModelError
+from kleash.linear.zero3 import is_zero3
 from kleash.models.adapters.peft_adapters import require_unchanged_base, trainable_base_parameters
 from kleash.models.adapters.rules import find_rule
 from kleash.models.compat import loaded_from
 from kleash.models.model_building import build_model, with_storage
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
-from kleash.models.sharded_networks import reshard, shard_storage, view_without_fsdp
+from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards
 from kleash.models.text_towers import count_text_parameters
 
 ACTIVE_ADAPTER = "the one in use"
@@ -36,8 +37,8 @@ def live_model(
     embedding is merged into a copy when this is called; so call it again for each measurement. The network must be in
     evaluation mode (``at_rest``), since dropout would be measured too.
 
-    A network that FSDP2 shards is used through a view of its modules, which gathers one weight at a time. All ranks
-    call this together. They then make the same calls of the model, or take turns (``in_lockstep``).
+    A network that FSDP2 or ZeRO-3 shards is used through a view of its modules, which gathers one weight at a time. All
+    ranks call this together. They then make the same calls of the model, or take turns (``in_lockstep``).
 
     Args:
         network: not wrapped for distribution (``accelerator.unwrap_model``).
@@ -59,7 +60,7 @@ def live_model(
         error, adapter_name = raised, None
     if storage is not None:
         storage.raise_together(error)
-        network = view_without_fsdp(network, storage)
+        network = view_of_shards(network, storage)
     elif error is not None:
         raise error
     adapters = network if hasattr(network, "get_base_model") else None
@@ -163,17 +164,18 @@ def _check_adapters(peft_model: Any, adapter_name: str | None, role: str) -> Non
 
 
 def _check_at_rest(network: Any, role: str) -> None:
-    """Check that a network is in evaluation mode, whole or sharded by FSDP2, and in a supported dtype."""
+    """Check that a network is in evaluation mode, whole or sharded by FSDP2 or ZeRO-3, and in a supported dtype."""
     if network.training:
         raise ModelError(
             f"the {role} is in training mode, so that dropout would be measured; put it at_rest first"
         )
     embedding = network.get_input_embeddings().weight
     is_matrix = embedding.dim() == 2 and embedding.numel() > 0
-    if not is_matrix or hasattr(embedding, "ds_id"):
+    if not is_matrix and not is_zero3(embedding):
         raise ModelError(
             f"the weights of the {role} are sharded over processes, of which each holds a part; a live network is "
-            "measured with FSDP2 (fully_shard), or where every process holds it whole (DistributedDataParallel)"
+            "measured with FSDP2 (fully_shard) or ZeRO-3, or where every process holds it whole "
+            "(DistributedDataParallel)"
         )
     if network.dtype not in DTYPES.values():
         raise ModelError(f"the {role} has weights in {network.dtype}; kleash runs {', '.join(DTYPES)}")

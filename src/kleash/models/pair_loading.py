@@ -17,7 +17,7 @@ from kleash.models.network_loading import PARALLEL_MAPS, load_networks
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_tokenizers import load_tokenizers
 from kleash.models.shard_storage import ShardStorage
-from kleash.models.sharded_networks import shard_storage, view_without_fsdp
+from kleash.models.sharded_networks import shard_storage, view_of_shards
 from kleash.models.tokenizers import token_count
 from kleash.models.weight_storage import describe_weights
 from kleash.store.checksums import UNCHECKED
@@ -172,7 +172,7 @@ class ShardedView(NamedTuple):
 def _view(network: Any, role: str, device_map: str | None) -> ShardedView:
     """A loaded network, without FSDP's hooks if it is sharded."""
     storage = shard_storage(network, f"the {role}") if device_map == "fsdp" else None
-    return ShardedView(network if storage is None else view_without_fsdp(network, storage), storage)
+    return ShardedView(network if storage is None else view_of_shards(network, storage), storage)
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:

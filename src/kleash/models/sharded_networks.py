@@ -1,8 +1,8 @@
-"""Networks whose weights FSDP2 stores on several ranks: how they are sharded, and a view that runs without FSDP.
+"""Networks whose weights FSDP2 or ZeRO-3 stores on several ranks: how they are sharded, and a view that runs alone.
 
-FSDP gathers the output embedding whole in every forward pass. The view gathers one weight at a time, for as long as
-its module runs; of the input embedding only the rows of the tokens, and of the output embedding nothing: logits are
-computed where its rows are (``kleash.linear``). The network itself, which a trainer goes on using, is not touched.
+FSDP and ZeRO-3 gather the output embedding whole in every forward pass. The view gathers one weight at a time, for as
+long as its module runs; of the input embedding only the rows of the tokens, and of the output embedding nothing: logits
+are computed where its rows are (``kleash.linear``). The network itself, which a trainer goes on using, is not touched.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.linear.api import stored_logits
 from kleash.linear.head_storage import HeadStorage, reduce_scatter_single
-from kleash.models.compat import copy_without_fsdp, fsdp_modules, fsdp_param_dtypes
+from kleash.linear.zero3 import is_zero3, unsupported_storage, zero3_as_dtensor
+from kleash.models.compat import copy_without_sharding, fsdp_modules, fsdp_param_dtypes
 from kleash.models.shard_storage import ShardStorage
 
 
@@ -50,9 +51,9 @@ def reshard(network: Any) -> list[Any]:
 
 
 def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStorage | None:
-    """How FSDP2 stores a network's weights; None if they are whole on this process.
+    """How FSDP2 or ZeRO-3 stores a network's weights; None if they are whole on this process.
 
-    Gathered weights are freed first, so that all ranks have their shards.
+    Weights that FSDP2 has gathered are freed first, so that all ranks have their shards.
 
     Args:
         network: a transformers or PEFT model.
@@ -62,6 +63,9 @@ def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStora
     Raises:
         ModelError: if they are sharded in another way. The reason does not depend on the rank.
     """
+    zero3 = {name: x for name, x in network.named_parameters() if is_zero3(x)}
+    if zero3:
+        return _zero3_storage(zero3, subject)
     modules = reshard(network if root is None else root)
     weights = {name: x for name, x in network.named_parameters() if hasattr(x, "device_mesh")}
     if not weights:
@@ -105,14 +109,29 @@ def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStora
     return ShardStorage(mesh.get_group(), dtypes.pop() if dtypes else None, device)
 
 
-def view_without_fsdp(network: Any, storage: ShardStorage) -> Any:
+def _zero3_storage(weights: dict[str, Any], subject: str) -> ShardStorage:
+    """How ZeRO-3 stores these weights.
+
+    Raises:
+        ModelError: if they cannot be read there. The reason does not depend on the rank.
+    """
+    for name, weight in weights.items():
+        reason = unsupported_storage(weight)
+        if reason is not None:
+            raise ModelError(f"the weight {name} of {subject}, which ZeRO-3 stores, {reason}")
+    weight = next(iter(weights.values()))
+    return ShardStorage(weight.ds_process_group, None, torch.device(weight.device))
+
+
+def view_of_shards(network: Any, storage: ShardStorage) -> Any:
     """A copy of a network's modules that shares its weights, and gathers them one module at a time.
 
     Args:
         network: a transformers or PEFT model.
         storage: of its weights.
     """
-    view = copy_without_fsdp(network)
+    view = copy_without_sharding(network)
+    _zero3_as_dtensors(view)
     base = view.get_base_model() if hasattr(view, "get_base_model") else view
     rows_only = {id(base.get_input_embeddings()): _FetchedRows, id(base.get_output_embeddings()): _StoredHead}
     for module in view.modules():
@@ -120,6 +139,19 @@ def view_without_fsdp(network: Any, storage: ShardStorage) -> Any:
         if names:
             rows_only.get(id(module), _GatheredWeights)(module, names, storage)
     return view
+
+
+def _zero3_as_dtensors(view: Any) -> None:
+    """Put DTensors in the place of the parameters that ZeRO-3 stores, one for a parameter that occurs twice."""
+    replaced: dict[int, Any] = {}
+    for module in view.modules():
+        for name, parameter in module._parameters.items():
+            if is_zero3(parameter) and id(parameter) not in replaced:
+                rows: Any = zero3_as_dtensor(parameter, requires_grad=False)
+                if not parameter.ds_shape:
+                    rows = rows.full_tensor().view(())
+                replaced[id(parameter)] = torch.nn.Parameter(rows, requires_grad=False)
+            module._parameters[name] = replaced.get(id(parameter), parameter)
 
 
 class _GatheredWeights:

@@ -11,7 +11,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_calculate_rewards``, ``_generate`` | the order of rewards; the mask of tool tokens |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
-| ``prepare_fsdp`` | sharding the reference as the policy |
+| ``prepare_fsdp``, ``prepare_deepspeed`` | sharding the reference as the policy |
 """
 
 from kleash.extras import import_extra, require_attributes, warn_if_untested
@@ -41,10 +41,15 @@ require_attributes(
         "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),
         "trl.models.utils:prepare_fsdp": ("model", "accelerator"),
+        "trl.models.utils:prepare_deepspeed": ("model", "accelerator"),
     },
 )
 
-from trl.models.utils import disable_gradient_checkpointing, prepare_fsdp  # noqa: E402 (after the check)
+from trl.models.utils import (  # noqa: E402 (after the check)
+    disable_gradient_checkpointing,
+    prepare_deepspeed,
+    prepare_fsdp,
+)
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, use_adapter  # noqa: E402
@@ -54,6 +59,7 @@ __all__ = [
     "RLOOTrainer",
     "add_fused_lm_head",
     "disable_gradient_checkpointing",
+    "prepare_deepspeed",
     "prepare_fsdp",
     "use_adapter",
 ]

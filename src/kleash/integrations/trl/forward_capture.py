@@ -14,10 +14,12 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trl.compat import (
     add_fused_lm_head,
     disable_gradient_checkpointing,
+    prepare_deepspeed,
     prepare_fsdp,
     use_adapter,
 )
 from kleash.linear import Head
+from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models import at_rest, live_model
 from kleash.models.adapters.peft_adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
@@ -72,7 +74,9 @@ class ForwardCapture:
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
-        if getattr(self, "is_fsdp_enabled", False):
+        if getattr(self, "is_deepspeed_enabled", False):
+            self.ref_model = prepare_deepspeed(reference, self.accelerator)
+        elif getattr(self, "is_fsdp_enabled", False):
             self.ref_model = prepare_fsdp(reference, self.accelerator)
         else:
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -224,7 +228,7 @@ def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
 def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:
     """``layout`` with the current weights of the network's head, detached unless ``requires_grad``.
 
-    Weights that FSDP2 has gathered are used as they are; those that it stores on several ranks (DTensors) stay there.
+    Weights that FSDP2 has gathered are used as they are; those that it or ZeRO-3 stores on several ranks stay there.
     """
     layer = base_network(network).get_output_embeddings()
     rows = 0 if layout.weight is None else len(layout.weight)
@@ -237,6 +241,8 @@ def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:
 
 def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: bool) -> Tensor:
     """The rows of a head that are tokens; the gradient of stored ones is the mean over the ranks, as that of FSDP."""
+    if is_zero3(tensor):  # which takes the mean itself
+        return first_rows(zero3_as_dtensor(tensor, requires_grad=requires_grad), rows)
     tensor = first_rows(tensor if requires_grad else tensor.detach(), rows)
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:

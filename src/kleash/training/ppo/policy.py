@@ -14,7 +14,7 @@ from kleash.models import Model, Pair, TokenSequence, in_lockstep
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
 from kleash.models.scoring import pad_batch
-from kleash.models.sharded_networks import shard_storage, view_without_fsdp, with_mean_gradient
+from kleash.models.sharded_networks import shard_storage, view_of_shards, with_mean_gradient
 
 T = TypeVar("T")
 Objective = Callable[[TokenTerms, slice], Tensor]
@@ -216,7 +216,7 @@ def sharded_sampler(policy: Policy, sampler: Model) -> Model | None:
         return None
     if storage is None:
         return None
-    view = view_without_fsdp(policy.network, storage)
+    view = view_of_shards(policy.network, storage)
     layer = view.get_output_embeddings()
     weight, bias = (
         None if x is None else first_rows(x, policy.vocab_size) for x in (layer.weight, layer.bias)

@@ -1,0 +1,214 @@
+"""Two processes that store the weights of tiny models between them by DeepSpeed's ZeRO-3.
+
+Called as ``sharded_ranks``, of which ``make_models`` writes the models of ``ZERO3_KINDS``.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+
+import deepspeed
+import sharded_ranks
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from sharded_ranks import PROMPTS, ZERO3_KINDS, Ranks, largest_message, refusal_of, same
+
+from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
+
+CHECKS: dict[str, Any] = {}
+
+
+def check(function: Any) -> Any:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Zero3Ranks(Ranks):
+    """This process, and the folder of the models."""
+
+    def sharded(self, name: str, **more: Any) -> Any:
+        return engine_of(self.network(name), **more).module
+
+
+def engine_of(network: Any, *, accumulation: int = 1, **zero: Any) -> Any:
+    """DeepSpeed's engine around a network, with weights of more than 40 elements on both ranks."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 40, **zero}
+    trained = [x for x in network.parameters() if x.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=network,
+        optimizer=torch.optim.SGD(trained, lr=0.1),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    return engine
+
+
+@check
+def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
+    for kind in ZERO3_KINDS:
+        whole = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
+        alone = ranks.drift(*whole, alone=True, kind=kind)
+        assert alone.per_token.value > 0.01
+        policy, reference = (ranks.sharded(f"{kind}-{role}").eval() for role in ("policy", "reference"))
+        same(alone, ranks.drift(policy, reference, kind=kind))
+        same(alone, ranks.drift(policy, whole[1], kind=kind))
+
+
+@check
+def an_adapter_over_a_base_under_zero3_is_measured(ranks):
+    from peft import PeftModel
+
+    def adapted():
+        return PeftModel.from_pretrained(
+            ranks.network("llama-policy"), ranks.folder / "adapter", is_trainable=True
+        )
+
+    alone = ranks.drift(adapted().eval(), None, alone=True)
+    assert alone.per_token.value > 0.01
+    same(alone, ranks.drift(engine_of(adapted()).module.train(), None))
+
+
+@check
+def no_message_has_the_size_of_the_head(ranks):
+    policy, reference = ranks.sharded("llama-policy"), ranks.sharded("llama-reference")
+    head = policy.lm_head.weight.ds_numel
+    assert policy.lm_head.weight.numel() == 0
+    few_rows = [
+        mock.patch(f"kleash.linear.impl.{name}.BLOCK_SHARE", 2**17)
+        for name in ("stored_heads", "gathered_rows")
+    ]
+    with largest_message() as sizes, few_rows[0], few_rows[1]:
+        ranks.drift(policy, reference, batch_tokens=20)
+    assert max(sizes.values()) < head / 2, sizes
+    assert sizes["full_tensor"] >= 32 * 48, "the counters see something"
+    return dict(sizes)
+
+
+@check
+def exact_loss_of_trl_equals_that_of_one_process(ranks):
+    """Value and gradient of the exact KL of a batch whose rows are divided between the ranks, twice accumulated."""
+    from trl_batches import batch
+
+    inputs = batch(tools=False)
+    inputs["advantages"].zero_()  # leaves the KL term alone
+    inputs["old_logps"] = torch.zeros(4)
+    for kind, empty in (("llama", False), ("qwen3", False), ("llama", True)):
+        inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+        made = partial(exact_loss, ranks, kind, inputs)
+        loss, gradients = made(slice(None), sharded=False)
+        assert loss > 0.01 and any(x.abs().max() > 1e-3 for x in gradients.values())
+        sharded_loss, sharded = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), sharded=True)
+        assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
+        for name, gradient in gradients.items():
+            error = (gradient - sharded[name]).abs().max()
+            assert error < 1e-6 * max(1.0, float(gradient.abs().max())), (kind, name, error)
+
+
+def exact_loss(
+    ranks: Zero3Ranks, kind: str, inputs: dict[str, Any], rows: slice, *, sharded: bool
+) -> tuple[float, dict[str, Any]]:
+    """The mean over the ranks of GRPO's loss, and the mean over two passes of its gradient."""
+    from trl import GRPOConfig
+    from trl_batches import make
+
+    from kleash.integrations.trl import LeashedGRPOTrainer
+
+    network = ranks.network(f"{kind}-policy")
+    reference = (ranks.sharded if sharded else ranks.network)(f"{kind}-reference")
+    with (
+        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
+        mock.patch("accelerate.Accelerator.num_processes", 1 + sharded),
+    ):
+        trainer = make(
+            LeashedGRPOTrainer,
+            GRPOConfig,
+            network,
+            ranks.folder / "run",
+            reference=reference.eval(),
+            processing_class=ranks.tokenizer("llama-policy"),
+            config_of={"gradient_accumulation_steps": 2},
+        )
+        engine = engine_of(network, accumulation=2) if sharded else None
+        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
+        total = torch.zeros(())
+        for step in range(2):
+            loss = trainer._compute_loss(network if engine is None else engine, mine)
+            total += loss.detach() / 2
+            if engine is None:
+                (loss / 2).backward()
+            else:
+                engine.backward(loss)
+                engine.set_gradient_accumulation_boundary(step == 1)
+    if engine is None:
+        return float(total), {name: x.grad for name, x in network.named_parameters()}
+    dist.all_reduce(total)
+    return float(total), {name: safe_get_full_grad(x) for name, x in network.named_parameters()}
+
+
+@check
+def training_steps_move_the_weights_as_one_process_does(ranks):
+    """Three steps of SGD on cross-entropy and an exact KL, with measurements between them."""
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(3))
+    hidden_q, head_q = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(4)), torch.randn(321, 32)
+    dist.broadcast(head_q, 0)
+
+    def loss_of(network: Any, call: Any, rows: slice, head: Any) -> Any:
+        outputs = call(input_ids=ids[rows], labels=ids[rows], output_hidden_states=True)
+        hidden, weights = outputs.hidden_states[-1], torch.full((len(ids[rows]), 9), 1 / len(ids[rows]))
+        return (
+            outputs.loss + linear_kl_loss(hidden, head(), hidden_q[rows], Head(head_q), weights=weights).loss
+        )
+
+    whole = ranks.network("qwen3-policy")
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    engine = engine_of(ranks.network("qwen3-policy"))
+    module = engine.module
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(whole, whole, slice(None), lambda: Head(whole.lm_head.weight)).backward()
+        optimizer.step()
+        mine = slice(ranks.rank, ranks.rank + 1)
+        engine.backward(loss_of(module, engine, mine, lambda: Head(zero3_as_dtensor(module.lm_head.weight))))
+        engine.step()
+        ranks.drift(module.eval(), ranks.network("qwen3-reference"), kind="qwen3", prompts=PROMPTS[:2])
+        module.train()
+    for mine, right in zip(module.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters(mine):
+            assert torch.allclose(mine, right, rtol=1e-5, atol=1e-5), (mine - right).abs().max()
+
+
+@check
+def what_cannot_be_done_is_refused_on_all_ranks(ranks):
+    whole = ranks.network("llama-reference")
+    engine = engine_of(ranks.network("llama-policy"))
+    policy = engine.module.eval()
+    hidden, weights = torch.randn(3, 32), torch.ones(3)
+    head = Head(zero3_as_dtensor(policy.lm_head.weight))
+    alone = linear_kl_loss(hidden, head, hidden + 1, Head(torch.randn(320, 32)), weights=weights).loss
+    refusal_of(alone.backward, "let the loss depend on the module's output")
+    policy.lm_head.weight.ds_tensor.ds_quant_scale = torch.ones(1)
+    refusal_of(lambda: ranks.drift(policy, whole), "lm_head.weight of the policy.*is quantised")
+    refusal_of(lambda: zero3_as_dtensor(policy.lm_head.weight), "a parameter of ZeRO-3 is quantised")
+
+
+def main() -> None:
+    """Arguments as of ``sharded_ranks``."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
+    rank, store, folder, out, *only = sys.argv[1:]
+    sharded_ranks.main(int(rank), store, Path(folder), Path(out), only, CHECKS, Zero3Ranks)
+
+
+if __name__ == "__main__":
+    main()
