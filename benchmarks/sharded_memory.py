@@ -133,12 +133,18 @@ def one_measurement(args: argparse.Namespace, rank: int) -> dict[str, float]:
 
 def make_models(folder: Path, vocabulary: int, dim: int) -> float:
     """Two random models whose heads are most of their weights; the size of one model in MB."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-    from tiny_models import save_tiny
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    shape = {"vocab_size": vocabulary, "hidden_size": dim, "intermediate_size": dim, "head_dim": dim // 4}
+    from kleash.shipped import shipped_folder
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    sizes = {"vocab_size": vocabulary, "hidden_size": dim, "intermediate_size": dim}
+    config = LlamaConfig.from_dict({**sizes, **heads})
+    tokenizer = AutoTokenizer.from_pretrained(shipped_folder("reference"))
     for role, seed in (("policy", 1), ("reference", 2)):
-        save_tiny(folder / role, "llama", seed=seed, initializer_range=0.02, **shape)
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder / role)
+        tokenizer.save_pretrained(folder / role)
     (folder / "prompts.txt").write_text("".join(f"the sea was calm, and {n} birds\n" for n in range(16)))
     return round(sum(path.stat().st_size for path in (folder / "policy").glob("*.safetensors")) / 1e6, 1)
 

@@ -29,6 +29,7 @@ LISTED = {
     "response_statistics": "KL of a batch in a subclass of TRL's trainer",
     **dict.fromkeys(("token_statistics_and_top", "TopTokens"), FAMILY),
     "BetaController": "callback of a trainer, on docs/trainer.md",
+    "zero3_as_dtensor": "a page shows it with DeepSpeed, which the tests of pages do not have",
     "ReadOptions": "the argument reading of the readers",
     "Reward": "the elements of Rewards",
     "REFERENCE_HIDDEN": "the key of a batch of verl",

@@ -83,7 +83,8 @@ stored.data = weight.clone()          # ZeRO-3 gathers a parameter for the forwa
 own = (stored * (1 + rank)).sum()
 gathered = stored.data
 stored.data = weight.new_empty(0)
-run = linear_kl_loss(hidden_p[mine], Head(zero3_as_dtensor(stored)), hidden_q[mine], Head(frozen), weights=weights[mine])
+given = hidden_p[mine], Head(zero3_as_dtensor(stored)), hidden_q[mine], Head(frozen)
+run = linear_kl_loss(*given, weights=weights[mine])
 stored.data = gathered                # and again for its backward pass
 (own + run.loss).backward()
 dist.all_reduce(stored.grad)          # ZeRO-3 would take the mean

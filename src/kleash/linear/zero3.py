@@ -123,7 +123,7 @@ class _FlatStorage:
             gradient.view(-1)[first:end] += elements.to(gradient.dtype)
             return gradient
 
-        handle = parameter.register_hook(add)
+        handle: Any = cast("Any", parameter).register_hook(add)
 
 
 class _Rows(torch.autograd.Function):

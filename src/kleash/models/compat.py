@@ -189,8 +189,11 @@ def copy_without_sharding(network: Any) -> Any:
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = state[name].items()
             state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_sharding(hook))
-        for name in ("_parameters", "_buffers", *HOOK_FLAGS):
-            state[name] = dict(state[name])  # DeepSpeed's own dictionary gathers what is read from it
+        for name in ("_buffers", *HOOK_FLAGS):
+            state[name] = state[name].copy()
+        state["_parameters"] = dict(
+            state["_parameters"]
+        )  # DeepSpeed's own dictionary gathers what is read from it
         vars(result).update(state)
         children = state["_modules"].items()
         vars(result)["_modules"] = {name: child and copy(child) for name, child in children}
