@@ -168,7 +168,6 @@ SHORT_MODULES: dict[str, str] = {
     "src/kleash/integrations/tinker.py": "an import path that was documented; the error names the recipe",
     "src/kleash/integrations/trainer/callback.py": "the base class of both callbacks",
     "src/kleash/integrations/trainer/compat.py": "the private interface of transformers' Trainer",
-    "src/kleash/integrations/trl/compat.py": "the private interface of TRL, one such module for each framework",
     "src/kleash/jobs/demonstration.py": "the options of one command",
     "src/kleash/launch_environment.py": "the launcher's variables, read by the command line, measuring and training",
     "src/kleash/linear/impl/onednn.py": "the matrix product that only some processors use",

@@ -92,12 +92,12 @@ class _FlatStorage:
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
-    def exchanged(self, local: Tensor, held: Sequence[Interval], wanted: Sequence[Interval]) -> Tensor:
-        """The elements of this rank's ``wanted`` interval, of which each rank has those of its ``held`` one."""
-        if list(held) == list(wanted):
+    def exchanged(self, local: Tensor, source: Sequence[Interval], target: Sequence[Interval]) -> Tensor:
+        """The elements of this rank's interval of ``target``, of which each rank has those of its interval of ``source``."""
+        if list(source) == list(target):
             return local
-        sent = [_overlap(held[self.rank], interval) for interval in wanted]
-        received = [_overlap(interval, wanted[self.rank]) for interval in held]
+        sent = [_overlap(source[self.rank], interval) for interval in target]
+        received = [_overlap(interval, target[self.rank]) for interval in source]
         elements = local.new_empty(sum(received))
         dist.all_to_all_single(elements, local.contiguous(), received, sent, group=self.group)
         return elements
