@@ -93,7 +93,7 @@ class _FlatStorage:
         )
 
     def exchanged(self, local: Tensor, source: Sequence[Interval], target: Sequence[Interval]) -> Tensor:
-        """The elements of this rank's interval of ``target``, of which each rank has those of its interval of ``source``."""
+        """The elements of this rank's interval of ``target``; each rank has those of its interval of ``source``."""
         if list(source) == list(target):
             return local
         sent = [_overlap(source[self.rank], interval) for interval in target]
