@@ -62,7 +62,7 @@ def check(function):
 
 def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
     """Policy and reference of each architecture, and an adapter."""
-    for kind, config in (kinds or dict.fromkeys((*KINDS, "qwen3"), {})).items():
+    for kind, config in (kinds or {name: {} for name in (*KINDS, "qwen3")}).items():
         for role, seed in (("policy", 1), ("reference", 2)):
             save_tiny(folder / f"{kind}-{role}", kind, seed=seed, **config)
     tiny_adapter(folder / "adapter", folder / "llama-policy")
