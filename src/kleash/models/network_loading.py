@@ -13,7 +13,12 @@ from kleash.models.checkpoints.files import list_weight_files, read_safetensors_
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
-from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
+from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules, has_kernels
+from kleash.models.quantised.transformers_formats import (
+    describe_quantisation,
+    explain_refusal,
+    is_packed,
+)
 from kleash.models.quantised.unpacking import load_unpacked_network
 from kleash.models.text_towers import (
     NetworkClass,
@@ -65,16 +70,17 @@ def load_networks(
             network, base_notes = load_gguf_network(
                 checkpoint.gguf, f"the {role} {checkpoint.name}", dtype=dtype, device_map=device_map
             )
+            parameters = _count(network)
         else:
-            network, base_notes = _load_base(checkpoint, role, dtype, device_map, trust_remote_code)
+            network, base_notes, parameters = _load_base(
+                checkpoint, role, dtype, device, device_map, trust_remote_code
+            )
         if device_map is None:
             network.to(device)
         network.eval()
         if network.dtype == torch.float64:
             use_exact_experts(network)
-        return BaseNetwork(
-            network=network, parameters=sum(p.numel() for p in network.parameters()), notes=base_notes
-        )
+        return BaseNetwork(network=network, parameters=parameters, notes=base_notes)
 
     for checkpoints_of_folder in checkpoints_by_folder.values():
         networks_of_folder, note = load_over_one_base(checkpoints_of_folder, load_base)
@@ -116,23 +122,43 @@ def _placement(device_map: str | None) -> dict[str, Any]:
     return {"distributed_config": configuration(**size)}
 
 
-def _load_base(
-    checkpoint: Checkpoint,
-    role: str,
-    dtype: torch.dtype | str,
-    device_map: str | None,
-    trust_remote_code: bool,
-) -> tuple[Any, tuple[str, ...]]:
-    """Load a transformers network without adapters; also return notes on tensors that it does not use."""
-    transformers = import_extra("transformers", "models")
-    subject = f"the {role} {checkpoint.name}"
-    check_config_sizes(subject, checkpoint.folder)
+def _count(network: Any) -> int:
+    """The number of a network's parameters."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def _find_unpacked(
+    checkpoint: Checkpoint, subject: str, device: torch.device, device_map: str | None
+) -> PackedCheckpoint | None:
+    """The packed modules of a checkpoint that is unpacked when it is loaded; None for any other.
+
+    Raises:
+        ModelError: if they are damaged, or would have to be spread over ranks.
+    """
     packed = find_packed_modules(checkpoint.folder, subject)
-    if packed is not None and device_map in PARALLEL_MAPS:
+    if packed is None or has_kernels(packed.method, device):
+        return None
+    if device_map in PARALLEL_MAPS:
         raise ModelError(
             f"{subject} is quantised ({packed.method}) and unpacked when it is loaded, which --device-map {device_map} "
             "does not take; save it dequantised"
         )
+    return packed
+
+
+def _load_base(
+    checkpoint: Checkpoint,
+    role: str,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    device_map: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, tuple[str, ...], int]:
+    """Load a transformers network without adapters, with notes on it and the number of its parameters."""
+    transformers = import_extra("transformers", "models")
+    subject = f"the {role} {checkpoint.name}"
+    check_config_sizes(subject, checkpoint.folder)
+    packed = _find_unpacked(checkpoint, subject, device, device_map)
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
@@ -157,38 +183,18 @@ def _load_base(
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
+        hint = explain_refusal(checkpoint.folder) or hint
         raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}{hint}") from error
-    _check_shapes(report, subject)
-    missing_weights = sorted(report["missing_keys"])
-    if missing_weights:
-        raise ModelError(
-            f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
-            f"{', '.join(missing_weights[:3])}; fetch the checkpoint again, or save it whole"
-        )
-    notes = _quantisation_notes(config, network, subject, packed)
+    _check_complete(report, subject, checkpoint.folder)
+    if packed is not None:
+        notes = (packed.describe(subject),)
+    else:
+        notes = describe_quantisation(checkpoint.folder, network, subject)
     unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
     if unused_tensors:
         count, first = len(unused_tensors), unused_tensors[0]
         notes += (f"{count} tensors of {subject} are not used by its architecture, such as {first}",)
-    return network, notes
-
-
-def _quantisation_notes(
-    config: Any, network: Any, subject: str, packed: PackedCheckpoint | None
-) -> tuple[str, ...]:
-    """A note on how a quantised checkpoint runs: on decoded weights, or on packed ones."""
-    if packed is not None:
-        return (packed.describe(subject),)
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        return ()
-    values = settings if isinstance(settings, dict) else vars(settings)
-    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
-    is_decoded = all(
-        weight.is_floating_point() and weight.element_size() > 1 for weight in network.parameters()
-    )
-    how = "its weights were decoded when it was loaded" if is_decoded else "it runs on packed weights"
-    return (f"{subject} is quantised ({method[:40]}), and {how}",)
+    return network, notes, _count(skeleton if is_packed(network) else network)
 
 
 def _choose_class(
@@ -219,8 +225,8 @@ def _choose_class(
     )
 
 
-def _check_shapes(report: Any, subject: str) -> None:
-    """Check that the weights have the shapes of the configuration."""
+def _check_complete(report: Any, subject: str, folder: Path) -> None:
+    """Check that all weights were in the files, in the shapes of the configuration."""
     mismatches = sorted(report.get("mismatched_keys", ()))
     if mismatches:
         # transformers 5 reports each name with two shapes, transformers 4 names alone.
@@ -229,6 +235,13 @@ def _check_shapes(report: Any, subject: str) -> None:
         raise ModelError(
             f"{subject} has {len(mismatches)} weights of other shapes than its config.json says, such as "
             f"{name}{difference}; correct config.json, or fetch the checkpoint again"
+        )
+    missing_weights = sorted(report["missing_keys"])
+    if missing_weights:
+        advice = explain_refusal(folder) or "; fetch the checkpoint again, or save it whole"
+        raise ModelError(
+            f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
+            f"{', '.join(missing_weights[:3])}{advice}"
         )
 
 

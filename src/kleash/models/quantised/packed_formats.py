@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kleash.errors import ModelError
 from kleash.models.quantised.awq import find_awq_modules
+from kleash.models.quantised.bitsandbytes import find_bitsandbytes_modules
 from kleash.models.quantised.gptq import GPTQSettings, find_gptq_modules
 from kleash.models.quantised.packed_modules import (
     PackedModule,
@@ -24,6 +28,7 @@ from kleash.models.quantised.settings import (
     read_object,
     read_quantisation_settings,
 )
+from kleash.models.quantised.torchao import find_torchao_modules, rounds_activations
 
 GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
 """``checkpoint_format`` → whether zero points are stored less one."""
@@ -44,6 +49,17 @@ COMPRESSED_FORMATS = frozenset(
     )
 )
 """Formats of compressed-tensors that ``scaled_weights`` reads."""
+KERNEL_PACKAGES = {
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "auto-round": "auto_round",
+    "intel/auto-round": "auto_round",
+    "compressed-tensors": "compressed_tensors",
+    "fbgemm_fp8": "fbgemm_gpu",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+}
+"""``quant_method`` → the package with which transformers runs packed weights on an accelerator."""
 MODELOPT_ALGORITHMS = frozenset(("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_AWQ"))
 
 
@@ -103,7 +119,7 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
             modules = FORMATS[method](
                 _PackedTensors(subject=subject, headers=headers, settings=settings, reader=reader)
             )
-        rounds_activations = _rounds_activations(settings)
+            rounds_activations = _rounds_activations(settings, headers, reader)
     except UnsupportedLayoutError as error:
         raise ModelError(
             f"{subject} is quantised ({method}) in a layout that is not read: {error}; quantise or convert it to "
@@ -119,6 +135,12 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
     return PackedCheckpoint(
         method=method, modules=tuple(modules), headers=headers, rounds_activations=rounds_activations
     )
+
+
+def has_kernels(method: str, device: torch.device) -> bool:
+    """Whether transformers can run a format packed on a device: on accelerators, with the format's package."""
+    package = KERNEL_PACKAGES.get(method)
+    return device.type != "cpu" and package is not None and find_spec(package) is not None
 
 
 def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
@@ -226,9 +248,26 @@ def _weight_groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [read_object(groups, name) for name in groups]
 
 
-def _rounds_activations(settings: Mapping[str, Any]) -> bool:
+def _bitsandbytes_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of a bitsandbytes checkpoint."""
+    modules = group_by_module(tensors.subject, tensors.headers)
+    return find_bitsandbytes_modules(modules, tensors.headers, tensors.reader)
+
+
+def _torchao_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of a torchao checkpoint."""
+    return find_torchao_modules(tensors.subject, tensors.headers, tensors.reader)
+
+
+def _rounds_activations(
+    settings: Mapping[str, Any], headers: Mapping[str, TensorHeader], reader: TensorReader
+) -> bool:
     """Whether a format quantises activations when the model is served."""
     method = str(settings.get("quant_method"))
+    if method == "torchao":
+        return rounds_activations(headers, reader)
+    if method == "bitsandbytes":
+        return settings.get("load_in_8bit") is True
     return method in ("fp8", "fbgemm_fp8", "modelopt") or any(
         group.get("input_activations") or group.get("output_activations")
         for group in _weight_groups(settings)
@@ -244,5 +283,7 @@ FORMATS: Mapping[str, Callable[[_PackedTensors], list[PackedModule]]] = {
     "fp8": _scaled_float_modules,
     "fbgemm_fp8": _scaled_float_modules,
     "modelopt": _scaled_float_modules,
+    "bitsandbytes": _bitsandbytes_modules,
+    "torchao": _torchao_modules,
 }
 """``quant_method`` of config.json → the packed modules of such a checkpoint."""

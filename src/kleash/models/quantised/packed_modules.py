@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,11 +60,17 @@ class TensorReader:
 
     def read(self, name: str) -> Tensor:
         """A tensor by its name, on the CPU and in the dtype that it is stored in."""
-        path = self._headers[name].path
+        return self._open(self._headers[name].path).get_tensor(name)
+
+    def read_metadata(self, path: Path) -> dict[str, str]:
+        """The metadata of a file."""
+        return self._open(path).metadata() or {}
+
+    def _open(self, path: Path) -> Any:
         if path not in self._files:
             file = import_extra("safetensors", "models").safe_open(path, framework="pt")
             self._files[path] = self._stack.enter_context(file)
-        return self._files[path].get_tensor(name)
+        return self._files[path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +102,14 @@ class ModuleTensors:
     """The model, for errors."""
     name: str
     headers: Mapping[str, TensorHeader]
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Names of tensors in the files, where they are not the module's and the part's."""
+    parameter: str = ""
+    """Name of the matrix in an ordinary checkpoint; "" for the module's ``weight``."""
 
     def full_name(self, part: str) -> str:
         """The name of a tensor in the files."""
-        return f"{self.name}.{part}"
+        return self.names.get(part, f"{self.name}.{part}")
 
     def shape(self, part: str, dtypes: Sequence[str], dimensions: Sequence[int] = (2,)) -> tuple[int, ...]:
         """The shape of a tensor.

@@ -75,16 +75,16 @@ def find_scaled_modules(
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
     return [
-        _describe_module(tensors, method, schemes, reader)
+        describe_scaled_module(tensors, method, schemes, reader)
         for tensors in modules.values()
         if "weight_scale" in tensors.headers or "weight_packed" in tensors.headers
     ]
 
 
-def _describe_module(
+def describe_scaled_module(
     tensors: ModuleTensors, method: str, schemes: Sequence[WeightScheme], reader: TensorReader
 ) -> PackedModule:
-    """A module, after checking the headers of its tensors."""
+    """A module that is stored with scales; arguments and errors as in ``find_scaled_modules``."""
     codes = "weight_packed" if "weight_packed" in tensors.headers else "weight"
     stored = tensors.shape(
         codes, ("I32", "U8") if codes == "weight_packed" else (*INTEGER_TYPES, *FLOAT_TYPES, "U8")
@@ -105,7 +105,7 @@ def _describe_module(
     parts = (codes, "weight_scale", *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
-        parameter=tensors.full_name("weight"),
+        parameter=tensors.parameter or f"{tensors.name}.weight",
         shape=shape,
         kind=f"{method} {kind}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),

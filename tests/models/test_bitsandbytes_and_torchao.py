@@ -1,0 +1,325 @@
+"""bitsandbytes and torchao checkpoints: weights unpacked without the packages, and what transformers is left with."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packed_checkpoints import save_packed
+from safetensors.torch import save_file
+from tiny_models import save_tiny, tiny_adapter
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from kleash.errors import ModelError
+from kleash.models import load_pair, score
+from kleash.models.quantised import unpacking
+from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models.quantised.packed_modules import TensorReader
+from kleash.models.sequences import TokenSequence
+
+ROWS, COLUMNS = 30, 35
+"""An odd number of columns, so that rows begin within a byte and blocks within a row."""
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+# Quantiles of a normal distribution, scaled to [-1, 1]: Dettmers et al. 2023, appendix E.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+)
+IDS = [0, 40, 80, 120, 160, 200]
+SEQUENCE = TokenSequence(
+    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
+)
+Module = tuple[dict[str, np.ndarray], np.ndarray]
+
+
+def pack_codes(weight: np.ndarray, *, nested: bool = False, kind: str = "nf4", **changes: Any) -> Module:
+    """NF4 codes of blocks of 16 elements, two in a byte with the first in the upper half; nested scales of 8 blocks."""
+    table = np.array(NF4, np.float32).astype(np.float64)
+    blocks = -(-weight.size // 16)
+    flat = np.zeros(16 * blocks)
+    flat[: weight.size] = weight.reshape(-1)
+    scales = np.abs(flat.reshape(-1, 16)).max(1).astype(np.float32)
+    state: dict[str, Any] = {
+        "quant_type": kind,
+        "blocksize": 16,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
+    tensors = {"weight.absmax": scales, "weight.quant_map": np.array(NF4, np.float32)}
+    values = scales.astype(np.float64)
+    if nested:
+        codes_of_scales = np.arange(256, dtype=np.float32) / 255
+        offset = float(scales.mean())
+        groups = -(-blocks // 8)
+        nested_scales = np.linspace(0.5, 1.5, groups).astype(np.float32)
+        stored = np.random.default_rng(3).integers(0, 256, size=blocks).astype(np.uint8)
+        values = (
+            codes_of_scales.astype(np.float64)[stored]
+            * np.repeat(nested_scales.astype(np.float64), 8)[:blocks]
+        )
+        values = values + offset
+        tensors |= {"weight.absmax": stored, "weight.nested_absmax": nested_scales}
+        tensors["weight.nested_quant_map"] = codes_of_scales
+        state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": offset}
+    codes = np.abs(flat.reshape(-1, 16)[:, :, None] / values[:, None, None] - table).argmin(-1).reshape(-1)
+    decoded = (table[codes] * np.repeat(values, 16))[: weight.size].reshape(weight.shape)
+    pairs = np.append(codes[: weight.size], [0] * (weight.size % 2)).reshape(-1, 2)
+    tensors["weight"] = (16 * pairs[:, :1] + pairs[:, 1:]).astype(np.uint8)
+    name = f"weight.quant_state.bitsandbytes__{kind}"
+    tensors[name] = np.frombuffer(json.dumps(state | changes).encode(), np.uint8).copy()
+    return tensors, decoded
+
+
+def pack_integers(weight: np.ndarray) -> Module:
+    """LLM.int8(): rows of int8 with their largest absolute value."""
+    largest = np.abs(weight).max(1).astype(np.float32)
+    codes = np.round(weight * 127 / largest[:, None]).astype(np.int8)
+    tensors = {"weight": codes, "SCB": largest, "weight_format": np.zeros((), np.uint8)}
+    return tensors, codes * largest.astype(np.float64)[:, None] / 127
+
+
+def unpacked(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, str]:
+    packed = find_packed_modules(folder, "the policy")
+    assert packed is not None
+    with TensorReader(packed.headers) as reader:
+        return unpacking.unpack(packed.modules[0], reader, dtype), packed.modules[0].kind
+
+
+def write_module(folder: Path, tensors: dict[str, np.ndarray], settings: Any, metadata: Any = None) -> Path:
+    stored = {f"m.{part}": torch.from_numpy(np.ascontiguousarray(value)) for part, value in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata=metadata)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind"),
+    [
+        (pack_codes, "bitsandbytes nf4, groups of 16"),
+        (lambda weight: pack_codes(weight, nested=True), "bitsandbytes nf4, groups of 16"),
+        (pack_integers, "bitsandbytes int8, rows"),
+    ],
+)
+def test_codes_of_bitsandbytes_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[np.ndarray], Module], kind: str
+) -> None:
+    monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 7 * COLUMNS)
+    tensors, expected = pack(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)))
+    weight, found_kind = unpacked(write_module(tmp_path, tensors, BITSANDBYTES))
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
+    assert found_kind == kind
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("weight.absmax", np.ones(3, np.float32), "has 3 numbers in weight.absmax, and not 66"),
+        ("weight.quant_map", np.ones(256, np.float32), "has 256 numbers in weight.quant_map, and not 16"),
+        ("weight.quant_map", None, "has no tensor weight.quant_map"),
+        ("weight", np.ones((9, 1), np.uint8), "has 9 bytes for 1050 weights of 4 bits"),
+        (
+            "weight.quant_state.bitsandbytes__nf4",
+            np.frombuffer(b"{", np.uint8),
+            "has a quant_state that is not JSON",
+        ),
+        ("weight.quant_state.bitsandbytes__nf4", np.zeros(9999, np.uint8), "has a quant_state of 9999 bytes"),
+        ("weight.quant_state.bitsandbytes__nf4", np.frombuffer(b"[1]", np.uint8), "has the quant_state {}"),
+        ("blocksize", 0, "has the quant_state .*'blocksize': 0"),
+        ("shape", [2**50, 2], "has the quant_state"),
+        ("quant_type", "nf3", "has the quant_state .*nf3"),
+    ],
+)
+def test_damaged_codes_are_refused(tmp_path: Path, part: str, value: Any, reason: str) -> None:
+    changes = {} if part.startswith("weight") else {part: value}
+    tensors, _ = pack_codes(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)), **changes)
+    if not changes:
+        del tensors[part]
+        tensors |= {} if value is None else {part: value.copy()}
+    folder = write_module(tmp_path, tensors, BITSANDBYTES)
+    with pytest.raises(ModelError, match=f"the policy cannot be unpacked: its module m {reason}"):
+        unpacked(folder)
+
+
+def test_damaged_integers_are_refused(tmp_path: Path) -> None:
+    tensors, _ = pack_integers(np.ones((4, 6)))
+    folder = write_module(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)}, BITSANDBYTES)
+    with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU kernel reads"):
+        unpacked(folder)
+    folder = write_module(tmp_path, tensors | {"SCB": np.ones(3, np.float32)}, BITSANDBYTES)
+    with pytest.raises(ModelError, match="has 3 scales SCB for 4 rows"):
+        unpacked(folder)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bnb") / "source"
+    return save_tiny(folder, hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("pack", "settings"),
+    [
+        (lambda weight: pack_codes(weight, nested=True), BITSANDBYTES),
+        (pack_integers, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    ],
+)
+def test_a_model_of_bitsandbytes_is_measured_by_its_weights_also_under_an_adapter(
+    source: Path, tmp_path: Path, pack: Any, settings: dict[str, Any]
+) -> None:
+    dense = tmp_path / "dense"
+    folder = save_packed(source, tmp_path / "packed", pack, settings, dense=dense)
+    pair = load_pair(str(folder), str(dense), dtype="float64")
+    for name, weight in pair.policy.network.state_dict().items():
+        torch.testing.assert_close(weight, pair.reference.network.state_dict()[name], rtol=1e-12, atol=0)
+    assert np.abs(score(pair, [SEQUENCE])["kl_policy_reference"]).max() < 1e-12
+    assert pair.policy.parameters == pair.reference.parameters
+    note = next(note for note in pair.notes if "bitsandbytes" in note)
+    assert ("also quantises activations" in note) == settings.get("load_in_8bit", False)
+    adapter = tiny_adapter(tmp_path / "adapter", dense, base_name=str(folder))
+    adapted = load_pair(str(adapter), str(folder))
+    assert adapted.policy.network is adapted.reference.network
+    assert score(adapted, [SEQUENCE])["kl_policy_reference"].min() > 1e-4
+
+
+def torchao_metadata(kind: str, block: list[int], **attributes: Any) -> dict[str, str]:
+    value = {
+        "_type": kind,
+        "_data": {"block_size": block, **attributes},
+        "_tensor_data_names": ["qdata", "scale"],
+    }
+    return {"m.weight": json.dumps(value), "m.bias": json.dumps({"_type": "Tensor"})}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "groups", "kind"),
+    [
+        (torchao_metadata("Int8Tensor", [1, COLUMNS]), 1, "torchao int8, rows"),
+        (
+            torchao_metadata(
+                "IntxUnpackedToInt8Tensor", [1, 7], target_dtype={"_type": "torch.dtype", "_data": "int4"}
+            ),
+            5,
+            "torchao int4, groups of 7",
+        ),
+        (torchao_metadata("Float8Tensor", [1, COLUMNS], act_quant_kwargs=None), 1, "torchao fp8, rows"),
+    ],
+)
+def test_codes_of_torchao_are_unpacked(tmp_path: Path, metadata: Any, groups: int, kind: str) -> None:
+    rng = np.random.default_rng(2)
+    codes, zeros = rng.integers(-8, 8, size=(ROWS, COLUMNS)), rng.integers(-3, 3, size=(ROWS, groups))
+    scales = rng.uniform(0.1, 0.2, size=(ROWS, groups)).astype(np.float32)
+    stored: dict[str, Any] = {"_weight_qdata": codes.astype(np.int8), "_weight_scale": scales}
+    if "fp8" in kind:
+        zeros = 0 * zeros
+    else:
+        stored["_weight_zero_point"] = zeros.astype(np.int8)
+    folder = write_module(tmp_path, stored, TORCHAO, metadata)
+    if "fp8" in kind:
+        tensors = {f"m.{part}": torch.from_numpy(value) for part, value in stored.items()}
+        tensors["m._weight_qdata"] = torch.from_numpy(codes).to(torch.float8_e4m3fn)
+        save_file(tensors, folder / "model.safetensors", metadata=metadata)
+    width = COLUMNS // groups
+    expected = (codes - np.repeat(zeros, width, axis=1)) * np.repeat(scales.astype(np.float64), width, axis=1)
+    weight, found_kind = unpacked(folder)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-15, atol=0)
+    assert found_kind == kind
+    packed = find_packed_modules(folder, "the policy")
+    assert packed is not None
+    assert (packed.modules[0].parameter, packed.rounds_activations) == ("m.weight", False)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        (
+            torchao_metadata("Int4TilePackedTo4dTensor", [1, 32]),
+            "is a torchao Int4TilePackedTo4dTensor, whose codes",
+        ),
+        ({"m.weight": "{"}, "its metadata of m.weight are not JSON"),
+        ({"m.weight": "[]"}, "its metadata of m.weight have no type"),
+        (torchao_metadata("Int8Tensor", [1]), r"its block_structure is \[1\]"),
+        (torchao_metadata("Int8Tensor", [1, 7]), "its module m has no tensor weight_scale"),
+    ],
+)
+def test_tensors_of_torchao_that_are_not_read_are_refused(tmp_path: Path, metadata: Any, reason: str) -> None:
+    folder = write_module(tmp_path, {"_weight_qdata": np.ones((4, 7), np.int8)}, TORCHAO, metadata)
+    with pytest.raises(ModelError, match=reason):
+        unpacked(folder)
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source")
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=128,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    dense, packed = tmp_path / "dense", tmp_path / "packed"
+    network = AutoModelForCausalLM.from_config(config)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    tensors: dict[str, torch.Tensor] = {}
+    state = network.state_dict()
+    for name, weight in state.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = weight
+            continue
+        experts, inputs, outputs = (
+            weight.shape
+        )  # the files have outputs before inputs, in blocks of 32 inputs
+        codes = torch.randint(16, (experts, outputs, inputs // 32, 32))
+        exponents = torch.randint(121, 126, (experts, outputs, inputs // 32))
+        tensors[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors[f"{name}_scales"] = exponents.to(torch.uint8)
+        values = table[codes] * torch.exp2(exponents - 127.0)[..., None]
+        state[name].copy_(values.flatten(2).transpose(1, 2))
+    for folder in (dense, packed):
+        network.save_pretrained(folder)
+        for path in source.glob("*token*"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((packed / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (packed / "config.json").write_text(json.dumps(settings))
+    pair = load_pair(str(packed), str(dense))
+    for name, weight in pair.policy.network.state_dict().items():
+        assert torch.equal(weight, pair.reference.network.state_dict()[name]), name
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+    assert any("is quantised (mxfp4), and its weights were decoded" in note for note in pair.notes)
+    weights = pair.policy.record().weights
+    assert weights is not None
+    assert weights.modules["model.layers.0.mlp.experts.gate_up_proj_blocks"] == "mxfp4 (U8)"
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("aqlm", r"it is quantised \(aqlm\), for which transformers needs the package aqlm beside"),
+        (
+            "vptq",
+            r"it is quantised \(vptq\), for which transformers needs the package vptq and an NVIDIA GPU beside",
+        ),
+        ("exl3", r"it is quantised \(exl3\), a format that neither kleash nor transformers reads"),
+    ],
+)
+def test_a_format_that_cannot_be_loaded_is_named_with_what_it_needs(
+    source: Path, tmp_path: Path, method: str, reason: str
+) -> None:
+    def pack(weight: np.ndarray) -> Module:
+        return {"codes": weight.astype(np.float32)}, weight
+
+    folder = save_packed(source, tmp_path / "packed", pack, {"quant_method": method})
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(folder), str(source))
