@@ -62,8 +62,8 @@ def explain_refusal(folder: Path) -> str:
         return f"; it is quantised ({method}), a format that neither kleash nor transformers reads; save it dequantised"
     hardware = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "this CPU"
     return (
-        f"; it is quantised ({method}), for which transformers needs {needs} beside {hardware}; save it dequantised where "
-        "it can be loaded"
+        f"; it is quantised ({method}), for which transformers needs {needs} beside {hardware}; save it dequantised "
+        "where it can be loaded"
     )
 
 
