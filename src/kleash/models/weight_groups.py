@@ -217,7 +217,7 @@ def _group_name(unit: _Unit, policy: Model, reference: Model, layers: str, group
         )
     is_norm = unit.name is None and "norm" in type(_get(network, unit)).__name__.lower()
     if is_norm:
-        return "norms" if grouping == "modules" else "norms outside of the layers"
+        return "norms" if grouping == "modules" else "other norms"
     parts = [*unit.path.removeprefix(f"{layers}.").split("."), *([unit.name] if unit.name else [])]
     if not is_in_layer:
         return parts[-1]

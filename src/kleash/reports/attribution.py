@@ -17,6 +17,8 @@ from kleash.store.number import Number
 from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep
 
+POWERS = {"exponentformat": "power"}
+"""Ticks of an axis of small changes: 10⁻⁵, not 10 µ."""
 MAX_LABELLED_LAYERS = 24
 """Layers of which each has a label on the axis; of more, every second, fourth, ... has."""
 
@@ -109,7 +111,7 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
     groups = attribution.groups if is_by_layer else tuple(largest_first(attribution))
     numbers = [change_number(group) for group in groups]
     labels = [group.name.removeprefix("layer ") if is_by_layer else group.name for group in groups]
-    title = f"change of {label_of(attribution.statistic)}, nats per token"
+    title = "change of the KL, nats per token"
     data = dots(
         numbers,
         list(range(len(groups))),
@@ -128,9 +130,11 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
             height=380,
             x="group of weights",
             y=title,
+            yaxis=POWERS,
             xaxis={
                 "tickvals": ticks,
-                "ticktext": [escape(labels[index]) for index in ticks],
+                "ticktext": [escape(labels[index]).replace(" ", "<br>", 1) for index in ticks],
+                "tickangle": 0,
                 "showgrid": False,
             },
             shapes=[{**zero, "x0": 0, "x1": 1, "xref": "paper", "y0": 0, "y1": 0}],
@@ -140,6 +144,7 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
             [data],
             height=120 + 30 * len(groups),
             x=title,
+            xaxis=POWERS,
             yaxis=row_axis(labels),
             shapes=[{**zero, "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper"}],
         )

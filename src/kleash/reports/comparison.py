@@ -117,7 +117,7 @@ def _rows_figure(
         height=150 + 56 * len(rows),
         x="difference of the KL, nats per token" if is_difference else "KL, nats per token",
         y="run",
-        xaxis={"rangemode": "tozero"},
+        xaxis={"rangemode": "tozero", "exponentformat": "power"},
         yaxis=row_axis([text for text, _ in rows]),
         showlegend=True,
         shapes=[{**line, "line": {"color": INK, "width": 1}}] if is_difference else [],

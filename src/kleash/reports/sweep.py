@@ -1,7 +1,9 @@
 """The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kleash.reports.attribution import (
     attribution_chart,
@@ -16,6 +18,7 @@ from kleash.reports.formatting import (
     UNKNOWN,
     format_bytes,
     format_count,
+    format_round_bytes,
     format_with_interval,
     keep_end,
 )
@@ -25,6 +28,11 @@ from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 
 PAGE = "sweep.html"
+AXIS_MARGIN = 1.2
+"""Factor by which an axis of sizes goes beyond the smallest and the largest."""
+TICK_DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(range(10, 100)))
+"""Leading digits of the ticks of an axis of sizes: the first that give at least ``MIN_BYTE_TICKS``."""
+MIN_BYTE_TICKS = 3
 COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates."""
 QUANTILE = "99.9"
@@ -127,13 +135,20 @@ def describe_ranking(sweep: Sweep) -> str:
     if len(ranking) == 1:
         return f"One candidate was measured: {best}."
     ties = sum(pair.is_tie for pair in sweep.pairs)
+    if len(ranking) == 2:
+        other = keep_end(ranking[1].name, 40)
+        verdict = f"tied with {other}" if ties else f"nearer to the reference than {other}"
+        return f"{best} has the smallest {label_of(sweep.rank_by)}, {verdict}."
     partners = {
         pair.second if pair.first == ranking[0].number else pair.first
         for pair in sweep.pairs
         if pair.is_tie and ranking[0].number in (pair.first, pair.second)
     }
     beside = f", tied with {len(partners)} other{'s' if len(partners) > 1 else ''}" if partners else ""
-    return f"{best} has the smallest {label_of(sweep.rank_by)}{beside}; {ties} of {len(sweep.pairs)} pairs are tied."
+    tied_pairs = (
+        "no pair is" if not ties else f"{ties} of {len(sweep.pairs)} pairs {'are' if ties > 1 else 'is'}"
+    )
+    return f"{best} has the smallest {label_of(sweep.rank_by)}{beside}; {tied_pairs} tied."
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:
@@ -149,10 +164,29 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
         if candidate.bits_per_weight is not None
     ]
     charts = [
-        _scatter("size", "KL against size", "size on disk, bytes", sweep, by_size),
+        _scatter("size", "KL against size", "size on disk", sweep, by_size),
         _scatter("bits", "KL against bits a weight", "bits a weight on disk", sweep, by_bits),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+def byte_axis(sizes: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis for numbers of bytes, with ticks such as "2 GB"."""
+    positive = [size for size in sizes if size > 0]
+    if not positive:
+        return {"type": "log"}
+    low, high = min(positive) / AXIS_MARGIN, max(positive) * AXIS_MARGIN
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    candidates = (
+        [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]
+        for digits in TICK_DIGITS
+    )
+    ticks = next((ticks for ticks in candidates if len(ticks) >= MIN_BYTE_TICKS), [])
+    return (
+        {"type": "log", "tickvals": ticks, "ticktext": list(map(format_round_bytes, ticks))}
+        if ticks
+        else {"type": "log"}
+    )
 
 
 def _scatter(
@@ -163,6 +197,7 @@ def _scatter(
         return None
     points = sorted(points, key=lambda point: point[1])
     on_front = [point for point in points if point[0].is_on_pareto_front]
+    middle = (points[0][1] + points[-1][1]) / 2 if len(points) > 1 else math.inf
     data = [
         {
             "type": "scatter",
@@ -185,11 +220,11 @@ def _scatter(
                     color=color,
                     mode="markers+text",
                     text=[escape(keep_end(candidate.name)) for candidate, _ in chosen],
-                    textposition="top right",
+                    textposition=["top left" if x > middle else "top right" for _, x in chosen],
                 )
             )
     values = [candidate.numbers[sweep.rank_by].value for candidate, _ in points]
-    axes = {"xaxis": log_axis([x for _, x in points]) if name == "size" else {}, "yaxis": log_axis(values)}
+    axes = {"xaxis": byte_axis([x for _, x in points]) if name == "size" else {}, "yaxis": log_axis(values)}
     return Chart(
         name=name,
         title=title,
@@ -207,7 +242,12 @@ def _scatter(
             for candidate, _ in points
         )
         + ".",
-        header=("Candidate", x_title, label_of(sweep.rank_by), "Pareto front"),
+        header=(
+            "Candidate",
+            "bytes on disk" if name == "size" else x_title,
+            label_of(sweep.rank_by),
+            "Pareto front",
+        ),
         rows=tuple(
             (
                 candidate.name,
