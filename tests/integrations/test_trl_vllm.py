@@ -2,9 +2,6 @@
 
 import io
 import math
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import requests
 import torch
 from accelerate import Accelerator
+from server_process import serving
 from tiny_models import save_tiny
 from trl_batches import make
 
@@ -48,17 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(SERVER), str(folder)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        port = process.stdout.readline().strip()
-        assert port, "the server did not start"
-        yield f"http://127.0.0.1:{port}"
-        process.terminate()
-        process.wait(timeout=20)
+    with serving(SERVER, str(folder)) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
