@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
 # Two test processes of one thread each use two cores better than one process of two threads.
-export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges,objective,losses}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype

@@ -269,15 +269,18 @@ def test_tokens_of_weight_0_are_not_read():
     assert case.head_p.weight.grad.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
-@pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    ("traits", "p", "q"),
+    [({}, torch.nan, torch.inf), ({"bias": True, "softcap": 3.0}, torch.inf, torch.nan)],
+    ids=["plain", "softcap"],
+)
 @pytest.mark.parametrize("options", [TRITON, SMALL], ids=["logits", "fused"])
-def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits, spoilt):
+def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits, p, q):
     """An incoming gradient of 0, a weight of 0, or an objective that does not select the token."""
     case = head_case(torch.float32, tokens=(7,), vocab_size=70, **traits)
     counted = torch.tensor([1, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
     weights = torch.where(counted, 1.5, 0.0)
-    case.hidden_p[2, 3], case.hidden_q[4] = spoilt, spoilt
+    case.hidden_p[2, 3], case.hidden_q[4] = p, q
 
     def where(terms, rows):
         return torch.where(counted[rows], terms.kl - terms.token_logp - 0.3 * terms.entropy, 0.0)
