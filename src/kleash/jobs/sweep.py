@@ -10,7 +10,9 @@ from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
     SHIPPED_REFERENCE,
+    Job,
     ScoringOptions,
+    WorkerOptions,
     changed_options,
     is_endpoint,
     require_word,
@@ -28,7 +30,7 @@ MAX_SLUG = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepJob(FormatOption, ScoringOptions):
+class SweepJob(FormatOption, ScoringOptions, WorkerOptions):
     """Measure several candidates, such as quantisations of one model, against one reference, and rank them with ties.
 
     The reference is run once, into a cache in --out; then each candidate is measured in one pass. The page shows the
@@ -91,6 +93,11 @@ class SweepJob(FormatOption, ScoringOptions):
         if not self.attribute:
             if changed_options(self, ["attribute_tokens"]):
                 raise OptionError("--attribute-tokens is for --attribute; add that, or leave it out")
+        elif self.engine != "local":
+            raise OptionError(
+                f"--attribute swaps weights in this process, and with --engine {self.engine} the models are in the "
+                "workers; sweep first, and then attribute with --resume and without --engine"
+            )
         elif self.device_map in RANK_MAPS:
             raise OptionError(
                 f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
@@ -109,8 +116,10 @@ class SweepJob(FormatOption, ScoringOptions):
         like_reference = cache_job.measurement()
         names = {field.name for field in fields(MeasureJob)} & {field.name for field in fields(cache_job)}
         shared = {name: getattr(like_reference, name) for name in names - OUTPUT_OPTIONS}
+        dealing = {field.name for field in fields(WorkerOptions)} - {field.name for field in fields(Job)}
         return MeasureJob(
             **shared,
+            **{name: getattr(self, name) for name in dealing},
             policy=self.candidates[number - 1],
             reference_cache=cache_job.out,
             out=str(out / self.folder_of(number)),

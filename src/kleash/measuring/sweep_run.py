@@ -24,13 +24,14 @@ from kleash.measuring.sweep_ranking import (
     rank_candidates,
     read_sequences,
 )
+from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.store import Measurement, RunFolder
 from kleash.store.attribution import Attribution
 from kleash.store.codec import decode
-from kleash.store.locks import folder_lock
+from kleash.store.locks import LOCK, folder_lock
 from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ def sweep(
         ModelError: if the reference cannot be loaded.
         RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set.
         RankError: if another rank fails or is lost.
+        ClusterError: if the Ray cluster of ``job.engine`` cannot be reached.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
         Interrupted: on Ctrl-C, with the command that resumes.
     """
@@ -83,7 +85,7 @@ def sweep(
         if not ranks.is_first:
             return _sweep(job, out, NullProgressReporter(), ranks, new_ranks)
         _check_folder(out, resume=job.resume)
-        with folder_lock(out, ADVICE_IF_LOCKED):
+        with folder_lock(out, ADVICE_IF_LOCKED), kept_cluster(job):
             return _sweep(job, out, reporter, ranks, new_ranks)
     except KeyboardInterrupt as stop:
         raise Interrupted(
@@ -102,7 +104,11 @@ def _check_folder(out: Path, *, resume: bool) -> None:
         raise RunFolderError(f"{out} holds a sweep; go on with it by --resume, or give another --out")
     if not has_sweep and resume:
         raise RunFolderError(f"{out} holds no sweep to resume; leave --resume out, or name its folder")
-    if not has_sweep and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if (
+        not has_sweep
+        and out.exists()
+        and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir()))
+    ):
         raise RunFolderError(f"{out} holds other files; give another --out")
 
 
@@ -112,7 +118,8 @@ def _sweep(
     """``sweep`` in a locked folder."""
     with ranks.running():
         if ranks.is_first:
-            reporter.note(f"the reference {job.reference} is run once, into {out / 'reference-cache'}")
+            place = "" if job.engine == "local" else " by this process"
+            reporter.note(f"the reference {job.reference} is run once{place}, into {out / 'reference-cache'}")
             cache_reference(job.cache_job(out), reporter)
         ranks.broadcast("cached", True)
     digest = hash_source(job.measure_job(1, out))

@@ -18,6 +18,7 @@ from kleash.engines.ray import (
     requested_workers,
 )
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import WorkerOptions
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.model_pair import finished_cache, load_models
 from kleash.measuring.remote_shards import pack_shard
@@ -26,6 +27,23 @@ from kleash.models import StoredReference
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.compat import suppress_library_output
 from kleash.models.pair_tokenizers import load_tokenizers
+
+
+@contextmanager
+def kept_cluster(job: WorkerOptions) -> Generator[None]:
+    """Context in which this process stays connected to the Ray cluster of a job, over several runs.
+
+    Does nothing unless the job's engine is ray.
+
+    Raises:
+        ClusterError: if the cluster cannot be reached.
+        MissingExtraError: if ray is not installed.
+    """
+    if job.engine != "ray":
+        yield
+        return
+    with connected_cluster(job.address, workers=job.workers, resources=job.resources_per_worker):
+        yield
 
 
 @contextmanager
