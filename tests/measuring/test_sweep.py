@@ -13,6 +13,7 @@ from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
 from kleash.measuring import MeasureJob, compare, measure, sweep
+from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
 from kleash.reports.sweep import write_sweep
 from kleash.store import Number
@@ -102,11 +103,16 @@ def test_a_candidate_with_another_tokenizer_is_named_and_the_others_are_kept(
 
 
 def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(
-    job: SweepJob, result: Sweep, folder: Path
+    job: SweepJob, result: Sweep, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = Path(str(job.out)) / result.candidates[0].folder / "measurement.json"
     written = measured.stat().st_mtime_ns
     save_tiny(folder / "third", apart=0.1)
+
+    def load_again(*_: object) -> None:
+        raise AssertionError("the reference was loaded although its cache is finished")
+
+    monkeypatch.setattr("kleash.measuring.reference_cache.load_reference", load_again)
     again = sweep(
         SweepJob(**{**vars(job), "resume": True, "candidates": (*job.candidates, str(folder / "third"))})
     )
@@ -120,6 +126,24 @@ def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(
     ]
     other_weights = SweepJob(**{**vars(job), "resume": True, "candidates": (str(folder / "third"),)})
     assert other_weights.folder_of(1) != job.folder_of(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"window": 64}, False),
+        ({"limit": 20}, False),
+        ({"temperature": 0.5}, False),
+        ({"batch_tokens": 512}, False),
+        ({"dtype": "float64"}, False),
+    ],
+)
+def test_a_cache_of_other_options_is_not_the_cache_of_a_sweep(
+    job: SweepJob, result: Sweep, options: dict[str, object], expected: bool
+) -> None:
+    cache_job = SweepJob(**{**vars(job), **options}).cache_job(Path(str(job.out)))
+    assert is_cached(cache_job) == expected
 
 
 def test_a_finished_candidate_whose_files_changed_is_not_kept(

@@ -21,7 +21,15 @@ from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import Pair, ReferenceCache, describe_source, load_reference
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.cache.saved_states import SavedStates
-from kleash.models.cache.stored_reference import TOKENIZER, finish_cache, head_tensors, save_rounding_columns
+from kleash.models.cache.stored_reference import (
+    TOKENIZER,
+    StoredReference,
+    finish_cache,
+    head_tensors,
+    save_rounding_columns,
+)
+from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.store import CacheContents
@@ -32,6 +40,37 @@ from kleash.store.locks import folder_lock
 def default_cache() -> str:
     """The folder of a cache without ``--out``, named by date and time."""
     return str(Path("kleash-caches") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+
+
+def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
+    """Whether ``job.out`` is the finished cache of this job, so that the reference need not be loaded.
+
+    Args:
+        job: as for ``cache_reference``.
+        any_dtype: whether a cache in another dtype than "auto" is on this machine will do, since others read it.
+
+    Raises:
+        ModelError: if the reference cannot be found.
+        RunFolderError: if the cache is damaged.
+    """
+    folder = Path(str(job.out)).expanduser()
+    if not StoredReference.exists_in(folder):
+        return False
+    stored, measure_job = StoredReference(folder), job.measurement()
+    source, cached = stored.label.source, stored.label.reference
+    checkpoint = find_checkpoint(job.reference, job.revision_reference)
+    dtype = str(resolve_dtype(job.dtype, resolve_device(job.device, job.device_map))).removeprefix("torch.")
+    is_same_dtype = dtype in ("auto", cached.dtype) or (any_dtype and job.dtype == "auto")
+    if source is None or cached.fingerprint != checkpoint.fingerprint() or not is_same_dtype:
+        return False
+    tokenizer = stored.tokenizer(job.trust_remote_code)
+    model = stored.as_model(torch.device("cpu"), tokenizer)
+    pair = Pair(policy=model, reference=model, tokenizer=tokenizer)
+    return (
+        source.agrees(source_of(measure_job, pair, hash_source(measure_job)))
+        and len(stored.states) >= stored.contents.sequences
+        and stored.rounding_columns("noise", measure_job.temperature or 1.0) is not None
+    )
 
 
 def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents:

@@ -15,7 +15,7 @@ from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rank_group import RankGroup
-from kleash.measuring.reference_cache import cache_reference
+from kleash.measuring.reference_cache import cache_reference, is_cached
 from kleash.measuring.run import measure
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
@@ -118,9 +118,7 @@ def _sweep(
     """``sweep`` in a locked folder."""
     with ranks.running():
         if ranks.is_first:
-            place = "" if job.engine == "local" else " by this process"
-            reporter.note(f"the reference {job.reference} is run once{place}, into {out / 'reference-cache'}")
-            cache_reference(job.cache_job(out), reporter)
+            _cache_reference(job, out, reporter)
         ranks.broadcast("cached", True)
     digest = hash_source(job.measure_job(1, out))
     candidates: list[SweepCandidate] = []
@@ -146,6 +144,21 @@ def _sweep(
             _write(out, result)
         _free_memory()
     return result
+
+
+def _cache_reference(job: SweepJob, out: Path, reporter: ProgressReporter) -> None:
+    """Run the reference into its cache, unless that is finished.
+
+    Raises:
+        KleashError: as ``cache_reference``.
+    """
+    cache_job = job.cache_job(out)
+    if is_cached(cache_job, any_dtype=job.engine != "local"):
+        reporter.note(f"the cache of the reference {job.reference} is finished, and kept")
+        return
+    place = "" if job.engine == "local" else " by this process"
+    reporter.note(f"the reference {job.reference} is run once{place}, into {cache_job.out}")
+    cache_reference(cache_job, reporter)
 
 
 def _write(out: Path, result: Sweep) -> None:
