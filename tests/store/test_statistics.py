@@ -3,8 +3,10 @@
 import json
 import math
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 
 from kleash.linear import TokenStatistics
@@ -158,3 +160,24 @@ def test_a_run_from_before_a_statistic_was_added_is_compared_by_its_tokens(tmp_p
     assert (difference.value, difference.unit) == (0.0, "probability")
     page = write_comparison(tmp_path / "comparison.html", comparison).read_text(encoding="utf-8")
     assert STATISTICS["acceptance_rate"].label in page
+
+
+def test_a_run_from_before_a_column_was_added_is_compared_without_its_statistic(tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    copytree(SCHEMA_1, older)
+    (older / "checksums.jsonl").unlink()
+    header = json.loads((older / "run.json").read_text())
+    (older / "run.json").write_text(json.dumps({**header, "checksums": False}))
+    part = older / "tokens" / "part-00000.parquet"
+    parquet.write_table(parquet.read_table(part).drop_columns(["total_variation"]), part)
+    measured = json.loads((older / "measurement.json").read_text())
+    del measured["per_token"]["total_variation"]
+    (older / "measurement.json").write_text(json.dumps(measured))
+    expected = compare([SCHEMA_1, SCHEMA_1]).differences[0].differences.keys() - {
+        "total_variation",
+        "acceptance_rate",
+    }
+    for folders in ([older, SCHEMA_1], [SCHEMA_1, older]):
+        comparison = compare(folders)
+        assert comparison.differences[0].differences.keys() == expected
+        write_comparison(tmp_path / "comparison.html", comparison)

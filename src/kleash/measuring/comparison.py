@@ -77,9 +77,11 @@ class _Run:
     rows: dict[str, int]
     """Prompt hash -> row of ``sums``."""
     sums: Floats
-    """[prompt hash, column]: tokens, then the statistics ``SUMMED``, NaN where the run leaves one out."""
+    """[prompt hash, column]: tokens, then the statistics ``SUMMED``, NaN where the run has no values of one."""
     prompts: NDArray[np.int64]
     """``prompt_id`` of each prompt hash: on text, where a hash is of a window, the document."""
+    unknown: frozenset[str]
+    """The statistics of ``SUMMED`` that the run leaves out, or whose columns were added after it."""
 
     @property
     def on_text(self) -> bool:
@@ -105,25 +107,20 @@ def _read(path: Path) -> _Run:
     measurement = Measurement.read(path)
     folder = RunFolder(path)
     folder.require_shards(measurement.counts.shards)
-    stored_statistics = [name for name in COMPARED if STATISTICS[name].function is stored_column]
-    missing = [
-        name
-        for name in stored_statistics
-        if name not in measurement.per_token and name not in measurement.left_out
-    ]
-    if missing:
-        raise RunFolderError(f"{path}/measurement.json has no {missing[0]} under per_token; measure again")
+    known = _known_statistics(folder, measurement)
     rows: dict[str, int] = {}
     prompts: list[int] = []
     sums: list[Floats] = []
-    parts = folder.token_parts(["prompt_id", "sample_id", *columns_of(SUMMED)])
+    parts = folder.token_parts(["prompt_id", "sample_id", *columns_of(known)])
     for tokens, sequences in zip(parts, folder.sequence_parts(["prompt_id", "prompt_hash"]), strict=True):
         starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
         counts = np.ones(len(tokens["prompt_id"]))
-        columns = np.stack([counts, *(STATISTICS[name].values(tokens) for name in SUMMED)], axis=1)
-        sequence_sums = zip(
-            sequences["prompt_hash"], sequences["prompt_id"], np.add.reduceat(columns, starts), strict=True
-        )
+        values = [
+            STATISTICS[name].values(tokens) if name in known else np.full(len(counts), np.nan)
+            for name in SUMMED
+        ]
+        totals = np.add.reduceat(np.stack([counts, *values], axis=1), starts)
+        sequence_sums = zip(sequences["prompt_hash"], sequences["prompt_id"], totals, strict=True)
         for prompt_hash, prompt, sequence_sum in sequence_sums:
             row = rows.setdefault(prompt_hash, len(rows))
             if row == len(sums):
@@ -132,8 +129,33 @@ def _read(path: Path) -> _Run:
             else:
                 sums[row] = sums[row] + sequence_sum
     return _Run(
-        folder=path, measurement=measurement, rows=rows, sums=np.array(sums), prompts=np.array(prompts)
+        folder=path,
+        measurement=measurement,
+        rows=rows,
+        sums=np.array(sums),
+        prompts=np.array(prompts),
+        unknown=frozenset(SUMMED).difference(known).union(measurement.left_out),
     )
+
+
+def _known_statistics(folder: RunFolder, measurement: Measurement) -> tuple[str, ...]:
+    """The statistics of ``SUMMED`` that a run has the columns of; a folder from before one was added has none.
+
+    Raises:
+        RunFolderError: if the measurement lacks a statistic whose column is stored.
+    """
+    columns, reported = folder.token_columns(), measurement.statistics().keys() | measurement.left_out.keys()
+    known: list[str] = []
+    for name in SUMMED:
+        statistic = STATISTICS[name]
+        is_stored = columns.issuperset(statistic.columns)
+        if is_stored and name not in reported and statistic.function is stored_column:
+            raise RunFolderError(
+                f"{folder.root}/measurement.json has no {name} under per_token; measure again"
+            )
+        if is_stored or name in reported:
+            known.append(name)
+    return tuple(known)
 
 
 def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDifference:
@@ -158,11 +180,11 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
             "one of them"
         )
         warnings = (warning,)
-    left_out = {*run.measurement.left_out, *first.measurement.left_out}
+    unknown = run.unknown | first.unknown
     known_values = {
         statistic: _known_difference(run, first, statistic)
         for statistic in COMPARED
-        if statistic not in left_out
+        if statistic not in unknown
     }
     return RunDifference(
         name=name,

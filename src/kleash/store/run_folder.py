@@ -27,6 +27,7 @@ from kleash.store.tables import (
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
     TOP_COLUMNS,
+    column_names,
     encode_table,
     read_columns,
     read_parts,
@@ -231,6 +232,11 @@ class RunFolder(JobFolder):
     def token_part(self, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
         """The named columns of ``tokens/`` of one shard, verified by checksums that were read before."""
         return read_columns(self._part("tokens", index), names, checksums.read_bytes)
+
+    def token_columns(self) -> frozenset[str]:
+        """The names of the columns of ``tokens/``; an older folder has fewer. All shards have those of the first."""
+        first = self._part("tokens", self.finished_shards()[0])
+        return column_names(first, self.checksums().read_bytes)
 
     def token_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
         """The named columns of ``tokens/``, a shard at a time, verified."""

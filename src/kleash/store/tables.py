@@ -1,6 +1,7 @@
 """The columns of the run folder's Parquet files."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,26 @@ def read_columns(
     """
     arrow = import_extra("pyarrow", "models")
     parquet = import_extra("pyarrow.parquet", "models")
-    try:
+    with _damage_as_error(path):
         content = path.read_bytes() if read is None else read(path, REMAKE)
         table = parquet.read_table(arrow.BufferReader(content), columns=names, partitioning=None)
         return {name: _to_numpy(name, table.column(name)) for name in names}
+
+
+def column_names(path: Path, read: Callable[[Path, str], bytes]) -> frozenset[str]:
+    """The names of the columns of a Parquet file; arguments and errors as for ``read_columns``."""
+    arrow = import_extra("pyarrow", "models")
+    parquet = import_extra("pyarrow.parquet", "models")
+    with _damage_as_error(path):
+        return frozenset(parquet.read_schema(arrow.BufferReader(read(path, REMAKE))).names)
+
+
+@contextmanager
+def _damage_as_error(path: Path) -> Generator[None]:
+    """Context in which the errors of reading a damaged Parquet file are raised as RunFolderError."""
+    arrow = import_extra("pyarrow", "models")
+    try:
+        yield
     except RunFolderError:
         raise
     except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:

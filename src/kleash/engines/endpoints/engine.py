@@ -29,14 +29,14 @@ from kleash.models.scoring import (
 from kleash.models.sequences import batch_by_length
 from kleash.models.tokenizers import token_texts
 from kleash.store.measurement import ModelRecord
+from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import BOUND_COLUMNS, TOKEN_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30
-UNKNOWN_COLUMNS = (
-    "kl_policy_reference",
-    "kl_reference_policy",
-    "jensen_shannon",
-    "total_variation",
+UNKNOWN_COLUMNS = tuple(
+    name
+    for name, statistic in STATISTICS.items()
+    if statistic.function is stored_column and len(statistic.models) == 2
 )
 """Columns of both models that need the server's whole distribution; so does the entropy of its model."""
 

@@ -8,13 +8,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.native.building import library
+from kleash.linear.types import INTEGER_FIELDS, TokenStatistics
 
 Outs: TypeAlias = tuple[Tensor | None, Tensor | None]
 """The memory of the gradients in p's logits and in q's, None where not needed; each may be that of its logits."""
 SUMMARY_FIELDS = 4
 """KL(p || q); log-sum-exp of p's logits; log-sum-exp of q's minus that of p's; p's entropy."""
-FLOAT_FIELDS, INTEGER_FIELDS = 10, 3
-"""The numbers of floating-point and of integer fields of TokenStatistics."""
+NUM_INTEGERS = len(INTEGER_FIELDS)
+"""The number of integer fields of TokenStatistics. ``rows.c`` has an enum of these and of the other fields, in the same
+order."""
+NUM_FLOATS = len(TokenStatistics._fields) - NUM_INTEGERS
+"""The number of its floating-point fields."""
 SCRATCH_ROWS = 2
 """Rows of the vocabulary's size in each thread's scratch memory."""
 
@@ -65,8 +69,8 @@ def statistics_rows(
     scratch: Tensor,
 ) -> tuple[Tensor, ...]:
     """``row_statistics.statistics_rows``."""
-    floats = torch.empty((len(zp), FLOAT_FIELDS), dtype=torch.float64)
-    integers = torch.empty((len(zp), INTEGER_FIELDS), dtype=torch.int64)
+    floats = torch.empty((len(zp), NUM_FLOATS), dtype=torch.float64)
+    integers = torch.empty((len(zp), NUM_INTEGERS), dtype=torch.int64)
     ids = tokens.to(torch.int64).contiguous()
     call("kleash_statistics", zp, zq, *zp.shape, scratch, threads_in(scratch), ids, floats, integers)
     *first, probability_p, probability_q = floats.float().unbind(1)
