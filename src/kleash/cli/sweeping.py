@@ -36,7 +36,7 @@ MAX_GROUPS = 12
 
 
 def run_sweep(job: SweepJob) -> int:
-    """Run ``kleash sweep`` and return its exit code: 2 if a candidate failed, otherwise 0.
+    """Run ``kleash sweep`` and return its exit code: 2 if a candidate or an attribution failed, otherwise 0.
 
     Raises:
         KleashError: if the sweep cannot be made.

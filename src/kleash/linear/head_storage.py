@@ -173,7 +173,7 @@ def raise_together(
         errors: 1 for each rank of a group that has an error, else 0.
         error: this rank's.
         ranks: the global ranks of the group.
-        members: the ranks, for the error: ``STORING_RANKS``.
+        members: what the error calls these ranks, such as ``STORING_RANKS``.
 
     Raises:
         KleashError: ``error``, if there is one.

@@ -158,7 +158,7 @@ def agreed_specs(
         names: what the numbers are, after "errors" and the rows of both heads.
         specs: this rank's rows of p and of q, then a number for each name.
         error: the error in this rank's arguments.
-        members: the ranks, for errors: "the ranks of the vocabulary_group".
+        members: what errors call these ranks, such as "the ranks of the vocabulary_group".
 
     Returns:
         For the rows of p and of q, their numbers on all ranks.

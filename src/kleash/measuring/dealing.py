@@ -95,13 +95,16 @@ class RunningKL:
         self._checksums = self.run.folder.checksums()
 
     def advance(self) -> None:
-        """Take in the shards that have been finished since, as far as there is no gap."""
+        """Add the sums of the shards finished since the last call, in order, up to the first that is not finished.
+
+        Updates the shown KL, and sets ``stop`` once ``until_relative_error`` is reached.
+        """
         while self.stop is None and (sums := self._next_sums()) is not None:
             self._sequences.add_sums(sums)
             self._num_sequences += len(sums.tokens)
             self.next_index += self.run.job.part[1]
             target = self.run.job.until_relative_error
-            is_due = time.monotonic() >= self._next_kl_time if target is None else self._is_decision()
+            is_due = time.monotonic() >= self._next_kl_time if target is None else self._is_stop_checked()
             if not is_due:
                 continue
             start = time.monotonic()
@@ -113,7 +116,7 @@ class RunningKL:
                 self.stop = self.next_index
                 self.run.ranks.post("stop", self.stop)
 
-    def _is_decision(self) -> bool:
+    def _is_stop_checked(self) -> bool:
         """Whether ``until_relative_error`` is decided after this shard, which depends on the shards alone."""
         if self._num_sequences < self._next_decision:
             return False
@@ -164,11 +167,11 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
     plan = plan_shards(run.job, run.pair)
     run.reporter.set_total(plan.sequences if run.job.shard is None else None)
     dealing = Dealing(run=run, finished=finished)
-    turns = dealing.turns(plan.shards)
+    shards = dealing.shards_to_score(plan.shards)
     if running is not None and isinstance(engine, RayEngine):
-        _write_scored(run, engine, turns, running)
+        _write_scored(run, engine, shards, running)
     with turns_of(run.pair, engine.temperature):
-        for shard in turns:
+        for shard in shards:
             _score_shard(run, engine, shard, largest)
             if running is not None:
                 running.advance()
@@ -184,7 +187,7 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
 
 @dataclass(kw_only=True)
 class Dealing:
-    """This rank's turns in a plan of shards."""
+    """Which shards of a plan this rank scores, and the checks of all of them."""
 
     run: OpenRun
     finished: frozenset[int]
@@ -196,11 +199,11 @@ class Dealing:
         """Begin with empty checks."""
         self.checks = SourceChecks(temperature=self.run.job.temperature)
 
-    def turns(self, shards: Iterator[Shard]) -> Iterator[Shard]:
-        """The shards that this rank is to score, until none is left or the run stops."""
+    def shards_to_score(self, plan: Iterator[Shard]) -> Iterator[Shard]:
+        """Iterate over the shards that this rank is to score, until none is left or the run stops."""
         ranks, (number, count) = self.run.ranks, self.run.job.part
         ticket, unfinished = ranks.add("ticket") - 1, -1
-        for shard in shards:
+        for shard in plan:
             stop = ranks.peek("stop") if self.run.job.until_relative_error is not None else None
             if stop is not None and shard.index >= stop:
                 return
@@ -226,11 +229,11 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
     _count_shard(run, shard.index, sum_sequences(result.tokens))
 
 
-def _write_scored(run: OpenRun, engine: RayEngine, turns: Iterator[Shard], running: RunningKL) -> None:
-    """Write the shards that the workers of a Ray cluster score; once the run stops, the others are abandoned."""
+def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], running: RunningKL) -> None:
+    """Have shards scored by the workers of a Ray cluster, and write them; once the run stops, the rest is abandoned."""
     start = time.monotonic()
     with ShardWriter(run.folder) as writer:
-        for scored in engine.pool.results(turns, lambda: threshold(running.largest)):
+        for scored in engine.pool.results(shards, lambda: threshold(running.largest)):
             packed = scored.part.packed
             append_worker_lines(run.folder.root, [worker_line(scored)])
             top = encode_top(take_alternatives(packed, running.largest))
@@ -239,7 +242,9 @@ def _write_scored(run: OpenRun, engine: RayEngine, turns: Iterator[Shard], runni
             if running.stop is not None:
                 break
         _count_written(run, running, writer.written(all_of_them=True))
-    deque(turns, maxlen=0)  # the shards that are on disk count for the checks of the source
+    deque(
+        shards, maxlen=0
+    )  # to the end of the plan, since the checks of the source count finished shards too
     for sentence in describe_costs(engine.pool.workers, time.monotonic() - start):
         run.reporter.note(sentence)
 

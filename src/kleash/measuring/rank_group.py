@@ -21,10 +21,10 @@ from kleash.launch_environment import launched_rank, launched_world_size
 
 POLL_S = 0.05
 """Seconds from one look at the store to the next, while waiting."""
-BEAT_S = 5.0
-"""Seconds from one sign of life of a rank to the next."""
+HEARTBEAT_S = 5.0
+"""Seconds from one heartbeat of a rank to the next."""
 SILENCE_S = 300.0
-"""Seconds without a sign of life after which a rank counts as lost."""
+"""Seconds without a heartbeat after which a rank counts as lost."""
 POST_S = 2.0
 """Seconds for which a rank that fails waits for the sentence of one that has failed before."""
 LEAVE_S = 10.0
@@ -118,8 +118,9 @@ class RankGroup:
         self._store: KeyValueStore = store if store is not None else LocalStore()
         self._node = node if node is not None else platform.node()
         self._hosts_store = hosts_store
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._last_listen = 0.0
+        self._heartbeats: dict[int, tuple[int, float]] = {}
+        """Rank -> the count of its heartbeats, and the time at which that was first seen."""
+        self._last_heartbeat_check = 0.0
         self.nodes: list[str] = [self._node] * world_size
         """The machine of each rank; known once ``running`` has begun."""
 
@@ -135,7 +136,7 @@ class RankGroup:
 
     @contextmanager
     def running(self) -> Generator["RankGroup"]:
-        """Context in which this rank shows signs of life; an exception in it stops the other ranks as well.
+        """Context in which this rank sends heartbeats; an exception in it stops the other ranks as well.
 
         Raises:
             RankError: if another rank does not join.
@@ -144,23 +145,23 @@ class RankGroup:
             yield self
             return
         ended = Event()
-        beats = Thread(target=self._beat, args=(ended,), daemon=True)
-        beats.start()
+        heartbeats = Thread(target=self._send_heartbeats, args=(ended,), daemon=True)
+        heartbeats.start()
         try:
             self.nodes = self.gather("node", self._node)
             yield self
         except BaseException as error:
-            consequence = None
+            replacement = None
             with suppress(RankError):
-                consequence = self._post_failure(error)
-            if consequence is None:
+                replacement = self._post_failure(error)
+            if replacement is None:
                 raise
-            raise consequence from error
+            raise replacement from error
         finally:
             with suppress(RankError):
                 self._leave()
             ended.set()
-            beats.join()
+            heartbeats.join()
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks. All call it."""
@@ -206,7 +207,7 @@ class RankGroup:
         """
         while not condition():
             self.check()
-            self._listen()
+            self._check_heartbeats()
             time.sleep(POLL_S)
 
     def check(self) -> None:
@@ -221,21 +222,21 @@ class RankGroup:
         if failure is not None and failure["rank"] != self.rank:
             raise RankError(_stopped(failure), is_reported=self._is_printed(failure))
 
-    def _listen(self) -> None:
-        """Raise an error if a rank has given no sign of life for ``SILENCE_S``."""
+    def _check_heartbeats(self) -> None:
+        """Raise RankError if the count of a rank's heartbeats has not risen for ``SILENCE_S``."""
         now = time.monotonic()
-        if now - self._last_listen < min(BEAT_S, SILENCE_S / 4):
+        if now - self._last_heartbeat_check < min(HEARTBEAT_S, SILENCE_S / 4):
             return
-        self._last_listen = now
+        self._last_heartbeat_check = now
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
-            beat = self.add(f"beat/{rank}", 0)
-            last_beat, since = self._beats.get(rank, (-1, now))
-            self._beats[rank] = (beat, since if beat == last_beat else now)
-            if now - self._beats[rank][1] < SILENCE_S:
+            heartbeats = self.add(f"beat/{rank}", 0)
+            last_seen, since = self._heartbeats.get(rank, (-1, now))
+            self._heartbeats[rank] = (heartbeats, since if heartbeats == last_seen else now)
+            if now - self._heartbeats[rank][1] < SILENCE_S:
                 continue
-            if beat == 0:
+            if heartbeats == 0:
                 raise RankError(
                     f"rank {rank} of {self.world_size} has not joined within {SILENCE_S:.0f} s; start all ranks, or "
                     "unset RANK and WORLD_SIZE to run one process alone"
@@ -245,12 +246,12 @@ class RankGroup:
                 "again with --resume"
             )
 
-    def _beat(self, ended: Event) -> None:
-        """Count up this rank's sign of life until the event is set."""
+    def _send_heartbeats(self, ended: Event) -> None:
+        """Count up this rank's heartbeats until the event is set."""
         while True:
             with suppress(RankError):
                 self.add(f"beat/{self.rank}")
-            if ended.wait(min(BEAT_S, SILENCE_S / 4)):
+            if ended.wait(min(HEARTBEAT_S, SILENCE_S / 4)):
                 return
 
     def _post_failure(self, error: BaseException) -> BaseException | None:

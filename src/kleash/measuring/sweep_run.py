@@ -125,7 +125,7 @@ def _sweep(
     sequences: dict[int, RunSequences] = {}
     for number, name in enumerate(job.candidates, start=1):
         reporter.note(f"candidate {number} of {len(job.candidates)}: {name}")
-        candidates.append(_measured(job, out, number, digest, reporter, new_ranks, sequences))
+        candidates.append(_measure_candidate(job, out, number, digest, reporter, new_ranks, sequences))
         _free_memory()
     ranks = new_ranks()
     with ranks.running():
@@ -136,7 +136,7 @@ def _sweep(
         else:
             result = decode(Sweep, ranks.broadcast("sweep"))
     for candidate in result.ranking if job.attribute else ():
-        attributions = _attributed(
+        attributions = _attribute_candidate(
             job, out, candidate, sequences[candidate.number], digest, reporter, new_ranks
         )
         result = replace(result, attributions=(*result.attributions, *attributions))
@@ -167,7 +167,7 @@ def _write(out: Path, result: Sweep) -> None:
     write_sweep(out / PAGE, result)
 
 
-def _measured(
+def _measure_candidate(
     job: SweepJob,
     out: Path,
     number: int,
@@ -176,9 +176,9 @@ def _measured(
     new_ranks: Callable[[], RankGroup],
     sequences: dict[int, RunSequences],
 ) -> SweepCandidate:
-    """A candidate with its numbers: of its finished run, of a new one, or with the reason why there is none.
+    """Measure a candidate, unless its run is finished, and return it with its numbers or the reason why it has none.
 
-    What its ranking needs of its run is put into ``sequences``.
+    The sums of its sequences, which the ranking needs, are put into ``sequences`` under its number.
 
     Raises:
         RunFolderError: if no space is left.
@@ -188,12 +188,12 @@ def _measured(
         number=number, name=job.candidates[number - 1], folder=str(job.folder_of(number))
     )
 
-    def measured() -> Measurement:
+    def measure_and_read() -> Measurement:
         measurement = _measure(job.measure_job(number, out), digest, reporter, new_ranks)
         sequences[number] = read_sequences(out / candidate.folder, job.rank_by)
         return measurement
 
-    measurement, failure = _attempt(measured, new_ranks)
+    measurement, failure = _attempt(measure_and_read, new_ranks)
     if measurement is None:
         reporter.note(f"candidate {number} failed: {failure}")
         return replace(candidate, failure=failure)
@@ -214,7 +214,7 @@ def _measure(
     return measure(replace(job, resume=RunFolder(Path(str(job.out))).begun), reporter, new_ranks())
 
 
-def _attributed(
+def _attribute_candidate(
     job: SweepJob,
     out: Path,
     candidate: SweepCandidate,

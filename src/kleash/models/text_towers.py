@@ -54,10 +54,10 @@ def list_network_classes(
 ) -> Iterator[NetworkClass]:
     """Iterate over the classes that a checkpoint's network may be loaded as, the preferred first.
 
-    Without other parts there is one, the class of ``AutoModelForCausalLM``. So it is if that is the causal class of the
-    text part alone (Qwen3.5, Llama 4). Otherwise the first is the composite class without its other parts, and the
-    second the causal class of the text part, if transformers has one: for composite classes that cannot be built here,
-    or whose forward pass runs other parts on text, too (Gemma 3n).
+    A checkpoint of text alone has one, the class of ``AutoModelForCausalLM``; so has one with other parts (vision,
+    audio) whose class there is that of the text part (Qwen3.5, Llama 4). Otherwise the first is the composite class
+    without its other parts, and the second the causal class of the text part, if transformers has one. The second is
+    for composite classes that cannot be built here, or whose forward pass runs other parts on text as well (Gemma 3n).
 
     Args:
         config: a transformers configuration.

@@ -188,7 +188,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _probe(address: str, host: str, port: int) -> None:
-    """Raise ClusterError unless a server of gRPC answers."""
+    """Raise ClusterError unless a gRPC server answers; with TLS, unless one accepts a connection."""
     advice = "is the cluster running, and is this its address (ray status says it on a node)?"
     try:
         with socket.create_connection((host, port), timeout=PROBE_S) as connection:

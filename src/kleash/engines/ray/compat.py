@@ -16,7 +16,7 @@ PRINT = "print_to_stdstream"
 
 @contextmanager
 def without_messages() -> Generator[None]:
-    """Context in which Ray prints no messages of its cluster."""
+    """Context in which Ray does not print the messages that its cluster sends."""
     module = import_module("ray._private.worker")
     original = getattr(module, PRINT, None)
     if original is None:

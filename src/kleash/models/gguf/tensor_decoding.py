@@ -90,10 +90,12 @@ def read_parameters(
 def _by_parameter(
     tensor: StoredTensor, find_name: Callable[[int], str], values: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that a decoded tensor holds: one for each expert, or itself."""
+    """The parameters that a decoded tensor holds, each with its name: one for each expert, or a single one."""
     if "_exps." in tensor.name:
         yield from ((find_name(expert), weight) for expert, weight in enumerate(values))
-    elif tensor.name.endswith("ffn_gate_inp_shexp.weight"):
+    elif tensor.name.endswith(
+        "ffn_gate_inp_shexp.weight"
+    ):  # a vector in the file, a matrix of one row in the network
         yield find_name(0), values.reshape(1, -1)
     else:
         yield find_name(0), values

@@ -79,7 +79,15 @@ def named_columns(reading: ReadOptions) -> frozenset[str]:
 
 
 def choose_columns(first: SourceRecord, kind: SourceKind, reading: ReadOptions) -> tuple[ColumnChoice, ...]:
-    """The columns of a source that stand for fields of other names, by its first record; empty if there are none.
+    """Choose the columns that are read as the fields "prompt", "response" or "text", by the first record of a source.
+
+    Args:
+        first: the first record.
+        kind: what the source is read as.
+        reading: the options that name columns.
+
+    Returns:
+        A choice for each field whose column has another name; empty if the fields have their own names.
 
     Raises:
         SourceError: if a column that an option names is not there, with the columns that are.
@@ -93,19 +101,22 @@ def choose_columns(first: SourceRecord, kind: SourceKind, reading: ReadOptions) 
             raise SourceError(f"{first.location}: it is plain text, which has no column {names[0]!r}")
         return ()
     if kind == "text":
-        joined = ("prompt",) if {"prompt", "completion"} <= fields.keys() else ()
-        choice = _choose(first, "text", reading.text_column, ("text", "messages", *joined), TEXT_COLUMNS)
+        prompt_and_completion = ("prompt",) if {"prompt", "completion"} <= fields.keys() else ()
+        ready = ("text", "messages", *prompt_and_completion)
+        choice = _choose(first, "text", reading.text_column, ready, TEXT_COLUMNS)
         return () if choice is None else (choice,)
     pair = ("chosen",) if "chosen" in fields and "rejected" in fields else ()
     # A preference pair beside a question is an answer to it; otherwise its prompt is the common beginning.
-    implied = () if any(name in fields for name in ("question", "instruction", "query")) else pair
-    choices = [_choose(first, "prompt", reading.prompt_column, (*PROMPT_FIELDS, *implied), PROMPT_COLUMNS)]
+    has_question = any(name in fields for name in ("question", "instruction", "query"))
+    ready = PROMPT_FIELDS if has_question else (*PROMPT_FIELDS, *pair)
+    choices = [_choose(first, "prompt", reading.prompt_column, ready, PROMPT_COLUMNS)]
     if kind == "responses":
-        taken = {column for choice in choices if choice is not None for column in choice.columns}
-        asks_conversation = reading.prompt_column is None or reading.prompt_column in CONVERSATIONS
-        ready = (*RESPONSE_FIELDS, *pair, *(CONVERSATIONS if asks_conversation else ()))
-        usual = [name for name in RESPONSE_COLUMNS if name not in taken]
-        choices.append(_choose(first, "response", reading.response_column, ready, usual))
+        prompt_columns = {column for choice in choices if choice is not None for column in choice.columns}
+        # The last message of a conversation is the response, unless the prompt is in another column.
+        may_be_conversation = reading.prompt_column is None or reading.prompt_column in CONVERSATIONS
+        ready = (*RESPONSE_FIELDS, *pair, *(CONVERSATIONS if may_be_conversation else ()))
+        usual_names = [name for name in RESPONSE_COLUMNS if name not in prompt_columns]
+        choices.append(_choose(first, "response", reading.response_column, ready, usual_names))
     return tuple(choice for choice in choices if choice is not None)
 
 
@@ -171,25 +182,25 @@ def as_messages(value: Any) -> Any:
 
 
 def _choose(
-    record: SourceRecord, field: str, named: str | None, ready: Collection[str], usual: Iterable[str]
+    record: SourceRecord, field: str, option: str | None, ready: Collection[str], usual_names: Iterable[str]
 ) -> ColumnChoice | None:
     """The column that stands for ``field``; None if a field of ``ready`` is there, or nothing is.
 
     Args:
         record: the first, with fields.
         field: "prompt", "response" or "text".
-        named: the column that an option names.
-        ready: fields that need no choice.
-        usual: names of columns to look for, in this order, without regard to case.
+        option: the column that an option names.
+        ready: fields in whose presence no column is chosen.
+        usual_names: names of columns to look for, in this order, without regard to case.
     """
     fields = record.fields or {}
-    if named is not None:
-        _require_column(record, named, field)
-        return ColumnChoice(field, (named,))
+    if option is not None:
+        _require_column(record, option, field)
+        return ColumnChoice(field, (option,))
     if any(fields.get(name) is not None for name in ready):
         return None
     present = {name.lower(): name for name in reversed(fields) if fields[name] is not None}
-    names = [present[name] for name in usual if name in present]
+    names = [present[name] for name in usual_names if name in present]
     if not names:
         return None
     columns, alternatives = (names[0],), tuple(names[1:])

@@ -121,7 +121,7 @@ class Source:
     """What was decided when it was found."""
 
     def columns(self) -> tuple[ColumnChoice, ...]:
-        """The columns that stand for fields of other names; empty if there are none, or no records.
+        """The columns that are read as fields of another name (``choose_columns``); empty without records.
 
         Raises:
             SourceError: if the first record cannot be read, or lacks a column that an option names.
