@@ -15,6 +15,7 @@ from thread_ranks import in_threads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
+from kleash.engines.endpoints.engine import UNKNOWN_COLUMNS
 from kleash.errors import OptionError, SourceError
 from kleash.jobs import MeasureJob
 from kleash.measuring import compare, measure, measure_part, merge
@@ -257,7 +258,6 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
     listed = logp.topk(5).indices
     of_listed = float((logp.exp() * (logp - logq))[listed].sum())
     is_listed = torch.isin(torch.arange(50), listed)
-    unknown = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation")
     columns = {name: np.zeros(50) for name in BOUND_COLUMNS} | {
         "logp_policy": logp.numpy(),
         "logp_reference": logq.numpy(),
@@ -268,7 +268,7 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
     }
     for weighting, drawn_from in (("unweighted", logp), ("importance", mu)):
         quantities = token_quantities(
-            columns, weighting, known_statistics([*unknown, "entropy_policy"])
+            columns, weighting, known_statistics([*UNKNOWN_COLUMNS, "entropy_policy"])
         ).columns()
         estimates = quantities[EstimatorSum(LISTED_AND_SAMPLED, "value")]
         assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)
