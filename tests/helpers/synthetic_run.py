@@ -377,12 +377,12 @@ def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[
             name=name,
             folder=f"candidates/{at + 1:02d}",
             numbers={
-                **compared(draw, 0.01 * 4**at),
-                "kl_policy_reference_99.9": number(draw.normal(0.5 * 4**at, 0.1, 300)),
+                **compared(draw, 0.01 * 4 ** (at % 10)),
+                "kl_policy_reference_99.9": number(draw.normal(0.5 * 4 ** (at % 10), 0.1, 300)),
             },
             bytes_on_disk=8_000_000_000 // (at + 1),
             bits_per_weight=8.0 / (at + 1),
-            letters="abcdefghij"[at],
+            letters="abcdefghij"[at % 10],
             is_on_pareto_front=True,
         )
         for at, name in enumerate(names)

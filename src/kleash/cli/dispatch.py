@@ -1,4 +1,4 @@
-"""Runs each command: measure, report, compare and audit here, the rest in modules of their own."""
+"""Runs each command: measure, merge, compare and audit here, the rest in modules of their own."""
 
 import json
 import shlex
@@ -14,16 +14,16 @@ from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJ
 from kleash.cli.formats import print_formatted
 from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
+from kleash.cli.report_command import run_report
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
-from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part
+from kleash.cli.summary import print_comparison, print_measurement, print_part
 from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
 from kleash.cli.training import run_demonstration, run_train
-from kleash.errors import CannotRunError, MissingExtraError, OptionError
+from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
-from kleash.jobs.output_options import FORMATS
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.store import Measurement
 from kleash.store.codec import to_json
@@ -50,7 +50,7 @@ def run(command: Command) -> int:
         case MergeJob():
             return _merge(command)
         case ReportJob():
-            return _report(command)
+            return run_report(command)
         case CompareJob():
             return _compare(command)
         case MismatchJob():
@@ -116,39 +116,6 @@ def _print_result(measurement: Measurement, folder: Path, output_format: str | N
         print_formatted(measurement, output_format, folder.expanduser())
     elif not quiet:
         print_measurement(measurement, folder)
-
-
-def _report(command: ReportJob) -> int:
-    """Run ``kleash report`` and return its exit code."""
-    from kleash.reports.folder_report import read_result, require_measurement, write_report_of
-    from kleash.reports.gate_verdicts import gate_of_measurement
-    from kleash.reports.trackers import send_measurement
-
-    folder = command.folder.expanduser()
-    if command.output_format is not None:
-        is_general = command.output_format in FORMATS
-        require_measurement(folder, f"--format {command.output_format}", or_sweep=is_general)
-    if command.report_to:
-        require_measurement(folder, "--report-to")
-    page = write_report_of(folder, command.at_most)
-    result = None
-    if command.output_format is not None or command.at_most is not None or command.report_to:
-        result = read_result(folder)
-    if isinstance(result, Measurement):
-        if command.at_most is not None:
-            result = replace(result, gate=gate_of_measurement(result, command.at_most))
-        failures = send_measurement(command.report_to, result, folder)
-        if failures:
-            raise CannotRunError("; ".join(failures))
-    if result is not None and command.output_format is not None:
-        print_formatted(result, command.output_format, folder)
-    else:
-        print(page)
-        if isinstance(result, Measurement) and result.gate is not None:
-            print_gate(result.gate)
-    return (
-        _exit_code_of_gate(result) if isinstance(result, Measurement) and command.at_most is not None else 0
-    )
 
 
 def _compare(command: CompareJob) -> int:

@@ -46,7 +46,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "workers of a Ray cluster": "engine address workers resources_per_worker",
     "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json "
-    "format quiet",
+    "format picture quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 

@@ -10,6 +10,8 @@ FORMATS = ("json", "csv", "markdown")
 """Formats of every result."""
 MEASUREMENT_FORMATS = (*FORMATS, "model-card", "llama.cpp")
 """Those of a measurement."""
+PICTURES = (".png", ".svg")
+"""How the names of pictures end."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 

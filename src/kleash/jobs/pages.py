@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kleash.errors import OptionError
 from kleash.jobs.option_groups import require_limit
-from kleash.jobs.output_options import FormatOption, MeasurementFormatOption, TrackerOption
+from kleash.jobs.output_options import PICTURES, FormatOption, MeasurementFormatOption, TrackerOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +17,18 @@ class ReportJob(MeasurementFormatOption, TrackerOption):
     at_most: float | None = None
     """A limit in nats for the KL(policy || reference) per token of a measurement. Exit code 0 if it is not above the
     limit, 1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
+    picture: Path | None = None
+    """Also draw a measurement or a sweep into this file, which ends in .png or .svg."""
 
     def __post_init__(self) -> None:
-        """Check the limit; raises OptionError."""
+        """Check the limit, the format, the trackers and the name of the picture; raises OptionError."""
         require_limit(self.at_most)
         self.check_format()
         self.check_trackers()
+        if self.picture is not None and self.picture.suffix.lower() not in PICTURES:
+            raise OptionError(
+                f"--picture takes a file that ends in {' or '.join(PICTURES)}; it is {self.picture}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
