@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+from math import nan
+
+import pytest
+import torch
+
+from kleash.errors import CannotRunError
+from kleash.linear import head_storage
 
 WORKER = """
 import os, sys, torch
@@ -123,3 +130,27 @@ def test_two_processes_with_a_sharded_weight_equal_one(tmp_path):
     for process in ranks:
         out, err = process.communicate(timeout=120)
         assert out.split()[-1:] == [b"equal"], err.decode()[-2000:]  # torch 2.8 says more before
+
+
+@pytest.mark.parametrize(
+    ("factors", "are_refused"),
+    [
+        ([2.0, 2.0], False),
+        ([2.0, 1.0], True),
+        ([nan, 2.0, 2.0], False),
+        ([2.0, nan], False),
+        ([nan, 2.0, 1.0], True),
+    ],
+)
+def test_ranks_that_multiply_their_losses_by_different_factors_are_refused(monkeypatch, factors, are_refused):
+    """An overflow on one rank makes its factor NaN, which is no reason to stop, whichever rank it is."""
+    monkeypatch.setattr(head_storage.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(
+        head_storage, "all_gather_single", lambda received, *_: received.copy_(torch.tensor(factors))
+    )
+    storage = head_storage.HeadStorage(None, [3] * len(factors), torch.device("cpu"))
+    if are_refused:
+        with pytest.raises(CannotRunError, match="multiply this loss by"):
+            storage.require_equal_factor(torch.tensor(factors[0]))
+    else:
+        storage.require_equal_factor(torch.tensor(factors[0]))

@@ -95,12 +95,12 @@ def _metrics_line(record: StepRecord) -> str:
     return ", ".join(f"{heading} {_cell(record, name, error)}" for heading, name, error in columns)
 
 
-def _cell(record: StepRecord, name: str, error: str | None) -> str:
-    """A metric of a step with its standard error, if it has one; empty if the step lacks the metric."""
+def _cell(record: StepRecord, name: str, error_name: str | None) -> str:
+    """A metric of a step with its standard error, the metric ``error_name``; empty if the step lacks the metric."""
     value = record.metrics.get(name)
     if value is None:
         return ""
-    standard_error = record.metrics.get(error) if error else None
+    standard_error = record.metrics.get(error_name) if error_name else None
     if standard_error is None or not math.isfinite(standard_error) or standard_error <= 0:
         return f"{value:.3g}"
     return str(Number.with_error(value, standard_error))

@@ -5,6 +5,7 @@ FSDP2 and ZeRO-3 store a head in this way. Ranks with the *same* tokens share a 
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import isnan
 from typing import Any, cast
 
 import torch
@@ -43,14 +44,14 @@ class HeadStorage:
         self, local: Float[Tensor, "tokens *any"], counts: Sequence[int]
     ) -> Float[Tensor, "all *any"]:
         """The entries of all ranks' tokens, in the order of the ranks; ``counts`` says how many each rank has."""
-        most = max(counts)
-        padded = local.new_zeros((most, *local.shape[1:]))
+        max_count = max(counts)
+        padded = local.new_zeros((max_count, *local.shape[1:]))
         padded[: len(local)] = local
-        received = local.new_empty((self.world_size * most, *local.shape[1:]))
+        received = local.new_empty((self.world_size * max_count, *local.shape[1:]))
         all_gather_single(received, padded, self.group)
-        if min(counts) == most:
+        if min(counts) == max_count:
             return received
-        return torch.cat([received[most * n : most * n + count] for n, count in enumerate(counts)])
+        return torch.cat([received[max_count * n : max_count * n + count] for n, count in enumerate(counts)])
 
     def gather_blocks(
         self, local: Float[Tensor, "rows *any"], size: int
@@ -122,7 +123,7 @@ class HeadStorage:
         raise_together(errors, error, list(dist.get_process_group_ranks(self.group)), STORING_RANKS)
 
     def require_equal_factor(self, factor: Tensor) -> None:
-        """Check that all ranks multiply their losses by one factor.
+        """Check that all ranks multiply their losses by one factor, of which NaN is ignored: it gives a NaN gradient.
 
         The gradient of the rows is summed over the ranks before it is multiplied, since every rank's tokens change it.
 
@@ -133,7 +134,7 @@ class HeadStorage:
         factors = numbers.new_empty(self.world_size)
         all_gather_single(factors, numbers, self.group)
         values = cast("list[float]", cast("Any", factors).tolist())
-        if any(value != values[0] for value in values if value == value):
+        if len({value for value in values if not isnan(value)}) > 1:
             raise CannotRunError(
                 f"the ranks that store the head multiply this loss by {values}; put what differs into the weights, "
                 "since the gradient of the head is summed over the ranks before the backward pass"

@@ -200,9 +200,13 @@ class Dealing:
         self.checks = SourceChecks(temperature=self.run.job.temperature)
 
     def shards_to_score(self, plan: Iterator[Shard]) -> Iterator[Shard]:
-        """Iterate over the shards that this rank is to score, until none is left or the run stops."""
+        """Iterate over the shards that this rank is to score, until none is left or the run stops.
+
+        The unfinished shards are numbered from 0 in the order of the plan. A rank takes the next number from a counter
+        that all ranks share, which is its ticket, and scores the shard of that number.
+        """
         ranks, (number, count) = self.run.ranks, self.run.job.part
-        ticket, unfinished = ranks.add("ticket") - 1, -1
+        ticket, number_of_shard = ranks.add("ticket") - 1, -1
         for shard in plan:
             stop = ranks.peek("stop") if self.run.job.until_relative_error is not None else None
             if stop is not None and shard.index >= stop:
@@ -211,8 +215,8 @@ class Dealing:
             self.checks.add(shard.sequences)
             if shard.index % count != number - 1 or shard.index in self.finished:
                 continue
-            unfinished += 1
-            if unfinished < ticket:
+            number_of_shard += 1
+            if number_of_shard < ticket:
                 continue
             ranks.check()
             yield shard
@@ -241,7 +245,7 @@ def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], runn
             _count_written(run, running, writer.written())
             if running.stop is not None:
                 break
-        _count_written(run, running, writer.written(all_of_them=True))
+        _count_written(run, running, writer.written(wait_for_all=True))
     deque(
         shards, maxlen=0
     )  # to the end of the plan, since the checks of the source count finished shards too

@@ -185,7 +185,10 @@ def _check_context(model: Model, context: int) -> None:
 
 
 def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Iterator[tuple[int, Tensor]]:
-    """The logits [rows, vocab] at the scored positions of a chunk, a few rows at a time, each with its first row."""
+    """The logits [rows, vocab] at the scored positions of a chunk, its second half, with the number of the first row.
+
+    A few rows at a time, counted from the first scored position.
+    """
     first = len(tokens) // 2
     ids = [int(token) for token in tokens]
     ids[0] = ids[0] if begin is None else begin
@@ -218,7 +221,7 @@ def _measurement(
     bounds: np.ndarray,
     notes: tuple[str, ...],
 ) -> LogitsMeasurement:
-    """The record of a measurement from the values of its tokens."""
+    """The record of a measurement from the values of its tokens; ``bounds`` [4, tokens] are as in ``_bounds``."""
     columns = concatenated_columns(parts)
     counts = np.full(len(columns.kld) // file.scored, file.scored)
 

@@ -27,7 +27,7 @@ class WrittenShard:
 
 
 class ShardWriter:
-    """Context with a thread that writes encoded shards; at its end, all that it was given are on disk."""
+    """Context with a thread that writes encoded shards; ``written`` returns those that are on disk."""
 
     def __init__(self, folder: RunFolder) -> None:
         """Prepare for a folder that is locked by this process."""
@@ -43,11 +43,11 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what waits, also after an error."""
+        """Stop the thread; after an error, once the shards that wait are on disk."""
         try:
             if error is not None:
                 with suppress(RunFolderError):
-                    deque(self.written(all_of_them=True), maxlen=0)
+                    deque(self.written(wait_for_all=True), maxlen=0)
         finally:
             self._thread.shutdown()
 
@@ -56,17 +56,19 @@ class ShardWriter:
         self._waiting.append((files, shard))
         self._start_batch()
 
-    def written(self, *, all_of_them: bool = False) -> Iterator[WrittenShard]:
-        """Iterate over the shards that are on disk and were not returned yet; waits if too many are not.
+    def written(self, *, wait_for_all: bool = False) -> Iterator[WrittenShard]:
+        """Iterate over the shards that are on disk and were not returned yet.
+
+        Waits for a batch while more than ``MAX_WAITING`` shards are in memory.
 
         Args:
-            all_of_them: whether to wait for every shard.
+            wait_for_all: whether to wait until every shard is on disk.
 
         Raises:
             RunFolderError: if one cannot be written.
         """
         while self._batch is not None:
-            if not (all_of_them or self._batch.done() or len(self._waiting) > MAX_WAITING):
+            if not (wait_for_all or self._batch.done() or len(self._waiting) > MAX_WAITING):
                 return
             batch, self._batch = self._batch, None
             shards = batch.result()

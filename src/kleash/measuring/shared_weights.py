@@ -131,7 +131,7 @@ def mirrored(engine: Engine, job: MeasureJob, ranks: RankGroup) -> Generator[Eng
 
 
 def follow(engine: Engine) -> None:
-    """Make the calls of the first rank's engine until it has ended."""
+    """Repeat the calls of the first rank's engine until its context has ended."""
     while True:
         name, argument = _receive()
         if name == END:

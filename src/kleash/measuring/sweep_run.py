@@ -277,7 +277,8 @@ def _failure_of_all(failure: str, ranks: RankGroup, *, is_own: bool) -> str:
     """
     with ranks.running():
         failures: list[tuple[bool, str]] = ranks.gather("failure", [not is_own, failure])
-    return min(((second_hand, text) for second_hand, text in failures if text), default=(False, ""))[1]
+    # False sorts before True: a rank's own reason is preferred.
+    return min(((is_of_another, text) for is_of_another, text in failures if text), default=(False, ""))[1]
 
 
 def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:

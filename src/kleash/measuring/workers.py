@@ -99,7 +99,7 @@ def worker_engine(job: MeasureJob, folder: str) -> LocalEngine:
 
 
 def describe_models(engine: LocalEngine) -> Mapping[str, Any]:
-    """What must be the same on all workers, by names in words."""
+    """What must be the same on all workers: values by the words that an error calls them by."""
     pair = engine.pair
     description: dict[str, Any] = {}
     for model in (pair.policy, pair.reference):

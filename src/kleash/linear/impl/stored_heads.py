@@ -267,7 +267,7 @@ def _moved_round(
         for place, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            if place % 3 == 0:
+            if place % 3 == 0:  # of hidden states; the other two of a model are its weight and bias
                 sums.add(place, index, gradient[local])
             else:
                 sums.add(place, slice(None), gradient)
@@ -276,7 +276,7 @@ def _moved_round(
 
 
 def _local_head(model: HeadInputs, rows: slice) -> Head:
-    """The rows that this rank stores of the other head, if this one is whole."""
+    """This rank's rows of a head; of a whole head, those that it stores of the other one, which is not whole."""
     head = model.head
     if model.storage is not None:
         return head
