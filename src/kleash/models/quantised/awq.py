@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kleash.models.quantised.gptq import SCALE_TYPES
-from kleash.models.quantised.integers import unpack_words
+from kleash.models.quantised.integers import scale_groups, unpack_words
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
 BITS, WEIGHTS_OF_WORD = 4, 8
@@ -109,7 +109,7 @@ def _open_gemm(
 
     def decode(start: int, stop: int) -> Tensor:
         codes, zeros = unpack(qweight, start, stop), unpack(qzeros, start, stop)
-        return (codes - zeros[:, groups]).to(dtype) * scales[:, start:stop].T.to(dtype)[:, groups]
+        return scale_groups(codes, zeros, scales[:, start:stop].T.to(dtype), groups)
 
     return decode
 
@@ -127,6 +127,6 @@ def _open_gemv(
     def decode(start: int, stop: int) -> Tensor:
         codes = unpack_words(qweight[start:stop], BITS, columns)
         zeros = unpack_words(qzeros[start:stop], BITS, count)
-        return (codes - zeros[:, groups]).to(dtype) * scales[start:stop].to(dtype)[:, groups]
+        return scale_groups(codes, zeros, scales[start:stop, :count].to(dtype), groups)
 
     return decode

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kleash.models.quantised.integers import WORD_BITS, unpack_words
+from kleash.models.quantised.integers import WORD_BITS, scale_groups, unpack_words
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
 BITS = (2, 3, 4, 8)
@@ -120,7 +120,7 @@ def _open(
         zeros = unpack_words(qzeros[:, first_word:last_word].contiguous(), bits, stop - start).T
         if has_shifted_zeros:
             zeros = (zeros + 1) & mask
-        return (codes - zeros[:, groups]).to(dtype) * scales[:, start:stop].T.to(dtype)[:, groups]
+        return scale_groups(codes, zeros, scales[:, start:stop].T.to(dtype), groups)
 
     return decode
 

@@ -40,6 +40,28 @@ def unpack_words(words: Int[Tensor, "rows words"], bits: int, count: int) -> Int
     return (values & mask).int()
 
 
+def scale_groups(
+    codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Int[Tensor, " columns"]
+) -> Tensor:
+    """The numbers that codes stand for: (codes - zeros) scales, with the zero point and scale of each column's group.
+
+    Args:
+        codes: [rows, columns], integers or floating-point numbers.
+        zeros: [rows, groups]; None for 0.
+        scales: [rows, groups] in the dtype of the result.
+        groups: the group of each column.
+    """
+    rows, columns = codes.shape
+    count = scales.shape[1]
+    if columns % count == 0 and torch.equal(groups, torch.arange(columns) // (columns // count)):
+        codes, scales = codes.view(rows, count, -1), scales[:, :, None]  # no copies of the scales
+        zeros = None if zeros is None else zeros[:, :, None]
+    else:
+        scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
+    shifted = codes if zeros is None else codes - zeros
+    return (shifted.to(scales.dtype) * scales).view(rows, columns)
+
+
 def unpack_float_4(codes: Int[Tensor, "rows bytes"], dtype: torch.dtype) -> Tensor:
     """Unpack 4-bit floating-point numbers E2M1 from bytes, the lower half of a byte first: [rows, 2 · bytes]."""
     table = torch.tensor((*FLOAT_4_VALUES, *(-value for value in FLOAT_4_VALUES)), dtype=dtype)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kleash.models.quantised.integers import unpack_float_4, unpack_words, words_of
+from kleash.models.quantised.integers import scale_groups, unpack_float_4, unpack_words, words_of
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
@@ -52,12 +52,10 @@ class BlockValues(NamedTuple):
     values: Tensor
     """[blocks of rows, blocks of columns]."""
     block_rows: int
-    column_blocks: Tensor
-    """The block of each column, [columns]."""
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The number of each element in some rows of the matrix: [stop - start, columns]."""
-        return self.values[torch.arange(start, stop) // self.block_rows][:, self.column_blocks]
+        """The numbers of the blocks in some rows of the matrix: [stop - start, blocks of columns]."""
+        return self.values[torch.arange(start, stop) // self.block_rows]
 
 
 def find_scaled_modules(
@@ -196,7 +194,7 @@ def _open(
     column_blocks = _column_blocks(tensors, reader, columns, block[1])
 
     def by_block(values: Tensor) -> BlockValues:
-        return BlockValues(values.reshape(-(-rows // block[0]), -1), block[0], column_blocks)
+        return BlockValues(values.reshape(-(-rows // block[0]), -1), block[0])
 
     scales = by_block(_read_scales(tensors, reader, dtype))
     zeros = None
@@ -209,9 +207,8 @@ def _open(
             values = (unpack_words(tile, bits, columns) - (1 << (bits - 1))).to(dtype)
         else:
             values = unpack_float_4(tile, dtype) if codes.dtype == torch.uint8 else tile.to(dtype)
-        if zeros is not None:
-            values = values - zeros.rows(start, stop)
-        return values * scales.rows(start, stop)
+        tile_zeros = None if zeros is None else zeros.rows(start, stop)
+        return scale_groups(values, tile_zeros, scales.rows(start, stop), column_blocks)
 
     return decode
 
