@@ -12,6 +12,7 @@ from kleash.errors import ModelError
 from kleash.models.quantised.awq import find_awq_modules
 from kleash.models.quantised.bitsandbytes import find_bitsandbytes_modules
 from kleash.models.quantised.gptq import GPTQSettings, find_gptq_modules
+from kleash.models.quantised.hqq import find_hqq_modules
 from kleash.models.quantised.packed_modules import (
     PackedModule,
     TensorHeader,
@@ -19,6 +20,7 @@ from kleash.models.quantised.packed_modules import (
     group_by_module,
     read_headers,
 )
+from kleash.models.quantised.quanto import find_quanto_modules
 from kleash.models.quantised.scaled_weights import WeightScheme, find_scaled_modules
 from kleash.models.quantised.settings import (
     UnsupportedLayoutError,
@@ -259,6 +261,16 @@ def _torchao_modules(tensors: _PackedTensors) -> list[PackedModule]:
     return find_torchao_modules(tensors.subject, tensors.headers, tensors.reader)
 
 
+def _hqq_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of an HQQ checkpoint."""
+    return find_hqq_modules(group_by_module(tensors.subject, tensors.headers), tensors.reader)
+
+
+def _quanto_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of an optimum-quanto checkpoint."""
+    return find_quanto_modules(tensors.subject, tensors.headers, tensors.reader)
+
+
 def _rounds_activations(
     settings: Mapping[str, Any], headers: Mapping[str, TensorHeader], reader: TensorReader
 ) -> bool:
@@ -285,5 +297,7 @@ FORMATS: Mapping[str, Callable[[_PackedTensors], list[PackedModule]]] = {
     "modelopt": _scaled_float_modules,
     "bitsandbytes": _bitsandbytes_modules,
     "torchao": _torchao_modules,
+    "hqq": _hqq_modules,
+    "quanto": _quanto_modules,
 }
 """``quant_method`` of config.json → the packed modules of such a checkpoint."""

@@ -10,7 +10,7 @@ from kleash.models.checkpoints.files import read_json
 MAX_GROUP_SIZE = 1 << 24
 OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with the settings of checkpoints that were written before config.json had them, and their formats."""
-MODELOPT_SETTINGS = "hf_quant_config.json"
+MODELOPT_SETTINGS, QUANTO_SETTINGS = "hf_quant_config.json", "quanto_qmap.json"
 
 
 class UnsupportedLayoutError(Exception):
@@ -41,6 +41,8 @@ def read_quantisation_settings(folder: Path) -> dict[str, Any] | None:
     for name, method in OLD_SETTINGS.items():
         if (folder / name).is_file():
             return {"quant_method": method, **read_json(folder / name)}
+    if (folder / QUANTO_SETTINGS).is_file():
+        return {"quant_method": "quanto"}
     if (folder / MODELOPT_SETTINGS).is_file():
         value = read_json(folder / MODELOPT_SETTINGS).get("quantization")
         return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
