@@ -205,6 +205,15 @@ def test_a_prompt_with_an_image_is_refused(pair, prompt, message):
         tokenise_prompts([prompt], pair)
 
 
+@pytest.mark.parametrize("part", ["a text", None, 3, ["a text"]])
+def test_a_prompt_with_a_part_that_is_no_object_is_refused(pair, part):
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+    with pytest.raises(
+        SourceError, match=r"to be text, or a list of parts such as .*, and found '.*' in the list"
+    ):
+        tokenise_prompts([prompt], pair)
+
+
 def test_a_record_with_a_column_of_images_is_refused(pair, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "What is in the picture?", "images": ["a.png"]}) + "\n")

@@ -108,7 +108,10 @@ class MirroredEngine:
         return self._call("float32_gap", sequences)
 
     def _call(self, name: str, argument: Any) -> Any:
-        """The result of one of the engine's methods, which all ranks call."""
+        """The result of one of the engine's methods, which all ranks call.
+
+        If it raises, it does so on all ranks, and ``is_in_call`` stays set, since none waits for another call.
+        """
         _send(name, argument)
         self.is_in_call = True
         result = getattr(self.engine, name)(argument)

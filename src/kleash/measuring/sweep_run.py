@@ -63,8 +63,8 @@ def sweep(
     Args:
         job: the candidates, the reference and the source.
         reporter: receives the progress, on the first rank.
-        new_ranks: makes the group of the processes that share a run, such as ``launched_ranks``. It is called once for
-            the cache and once for each candidate, in the same order by all processes.
+        new_ranks: makes a new group of the processes that share a run, such as ``launched_ranks``. It is called for the
+            cache and for each step of a candidate, in the same order by all processes.
 
     Returns:
         The sweep, as in ``sweep.json``.

@@ -67,10 +67,10 @@ def reverse_kl_bounds(
     q = logq.exp()
     negentropy = _term(logq, torch.zeros_like(logq)).sum(-1)
     inner = torch.minimum(torch.maximum(logq, lowest), highest)
-    most = (q * inner - inner.exp()).sum(-1)
+    largest_sum = (q * inner - inner.exp()).sum(-1)
     ends = [torch.where(end.isfinite(), q * end - end.exp(), -torch.inf) for end in (lowest, highest)]
-    least = torch.minimum(*ends).sum(-1)
-    return (negentropy - most - 1).clamp(min=0), negentropy - least - 1
+    smallest_sum = torch.minimum(*ends).sum(-1)
+    return (negentropy - largest_sum - 1).clamp(min=0), negentropy - smallest_sum - 1
 
 
 def _term(logp: Tensor, shifted: Tensor) -> Tensor:

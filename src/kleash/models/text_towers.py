@@ -178,7 +178,10 @@ def _tower_class(composite: Any) -> Any:
 
 
 def _load_tower(tower: Any, is_text_only: bool, folder: Any, **options: Any) -> tuple[Any, Any]:
-    """``from_pretrained`` of a class of ``_tower_class``; the network has the composite class itself."""
+    """``from_pretrained`` of a class of ``_tower_class``; the network has the composite class itself.
+
+    If ``is_text_only``, the names in the files are those of the text part alone, and get its prefix in the composite.
+    """
     if is_text_only:
         with torch.device("meta"):
             skeleton = tower._from_config(options["config"])

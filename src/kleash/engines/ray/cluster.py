@@ -118,7 +118,9 @@ def connected_cluster(
             _connect(ray, str(address), settings)
             yield ray
         finally:
-            with suppress(Exception):
+            with suppress(
+                Exception
+            ):  # a lost cluster raises errors of many types, which would hide the first one
                 ray.shutdown()
 
 

@@ -47,8 +47,8 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
     """Check that there are messages and that each has a role and content; return them.
 
     Raises:
-        SourceError: if the list is empty, a message lacks its role or content, or its content holds an image, audio or
-            video.
+        SourceError: if the list is empty, a message lacks its role or content, or its content is a list with anything
+            but parts of text.
     """
     if not messages:
         raise SourceError(f"{record.location}: {name!r} is empty; it needs at least one message")
@@ -63,20 +63,28 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
                 f"{show_value(message)}"
             )
         for part in message["content"] if isinstance(message["content"], list) else ():
-            kinds = (
-                [part.get("type"), *MEDIA_COLUMNS, "image_url", "input_audio"]
-                if isinstance(part, dict)
-                else []
-            )
-            kind = next((kind for kind in kinds[:1] if kind), None) or next(
-                filter(part.get, kinds[1:]), "text"
-            )
-            if kind != "text":
-                raise SourceError(
-                    f"{record.location}: a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on "
-                    "text alone; leave the record out, or give its text"
-                )
+            _check_part(record, name, part)
     return messages
+
+
+def _check_part(record: SourceRecord, name: str, part: Any) -> None:
+    """Check that a part of a message's content, such as {"type": "text", "text": "..."}, is text.
+
+    Raises:
+        SourceError: if it is no object, or an image, audio or video.
+    """
+    if not isinstance(part, dict):
+        raise SourceError(
+            f"{record.location}: expected the content of each message of {name!r} to be text, or a list of parts such "
+            f"as {{'type': 'text', 'text': '...'}}, and found {show_value(part)} in the list"
+        )
+    media = [key for key in (*MEDIA_COLUMNS, "image_url", "input_audio") if part.get(key)]
+    kind = part.get("type") or (media[0] if media else "text")
+    if kind != "text":
+        raise SourceError(
+            f"{record.location}: a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on "
+            "text alone; leave the record out, or give its text"
+        )
 
 
 def check_text_only(record: SourceRecord) -> None:

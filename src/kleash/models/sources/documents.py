@@ -116,7 +116,11 @@ def _windows(
 
 
 def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Index of the first token, of the first scored token, and the end of each window of a document of ``tokens``."""
+    """Iterate over the windows of a document of ``tokens`` tokens: first token, first scored token, and end.
+
+    A window has one token more than a model reads at once: the last is predicted only. Tokens from the first scored one
+    to the end are scored.
+    """
     score_start, start = 1, 0
     while score_start < tokens:
         stop = min(start + window + 1, tokens)

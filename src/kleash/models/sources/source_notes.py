@@ -23,7 +23,9 @@ def describe_source(
     tokenizer: Any = None,
     limit: int | None = None,
 ) -> tuple[str, ...]:
-    """The notes about a source. Where the tokenizer has a chat template, all its records are read.
+    """The notes about a source: its files, its columns, and what the chat template renders.
+
+    All records are read, up to ``limit``, if the tokenizer has a chat template or the option is "raw".
 
     Args:
         kind: what the source is read for.
