@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import HOSTILE, number, synthetic_sweep, write_synthetic_run
+from synthetic_run import HOSTILE, synthetic_sweep, write_synthetic_run
 
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError
@@ -128,14 +128,18 @@ def test_a_long_name_stays_within_the_picture(measurement: Measurement) -> None:
         role: ModelRecord(**{**vars(model), "path": "W" * 300}) for role, model in measurement.models.items()
     }
     unlike = replace(measurement, models=models, by_position=(), convergence=(), quantiles={})
-    for figure in (drawn(unlike), drawn(replace(synthetic_sweep(("W" * 300,) * 3), reference="W" * 300))):
-        figure.savefig("/dev/null", format="png", dpi=50)
-        width, height = figure.bbox.size
-        for text in figure.texts:
-            box = text.get_window_extent()
-            assert box.x0 >= 0 and box.x1 <= width and 0 <= box.y0 < box.y1 <= height, text
-        tops = [axes.get_tightbbox().y1 for axes in figure.axes if axes.axison]
-        assert max(tops) <= min(text.get_window_extent().y0 for text in figure.texts)
+    require_texts_fit(drawn(unlike))
+    require_texts_fit(drawn(replace(synthetic_sweep(("W" * 300,) * 3), reference="W" * 300)))
+
+
+def require_texts_fit(figure: Any) -> None:
+    """Check that the title lies within the picture, and above all panels."""
+    figure.draw_without_rendering()
+    width, height = figure.bbox.size
+    boxes = [text.get_window_extent() for text in figure.texts]
+    for box in boxes:
+        assert box.x0 >= 0 and box.x1 <= width and 0 <= box.y0 < box.y1 <= height, box
+    assert max(axes.get_tightbbox().y1 for axes in figure.axes if axes.axison) <= min(box.y0 for box in boxes)
 
 
 def test_what_is_not_finite_or_not_known_is_not_drawn(measurement: Measurement, tmp_path: Path) -> None:
@@ -163,7 +167,10 @@ def test_bounds_of_a_served_model_are_drawn(measurement: Measurement, tmp_path: 
     from kleash.reports.pictures import write_picture
 
     bounds = {
-        f"kl_policy_reference_{end}": number([v, v + 0.1]) for end, v in (("lower", 0.1), ("upper", 0.4))
+        f"kl_policy_reference_{end}": Number(
+            value=value, unit="nats", standard_error=1e-6, ci95=(value - 2e-6, value + 2e-6)
+        )
+        for end, value in (("lower", 0.15), ("upper", 0.45))
     }
     served = replace(
         measurement, per_token=bounds, estimators={}, quantiles={}, by_position=(), convergence=()
@@ -172,6 +179,7 @@ def test_bounds_of_a_served_model_are_drawn(measurement: Measurement, tmp_path: 
     assert [x for x, _ in dots_of(means)] == pytest.approx([0.15, 0.45])
     assert "lower bound" in means.get_yticklabels()[0].get_text()
     write_picture(tmp_path / "bounds.png", served)
+    require_texts_fit(drawn(served))
 
 
 def test_a_sweep_without_sizes_of_one_or_of_many_candidates_is_drawn(tmp_path: Path) -> None:
@@ -200,7 +208,7 @@ def test_drawing_changes_no_setting_of_matplotlib(measurement: Measurement, tmp_
     from kleash.reports.pictures import write_picture
 
     few = replace(measurement, by_position=(), convergence=(), quantiles={})
-    with matplotlib.rc_context({"font.size": 33.0, "axes.grid": True}):
+    with matplotlib.rc_context({"axes.linewidth": 7.0, "xtick.labelsize": 30.0}):
         before = dict(matplotlib.rcParams)
         with_own_style = write_picture(tmp_path / "a.svg", few).read_bytes()
         assert dict(matplotlib.rcParams) == before

@@ -230,7 +230,7 @@ def _sweep_figure(sweep: Sweep) -> Any:
     left_out = len(sweep.ranking) - len(ranking)
     _title(
         figure,
-        f"{label_of(sweep.rank_by)} of {len(sweep.ranking)} candidates",
+        f"{label_of(sweep.rank_by)} of {len(sweep.ranking)} candidate{'' if len(sweep.ranking) == 1 else 's'}",
         (
             f"reference: {_name(sweep.reference)}",
             f"{sweep.tokens:,} tokens, {sweep.clusters:,} independent clusters; those that share a letter are tied",
@@ -282,8 +282,8 @@ def _new_figure(width: float, height: float) -> Any:
 def _title(figure: Any, title: str, subtitles: Sequence[str]) -> None:
     """A title in bold and lines below it, at the left, broken at the figure's width."""
     width, height = figure.get_size_inches()
-    title_lines = textwrap.wrap(title, int(10.5 * width))
-    lines = [line for subtitle in subtitles for line in textwrap.wrap(subtitle, int(14 * width))]
+    title_lines = textwrap.wrap(title, int(9.8 * width))
+    lines = [line for subtitle in subtitles for line in textwrap.wrap(subtitle, int(13 * width))]
     title_height, lines_height = 0.2 * len(title_lines) + 0.03, 0.16 * len(lines)
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - (title_height + lines_height + 0.18) / height))
     figure.text(0.012, 1 - 0.07 / height, "\n".join(title_lines), fontsize=11, fontweight="bold", va="top")

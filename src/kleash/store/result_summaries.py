@@ -174,8 +174,8 @@ def _with_error(numbers: Mapping[str, Number], name: str) -> str:
 def _(sweep: Sweep) -> Summary:
     header = ("candidate", "", label_of(sweep.rank_by), "95 % interval", f"{QUANTILE} % of tokens")
     return Summary(
-        headline=f"{len(sweep.ranking)} candidates by {label_of(sweep.rank_by)} per token; those that share a letter "
-        "are tied",
+        headline=f"{len(sweep.ranking)} candidate{'' if len(sweep.ranking) == 1 else 's'} by "
+        f"{label_of(sweep.rank_by)} per token; those that share a letter are tied",
         facts=(
             ("reference", Name(sweep.reference)),
             ("sample", _sample_size(sweep.tokens, None, "", sweep.clusters)),
