@@ -4,12 +4,14 @@
     python benchmarks/sweep_cost.py --shape shipped --tokens 20000 --rounds 6
     python benchmarks/sweep_cost.py --shape qwen3-0.6b --tokens 512 --rounds 6 --whole
 
-The two are interleaved in one process, after a warm-up, and the result is the median of the ratios within rounds with
-the smallest and the largest, which enclose the median of 6 rounds with 97 % confidence. The candidate is scored and
-written as a sweep does it: all columns of all tokens, against the reference's hidden states from the cache. The bare
-work is the candidate's network on the same batches, with logits, and the product of as many hidden states with the
-reference's head. With --whole both begin with loading the candidate and reading the text, and the candidate's run ends
-with its report. Writes results/sweep_cost_SHAPE.json.
+The ways are interleaved in one process, after a warm-up, and the results are the medians of the ratios within rounds
+with the smallest and the largest, which enclose the median of 6 rounds with 97 % confidence. The candidate is scored
+and written as a sweep does it: all columns of all tokens, against the reference's hidden states from the cache. The
+bare work is done in two ways on the same batches: "network" calls the candidate's network, which returns the logits of
+all positions at once, and "products" its body, and multiplies the scored positions with its head a few rows at a time,
+which is the least that any way must do. Both then multiply as many hidden states with the reference's head. With
+--whole all begin with loading the candidate and reading the text, and the candidate's run ends with its report.
+Writes results/sweep_cost_SHAPE.json.
 """
 
 import argparse
@@ -39,35 +41,44 @@ CHUNK = 128
 """Rows of the bare product at once."""
 
 
-def bare_work(pair: Pair, shards: list[Any], batch_tokens: int) -> None:
+def bare_work(pair: Pair, shards: list[Any], batch_tokens: int, *, by_network: bool) -> None:
     """The candidate's logits in the batches of a sweep, and one product with the reference's head."""
-    head = pair.reference.head.weight
-    assert head is not None
+    own_head, head = pair.policy.head.weight, pair.reference.head.weight
+    assert own_head is not None and head is not None
     for shard in shards:
         sequences = shard.sequences
         for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
-            ids, rows, _ = pad_batch([sequences[index] for index in batch])
+            ids, rows, cols = pad_batch([sequences[index] for index in batch])
             with torch.inference_mode():
-                output = pair.policy.network(input_ids=ids, use_cache=False)
-                assert output.logits is not None
-                hidden = torch.ones(len(rows), head.shape[1], dtype=head.dtype)
-                for part in hidden.split(CHUNK):
-                    assert (part @ head.T).shape[0] == len(part)
+                if by_network:
+                    assert pair.policy.network(input_ids=ids, use_cache=False).logits is not None
+                else:
+                    multiply(pair.policy.hidden_states(ids)[rows, cols], own_head)
+                multiply(torch.ones(len(rows), head.shape[1], dtype=head.dtype), head)
+
+
+def multiply(hidden: torch.Tensor, head: torch.Tensor) -> None:
+    """The product of hidden states and a head, some rows at a time into one buffer."""
+    buffer = torch.empty(CHUNK, len(head), dtype=head.dtype)
+    for part in hidden.split(CHUNK):
+        torch.mm(part, head.T, out=buffer[: len(part)])
 
 
 def work_of(job: SweepJob, out: Path, *, whole: bool) -> dict[str, Callable[[], object]]:
-    """The two ways of a round."""
+    """The ways of a round."""
     cache_reference(job.cache_job(out))
     candidate = job.measure_job(1, out)
     if whole:
         runs = iter(range(10**6))
 
-        def bare() -> None:
+        def bare(by_network: bool) -> None:
             pair = load_models(candidate, None)
-            bare_work(pair, list(plan_shards(candidate, pair).shards), job.batch_tokens)
+            shards = list(plan_shards(candidate, pair).shards)
+            bare_work(pair, shards, job.batch_tokens, by_network=by_network)
 
         return {
-            "bare": bare,
+            "network": lambda: bare(True),
+            "products": lambda: bare(False),
             "kleash": lambda: measure(replace(candidate, out=str(out / f"run-{next(runs)}"))),
         }
     pair = load_models(candidate, None)
@@ -81,7 +92,11 @@ def work_of(job: SweepJob, out: Path, *, whole: bool) -> dict[str, Callable[[], 
             result = engine.run(shard)
             folder.write_shard(shard.index, result.tokens, result.sequences)
 
-    return {"bare": lambda: bare_work(pair, shards, job.batch_tokens), "kleash": scored}
+    return {
+        "network": lambda: bare_work(pair, shards, job.batch_tokens, by_network=True),
+        "products": lambda: bare_work(pair, shards, job.batch_tokens, by_network=False),
+        "kleash": scored,
+    }
 
 
 def main() -> None:
@@ -113,17 +128,20 @@ def main() -> None:
         for way in ways.values():
             way()
         times, loads = interleaved(ways, arguments.rounds)
-    ratios = [kleash / bare for kleash, bare in zip(times["kleash"], times["bare"], strict=True)]
-    figures = {
+    figures: dict[str, Any] = {
         "shape": arguments.shape,
         "whole": arguments.whole,
         "tokens": arguments.tokens,
-        "bare_seconds": round(median(times["bare"]), 3),
-        "kleash_seconds": round(median(times["kleash"]), 3),
-        "ratio": round(median(ratios), 3),
-        "smallest_and_largest": [round(min(ratios), 3), round(max(ratios), 3)],
+        "seconds": {name: round(median(seconds), 3) for name, seconds in times.items()},
         "load_averages": [round(load, 1) for load in loads],
     }
+    for name in ("network", "products"):
+        ratios = [seconds / bare for seconds, bare in zip(times["kleash"], times[name], strict=True)]
+        figures[f"ratio_to_{name}"] = {
+            "median": round(median(ratios), 3),
+            "smallest": round(min(ratios), 3),
+            "largest": round(max(ratios), 3),
+        }
     name = f"sweep_cost_{arguments.shape}{'_whole' if arguments.whole else ''}"
     print(f"{figures}\n{write_result(name, figures, packages=('transformers',))}, process {os.getpid()}")
 

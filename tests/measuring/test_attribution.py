@@ -1,6 +1,7 @@
 """``kleash sweep --attribute``: against swaps of state dicts in float64, planted damage, resumption and failures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,8 +232,7 @@ def test_ranks_share_the_passes_and_the_first_writes_them(
     def sums_of(swap: SwapPass, *_: object) -> SequenceSums:
         return SequenceSums.from_lists([[0, 1], [0, 0], [float(swap.name), 0.5], [3.0, 4.0]])
 
-    class Models:
-        sequences = (None, None)
+    models: Any = SimpleNamespace(sequences=(None, None))
 
     class Reporter:
         def __getattr__(self, name: str) -> Any:
@@ -245,7 +245,7 @@ def test_ranks_share_the_passes_and_the_first_writes_them(
         folder = AttributionFolder(tmp_path / f"rank-{ranks.rank}")
         with ranks.running():
             finished = {"4": sums_of(passes[4])} if ranks.is_first and folder.open({}) == {} else {}
-            return run_passes(passes, Models(), folder, finished, ranks, Reporter())  # type: ignore[arg-type]
+            return run_passes(passes, models, folder, finished, ranks, Reporter())
 
     first, _ = (future.result() for future in in_threads(2, work))
     assert {name: sums.total[0] for name, sums in first.items()} == {str(n): n for n in range(9)}
@@ -263,9 +263,9 @@ def test_ranks_share_the_passes_and_the_first_writes_them(
         ({"attribute": ("layers",), "device_map": "fsdp"}, "--device-map fsdp"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        SweepJob(candidates=("a",), text="t", **options)  # type: ignore[arg-type]
+        SweepJob(candidates=("a",), text="t", **options)
 
 
 def test_a_candidate_equal_to_its_reference_needs_one_pass() -> None:

@@ -1,18 +1,38 @@
 """Groups of weights: every weight in one group, swapped as the state dict would be, and undone without a trace."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, save_tiny, tiny_adapter
+from tiny_architectures import tiny_config
+from tiny_models import save_tiny, tiny_adapter
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from kleash.errors import ModelError
+from kleash.linear import Head
 from kleash.models import Loading, Model, load_pair, load_reference
 from kleash.models.pair_loading import load_alone
 from kleash.models.weight_groups import swapped_weights, weight_groups
 
 PairFolders = Callable[[str], tuple[Path, Path]]
+ARCHITECTURES = (
+    *(
+        "bloom",
+        "deepseek_v3",
+        "falcon_h1",
+        "gemma3n_text",
+        "gpt2",
+        "gpt_oss",
+        "jamba",
+        "llama",
+        "mamba",
+        "mixtral",
+    ),
+    *("qwen3_next", "rwkv"),
+)
 IDS = torch.tensor([[0, 5, 9, 31, 200, 7, 7, 120]])
 
 
@@ -26,20 +46,83 @@ def logits_of(model: Model) -> torch.Tensor:
     return model.hidden_states(IDS) @ model.head.weight.T
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedNetwork:
+    """A network without files, with the fields of a model that groups depend on."""
+
+    network: Any
+    role: str
+    dtype: torch.dtype
+    head: Head
+    vocab_size: int = 1
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("grouping", ["layers", "modules"])
-def test_every_weight_is_in_exactly_one_group(folders: PairFolders, architecture: str, grouping: str) -> None:
+def test_every_weight_is_in_exactly_one_group_and_all_together_are_the_reference(architecture: str) -> None:
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {architecture}")
+    networks = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        networks.append(AutoModelForCausalLM.from_config(tiny_config(architecture)).eval())
+    models: list[Any] = [
+        LoadedNetwork(network=network, role=role, dtype=network.dtype, head=Head(weight=None))
+        for network, role in zip(networks, ("policy", "reference"), strict=True)
+    ]
+    policy, reference = models
+    ids = torch.tensor([[1, 5, 9, 3, 7, 2]])
+    with torch.no_grad():
+        before, expected = (network(ids, use_cache=False).logits for network in networks)
+        for grouping in ("layers", "modules"):
+            groups = weight_groups(policy, reference, grouping)
+            assert sum(group.parameters for group in groups) == reference.network.num_parameters()
+            layers = [group for group in groups if group.name.startswith("layer ")]
+            assert len(layers) == (policy.network.config.num_hidden_layers if grouping == "layers" else 0)
+            with swapped_weights(policy, reference, groups):
+                assert torch.equal(policy.network(ids, use_cache=False).logits, expected)
+            assert torch.equal(policy.network(ids, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("llama", "head"), ("qwen3", "embeddings and head")])
+def test_the_head_is_swapped_with_its_module_and_with_tied_embeddings(
+    folders: PairFolders, architecture: str, name: str
+) -> None:
     pair = load_pair(*map(str, folders(architecture)))
-    groups = weight_groups(pair.policy, pair.reference, grouping)
-    assert sum(group.parameters for group in groups) == pair.reference.parameters
-    layers = [group.name for group in groups if group.name.startswith("layer ")]
-    assert layers == (["layer 0", "layer 1"] if grouping == "layers" else [])
-    expected = "embeddings and head" if pair.reference.network.config.tie_word_embeddings else "head"
-    assert expected in [group.name for group in groups]
-    with swapped_weights(pair.policy, pair.reference, groups) as swapped:
-        network = pair.policy.network
-        assert torch.equal(network(IDS).logits, pair.reference.network(IDS).logits)
-        assert swapped.head.weight is pair.reference.head.weight
+    for grouping in ("layers", "modules"):
+        (group,) = (
+            group for group in weight_groups(pair.policy, pair.reference, grouping) if "head" in group.name
+        )
+        assert group.name == name
+        with swapped_weights(pair.policy, pair.reference, [group]) as swapped:
+            assert swapped.head.weight is pair.reference.head.weight
+            assert torch.allclose(logits_of(swapped), swapped.network(IDS).logits, atol=1e-4)
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer of int8 codes and scales, as packed checkpoints have it."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("codes", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.codes * self.scale)
+
+
+def test_packed_layers_give_way_to_plain_ones(tmp_path: Path) -> None:
+    first, second = (save_tiny(tmp_path / name) for name in ("first", "second"))
+    pair = load_pair(str(first), str(second))
+    for layer in pair.policy.network.model.layers:
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj)
+    different = [
+        group for group in weight_groups(pair.policy, pair.reference, "modules") if not group.is_identical
+    ]
+    assert [group.name for group in different] == ["mlp.up_proj"]
+    assert not torch.equal(logits_of(pair.policy), logits_of(pair.reference))
+    with swapped_weights(pair.policy, pair.reference, different) as swapped:
+        assert torch.equal(logits_of(swapped), logits_of(pair.reference))
 
 
 def test_groups_of_modules_have_the_names_of_the_modules(llamas: tuple[Model, Model]) -> None:
