@@ -7,7 +7,7 @@ bin=.venv/bin
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
-checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges,objective,losses}.py)
+checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
 # Files with tests that are marked "compiler" or "browser", so that no others are imported for them; tests/conftest.py
 # refuses a mark in any other file.

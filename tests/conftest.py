@@ -36,14 +36,23 @@ def skip_or_fail(variable: str, what: str) -> None:
 
 
 SLOWEST_FILES = (
-    *("test_linear_parallel.py", "test_detection_rate.py", "test_in_ray.py", "test_interruption.py"),
-    *(
-        "test_processes.py",
-        "test_ray_run.py",
-        "test_linear_triton.py",
-        "test_ppo_processes.py",
-        "test_measure_command.py",
-    ),
+    "test_sharded_models.py",
+    "test_detection_rate.py",
+    "test_linear_parallel.py",
+    "test_interruption.py",
+    "test_linear_triton.py",
+    "test_zero3.py",
+    "test_docs.py",
+    "test_in_ray.py",
+    "test_ray_run.py",
+    "test_processes.py",
+    "test_ppo_processes.py",
+    "test_trl_short_runs.py",
+    "test_trl_runs.py",
+    "test_dealing.py",
+    "test_linear_native.py",
+    "test_text_towers.py",
+    "test_measure_command.py",
 )
 """Files of more than about 15 s, which several workers begin with: at the end, all but one would wait for them."""
 
