@@ -272,6 +272,7 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     for limit in (160, 128, 96, 80, 64):  # until memory runs out
         run = out.with_name(f"limit-{limit}")
         ended = Command(run, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB=str(limit)).end()
+        print(f"limit of {limit} MB: {ended.seconds:.0f} s", flush=True)
         assert ended.code == 0, (limit, ended)
         out = run
         measured = json.loads((run / "measurement.json").read_text())

@@ -47,7 +47,14 @@ def within_memory(engine: StandInEngine, batch_tokens: int) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError(TORCH_SAYS), torch.OutOfMemoryError("CUDA out of memory.")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(TORCH_SAYS),
+        RuntimeError("could not create a primitive"),  # oneDNN
+        RuntimeError("std::bad_alloc"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
 )
 def test_batches_are_halved_until_memory_is_enough(error: Exception) -> None:
     engine = StandInEngine(MeasureJob(max_new_tokens=10), 1100, error)

@@ -20,8 +20,14 @@ from kleash.models import Model, Pair, TokenSequence
 from kleash.version import __version__
 
 T = TypeVar("T")
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
-"""What torch's errors say, in lower case, where an allocation failed."""
+OUT_OF_MEMORY = (
+    *("can't allocate memory", "out of memory", "cannot allocate memory", "bad_alloc"),
+    *("could not create a primitive", "could not create a memory object", "could not execute a primitive"),
+)
+"""What errors of torch and, in the second row, of oneDNN say, in lower case, where an allocation failed.
+
+oneDNN says no more than that a step was not made. What fails for another reason fails with smaller batches, too.
+"""
 
 
 class WorkerCode(NamedTuple):

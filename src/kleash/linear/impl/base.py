@@ -82,6 +82,8 @@ class HeadInputs:
     """The ranks that share the vocabulary."""
     storage: HeadStorage | None = None
     """The ranks that store the head's rows and have other tokens; weight and bias are then this rank's rows."""
+    weight_sum: Tensor | None = None
+    """A sum, in ``dtype``, that a backend may add the weight's gradient to, and then return as the gradient."""
 
     @property
     def tensors(self) -> PerModel[Tensor | None]:

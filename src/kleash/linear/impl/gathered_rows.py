@@ -20,8 +20,8 @@ from kleash.linear.impl.base import (
 )
 from kleash.precision import at_least_float32
 
-BLOCK_SHARE = 8
-"""A block of gathered rows takes at most this part of ``buffer_bytes``."""
+BLOCK_SHARE = 32
+"""A block of gathered rows takes at most this part of ``buffer_bytes``. gloo holds about eight copies of a block."""
 
 
 def model_as_logits(model: HeadInputs, chunk_bytes: int) -> HeadInputs:
@@ -31,7 +31,7 @@ def model_as_logits(model: HeadInputs, chunk_bytes: int) -> HeadInputs:
 
     Args:
         model: this rank's tokens and rows.
-        chunk_bytes: memory, of which a block of gathered rows takes at most an eighth.
+        chunk_bytes: memory, of which a block of gathered rows takes at most a 32nd part.
     """
     storage, weight, hidden = model.storage, model.head.weight, model.hidden.to(model.dtype)
     assert storage is not None and weight is not None, "the head is stored on several ranks"
@@ -68,13 +68,23 @@ class CallGradients:
 
     def add(self, place: int, index: TokenIndex, gradient: Tensor) -> None:
         """Add a gradient to some entries of the sum of the tensor at one of the six places."""
+        total = self.sum_at(place)
+        if gradient is total:  # to which a backend has added it
+            return
+        if isinstance(index, slice):
+            total[index].add_(gradient)
+        else:
+            total[index] = total[index] + gradient.to(total.dtype)
+
+    def sum_at(self, place: int) -> Tensor:
+        """The sum of the tensor at one of the six places, which starts at 0."""
         place = self.first_places[place]
         tensor, total = self.tensors[place], self.sums[place]
         assert tensor is not None
         if total is None:
             dtype = torch.promote_types(gradient_dtype(tensor), torch.float32)
             total = self.sums[place] = torch.zeros_like(tensor, dtype=dtype)
-        total[index] = total[index] + gradient.to(total.dtype)
+        return total
 
     @property
     def gradients(self) -> Gradients:

@@ -68,6 +68,7 @@ class StoredHeadBackend:
         values = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         for step in _rounds(request, NOTHING_NEEDED):
             values[step.tokens] = self.backend.values(step.request)[step.local]
+            del step  # a round's logits, before the next one's are made
         return values
 
     def values_saving_forward(
@@ -87,10 +88,11 @@ class StoredHeadBackend:
         pair, positions = request.pair, weights.nonzero()[:, 0]
         values = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         sums = CallGradients(pair, needed)
-        for step in _rounds(request, needed, positions):
+        for step in _rounds(request, needed, positions, sums=sums):
             result = self.backend.value_and_grad(step.request, step.spread(weights[step.tokens]), step.needed)
             values[step.tokens] = result.per_token[step.local]
             step.add(sums, result.gradients)
+            del step, result
         return ValueAndGrad(values, sums.gradients)
 
     def objective(
@@ -104,7 +106,7 @@ class StoredHeadBackend:
         empty = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         terms = TokenTerms(*(empty.clone() for _ in TokenTerms._fields))
         loss = empty.new_zeros(())
-        for step in _rounds(request, needed):
+        for step in _rounds(request, needed, sums=sums):
             ids = step.spread(tokens[step.tokens])
             result = self.backend.objective(step.request, ids, zero_objective, NOTHING_NEEDED)
             local_terms = TokenTerms(*(term[step.local] for term in result.terms))
@@ -119,6 +121,7 @@ class StoredHeadBackend:
                 spread = TokenTerms(*(step.spread(slope) for slope in slopes))
                 result = self.backend.objective(step.request, ids, weighted_objective(spread), step.needed)
                 step.add(sums, result.gradients)
+            del step, result
         return ObjectiveResult(loss, terms, sums.gradients)
 
     def statistics(self, request: Request, tokens: Int[Tensor, " tokens"]) -> TokenStatistics:
@@ -127,6 +130,7 @@ class StoredHeadBackend:
         for step in _rounds(request, NOTHING_NEEDED):
             computed = self.backend.statistics(step.request, step.spread(tokens[step.tokens]))
             columns.append([column[step.local] for column in computed])
+            del step
         if not columns:
             return self.backend.statistics(_without_tokens(request), tokens)
         return TokenStatistics(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
@@ -135,10 +139,10 @@ class StoredHeadBackend:
         self, request: Request, tokens: Int[Tensor, " tokens"], top: int
     ) -> StatisticsAndTop:
         """The statistics of each token, and the ``top`` likeliest tokens of both models, from gathered rows."""
-        results = [
-            self.backend.statistics_and_top(step.request, tokens[step.tokens], top)
-            for step in _rounds(request, NOTHING_NEEDED, gather_rows=True)
-        ]
+        results: list[StatisticsAndTop] = []
+        for step in _rounds(request, NOTHING_NEEDED, gather_rows=True):
+            results.append(self.backend.statistics_and_top(step.request, tokens[step.tokens], top))
+            del step
         if not results:
             results = [self.backend.statistics_and_top(_without_tokens(request), tokens, top)]
         parts = [(result.statistics, result.top_p, result.top_q) for result in results]
@@ -177,7 +181,12 @@ class _Plan(NamedTuple):
 
 
 def _rounds(
-    request: Request, needed: Needed, positions: Tensor | None = None, *, gather_rows: bool = False
+    request: Request,
+    needed: Needed,
+    positions: Tensor | None = None,
+    *,
+    gather_rows: bool = False,
+    sums: CallGradients | None = None,
 ) -> Iterator[_Round]:
     """The rounds of a call, equally many on each rank.
 
@@ -186,6 +195,7 @@ def _rounds(
         needed: the gradients that are needed of the call.
         positions: the tokens that are read; None for all.
         gather_rows: whether to gather rows also where that exchanges more bytes.
+        sums: to which a round may add the gradients of weights itself.
     """
     pair = request.pair
     tokens = pair.tokens if positions is None else len(positions)
@@ -199,7 +209,8 @@ def _rounds(
             yield _gathered_round(request, pair.select(index), index, plan.block, needed)
         else:
             counts = [max(0, min(plan.tokens, count - start)) for count in plan.counts]
-            yield _moved_round(request, pair.select(index), index, counts, needed)
+            part = _with_sums(pair.select(index), needed, sums)
+            yield _moved_round(request, part, index, counts, needed)
 
 
 def _plan(request: Request, needed: Needed, tokens: int, *, gather_rows: bool) -> _Plan:
@@ -211,7 +222,8 @@ def _plan(request: Request, needed: Needed, tokens: int, *, gather_rows: bool) -
     dims = [model.hidden.shape[-1] for model in models]
     has_gradient = any(needed)
 
-    gathered_tokens = max(1, budget // (vocab_size * size * (4 if has_gradient else 2)))
+    # A third for the logits, a half for the round, and the rest for the copies of a block that a collective makes.
+    gathered_tokens = max(1, min(budgets) // 3 // (vocab_size * size * (4 if has_gradient else 2)))
     rounds = -(-max(counts) // gathered_tokens)
     row_bytes = moved_bytes = 0
     for model, dim, flags in zip(models, dims, (needed.p, needed.q), strict=True):
@@ -235,6 +247,18 @@ def _requires_gathered_rows(pair: HeadPair, needed: Needed) -> bool:
         model.head.weight is None or (model.storage is None and (flags.weight or flags.bias))
         for model, flags in ((pair.p, needed.p), (pair.q, needed.q))
     )
+
+
+def _with_sums(pair: HeadPair, needed: Needed, sums: CallGradients | None) -> HeadPair:
+    """The pair with the sums of the weights' gradients, so that a round does not need further ones of their size."""
+    if sums is None:
+        return pair
+    models: list[HeadInputs] = []
+    for model, place, flags in ((pair.p, 1, needed.p), (pair.q, 4, needed.q)):
+        total = sums.sum_at(place) if flags.weight else None
+        fits = total is not None and total.dtype == model.dtype
+        models.append(replace(model, weight_sum=total) if fits else model)
+    return HeadPair(p=models[0], q=models[1])
 
 
 def _moved_round(

@@ -36,7 +36,10 @@ class GradientSums:
         shared: PerModel[bool] = NOT_SHARED,
         first: "GradientSums | None" = None,
     ) -> None:
-        """Start at 0, or, for a tensor that is ``shared``, go on with the sum of the ``first`` model."""
+        """Start at 0 or at the model's ``weight_sum``; a tensor that is ``shared`` goes on with the ``first`` model's.
+
+        Then the gradient of the weight is that sum itself.
+        """
         self.model, self.shared, self.is_first = model, shared, first is None
         self.needed = any(needed)
         # The gradients that two models give to one tensor nearly cancel where the models nearly agree.
@@ -46,13 +49,21 @@ class GradientSums:
         of_first = PerModel(None, None, None) if first is None else first.sums
 
         def start(
-            tensor: Tensor | None, flag: bool, dtype: torch.dtype, both: bool, first_sum: Tensor | None
+            tensor: Tensor | None,
+            flag: bool,
+            dtype: torch.dtype,
+            both: bool,
+            first_sum: Tensor | None,
+            earlier: Tensor | None,
         ) -> Tensor | None:
             if first is not None and both:
                 return first_sum
-            return torch.zeros_like(tensor, dtype=dtype) if flag and tensor is not None else None
+            if not flag or tensor is None:
+                return None
+            return torch.zeros_like(tensor, dtype=dtype) if earlier is None else earlier
 
-        rows = zip(model.tensors, needed, dtypes, shared, of_first, strict=True)
+        of_earlier = None, model.weight_sum, None
+        rows = zip(model.tensors, needed, dtypes, shared, of_first, of_earlier, strict=True)
         self.sums: PerModel[Tensor | None] = PerModel(*(start(*row) for row in rows))
 
     def gradient_buffer(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
@@ -82,6 +93,8 @@ class GradientSums:
             *(
                 None
                 if total is None or tensor is None or (both and not self.is_first)
+                else total
+                if total is self.model.weight_sum
                 else total.to(gradient_dtype(tensor))
                 for total, tensor, both in zip(self.sums, self.model.tensors, self.shared, strict=True)
             )
