@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import save_tiny, tiny_adapter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -288,16 +288,69 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
                         assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (kind, trainer)
 
 
+@check
+def models_that_accelerate_shards_are_measured_and_trained(ranks):
+    """FSDP2 by ``Accelerator.prepare``, and TRL's ``prepare_fsdp`` for the reference."""
+    from trl import GRPOConfig
+    from trl_batches import batch, make
+
+    from kleash.integrations.trl import LeashedGRPOTrainer
+
+    whole = ranks.network("llama-policy"), ranks.network("llama-reference")
+    alone = ranks.drift(*whole, alone=True, prompts=PROMPTS[:2])
+    same(alone, ranks.drift(*accelerate_shards(*whole), prompts=PROMPTS[:2]))
+    inputs = batch(tools=False)
+    inputs["advantages"].zero_()
+    inputs["old_logps"] = torch.zeros(4)
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    made = partial(exact_loss, ranks, partial(make, LeashedGRPOTrainer, GRPOConfig), "qwen3", inputs)
+    loss, gradients = made(slice(None), None)
+    sharded_loss, sharded = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), "accelerate")
+    assert loss > 0.01 and abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
+    for x, y in zip(gradients, sharded, strict=True):
+        assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max()))
+
+
+def accelerate_shards(policy: Any, reference: Any) -> tuple[Any, Any]:
+    """Both as Accelerate and TRL shard them, which take these processes for ones with GPUs: they shard only there."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from trl.models.utils import prepare_fsdp
+
+    AcceleratorState._reset_state(True)
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)),
+        mock.patch.object(
+            PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cpu"))
+        ),
+    ):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        assert accelerator.is_fsdp2
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        policy, _ = accelerator.prepare(policy, optimizer)
+        reference = prepare_fsdp(reference, accelerator)
+    AcceleratorState._reset_state(True)
+    PartialState(cpu=True)
+    return policy, reference
+
+
 def exact_loss(
-    ranks: Ranks, make: Any, kind: str, inputs: dict[str, Any], rows: slice, reshards: bool | None
+    ranks: Ranks, make: Any, kind: str, inputs: dict[str, Any], rows: slice, reshards: bool | str | None
 ) -> tuple[float, list[Any]]:
     """The mean over the ranks of the loss of a trainer with a sharded model, twice accumulated, and its gradient.
 
-    ``reshards=None`` is one process with a whole model.
+    ``reshards=None`` is one process with a whole model; "accelerate" shards as Accelerate does.
     """
     network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
     processes = 1 if reshards is None else 2
-    if reshards is not None:
+    if reshards == "accelerate":
+        network, reference = accelerate_shards(network, reference)
+    elif reshards is not None:
         network, reference = (
             shard(x, mesh=ranks.mesh, reshard_after_forward=reshards) for x in (network, reference)
         )
@@ -384,6 +437,11 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
         "shard it by rows": columns,
         "by the mixed precision of its modules": fully_shard(mixed, mesh=ranks.mesh),
     }
+    for use_orig_params in (False, True):
+        fsdp1 = FullyShardedDataParallel(
+            network("llama-policy"), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        refusal_of(lambda fsdp1=fsdp1: ranks.drift(fsdp1.module, whole), "is measured with FSDP2")
     for words, policy in refused.items():
         refusal_of(lambda policy=policy: ranks.drift(policy, whole), words)
     nan = network("llama-policy")

@@ -3,7 +3,8 @@
 Every private or undocumented attribute that the models floor relies on is in this module. transformers:
 ``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
-torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``.
+torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``,
+FSDP1's ``_is_flat_param``.
 DeepSpeed: the modules in which its hooks are defined.
 """
 
@@ -163,6 +164,11 @@ def fsdp_modules(network: Any) -> list[Any]:
     """The modules of a network that ``torch.distributed.fsdp.fully_shard`` was applied to."""
     kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
     return [module for module in network.modules() if isinstance(module, kind)]
+
+
+def has_flat_parameters(network: Any) -> bool:
+    """Whether FSDP1 has replaced parameters of a network by flat ones (``_is_flat_param``)."""
+    return any(getattr(parameter, "_is_flat_param", False) for parameter in network.parameters())
 
 
 def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:

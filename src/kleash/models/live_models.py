@@ -12,7 +12,7 @@ from kleash.errors import KleashError, ModelError
 from kleash.linear.zero3 import is_zero3
 from kleash.models.adapters.peft_adapters import require_unchanged_base, trainable_base_parameters
 from kleash.models.adapters.rules import find_rule
-from kleash.models.compat import loaded_from
+from kleash.models.compat import has_flat_parameters, loaded_from
 from kleash.models.model_building import build_model, with_storage
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
@@ -171,7 +171,7 @@ def _check_at_rest(network: Any, role: str) -> None:
         )
     embedding = network.get_input_embeddings().weight
     is_matrix = embedding.dim() == 2 and embedding.numel() > 0
-    if not is_matrix and not is_zero3(embedding):
+    if (not is_matrix and not is_zero3(embedding)) or has_flat_parameters(network):
         raise ModelError(
             f"the weights of the {role} are sharded over processes, of which each holds a part; a live network is "
             "measured with FSDP2 (fully_shard) or ZeRO-3, or where every process holds it whole "
