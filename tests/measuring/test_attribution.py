@@ -150,6 +150,7 @@ def test_planted_damage_is_attributed_to_its_layer_and_all_else_is_exactly_0(res
     assert attribution.interaction is not None
     assert (attribution.interaction.value, attribution.interaction.ci95) == (0, (0, 0))
     assert describe_attribution(attribution, "it").startswith("Swapping layer 1 back")
+    assert describe_sum(attribution) == "No weights but those of layer 1 differ from the reference's."
 
 
 def test_the_control_is_exactly_0(result: Sweep) -> None:

@@ -58,6 +58,10 @@ def run_sweep(job: SweepJob) -> int:
         if job.quiet or job.output_format is not None:
             for candidate in result.failed:
                 print(f"kleash: {candidate.name} could not be measured: {candidate.failure}", file=sys.stderr)
+            for attribution in shown_attributions(result):
+                if attribution.failure:
+                    sentence = describe_attribution(attribution, name_of_candidate(result, attribution))
+                    print(f"kleash: {terminal_sentence(sentence)}", file=sys.stderr)
     is_attributed = not any(attribution.failure for attribution in result.attributions)
     return 0 if is_attributed and not result.failed else EXIT_FAILED
 
@@ -116,7 +120,7 @@ def _print_attribution(console: Terminal, attribution: Attribution, name: str) -
     print_table(console, table)
     if len(groups) > MAX_GROUPS:
         say(console, f"{len(groups) - MAX_GROUPS} other groups are on the page", style="dim")
-    for sentence in (describe_sum(attribution), describe_control(attribution)):
+    for sentence in filter(None, (describe_sum(attribution), describe_control(attribution))):
         say(console, terminal_sentence(sentence))
     for warning in attribution.warnings:
         remark(console, "warning", warning)

@@ -140,16 +140,13 @@ def _cost(candidate: SweepCandidate, models: SwapModels, num_sequences: int) -> 
         for model in (models.pair.policy, models.reference)
         for parameter in model.network.parameters()
     )
-    skipped = f" ({_count_groups(identical)} identical and take no pass)" if identical else ""
+    noun = "group is identical and takes" if identical == 1 else "groups are identical and take"
+    skipped = f" ({identical} {noun} no pass)" if identical else ""
     return (
         f"attribution of {candidate.name} by {' and '.join(models.groups)}: {passes} forward passes of {tokens:,} "
         f"tokens in {len(models.sequences):,} of {num_sequences:,} sequences{skipped}; both models are in memory "
         f"({format_bytes(size)})"
     )
-
-
-def _count_groups(count: int) -> str:
-    return "1 group is" if count == 1 else f"{count} groups are"
 
 
 def attribution_of(
@@ -210,10 +207,15 @@ def attribution_of(
         interaction=Number.of(columns.interaction()),
         control=Number.of(control),
         critical_value=float("nan") if changes is None else changes.critical_value,
-        warnings=(
-            *clusters.warnings,
-            *few_clusters(clusters.count),
-            *_warnings(mean.value, mean.value + change_of_all.value, control),
+        warnings=tuple(
+            dict.fromkeys(
+                (
+                    *clusters.warnings,
+                    *few_clusters(clusters.count),
+                    *mean.warnings,
+                    *_warnings(mean.value, mean.value + change_of_all.value, control),
+                )
+            )
         ),
     )
 

@@ -83,6 +83,9 @@ def describe_sum(attribution: Attribution) -> str:
     )
     if total is None or all_groups is None or interaction is None:
         return ""
+    different = [group.name for group in attribution.groups if not group.is_identical]
+    if len(different) < 2:
+        return f"No weights but those of {different[0]} differ from the reference's." if different else ""
     low, high = interaction.ci95
     verdict = (
         f"they do not add up: the difference is {format_with_interval(interaction)}"
