@@ -131,10 +131,10 @@ def test_a_destroyed_group_raises(alone, unhooked):
     arguments = split(case, group)
     linear_kl(*arguments)
     dist.destroy_process_group(group)
-    with pytest.raises(CannotRunError, match="does not know the vocabulary_group"):
+    with pytest.raises(CannotRunError, match="does not know the group that the head is split over"):
         linear_kl(*arguments)
     dist.destroy_process_group()
-    with pytest.raises(CannotRunError, match="does not know the vocabulary_group"):
+    with pytest.raises(CannotRunError, match="does not know the group that the head is split over"):
         linear_kl(*arguments)
 
 

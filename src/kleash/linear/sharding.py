@@ -75,7 +75,7 @@ def ranks_of(group: Any) -> list[int]:
         return list(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
         raise CannotRunError(
-            "torch.distributed does not know the vocabulary_group (any more); make the head after "
+            "torch.distributed does not know the group that the head is split over (any more); make the head after "
             "init_process_group, and use it before destroy_process_group"
         ) from None
 

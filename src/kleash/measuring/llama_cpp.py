@@ -34,6 +34,7 @@ from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
+from kleash.models.tokenizers import puts_begin_token
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 from kleash.uncertainty import ratio_of_sums
 
@@ -153,8 +154,7 @@ def _begin_token(name: str, revision: str | None, pair: Pair) -> int | None:
         # Without a word in the file, llama.cpp adds it for SentencePiece and not for byte-pair encodings.
         adds = settings.get("tokenizer.ggml.add_bos_token", settings.get("tokenizer.ggml.model") == "llama")
         return begin if adds else None
-    starts = begin is not None and pair.tokenizer("a", verbose=False)["input_ids"][0] == begin
-    return begin if starts else None
+    return begin if puts_begin_token(pair.tokenizer) else None
 
 
 def _with_vocabulary(model: Model, file: BaseLogitsFile) -> tuple[Model, tuple[str, ...]]:

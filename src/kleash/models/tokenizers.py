@@ -81,6 +81,12 @@ def token_count(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def puts_begin_token(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts its begin token before a text."""
+    begin = tokenizer.bos_token_id
+    return begin is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [begin]
+
+
 def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -> None:
     """Check that two tables from tokens to ids, or from merges to ranks, are equal.
 

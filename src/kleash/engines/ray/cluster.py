@@ -145,11 +145,11 @@ def _connect(ray: ModuleType, address: str, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _keeping_handler(number: int) -> Generator[None]:
-    """Context after which a signal has the handler that it had before."""
-    if threading.current_thread() is not threading.main_thread():
+    """Context after which a signal has the handler that it had before, if that was set from Python."""
+    handler = signal.getsignal(number)
+    if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(number)
     try:
         yield
     finally:

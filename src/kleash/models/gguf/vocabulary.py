@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.errors import ModelError
+from kleash.models.tokenizers import puts_begin_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Token types of llama.cpp."""
@@ -198,7 +199,7 @@ def _check_merges(
                 (n for n, (a, b) in enumerate(zip(stored, pairs, strict=False)) if a != b),
                 min(len(stored), len(pairs)),
             )
-            sides = [" ".join(merges[place]) if place < len(merges) else "none" for merges in (stored, pairs)]
+            sides = [" ".join(each[place]) if place < len(each) else "none" for each in (stored, pairs)]
             raise mismatch(
                 f"{vocabulary.subject} has {len(stored)} merges and {owner} {len(pairs)}: merge {place} is "
                 f"{sides[0]!r} in the file and {sides[1]!r} in {owner}"
@@ -234,8 +235,7 @@ def _notes(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> list[str]:
                 f"{vocabulary.subject} has the {name} {text!r} and {owner} {getattr(tokenizer, name, None)!r}"
             )
     if vocabulary.add_bos is not None:
-        begin = getattr(tokenizer, "bos_token_id", None)
-        adds = begin is not None and tokenizer("a", verbose=False)["input_ids"][0] == begin
+        adds = puts_begin_token(tokenizer)
         if adds != vocabulary.add_bos:
             notes.append(
                 f"{owner} {'puts the' if adds else 'puts no'} begin token before a text and llama.cpp, by the "

@@ -72,6 +72,6 @@ def _arguments(arguments: Any) -> tuple[Any, Any]:
     if isinstance(prompt, str) and prompt.startswith('[{"role"'):
         try:
             return json.loads(prompt), options
-        except ValueError:
+        except (ValueError, RecursionError):  # a text that only begins like messages, or is nested too deeply
             return prompt, options
     return (prompt, options) if isinstance(prompt, str) else (None, options)
