@@ -266,6 +266,12 @@ def test_damaged_tensors_are_refused_with_their_module(
     ("change", "reason"),
     [
         ({"format": "marlin-24"}, "its format is 'marlin-24'"),
+        ({"format": ["dense"]}, r"""its format is "\['dense'\]\""""),
+        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"""its quant_algo is "\['FP8'\]\""""),
+        (
+            {"quant_method": "gptq", "checkpoint_format": ["gptq"]},
+            r"""its checkpoint_format is "\['gptq'\]\"""",
+        ),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its format is 'sparse-24-bitmask'"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "its transform_config rotates activations"),
         ({"config_groups": [1]}, "its config_groups is a list"),

@@ -148,7 +148,7 @@ def has_kernels(method: str, device: torch.device) -> bool:
 def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
     """The modules of a GPTQ checkpoint."""
     settings = tensors.settings
-    layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
     if layout not in GPTQ_LAYOUTS or settings.get("is_marlin_format") is True:
         raise UnsupportedLayoutError(f"its checkpoint_format is {layout!r:.60}, and not gptq or gptq_v2")
     return find_gptq_modules(
@@ -206,12 +206,12 @@ def _compressed_modules(tensors: _PackedTensors) -> list[PackedModule]:
     settings = tensors.settings
     groups = _weight_groups(settings)
     sparsity = read_object(settings, "sparsity_config").get("format", "dense")
-    formats = {
+    formats = [
         settings.get("format", "dense"),
         *(group.get("format") or "dense" for group in groups),
         sparsity,
-    }
-    unknown = sorted(str(name) for name in formats if name not in COMPRESSED_FORMATS)
+    ]
+    unknown = sorted(set(map(str, formats)) - COMPRESSED_FORMATS)
     if unknown:
         raise UnsupportedLayoutError(f"its format is {unknown[0]!r:.60}")
     if read_object(settings, "transform_config").get("config_groups"):
@@ -234,8 +234,8 @@ def _scaled_float_modules(tensors: _PackedTensors) -> list[PackedModule]:
 
     Fine-grained FP8 has tensors ``weight_scale_inv``, which transformers decodes.
     """
-    method = str(tensors.settings.get("quant_method"))
-    algorithm = tensors.settings.get("quant_algo", "FP8")
+    method = str(tensors.settings.get("quant_method")).lower()
+    algorithm = str(tensors.settings.get("quant_algo", "FP8"))
     if method == "modelopt" and algorithm not in MODELOPT_ALGORITHMS:
         raise UnsupportedLayoutError(f"its quant_algo is {algorithm!r:.60}")
     modules = group_by_module(tensors.subject, tensors.headers)
@@ -275,7 +275,7 @@ def _rounds_activations(
     settings: Mapping[str, Any], headers: Mapping[str, TensorHeader], reader: TensorReader
 ) -> bool:
     """Whether a format quantises activations when the model is served."""
-    method = str(settings.get("quant_method"))
+    method = str(settings.get("quant_method")).lower()
     if method == "torchao":
         return rounds_activations(headers, reader)
     if method == "bitsandbytes":
