@@ -13,6 +13,7 @@ from packed_checkpoints import Packer, pack_awq, pack_gptq, save_packed
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_adapter
+from tiny_towers import save_tower
 from transformers import Qwen3MoeConfig
 
 from kleash.errors import ModelError
@@ -363,3 +364,23 @@ def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_p
     )
     pair = load_pair(str(folder), str(gptq[1]))
     assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "gemma3n"])
+def test_a_text_tower_is_unpacked_under_the_names_of_the_composite_model(tmp_path: Path, family: str) -> None:
+    source = save_tower(tmp_path / "source", family)
+    dense, folder = tmp_path / "dense", tmp_path / "packed"
+    settings = {"quant_method": "gptq", "bits": 8, "group_size": -1}
+    pack = pack_gptq(8, 1 << 20, act_order=False, version=1)
+    save_packed(source, folder, pack, settings, matches=_is_text_projection, dense=dense)
+    pair = load_pair(str(folder), str(dense), dtype="float64")
+    assert any("packed matrices were unpacked" in note for note in pair.notes)
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+    assert score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"].max() > 1e-7
+
+
+def _is_text_projection(name: str) -> bool:
+    is_text = not re.search("vision|visual|audio", name)
+    return is_text and name.endswith(
+        ("self_attn.o_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+    )

@@ -183,9 +183,9 @@ def _load_base(
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        hint = explain_refusal(checkpoint.folder) or hint
+        hint = ("" if packed is not None else explain_refusal(checkpoint.folder)) or hint
         raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}{hint}") from error
-    _check_complete(report, subject, checkpoint.folder)
+    _check_complete(report, subject, "" if packed is not None else explain_refusal(checkpoint.folder))
     if packed is not None:
         notes = (packed.describe(subject),)
     else:
@@ -225,7 +225,7 @@ def _choose_class(
     )
 
 
-def _check_complete(report: Any, subject: str, folder: Path) -> None:
+def _check_complete(report: Any, subject: str, explanation: str) -> None:
     """Check that all weights were in the files, in the shapes of the configuration."""
     mismatches = sorted(report.get("mismatched_keys", ()))
     if mismatches:
@@ -238,7 +238,7 @@ def _check_complete(report: Any, subject: str, folder: Path) -> None:
         )
     missing_weights = sorted(report["missing_keys"])
     if missing_weights:
-        advice = explain_refusal(folder) or "; fetch the checkpoint again, or save it whole"
+        advice = explanation or "; fetch the checkpoint again, or save it whole"
         raise ModelError(
             f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
             f"{', '.join(missing_weights[:3])}{advice}"

@@ -53,7 +53,9 @@ def load_unpacked_network(
     Raises:
         ModelError: if the values of a packed tensor are invalid.
     """
-    config = _without_quantisation(network_class.config, tied=not _has_packed_head(packed, skeleton))
+    # The class of a text part has the text part's configuration, which from_config takes out of the composite one.
+    config = network_class.config if network_class.from_state_dict else skeleton.config
+    config = _without_quantisation(config, tied=not _has_packed_head(packed, skeleton))
     resolved = _resolve_dtype(dtype, config)
     load = network_class.from_state_dict or type(skeleton).from_pretrained
     with TensorReader(packed.headers) as reader:
