@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from kleash.cli.sweeping import EXIT_FAILED, run_sweep
 from kleash.errors import OptionError, RunFolderError
-from kleash.jobs import SweepJob
+from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring import attribution_passes, sweep
-from kleash.measuring.attribution_passes import SwapPass, choose_sequences, run_passes
+from kleash.measuring.attribution_passes import SwapPass, choose_sequences, read_chosen, run_passes
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.sequence_clusters import SequenceSums
+from kleash.models import TokenSequence
 from kleash.models.weight_groups import WeightGroup
 from kleash.reports.attribution import describe_attribution, describe_sum
 from kleash.store.attribution import Attribution
@@ -225,6 +226,30 @@ def test_sequences_are_drawn_until_they_have_the_tokens() -> None:
     assert (np.diff(chosen) > 0).all() and 60 < chosen.mean() < 140
     assert choose_sequences(tokens, 10**9).tolist() == list(range(200))
     assert len(choose_sequences(tokens, 1)) == 1
+
+
+def test_a_source_with_other_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, pair = MeasureJob(out="run"), cast("Any", None)
+    sequences = [
+        TokenSequence(
+            prompt_id=number,
+            sample_id=0,
+            prompt_ids=(1,),
+            response_ids=(2,) * (number + 1),
+            prompt_text="",
+            response_text="",
+            finish_reason="",
+            prompt_hash="",
+        )
+        for number in range(5)
+    ]
+    monkeypatch.setattr(attribution_passes, "source_sequences", lambda *_: iter(sequences))
+    run = SequenceSums.from_lists([[0, 1, 2, 3, 4], [0] * 5, [0.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]])
+    chosen = np.array([1, 4])
+    assert read_chosen(job, pair, run, chosen) == (sequences[1], sequences[4])
+    sequences.pop(0)
+    with pytest.raises(RunFolderError, match="other sequences than were measured"):
+        read_chosen(job, pair, run, chosen)
 
 
 def test_ranks_share_the_passes_and_the_first_writes_them(

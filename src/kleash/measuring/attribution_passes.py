@@ -74,21 +74,18 @@ def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> 
     Raises:
         RunFolderError: if the source has other sequences than were measured.
     """
-    indices = iter(chosen.tolist())
+    places = set(chosen.tolist())
     sequences: list[TokenSequence] = []
-    index = next(indices, None)
     for place, sequence in enumerate(source_sequences(job, pair)):
-        if index is None:
+        if len(sequences) == len(places):
             break
-        if place != index:
+        if place not in places:
             continue
-        measured = (int(run.prompt_id[index]), int(run.sample_id[index]), int(run.tokens[index]))
+        measured = (int(run.prompt_id[place]), int(run.sample_id[place]), int(run.tokens[place]))
         if (sequence.prompt_id, sequence.sample_id, len(sequence.response_ids)) != measured:
-            index = -1
             break
         sequences.append(sequence)
-        index = next(indices, None)
-    if index is not None:
+    if len(sequences) < len(places):
         raise RunFolderError(
             f"{job.source[1]} has other sequences than were measured into {job.out}; sweep it again into another --out"
         )
