@@ -284,6 +284,7 @@ def test_ranks_share_the_passes_and_the_first_writes_them(
     [
         ({"attribute": ("heads",)}, "--attribute must be one of layers, modules"),
         ({"attribute": ("layers", "layers")}, "names layers twice"),
+        ({"attribute": ("layers", "modules", "modules")}, "names modules twice"),
         ({"attribute_tokens": 5}, "--attribute-tokens is for --attribute"),
         ({"attribute": ("layers",), "attribute_tokens": 0}, "--attribute-tokens must be at least 1"),
         ({"attribute": ("layers",), "device_map": "fsdp"}, "--device-map fsdp"),

@@ -88,8 +88,9 @@ class SweepJob(FormatOption, ScoringOptions, WorkerOptions):
         self._at_least_1("attribute_tokens")
         for word in self.attribute:
             require_word("--attribute", word, GROUPINGS)
-        if len(set(self.attribute)) < len(self.attribute):
-            raise OptionError(f"--attribute names {self.attribute[0]} twice; name it once")
+        repeated = next((word for word in self.attribute if self.attribute.count(word) > 1), None)
+        if repeated is not None:
+            raise OptionError(f"--attribute names {repeated} twice; name it once")
         if not self.attribute:
             if changed_options(self, ["attribute_tokens"]):
                 raise OptionError("--attribute-tokens is for --attribute; add that, or leave it out")

@@ -172,22 +172,22 @@ def read_sequences(path: Path, statistic: str) -> RunSequences:
 def _require_same_sequences(
     out: Path,
     first: SweepCandidate,
-    expected: RunSequences,
+    first_sequences: RunSequences,
     candidate: SweepCandidate,
-    read: RunSequences,
+    sequences: RunSequences,
 ) -> None:
     """Check that two candidates were measured on the same sequences.
 
     Raises:
         RunFolderError: if not.
     """
-    is_same = expected.hashes == read.hashes and all(
-        np.array_equal(getattr(expected.sums, name), getattr(read.sums, name))
+    is_same = first_sequences.hashes == sequences.hashes and all(
+        np.array_equal(getattr(first_sequences.sums, name), getattr(sequences.sums, name))
         for name in ("prompt_id", "sample_id", "tokens")
     )
     if not is_same:
         raise RunFolderError(
-            f"{out / candidate.folder} ({len(read.sums.tokens)} sequences) was not measured on the sequences of "
-            f"{out / first.folder} ({len(expected.sums.tokens)}); remove the one that is older and run the sweep again "
-            "with --resume"
+            f"{out / candidate.folder} ({len(sequences.sums.tokens)} sequences) was not measured on the sequences of "
+            f"{out / first.folder} ({len(first_sequences.sums.tokens)}); remove the one that is older and run the "
+            "sweep again with --resume"
         )

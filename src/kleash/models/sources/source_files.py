@@ -333,7 +333,7 @@ def _is_array_of_objects(path: Path) -> bool:
 
 
 def _first_bytes(path: Path) -> bytes:
-    """The first 16 bytes of a file."""
+    """The first 16 bytes of a file, or of its content if it is compressed."""
     try:
         with open_unpacked(path, source_label(path)) as file:
             return file.read(16)
