@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from synthetic_audit import plain_audit, synthetic_audit
 from synthetic_run import synthetic_comparison, write_synthetic_run
+from synthetic_sweep import synthetic_sweep
 
 from kleash.records import Measurement
 from kleash.reports import write_audits, write_comparison, write_report
+from kleash.reports.sweep import write_sweep
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,12 @@ def report(run: tuple[Path, Measurement]) -> Path:
 def comparison_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page that compares three runs, one of them with a hostile name."""
     return write_comparison(tmp_path_factory.mktemp("pages") / "comparison.html", synthetic_comparison())
+
+
+@pytest.fixture(scope="session")
+def sweep_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page about a sweep with attributions, one candidate with a hostile and long name."""
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "sweep.html", synthetic_sweep())
 
 
 @pytest.fixture(scope="session")

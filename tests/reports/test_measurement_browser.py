@@ -270,7 +270,7 @@ def test_colours_follow_the_kl_and_the_button_finds_the_largest(
     assert selected(driver) == largest
 
 
-@pytest.mark.parametrize("name", ["report", "comparison_page", "audit_page"])
+@pytest.mark.parametrize("name", ["report", "comparison_page", "audit_page", "sweep_page"])
 def test_a_phone_never_scrolls_sideways(driver: Any, request: pytest.FixtureRequest, name: str) -> None:
     visit(driver, request.getfixturevalue(name), PHONE)
     driver.execute_script("document.querySelectorAll('details').forEach(part => { part.open = true; })")
@@ -310,6 +310,21 @@ def test_the_comparison_is_drawn_and_inert(driver: Any, comparison_page: Path) -
         assert len(points) == 2 * runs
     assert "t>alert('run')</script>" in driver.find_element(By.CSS_SELECTOR, "[data-figure=figure-runs]").text
     assert "further from its reference" in driver.find_element(By.CSS_SELECTOR, ".verdicts").text
+
+
+def test_the_page_of_a_sweep_is_drawn_and_inert(driver: Any, sweep_page: Path) -> None:
+    visit(driver, sweep_page)
+    assert driver.get_log("browser") == []
+    assert driver.execute_script("return window.broken") is None
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".plot .main-svg")) >= 4
+    ticks = driver.find_element(By.CSS_SELECTOR, "[data-figure=figure-size] .xaxislayer-above").text
+    assert "7 GB" in ticks or "5 GB" in ticks
+    layers = driver.find_elements(
+        By.CSS_SELECTOR, "[data-figure=figure-attribution-2-layers] .trace .points path"
+    )
+    assert len(layers) == 41
+    words = driver.find_element(By.ID, "attribution").text
+    assert "they do not add up" in words and "<b>another architecture</b>" in words
 
 
 def test_the_page_of_an_audit_is_drawn_and_inert(driver: Any, audit_page: Path) -> None:

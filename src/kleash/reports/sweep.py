@@ -30,8 +30,13 @@ from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 PAGE = "sweep.html"
 AXIS_MARGIN = 1.2
 """Factor by which an axis of sizes goes beyond the smallest and the largest."""
-TICK_DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(range(10, 100)))
-"""Leading digits of the ticks of an axis of sizes: the first that give at least ``MIN_BYTE_TICKS``."""
+TICK_DIGITS = (
+    (1.0,),
+    (1.0, 2.0, 5.0),
+    (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0),
+    (1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 2.8, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 9.0),
+)
+"""Leading digits of the ticks of an axis of sizes: the first that give at least ``MIN_BYTE_TICKS``, or the last."""
 MIN_BYTE_TICKS = 3
 COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates."""
@@ -177,16 +182,13 @@ def byte_axis(sizes: Sequence[float]) -> dict[str, Any]:
         return {"type": "log"}
     low, high = min(positive) / AXIS_MARGIN, max(positive) * AXIS_MARGIN
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    candidates = (
-        [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]
-        for digits in TICK_DIGITS
-    )
-    ticks = next((ticks for ticks in candidates if len(ticks) >= MIN_BYTE_TICKS), [])
-    return (
-        {"type": "log", "tickvals": ticks, "ticktext": list(map(format_round_bytes, ticks))}
-        if ticks
-        else {"type": "log"}
-    )
+    ticks: list[float] = []
+    for digits in TICK_DIGITS:
+        ticks = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= MIN_BYTE_TICKS:
+            break
+    return {"type": "log", "tickvals": ticks, "ticktext": list(map(format_round_bytes, ticks))}
 
 
 def _scatter(
