@@ -63,7 +63,7 @@ def run(way: str, out: Path, *more: str) -> tuple[int, list[str]]:
         capture_output=True,
         text=True,
     )
-    if "Traceback (most recent call last)" in ended.stderr.split("torch.distributed.elastic")[0]:
+    if "/src/kleash/" in ended.stderr:  # a traceback of kleash; torchrun prints one of its own
         raise AssertionError(ended.stderr[-3000:])
     return ended.returncode, [line for line in ended.stderr.splitlines() if line.startswith("kleash: ")]
 

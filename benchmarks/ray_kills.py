@@ -32,7 +32,10 @@ from kleash.store.tables import read_columns
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 OPTIONS = ("--limit", "40", "--max-new-tokens", "24", "--batch-tokens", "16")
-LARGE_BATCHES = ("--limit", "40", "--max-new-tokens", "64", "--batch-tokens", "4096")
+LARGE_BATCHES = ("--batch-tokens", "16384", "--window", "256")
+"""Text in windows of 256 tokens: the activations of a batch are most of what a shard takes."""
+MEMORY_LIMITS = (400, 280, 200)
+"""MB that a worker may take beside what it has after loading the models, until memory runs out."""
 TIMES = ("seconds", "finished")
 PATCHED_DRIVER = """
 import os, resource, sys
@@ -265,34 +268,44 @@ def poison(scene: Scene, out: Path) -> dict[str, Any]:
 
 
 def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
-    """Workers whose address space is too small for a batch."""
-    alone = out.with_name("large-batches")
-    assert Command(alone, options=LARGE_BATCHES).end().code == 0
-    words, warnings = (*scene.words, "--workers", "2"), list[str]()
-    for limit in (160, 128, 96, 80, 64):  # until memory runs out
+    """Workers whose memory is too small for a batch."""
+    alone, text = out.with_name("large-batches"), out.with_name("text.txt")
+    text.parent.mkdir(parents=True)
+    lines = [json.loads(line)["prompt"] for line in shipped_prompts().read_text().splitlines()]
+    documents = [" ".join(lines[n % len(lines)] for n in range(start, start + 60)) for start in range(100)]
+    text.write_text("\n\n".join(documents))
+    options = (*LARGE_BATCHES, "--text", str(text))
+    assert Command(alone, options=options).end().code == 0
+    words, outcomes = (*scene.words, "--workers", "2"), dict[str, Any]()
+    for limit in MEMORY_LIMITS:
         run = out.with_name(f"limit-{limit}")
-        ended = Command(run, *words, options=LARGE_BATCHES, patch="limited", LIMIT_MB=str(limit)).end()
-        print(f"limit of {limit} MB: {ended.seconds:.0f} s", flush=True)
+        ended = Command(run, *words, options=options, patch="limited", LIMIT_MB=str(limit)).end()
+        print(f"limit of {limit} MB: {ended.code}, {ended.seconds:.0f} s, {ended.errors[:200]}", flush=True)
         assert ended.code == 0, (limit, ended)
-        out = run
         measured = json.loads((run / "measurement.json").read_text())
         warnings = [text for text in measured["warnings"] if "memory ran out" in text]
         if warnings:
+            outcomes = {"MB": limit, "warning": warnings[0], "seconds": round(ended.seconds, 1)}
             break
-    (warning,) = warnings
-    largest = 0.0
-    for path in sorted((alone / "tokens").iterdir()):
-        names = ["token_id", "kl_policy_reference", "logp_policy"]
-        on_ray, in_one_process = (read_columns(root / "tokens" / path.name, names) for root in (out, alone))
-        assert (on_ray["token_id"] == in_one_process["token_id"]).all()
-        largest = max([largest, *(float(np.abs(on_ray[n] - in_one_process[n]).max()) for n in names[1:])])
+    assert outcomes, "memory never ran out"
+    return {**outcomes, "largest difference of a column": largest_difference(run, alone)}
+
+
+def largest_difference(run: Path, alone: Path) -> float:
+    """Of two columns of two runs; both must have the same tokens, each once."""
+    largest, names = (
+        0.0,
+        ["prompt_id", "sample_id", "position", "token_id", "kl_policy_reference", "logp_policy"],
+    )
+    parts = [sorted(path.name for path in (root / "tokens").iterdir()) for root in (run, alone)]
+    assert parts[0] == parts[1], parts
+    for part in parts[0]:
+        first, second = (read_columns(root / "tokens" / part, names) for root in (run, alone))
+        for name in names[:4]:
+            assert (first[name] == second[name]).all(), (part, name)
+        largest = max([largest, *(float(np.abs(first[name] - second[name]).max()) for name in names[4:])])
     assert largest < 1e-4, largest
-    return {
-        "MB": limit,
-        "warning": warning,
-        "largest difference of a column": largest,
-        "seconds": round(ended.seconds, 1),
-    }
+    return largest
 
 
 def nobody_answers(scene: Scene, out: Path) -> dict[str, Any]:
