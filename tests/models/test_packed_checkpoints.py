@@ -18,8 +18,8 @@ from transformers import Qwen3MoeConfig
 
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
-from kleash.models.quantised import unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models.quantised import packed_formats, unpacking
+from kleash.models.quantised.packed_formats import find_packed_modules, has_kernels
 from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.sequences import TokenSequence
 
@@ -351,6 +351,16 @@ def test_settings_that_do_not_fit_are_refused(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=reason):
         load_pair(str(folder), str(gptq[1]))
+
+
+def test_packed_weights_run_on_an_accelerator_that_has_the_package(
+    gptq: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not has_kernels(gptq[0], torch.device("cuda"))
+    monkeypatch.setitem(packed_formats.KERNEL_PACKAGES, "gptq", "json")
+    assert has_kernels(gptq[0], torch.device("cuda"))
+    assert not has_kernels(gptq[0], torch.device("cpu"))
+    assert not has_kernels(gptq[1], torch.device("cuda"))
 
 
 def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_path: Path) -> None:

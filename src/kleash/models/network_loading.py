@@ -135,10 +135,10 @@ def _find_unpacked(
     Raises:
         ModelError: if they are damaged, or would have to be spread over ranks.
     """
-    packed = find_packed_modules(checkpoint.folder, subject)
-    if packed is None or has_kernels(packed.method, device):
+    if has_kernels(checkpoint.folder, device):
         return None
-    if device_map in PARALLEL_MAPS:
+    packed = find_packed_modules(checkpoint.folder, subject)
+    if packed is not None and device_map in PARALLEL_MAPS:
         raise ModelError(
             f"{subject} is quantised ({packed.method}) and unpacked when it is loaded, which --device-map {device_map} "
             "does not take; save it dequantised"

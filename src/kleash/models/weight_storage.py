@@ -6,6 +6,7 @@ from itertools import groupby
 from math import prod
 from pathlib import Path
 
+from kleash.errors import ModelError
 from kleash.models.checkpoints.files import list_weight_files, read_json, read_safetensors_header
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint
@@ -42,7 +43,10 @@ def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
         for name, entry in read_safetensors_header(path).items()
     }
     num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-    packed = find_packed_modules(checkpoint.folder, checkpoint.name)
+    try:
+        packed = find_packed_modules(checkpoint.folder, checkpoint.name)
+    except ModelError:  # a layout that the format's own kernels read, or the model would not have been loaded
+        packed = None
     packed_modules = () if packed is None else packed.modules
     packed_parts = {part for module in packed_modules for part in module.parts}
     types = {

@@ -139,10 +139,13 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
     )
 
 
-def has_kernels(method: str, device: torch.device) -> bool:
-    """Whether transformers can run a format packed on a device: on accelerators, with the format's package."""
-    package = KERNEL_PACKAGES.get(method)
-    return device.type != "cpu" and package is not None and find_spec(package) is not None
+def has_kernels(folder: Path, device: torch.device) -> bool:
+    """Whether transformers can run a checkpoint packed on a device: on accelerators, with the format's package."""
+    if device.type == "cpu":
+        return False
+    settings = read_quantisation_settings(folder)
+    package = KERNEL_PACKAGES.get("" if settings is None else str(settings.get("quant_method", "")).lower())
+    return package is not None and find_spec(package) is not None
 
 
 def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
