@@ -323,7 +323,7 @@ def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path
     assert np.all(score(pair, [sequence])["kl_policy_reference"] == 0)
     assert score(load_pair(str(folder), str(source)), [sequence])["kl_policy_reference"].min() > 1e-9
     (note,) = [note for note in pair.notes if "compressed-tensors" in note]
-    assert "the format also quantises activations, which is not done here" in note
+    assert "the format also quantises activations in serving, which is not done here" in note
     assert not any("not used by its architecture" in note for note in pair.notes)
     record = pair.policy.record().weights
     assert record is not None

@@ -80,7 +80,7 @@ class PackedCheckpoint:
     def describe(self, subject: str) -> str:
         """A note on how the model is run."""
         activations = (
-            "; the format also quantises activations, which is not done here, so the served model is further away"
+            "; the format also quantises activations in serving, which is not done here and not in the numbers"
             if self.rounds_activations
             else "; activations are not quantised"
         )
