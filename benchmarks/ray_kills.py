@@ -276,7 +276,7 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
     text.write_text("\n\n".join(documents))
     options = (*LARGE_BATCHES, "--text", str(text))
     assert Command(alone, options=options).end().code == 0
-    words, outcomes = (*scene.words, "--workers", "2"), dict[str, Any]()
+    words = (*scene.words, "--workers", "2")
     for limit in MEMORY_LIMITS:
         run = out.with_name(f"limit-{limit}")
         ended = Command(run, *words, options=options, patch="limited", LIMIT_MB=str(limit)).end()
@@ -285,10 +285,9 @@ def out_of_memory(scene: Scene, out: Path) -> dict[str, Any]:
         measured = json.loads((run / "measurement.json").read_text())
         warnings = [text for text in measured["warnings"] if "memory ran out" in text]
         if warnings:
-            outcomes = {"MB": limit, "warning": warnings[0], "seconds": round(ended.seconds, 1)}
-            break
-    assert outcomes, "memory never ran out"
-    return {**outcomes, "largest difference of a column": largest_difference(run, alone)}
+            outcome = {"MB": limit, "warning": warnings[0], "seconds": round(ended.seconds, 1)}
+            return {**outcome, "largest difference of a column": largest_difference(run, alone)}
+    raise AssertionError("memory never ran out")
 
 
 def largest_difference(run: Path, alone: Path) -> float:
