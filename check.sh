@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
-# Two test processes of one thread each use two cores better than one process of two threads.
+# Processes of one thread use two cores better than threads; a third one works while others wait for processes of their own.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
@@ -31,7 +31,7 @@ types=$!
 trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
 step $bin/python -m pytest -q -m 'compiler or browser' "${marked[@]}"
 verdict=0
-step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' \
+step $bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' \
   "${checked[@]/#/--ignore=}" || verdict=$?
 wait $types || verdict=$?
 cat "$log"

@@ -150,7 +150,7 @@ def measure_costs(folder: Path) -> tuple[Costs, dict[str, Any]]:
             for (shard, _), part, top in zip(results, packed, tops, strict=True):
                 writer.add(WrittenShard(shard.index, part.sums), part.files._replace(top=encode_top(top)))
                 list(writer.written())
-            list(writer.written(all_of_them=True))
+            list(writer.written(wait_for_all=True))
         write = (perf_counter() - begin) / MEASURED_SHARDS
     sizes = {
         "bytes of files a shard": len(packed[0].files.tokens) + len(packed[0].files.sequences),

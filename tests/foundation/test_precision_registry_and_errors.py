@@ -52,8 +52,13 @@ def test_look_up_lists_the_names():
 ERRORS = [
     x
     for x in vars(errors).values()
-    if inspect.isclass(x) and issubclass(x, Exception) and x is not KleashError
+    if inspect.isclass(x) and issubclass(x, Exception) and not issubclass(x, Warning) and x is not KleashError
 ]
+
+
+def test_a_tracker_that_fails_is_warned_of():
+    """What it was sent is on disk, so that a program which only wants the measurement goes on."""
+    assert issubclass(errors.TrackerWarning, UserWarning) and errors.TrackerWarning not in ERRORS
 
 
 def test_interrupted_is_not_an_exception():
