@@ -6,11 +6,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from kleash.cli.numbers import cells, with_error
 from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal
 from kleash.records import Number
 from kleash.reports.formatting import format_duration
+from kleash.store.number import cells, with_error
 
 
 class Clock:

@@ -1,6 +1,5 @@
-"""Formatting of numbers for the terminal, with the names, units and digits of the report."""
+"""Names and sentences of the report in the characters of the terminal."""
 
-from kleash.store.number import Number, cells
 from kleash.store.statistics import label_of
 
 
@@ -14,9 +13,3 @@ def terminal_sentence(text: str) -> str:
     for typographic, plain in (("‖", "||"), ("\u202f%", " %"), ("\u202f", ","), ("−", "-")):
         text = text.replace(typographic, plain)
     return text
-
-
-def with_error(number: Number) -> str:
-    """The value with its standard error, if it has one, and its unit."""
-    value, _, error, unit = cells(number)
-    return f"{value} ± {error} {unit}".rstrip() if error else f"{value} {unit}".rstrip()

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from kleash.cli.numbers import with_error
 from kleash.cli.terminal import Terminal, can_redraw, say
 from kleash.reports.formatting import format_duration
 from kleash.store import Number
+from kleash.store.number import with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 MIN_SECONDS_BETWEEN_LINES = 5.0

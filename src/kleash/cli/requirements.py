@@ -15,6 +15,11 @@ ADAPTERS = "peft"
 DEVICE_MAPS = "accelerate"
 TRACKER_MODULES = ("wandb", "trackio", "mlflow")
 """Packages of experiment trackers, which no extra of kleash installs."""
+EXTRAS_WITH_TENSORBOARD = {
+    "'kleash[models]'": "'kleash[train]'",
+    "'kleash[ray]'": "'kleash[ray,train]'",
+}
+"""Extras without TensorBoard -> what has all of them and TensorBoard, which is in kleash[train]."""
 
 
 def require_packages(command: Command) -> None:
@@ -85,10 +90,7 @@ def _require_with_trackers(packages: Sequence[str], report_to: Sequence[str], ex
     needed = [*packages, *([DEVICE_MAPS] if trackers else [])]
     if "tensorboard" in report_to:
         needed.append("tensorboard")
-        if extra == "'kleash[models]'":
-            extra = "'kleash[train]'"  # it has all of kleash[models]
-        elif extra == "'kleash[ray]'":
-            extra = "'kleash[ray,train]'"
+        extra = EXTRAS_WITH_TENSORBOARD.get(extra, extra)
     missing_trackers = " ".join(name for name in trackers if not is_installed(name))
     has_extra = all(is_installed(package) for package in needed)
     to_install = missing_trackers if has_extra else f"{extra} {missing_trackers}".strip()

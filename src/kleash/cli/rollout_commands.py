@@ -5,13 +5,13 @@ import json
 from rich.table import Table
 
 from kleash.cli.formats import print_formatted
-from kleash.cli.numbers import cells
 from kleash.cli.summary import NO_INTERVAL, print_gate, print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.store import Diagnosis, MismatchRecord
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.mismatch_record import LABELS
+from kleash.store.number import cells
 
 
 def run_mismatch(job: MismatchJob) -> int:

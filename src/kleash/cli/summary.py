@@ -9,10 +9,9 @@ from rich.measure import Measurement as Width
 from rich.padding import Padding
 from rich.table import Table
 
-from kleash.cli.numbers import cells, terminal_label, terminal_sentence, with_error
+from kleash.cli.numbers import terminal_label, terminal_sentence
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import MeasureJob
-from kleash.reports.comparison import paired_noun
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import describe_sample_size
 from kleash.store import ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
@@ -24,6 +23,7 @@ from kleash.store.measurement_summary import (
     summary_numbers,
     upper_bound,
 )
+from kleash.store.number import cells, with_error
 from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import PERPLEXITIES
 
@@ -126,7 +126,7 @@ def _row(table: Table, title: str, number: Number, *, is_one_cluster: bool) -> N
 def print_comparison(comparison: Comparison, page: Path) -> None:
     """Print each run's KL and perplexities and their differences from the first run."""
     console = Terminal()
-    print_table(console, _kl_table(comparison, paired_noun(comparison)))
+    print_table(console, _kl_table(comparison))
     if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
         print_table(console, _perplexity_table(comparison))
     say(
@@ -142,20 +142,15 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
     say(console, f"page: {page}")
 
 
-def _kl_table(comparison: Comparison, paired_noun: str) -> Table:
-    """The table of each run's KL and its difference from the first run.
-
-    Args:
-        comparison: of at least two runs.
-        paired_noun: heading of the column with the number of pairs: "prompts" or "documents".
-    """
+def _kl_table(comparison: Comparison) -> Table:
+    """The table of each run's KL and its difference from the first run."""
     table = Table(box=None, pad_edge=False)
     for heading in (
         "run",
         "KL(policy ||\nreference)",
         "difference from\nthe first",
         "95 % interval",
-        paired_noun,
+        comparison.paired_noun,
     ):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     first, *later_runs = comparison.runs

@@ -8,14 +8,13 @@ from pathlib import Path
 from rich.table import Table
 
 from kleash.cli.formats import print_formatted
-from kleash.cli.numbers import cells, terminal_label, terminal_sentence
+from kleash.cli.numbers import terminal_label, terminal_sentence
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import SweepJob
 from kleash.launch_environment import launched_rank, launched_world_size
 from kleash.reports.attribution import (
-    change_number,
     describe_attribution,
     describe_control,
     describe_sum,
@@ -25,9 +24,10 @@ from kleash.reports.attribution import (
     shown_attributions,
 )
 from kleash.reports.formatting import format_bytes
-from kleash.reports.sweep import PAGE, QUANTILE, describe_ranking, format_bits, warnings_of_candidates
+from kleash.reports.sweep import PAGE, describe_ranking, format_bits, warnings_of_candidates
 from kleash.store.attribution import Attribution
-from kleash.store.sweep import Sweep
+from kleash.store.number import cells
+from kleash.store.sweep import QUANTILE, Sweep
 
 EXIT_FAILED = 2
 """Exit code if a candidate could not be measured, or its KL not attributed."""
@@ -109,7 +109,7 @@ def _print_attribution(console: Terminal, attribution: Attribution, name: str) -
         )
     groups = largest_first(attribution)
     for group in groups[:MAX_GROUPS]:
-        value, interval, _, unit = cells(change_number(group))
+        value, interval, _, unit = cells(group.simultaneous_change)
         table.add_row(
             group.name,
             f"{value} {unit}",

@@ -172,14 +172,11 @@ def attribution_of(
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 
-    def by_cluster(values: Floats) -> Floats:
-        return np.bincount(clusters.labels, weights=values).astype(np.float64)
-
     columns = _PassColumns(
-        candidate=by_cluster(candidate.total),
-        single=[by_cluster(sums[grouping, group.name].total) for group in swapped],
-        everything=by_cluster(sums.get(("", ALL), candidate).total),
-        counts=by_cluster(candidate.tokens),
+        candidate=clusters.sum(candidate.total),
+        single=[clusters.sum(sums[grouping, group.name].total) for group in swapped],
+        everything=clusters.sum(sums.get(("", ALL), candidate).total),
+        counts=clusters.sum(candidate.tokens),
     )
     mean = ratio_of_sums(
         columns.candidate,
@@ -190,7 +187,7 @@ def attribution_of(
     )
     is_repeatable = np.array_equal(candidate.total, again.total)
     control = columns.difference(
-        by_cluster(again.total), columns.candidate, known_value=0.0 if is_repeatable else None
+        clusters.sum(again.total), columns.candidate, known_value=0.0 if is_repeatable else None
     )
     changes, change_of_all = columns.changes(), columns.change_of_all()
     return Attribution(

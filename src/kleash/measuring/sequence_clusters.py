@@ -47,6 +47,10 @@ class Clusters:
         """Number of clusters."""
         return int(self.labels.max()) + 1 if len(self.labels) else 0
 
+    def sum(self, values: Floats) -> Floats:
+        """The sums over the sequences of each cluster of numbers that there is one of per sequence."""
+        return np.bincount(self.labels, weights=values).astype(np.float64)
+
 
 def clusters_of(prompt: Ids, sample: Ids, *, on_text: bool) -> Clusters:
     """The clusters of sequences: prompts; on text documents, or blocks of windows where documents are few.

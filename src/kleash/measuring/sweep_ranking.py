@@ -9,16 +9,15 @@ import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
-from kleash.measuring.sequence_clusters import SequenceSums, clusters_of, sum_sequences
+from kleash.measuring.sequence_clusters import Clusters, SequenceSums, clusters_of, sum_sequences
 from kleash.store import Measurement, Number, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.measurement_summary import all_warnings
-from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
+from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 from kleash.uncertainty.diagnostics import few_clusters
-from kleash.uncertainty.simultaneous import simultaneous_differences
+from kleash.uncertainty.simultaneous import SimultaneousDifferences, simultaneous_differences
 from kleash.version import __version__
 
-QUANTILE = "99.9"
 DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
 
 
@@ -92,11 +91,7 @@ def rank_candidates(
     )
     letters: Mapping[int, str] = {}
     if len(measured) > 1:
-        sums, counts = (
-            np.stack([np.bincount(clusters.labels, weights=values) for values in rows], axis=1)
-            for rows in ([run.sums.total for run in runs], [run.sums.tokens for run in runs])
-        )
-        result = simultaneous_differences(sums, counts)
+        result = _compare(runs, clusters)
         pairs = tuple(
             SweepPair(
                 first=measured[pair.first].number,
@@ -121,6 +116,13 @@ def rank_candidates(
             for candidate in candidates
         ),
     )
+
+
+def _compare(runs: Sequence[RunSequences], clusters: Clusters) -> SimultaneousDifferences:
+    """The differences of all pairs of runs over the same sequences, paired by cluster."""
+    sums = np.stack([clusters.sum(run.sums.total) for run in runs], axis=1)
+    counts = np.stack([clusters.sum(run.sums.tokens) for run in runs], axis=1)
+    return simultaneous_differences(sums, counts)
 
 
 def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[int]:

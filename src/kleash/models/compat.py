@@ -197,9 +197,8 @@ def copy_without_sharding(network: Any) -> Any:
             state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_sharding(hook))
         for name in ("_buffers", *HOOK_FLAGS):
             state[name] = state[name].copy()
-        state["_parameters"] = dict(
-            state["_parameters"]
-        )  # DeepSpeed's own dictionary gathers what is read from it
+        # DeepSpeed's own dictionary gathers what is read from it.
+        state["_parameters"] = dict(state["_parameters"])
         vars(result).update(state)
         children = state["_modules"].items()
         vars(result)["_modules"] = {name: child and copy(child) for name, child in children}

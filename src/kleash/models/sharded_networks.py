@@ -148,7 +148,7 @@ def _zero3_as_dtensors(view: Any) -> None:
         for name, parameter in module._parameters.items():
             if is_zero3(parameter) and id(parameter) not in replaced:
                 rows: Any = zero3_as_dtensor(parameter, requires_grad=False)
-                if not parameter.ds_shape:
+                if not parameter.ds_shape:  # a parameter without dimensions, whose DTensor has one row
                     rows = rows.full_tensor().view(())
                 replaced[id(parameter)] = torch.nn.Parameter(rows, requires_grad=False)
             module._parameters[name] = replaced.get(id(parameter), parameter)
@@ -229,12 +229,12 @@ def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: ShardStorage) 
     ranks = HeadStorage(storage.group, [0] * storage.world_size, local.device)
     rows, counts = ranks.all_gather_numbers(len(local), len(ids))
     first = sum(rows[: ranks.rank])
-    most = max(counts)
-    sent = local.new_zeros((storage.world_size, most, local.shape[-1]))
+    max_count = max(counts)
+    sent = local.new_zeros((storage.world_size, max_count, local.shape[-1]))
     all_ids: Any = ranks.gather_tokens(ids, counts)
     for place, needed_ids in zip(sent, all_ids.split(counts), strict=True):
         is_local = (needed_ids >= first) & (needed_ids < first + len(local))
         place[: len(needed_ids)][is_local] = local[needed_ids[is_local] - first]
-    received = local.new_empty((most, local.shape[-1]))
+    received = local.new_empty((max_count, local.shape[-1]))
     reduce_scatter_single(received, sent.flatten(0, 1), storage.group)
     return received[: len(ids)]

@@ -1,7 +1,6 @@
 """The attributions of a sweep on its page and in the terminal: which groups of weights a candidate's KL comes from."""
 
 import math
-from dataclasses import replace
 
 from kleash.reports.figures import ACCENT, INK, Chart, dots, escape, figure, row_axis
 from kleash.reports.formatting import (
@@ -13,7 +12,6 @@ from kleash.reports.formatting import (
     nan_as_minimum,
 )
 from kleash.store.attribution import Attribution, GroupChange
-from kleash.store.number import Number
 from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep
 
@@ -21,11 +19,6 @@ POWERS = {"exponentformat": "power"}
 """Ticks of an axis of small changes: 10⁻⁵, not 10 µ."""
 MAX_LABELLED_LAYERS = 24
 """Layers of which each has a label on the axis; of more, every second, fourth, ... has."""
-
-
-def change_number(group: GroupChange) -> Number:
-    """The change of a group with its simultaneous interval in place of its own."""
-    return replace(group.change, ci95=group.simultaneous_ci95)
 
 
 def largest_first(attribution: Attribution) -> list[GroupChange]:
@@ -112,7 +105,7 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
     """The change of each group: by layer from left to right, or a row for each kind of module."""
     is_by_layer = attribution.grouping == "layers"
     groups = attribution.groups if is_by_layer else tuple(largest_first(attribution))
-    numbers = [change_number(group) for group in groups]
+    numbers = [group.simultaneous_change for group in groups]
     labels = [group.name.removeprefix("layer ") if is_by_layer else group.name for group in groups]
     title = "change of the KL, nats per token"
     data = dots(
@@ -162,7 +155,7 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
             (
                 group.name,
                 format_count(group.parameters),
-                "0 (identical)" if group.is_identical else format_with_interval(change_number(group)),
+                "0 (identical)" if group.is_identical else format_with_interval(group.simultaneous_change),
                 format_share(attribution, group),
             )
             for group in largest_first(attribution)

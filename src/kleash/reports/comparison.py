@@ -27,7 +27,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
-    noun = paired_noun(comparison)
+    noun = comparison.paired_noun
     statistics = [
         name
         for name in (*COMPARED, *PERPLEXITIES)
@@ -62,7 +62,7 @@ def differences_chart(comparison: Comparison) -> Chart:
     """The paired differences from the first run."""
     rows = [(keep_end(difference.name), difference.differences) for difference in comparison.differences]
     first = keep_end(comparison.runs[0].name)
-    title = f"Difference from {first}, on shared {paired_noun(comparison)}"
+    title = f"Difference from {first}, on shared {comparison.paired_noun}"
     return _rows_chart("differences", title, rows, is_difference=True)
 
 
@@ -122,11 +122,6 @@ def _rows_figure(
         showlegend=True,
         shapes=[{**line, "line": {"color": INK, "width": 1}}] if is_difference else [],
     )
-
-
-def paired_noun(comparison: Comparison) -> str:
-    """The noun for the pairs: "prompts", or "documents" on text."""
-    return "documents" if comparison.runs[0].source == "text" else "prompts"
 
 
 def describe_difference(difference: RunDifference, noun: str = "prompts") -> str:

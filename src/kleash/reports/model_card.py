@@ -15,8 +15,7 @@ from kleash.reports.formatting import as_sentence, measure_command
 from kleash.reports.text_formats import escape_text, markdown_code, markdown_table
 from kleash.store.measurement import Measurement
 from kleash.store.measurement_summary import all_warnings, headline, headline_name, upper_bound
-from kleash.store.number import Number
-from kleash.store.result_summaries import with_interval
+from kleash.store.number import Number, with_interval
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary_tables import Summary, plain_text, summarize
 

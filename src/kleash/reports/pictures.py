@@ -18,7 +18,7 @@ from kleash.store import Measurement, Number
 from kleash.store.atomic import write_atomically
 from kleash.store.measurement import Bin
 from kleash.store.measurement_summary import headline, headline_name, upper_bound
-from kleash.store.result_summaries import with_interval
+from kleash.store.number import with_interval
 from kleash.store.statistics import label_of
 from kleash.store.summary_tables import plain_text
 from kleash.store.sweep import Sweep
@@ -90,9 +90,7 @@ def write_picture(path: Path, result: Measurement | Sweep) -> Path:
     import_extra("matplotlib.figure", "pictures")
     content = BytesIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from"
-        )  # such a character is drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # it is drawn as a box
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**STYLE, "font.family": _font_families()})
         figure = _measurement_figure(result) if isinstance(result, Measurement) else _sweep_figure(result)

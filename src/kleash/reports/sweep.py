@@ -25,7 +25,7 @@ from kleash.reports.formatting import (
 from kleash.reports.page import write_page
 from kleash.store.number import Number
 from kleash.store.statistics import label_of
-from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
+from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 
 PAGE = "sweep.html"
 AXIS_MARGIN = 1.2
@@ -40,8 +40,6 @@ TICK_DIGITS = (
 MIN_BYTE_TICKS = 3
 COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates."""
-QUANTILE = "99.9"
-"""Percentage of the tokens in the quantiles of the table."""
 
 
 def write_sweep(path: Path, sweep: Sweep) -> Path:

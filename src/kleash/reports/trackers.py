@@ -15,7 +15,7 @@ from kleash.store.number_rows import measurement_rows
 
 PROJECT = "kleash"
 TENSORBOARD = "tensorboard"
-WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "LOCAL_RANK")
+LAUNCHER_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "LOCAL_RANK")
 """Variables by which Accelerate learns that it is one of several processes."""
 
 
@@ -107,10 +107,8 @@ def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path)
         tracker = _start_tracker(getattr(tracking, classes[name]), name, folder)
         tracker.store_init_configuration(_plain(settings))
     except Exception as error:  # any exception of the tracker's own code
-        line = str(error).strip().splitlines()
-        reason = line[0] if line else type(error).__name__
         raise CannotRunError(
-            f"the tracker {name} cannot be started: {reason}; set it up, or leave it out"
+            f"the tracker {name} cannot be started: {_reason(error)}; set it up, or leave it out"
         ) from error
     return Tracker(log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=tracker.finish)
 
@@ -160,12 +158,16 @@ def send_measurement(names: Sequence[str], measurement: Measurement, folder: Pat
                 finally:
                     tracker.close()
         except Exception as error:  # any exception of the tracker's own code: the measurement is not lost
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             failures.append(
-                f"the tracker {name} did not get the measurement ({reason[0]}), which is in {folder}; send it with "
-                f"kleash report {folder} --report-to {name}"
+                f"the tracker {name} did not get the measurement ({_reason(error)}), which is in {folder}; send it "
+                f"with kleash report {folder} --report-to {name}"
             )
     return failures
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error of a tracker, or its type if it has no words."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def scalars_of(measurement: Measurement) -> dict[str, float]:
@@ -210,7 +212,7 @@ def _alone() -> Generator[None]:
     if state._shared_state:
         yield
         return
-    hidden = {name: os.environ.pop(name) for name in WORLD_SIZES if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
     try:
         state()
     finally:

@@ -1,6 +1,6 @@
 """The attribution of a candidate's KL to groups of its weights: what each group changes when it is swapped back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kleash.store.codec import encode
@@ -22,6 +22,11 @@ class GroupChange:
     weights are a cause of the KL."""
     simultaneous_ci95: tuple[float, float]
     """The intervals of all groups hold at once with 95 % confidence."""
+
+    @property
+    def simultaneous_change(self) -> Number:
+        """The change with the simultaneous interval in place of its own."""
+        return replace(self.change, ci95=self.simultaneous_ci95)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,11 @@ class Comparison(NotebookResult):
     warnings: tuple[str, ...] = ()
     """About the comparison as a whole: different sources, temperatures, references."""
 
+    @property
+    def paired_noun(self) -> str:
+        """The noun for the pairs: "prompts", or "documents" on text."""
+        return "documents" if self.runs[0].source == "text" else "prompts"
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return encode(self)

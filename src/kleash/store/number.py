@@ -111,3 +111,16 @@ def cells(number: Number) -> tuple[str, str, str, str]:
     has_interval = not is_one_cluster and not any(map(math.isnan, number.ci95))
     error = number.format(number.standard_error) if number.has_error else ""
     return number.rounded, f"{low} to {high}" if has_interval else "", error, unit
+
+
+def with_error(number: Number) -> str:
+    """The value with its standard error, if it has one, and its unit: "0.218 ± 0.0097 nats"."""
+    value, _, error, unit = cells(number)
+    return f"{value} ± {error} {unit}".rstrip() if error else f"{value} {unit}".rstrip()
+
+
+def with_interval(number: Number) -> str:
+    """The value with its unit and its 95 % interval: "0.218 nats (95 % interval 0.199 to 0.237)"."""
+    value, interval, _, unit = cells(number)
+    text = f"{value} {unit}".rstrip()
+    return f"{text} (95 % interval {interval})" if interval else text

@@ -1,7 +1,7 @@
 """All numbers of a result as rows of one table, whose columns are the same for every kind of result."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kleash.store.comparison import Comparison
 from kleash.store.likely_causes import Diagnosis
@@ -140,8 +140,13 @@ def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
         for group in attribution.groups:
             name = f"{attribution.statistic}_change/{attribution.grouping}/{group.name}"
             yield _row(run, name, group.change, tokens=sample[0], clusters=sample[1])
-            change = replace(group.change, ci95=group.simultaneous_ci95)
-            yield _row(run, f"{name}_simultaneous", change, tokens=sample[0], clusters=sample[1])
+            yield _row(
+                run,
+                f"{name}_simultaneous",
+                group.simultaneous_change,
+                tokens=sample[0],
+                clusters=sample[1],
+            )
 
 
 def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:

@@ -1,7 +1,6 @@
 """The summaries of all kinds of results, registered for ``summarize``."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 
 from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit
@@ -20,7 +19,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
 )
 from kleash.store.mismatch_record import LABELS, MismatchRecord
-from kleash.store.number import Number, cells
+from kleash.store.number import Number, cells, with_error, with_interval
 from kleash.store.statistics import PERPLEXITIES, label_of
 from kleash.store.summary_tables import (
     NUMBER_HEADER,
@@ -30,19 +29,10 @@ from kleash.store.summary_tables import (
     SummaryTable,
     summarize,
 )
-from kleash.store.sweep import Sweep, SweepCandidate
+from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate
 from kleash.store.training_folder import TrainingResult
 
 KL = "kl_policy_reference"
-QUANTILE = "99.9"
-"""Percentage of the tokens in the quantiles of a sweep."""
-
-
-def with_interval(number: Number) -> str:
-    """The value with its unit and its 95 % interval: "0.218 nats (95 % interval 0.199 to 0.237)"."""
-    value, interval, _, unit = cells(number)
-    text = f"{value} {unit}".rstrip()
-    return f"{text} (95 % interval {interval})" if interval else text
 
 
 def _number_row(label: str, number: Number, *, is_one_cluster: bool = False) -> tuple[str, ...]:
@@ -103,7 +93,7 @@ def _(comparison: Comparison) -> Summary:
         rows=tuple(
             (
                 Name(run.name),
-                *(_with_error(run.numbers, name) for name in PERPLEXITIES),
+                *(with_error(run.numbers[name]) if name in run.numbers else "" for name in PERPLEXITIES),
                 *_difference_cells(difference, PERPLEXITIES[0]),
             )
             for run, difference in pairs
@@ -111,8 +101,8 @@ def _(comparison: Comparison) -> Summary:
     )
     has_perplexity = any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES)
     return Summary(
-        headline=f"{len(comparison.runs)} runs compared, paired by prompt; a difference whose interval contains 0 is "
-        "not significant",
+        headline=f"{len(comparison.runs)} runs compared, paired by {comparison.paired_noun.removesuffix('s')}; a "
+        "difference whose interval contains 0 is not significant",
         facts=(
             ("reference", Name(first.reference)),
             ("estimand", first.estimand),
@@ -159,15 +149,7 @@ def _difference_cells(difference: RunDifference | None, name: str) -> tuple[str,
     number = difference.differences.get(name)
     if number is None:
         return "unknown", "unknown"
-    return _with_error(difference.differences, name), cells(number)[1] or UNKNOWN_INTERVAL
-
-
-def _with_error(numbers: Mapping[str, Number], name: str) -> str:
-    """The number of this name with its standard error and unit; empty if there is none."""
-    if name not in numbers:
-        return ""
-    value, _, error, unit = cells(numbers[name])
-    return f"{value} ± {error} {unit}".rstrip() if error else f"{value} {unit}".rstrip()
+    return with_error(number), cells(number)[1] or UNKNOWN_INTERVAL
 
 
 @summarize.register
@@ -231,7 +213,7 @@ def _attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
         return SummaryTable(title=title, header=("not attributed",), rows=((attribution.failure,),))
     rows: list[tuple[str, ...]] = []
     for group in attribution.groups:
-        value, interval, _, unit = cells(replace(group.change, ci95=group.simultaneous_ci95))
+        value, interval, _, unit = cells(group.simultaneous_change)
         interval = "identical weights" if group.is_identical else interval or UNKNOWN_INTERVAL
         share = f"{attribution.share_of(group):.1%}"
         rows.append((group.name, f"{value} {unit}", interval, share, f"{group.parameters:,}"))

@@ -13,6 +13,8 @@ from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 
 SWEEP = "sweep.json"
+QUANTILE = "99.9"
+"""Percentage of the tokens in the quantiles of candidates."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,11 +89,9 @@ def simultaneous_differences(
         Hothorn, Bretz & Westfall (2008), "Simultaneous Inference in General Parametric Models".
         Piepho (2004), "An Algorithm for a Letter-Based Representation of All-Pairwise Comparisons".
     """
-    _check_shapes(sums, counts)
-    sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
-    pairs, critical_value = _differences(
-        sums, counts, list(combinations(range(sums.shape[1]), 2)), unit=unit, seed=seed
-    )
+    sums, counts = _checked_columns(sums, counts)
+    indices = list(combinations(range(sums.shape[1]), 2))
+    pairs, critical_value = _differences(sums, counts, indices, unit=unit, seed=seed)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = sums.sum(axis=0) / counts.sum(axis=0)
     letters = compact_letters(
@@ -126,15 +124,16 @@ def differences_from_control(
     References:
         Dunnett (1955), "A Multiple Comparison Procedure for Comparing Several Treatments with a Control".
     """
-    _check_shapes(sums, counts)
-    sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
+    sums, counts = _checked_columns(sums, counts)
     indices = [(index, 0) for index in range(1, sums.shape[1])]
     pairs, critical_value = _differences(sums, counts, indices, unit=unit, seed=seed)
     return SimultaneousPairs(pairs=pairs, critical_value=critical_value)
 
 
-def _check_shapes(sums: np.ndarray, counts: np.ndarray) -> None:
-    """Check that there is a sum and a count per cluster and candidate, of two candidates or more.
+def _checked_columns(
+    sums: np.ndarray, counts: np.ndarray
+) -> tuple[Float64[np.ndarray, "clusters candidates"], Float64[np.ndarray, "clusters candidates"]]:
+    """The sums and counts in float64, of which there is one per cluster and candidate, of two candidates or more.
 
     Raises:
         ShapeError: if not.
@@ -144,6 +143,7 @@ def _check_shapes(sums: np.ndarray, counts: np.ndarray) -> None:
             f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster and candidate, of two "
             "candidates or more"
         )
+    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
 
 
 def _differences(

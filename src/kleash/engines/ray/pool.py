@@ -57,7 +57,7 @@ class WorkerPool:
             self._start_worker()
 
     def wait_for_models(self) -> LoadedModels:
-        """Wait until the workers have loaded the models, and return what the first one says of them.
+        """Wait until the workers have loaded the models, and return the description of the first worker's.
 
         All are compared with the driver and with the first. Those that take longer than ``JOIN_S`` join later.
 
@@ -178,12 +178,12 @@ class WorkerPool:
             except self._ray.exceptions.RayError as error:
                 self._lose(call.worker, describe_loss(self._ray, error))
             else:
-                scored += self._take(call, answer)
+                scored += self._handle_answer(call, answer)
         self._look_at_clock()
         return scored
 
-    def _take(self, call: Call, answer: Any) -> list[ScoredShard]:
-        """Deal with what a worker returned."""
+    def _handle_answer(self, call: Call, answer: Any) -> list[ScoredShard]:
+        """Go on with what a worker returned: send the next call, or return a shard whose first result it is."""
         worker, task = call.worker, call.task
         if call.method == "versions":
             worker.node, versions = answer

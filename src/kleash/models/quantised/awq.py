@@ -19,6 +19,8 @@ from kleash.models.quantised.gptq import SCALE_TYPES
 from kleash.models.quantised.integers import scale_groups, unpack_words
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
+PARTS = ("qweight", "qzeros", "scales")
+"""Last parts of the names of a module's tensors."""
 BITS, WEIGHTS_OF_WORD = 4, 8
 GEMM_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of eight outputs."""
@@ -87,7 +89,7 @@ def _module(
         parameter=tensors.full_name("weight"),
         shape=(rows, columns),
         kind=f"{method} int4, " + ("rows" if group_size == columns else f"groups of {group_size}"),
-        parts=tuple(tensors.full_name(part) for part in ("qweight", "scales", "qzeros")),
+        parts=tuple(map(tensors.full_name, PARTS)),
         row_multiple=1 if is_gemv else WEIGHTS_OF_WORD,
         open=partial(_open_gemv if is_gemv else _open_gemm, tensors, columns, group_size),
     )
@@ -97,9 +99,7 @@ def _open_gemm(
     tensors: ModuleTensors, columns: int, group_size: int, reader: TensorReader, dtype: torch.dtype
 ) -> RowDecoder:
     """The decoder of rows in the layout "gemm"."""
-    qweight, qzeros, scales = (
-        reader.read(tensors.full_name(part)) for part in ("qweight", "qzeros", "scales")
-    )
+    qweight, qzeros, scales = reader.read_parts(tensors, PARTS)
     groups = torch.arange(columns) // group_size
 
     def unpack(words: Tensor, start: int, stop: int) -> Tensor:
@@ -118,9 +118,7 @@ def _open_gemv(
     tensors: ModuleTensors, columns: int, group_size: int, reader: TensorReader, dtype: torch.dtype
 ) -> RowDecoder:
     """The decoder of rows in the layout "gemv"."""
-    qweight, qzeros, scales = (
-        reader.read(tensors.full_name(part)) for part in ("qweight", "qzeros", "scales")
-    )
+    qweight, qzeros, scales = reader.read_parts(tensors, PARTS)
     groups = torch.arange(columns) // group_size
     count = columns // group_size
 

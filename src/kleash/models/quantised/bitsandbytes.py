@@ -102,7 +102,7 @@ def _describe_integers(tensors: ModuleTensors, reader: TensorReader) -> PackedMo
 
 def _open_integers(tensors: ModuleTensors, reader: TensorReader, dtype: torch.dtype) -> RowDecoder:
     """The decoder of the rows of a module of 8 bits."""
-    codes, scales = (reader.read(tensors.full_name(part)) for part in ("weight", "SCB"))
+    codes, scales = reader.read_parts(tensors, ("weight", "SCB"))
     factors = scales.to(dtype) / INTEGER_MAX
     return lambda start, stop: codes[start:stop].to(dtype) * factors[start:stop, None]
 

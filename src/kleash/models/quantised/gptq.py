@@ -107,9 +107,7 @@ def _open(
     dtype: torch.dtype,
 ) -> RowDecoder:
     """The decoder of a module's rows."""
-    qweight, qzeros, scales = (
-        reader.read(tensors.full_name(part)) for part in ("qweight", "qzeros", "scales")
-    )
+    qweight, qzeros, scales = reader.read_parts(tensors, ("qweight", "qzeros", "scales"))
     columns = len(qweight) * WORD_BITS // bits
     groups = _read_groups(tensors, reader, columns, group_size, len(scales))
     mask = (1 << bits) - 1

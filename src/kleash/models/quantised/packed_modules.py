@@ -1,6 +1,6 @@
 """A matrix that a checkpoint stores packed: its tensors, checked by their headers, and how its rows are unpacked."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,10 @@ class TensorReader:
     def read(self, name: str) -> Tensor:
         """A tensor by its name, on the CPU and in the dtype that it is stored in."""
         return self._open(self._headers[name].path).get_tensor(name)
+
+    def read_parts(self, tensors: "ModuleTensors", parts: Sequence[str]) -> Iterator[Tensor]:
+        """Tensors of a module by the last parts of their names."""
+        return (self.read(tensors.full_name(part)) for part in parts)
 
     def read_metadata(self, path: Path) -> dict[str, str]:
         """The metadata of a file."""
@@ -149,6 +153,27 @@ class ModuleTensors:
         return ModelError(
             f"{self.subject} cannot be unpacked: its module {name} {explanation}; fetch or quantise the model again"
         )
+
+
+def renamed_tensors(
+    subject: str,
+    name: str,
+    names: Mapping[str, str],
+    headers: Mapping[str, TensorHeader],
+    parameter: str = "",
+) -> ModuleTensors:
+    """The tensors of one module in a format that has names of its own for them.
+
+    Args:
+        subject: the model, for errors.
+        name: of the module.
+        names: of the tensors in the files, by the last parts that the decoders know; those that are missing are left
+            out.
+        headers: of all tensors of the checkpoint.
+        parameter: name of the matrix in an ordinary checkpoint; "" for the module's ``weight``.
+    """
+    stored = {part: headers[stored_name] for part, stored_name in names.items() if stored_name in headers}
+    return ModuleTensors(subject=subject, name=name, headers=stored, names=names, parameter=parameter)
 
 
 def group_by_module(subject: str, headers: Mapping[str, TensorHeader]) -> dict[str, ModuleTensors]:

@@ -10,7 +10,7 @@ Source: optimum-quanto, ``tensor/weights/qbytes.py`` and ``tensor/qbits.py``.
 
 from collections.abc import Mapping
 
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, TensorHeader, TensorReader
+from kleash.models.quantised.packed_modules import PackedModule, TensorHeader, TensorReader, renamed_tensors
 from kleash.models.quantised.scaled_weights import describe_scaled_module
 from kleash.models.quantised.settings import UnsupportedLayoutError
 
@@ -41,11 +41,6 @@ def find_quanto_modules(
             continue
         module = name.removesuffix(DATA)
         names = {"weight": name, "weight_scale": f"{module}.weight._scale"}
-        tensors = ModuleTensors(
-            subject=subject,
-            name=module,
-            headers={part: headers[stored] for part, stored in names.items() if stored in headers},
-            names=names,
-        )
+        tensors = renamed_tensors(subject, module, names, headers)
         modules.append(describe_scaled_module(tensors, "quanto", [], reader))
     return modules

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, TensorHeader, TensorReader
+from kleash.models.quantised.packed_modules import PackedModule, TensorHeader, TensorReader, renamed_tensors
 from kleash.models.quantised.scaled_weights import WeightScheme, describe_scaled_module
 from kleash.models.quantised.settings import UnsupportedLayoutError, read_block
 
@@ -71,17 +71,7 @@ def find_torchao_modules(
             )
         module, _, part = name.rpartition(".")
         names = {canonical: f"{module}._{part}_{suffix}" for canonical, suffix in PART_NAMES.items()}
-        tensors = ModuleTensors(
-            subject=subject,
-            name=module,
-            headers={
-                canonical: headers[name_in_file]
-                for canonical, name_in_file in names.items()
-                if name_in_file in headers
-            },
-            names=names,
-            parameter=name,
-        )
+        tensors = renamed_tensors(subject, module, names, headers, parameter=name)
         block = read_block(attributes.get("block_size"))
         schemes = [] if block is None else [WeightScheme(bits=8, block=block)]
         packed = describe_scaled_module(tensors, "torchao", schemes, reader)
