@@ -1,5 +1,6 @@
 """What all tests share: a quiet, offline, repeatable machine, and the tools that some tests need."""
 
+import gc
 import os
 import re
 import shutil
@@ -19,6 +20,10 @@ CHROMIUM_FLAGS = (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+
+gc.set_threshold(
+    20_000, 10, 10
+)  # imports make many objects and no garbage; the default costs a tenth of the suite
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -72,6 +77,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"check.sh does not run {path}: mark its tests in the file itself")
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector leave alone what was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect everything at its end."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

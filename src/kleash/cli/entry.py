@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
+from kleash.cli.garbage import rare_garbage_collection
 from kleash.cli.signals import Termination, handling_termination
 from kleash.cli.streams import command_streams, json_escape
 from kleash.errors import Interrupted, KleashError, RankError
@@ -26,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if words is None else words)
     _escape_unencodable_characters()
-    with command_streams(), handling_termination() as termination:
+    with rare_garbage_collection(), command_streams(), handling_termination() as termination:
         return _exit_code(arguments, termination)
 
 

@@ -144,7 +144,8 @@ def read_columns(
     parquet = import_extra("pyarrow.parquet", "models")
     with _damage_as_error(path):
         content = path.read_bytes() if read is None else read(path, REMAKE)
-        table = parquet.read_table(arrow.BufferReader(content), columns=names, partitioning=None)
+        # Not read_table: its threads may end after the interpreter does, which aborts the process (apache/arrow 34314).
+        table = parquet.ParquetFile(arrow.BufferReader(content)).read(columns=names, use_threads=False)
         return {name: _to_numpy(name, table.column(name)) for name in names}
 
 

@@ -20,6 +20,8 @@ GRADIENT_CALLS = 8
 """Repeated calls with the same numbers, value and gradient."""
 VALUE_CALLS = 24
 """Further repeated calls, value only."""
+REUSED_SETS = 12
+"""Sets of tensors that are used for two calls each."""
 FINAL_CALLS = 70
 """Repeated calls at the end of the audit, after several hundred others."""
 SEED = 20
@@ -137,7 +139,7 @@ def probe_purity(audited: AuditedFunction) -> Purity:
     results = [_check("repeated", _check_repeated_calls, audited, first)]
     if results[0].impurity is None:
         results.append(_check("other_inputs", _call_with_other_inputs, audited, first))
-        results.append(_check("reused_tensors", _reuse_tensors, audited))
+        results.append(_check("reused_tensors", _reuse_tensors, audited, first))
     results.append(_overwritten_arguments(audited))
     results.append(_overwritten_settings(audited, settings))
     return Purity(results=tuple(results), first=first)
@@ -286,23 +288,28 @@ def _repeated_token(toy: ToyDistributions, count: int) -> AuditInputs:
     return make_inputs(p.clone().requires_grad_(), q, torch.full((count, 1), 3))
 
 
-def _reuse_tensors(audited: AuditedFunction) -> PurityResult | None:
-    """Whether a call with new numbers in the tensors of an earlier call gives the earlier result."""
-    inputs, new_inputs = (_one_token_inputs(audited, pair).clone() for pair in ("far", "peaked"))
-    seed_generators(SEED)
-    expected = audited.call(new_inputs).detach().double()
-    audited.call_in_place(inputs)
-    with torch.no_grad():
-        for field in fields(AuditInputs):
-            getattr(inputs, field.name).copy_(getattr(new_inputs, field.name))
-    seed_generators(SEED)
-    try:
-        result = audited.call_in_place(inputs).detach().double()
-    except KleashError:
-        return None  # overwritten arguments have their own check
-    if _is_same(result, expected):
-        return None
-    return _changed("reused_tensors", expected.flatten(), result.flatten())
+def _reuse_tensors(audited: AuditedFunction, first: Tensor) -> PurityResult | None:
+    """Whether a call with new numbers in the tensors of an earlier call gives the earlier result.
+
+    The new numbers are those of the first call. A function that remembers addresses may have seen them at an address
+    before, so that several sets of tensors exist at a time, each at addresses of its own.
+    """
+    new_inputs = _one_token_inputs(audited, "far")
+    for inputs in [_one_token_inputs(audited, "peaked").clone() for _ in range(REUSED_SETS)]:
+        seed_generators(SEED)
+        audited.call_in_place(inputs)
+        with torch.no_grad():
+            for field in fields(AuditInputs):
+                getattr(inputs, field.name).copy_(getattr(new_inputs, field.name))
+        seed_generators(SEED)
+        try:
+            result = audited.call_in_place(inputs).detach().double().flatten()
+        except KleashError:
+            return None  # overwritten arguments have their own check
+        expected = first[: len(result)]
+        if not _is_same(result, expected):
+            return _changed("reused_tensors", expected, result)
+    return None
 
 
 def _overwritten_arguments(audited: AuditedFunction) -> PurityResult:

@@ -1,9 +1,9 @@
 """Readers of CSV, Parquet, Arrow and JSON arrays, a record for each row."""
 
 import csv
-import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -136,7 +136,7 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
     parquet, label = import_extra("pyarrow.parquet", "models"), source_label(path)
     with _reading(label, "cannot be read as Parquet"), parquet.ParquetFile(_seekable(path, label)) as file:
         _check_unpacked_size(file.metadata, label)
-        yield from _rows(file.iter_batches(batch_size=TABLE_BATCH_ROWS), label)
+        yield from _rows(file.iter_batches(batch_size=TABLE_BATCH_ROWS, use_threads=False), label)
 
 
 def read_arrow(path: Path) -> Iterator[SourceRecord]:
@@ -195,13 +195,20 @@ def _reading(label: str, problem: str) -> Iterator[None]:
         raise SourceError(f"{label} {problem}: {summarise_error(error)}; make or fetch it again") from error
 
 
-def _seekable(path: Path, label: str) -> Path | io.BytesIO:
-    """The file, or its unpacked content if it is compressed as a whole."""
+def _seekable(path: Path, label: str) -> Any:
+    """The path, or a pyarrow file with the unpacked content if it is compressed as a whole.
+
+    The content is in pyarrow's own memory: a thread of pyarrow that lets go of an object of Python's while the
+    interpreter ends aborts the process (apache/arrow 34314).
+    """
     with path.open("rb") as file:
         if compression_of(file.read(4)) is None:
             return path
+    pyarrow = import_extra("pyarrow", "models")
+    content = pyarrow.BufferOutputStream()
     with open_unpacked(path, label) as unpacked:
-        return io.BytesIO(unpacked.read())
+        shutil.copyfileobj(unpacked, content)
+    return pyarrow.BufferReader(content.getvalue())
 
 
 def _check_unpacked_size(metadata: Any, label: str) -> None:
