@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_training_ranks import as_one_process, same_training, taken_for_gpus, train
 
 from kleash.errors import KleashError
 from kleash.integrations.trainer import DriftMonitor
@@ -311,21 +312,26 @@ def models_that_accelerate_shards_are_measured_and_trained(ranks):
         assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max()))
 
 
+@check
+def a_training_run_of_trl_equals_that_of_one_process(ranks):
+    """The Trainer shards by its own ``fsdp=``: generation, rewards, two updates, DriftMonitors, a controller."""
+    with as_one_process():
+        alone, log = train(ranks.folder, "llama", None)
+    with taken_for_gpus():
+        shared, shared_log = train(ranks.folder, "llama", {"fsdp": True, "fsdp_config": {"version": 2}})
+    assert "FSDP" in type(shared.model_wrapped).__name__
+    same_training(log, shared_log)
+    for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
+        assert (mine.full_tensor() - right).abs().max() < 1e-6
+
+
 def accelerate_shards(policy: Any, reference: Any) -> tuple[Any, Any]:
     """Both as Accelerate and TRL shard them, which take these processes for ones with GPUs: they shard only there."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
     from trl.models.utils import prepare_fsdp
 
-    AcceleratorState._reset_state(True)
-    with (
-        mock.patch.dict(os.environ),
-        mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)),
-        mock.patch.object(
-            PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cpu"))
-        ),
-    ):
+    with taken_for_gpus():
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
         )
@@ -334,8 +340,6 @@ def accelerate_shards(policy: Any, reference: Any) -> tuple[Any, Any]:
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
         policy, _ = accelerator.prepare(policy, optimizer)
         reference = prepare_fsdp(reference, accelerator)
-    AcceleratorState._reset_state(True)
-    PartialState(cpu=True)
     return policy, reference
 
 

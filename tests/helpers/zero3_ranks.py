@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from sharded_ranks import PROMPTS, Ranks, largest_message, refusal_of, same
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl_training_ranks import as_one_process, same_training, taken_for_gpus, train
 
 from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
 
@@ -189,6 +191,26 @@ def training_steps_move_the_weights_as_one_process_does(ranks):
     for mine, right in zip(module.parameters(), whole.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters(mine):
             assert torch.allclose(mine, right, rtol=1e-5, atol=1e-5), (mine - right).abs().max()
+
+
+@check
+def a_training_run_of_trl_equals_that_of_one_process(ranks):
+    """The Trainer shards by its own ``deepspeed=``: generation, rewards, two updates, DriftMonitors, a controller."""
+    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 40}
+    config = {**dict.fromkeys((*names, "gradient_clipping"), "auto"), "zero_optimization": zero}
+    config["zero_allow_untested_optimizer"] = True
+    with as_one_process():
+        alone, log = train(ranks.folder, "qwen3", None)
+    with taken_for_gpus():
+        shared, shared_log = train(ranks.folder, "qwen3", {"deepspeed": config})
+    unset_hf_deepspeed_config()
+    assert isinstance(shared.model_wrapped, deepspeed.DeepSpeedEngine)
+    assert shared.model.lm_head.weight.numel() == 0, "the weights are on both ranks"
+    same_training(log, shared_log)
+    for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters(mine):
+            assert (mine - right).abs().max() < 1e-6
 
 
 @check

@@ -1,7 +1,8 @@
 """Parts of transformers and PEFT beyond their documented interface: what kleash reads, switches and replaces.
 
 Every private or undocumented attribute that the models floor relies on is in this module. transformers:
-``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``. PEFT:
+``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``,
+``integrations.deepspeed._hf_deepspeed_config_weak_ref``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
 torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``,
 FSDP1's ``_is_flat_param``.
@@ -9,6 +10,7 @@ DeepSpeed: the modules in which its hooks are defined.
 """
 
 import contextlib
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -43,6 +45,28 @@ def suppress_library_output() -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
+
+
+@contextmanager
+def without_zero3_loading() -> Iterator[None]:
+    """Context in which transformers loads whole networks, also where a Trainer with DeepSpeed's ZeRO-3 exists.
+
+    With a ZeRO-3 configuration in the process, ``from_pretrained`` gives each rank a part of the weights, and networks
+    cannot be built on the meta device.
+    """
+    integration = sys.modules.get(
+        "transformers.integrations.deepspeed"
+    )  # not imported: there is no configuration
+    name = "_hf_deepspeed_config_weak_ref"
+    if getattr(integration, name, None) is None:
+        yield
+        return
+    configuration = getattr(integration, name)
+    setattr(integration, name, None)
+    try:
+        yield
+    finally:
+        setattr(integration, name, configuration)
 
 
 def summarise_error(error: BaseException) -> str:

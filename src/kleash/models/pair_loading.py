@@ -10,7 +10,7 @@ from kleash.jobs import MeasureJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.models.compat import summarise_error, suppress_library_output
+from kleash.models.compat import summarise_error, suppress_library_output, without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
 from kleash.models.network_loading import PARALLEL_MAPS, load_networks
@@ -127,13 +127,14 @@ def _load_models(
 ) -> tuple[dict[str, Model], list[str]]:
     """Load the model of each role; also return notes for the user."""
     device = resolve_device(loading.device, loading.device_map)
-    networks, sharing_notes = load_networks(
-        checkpoints,
-        dtype=resolve_dtype(loading.dtype, device),
-        device=device,
-        device_map=loading.device_map,
-        trust_remote_code=loading.trust_remote_code,
-    )
+    with without_zero3_loading():
+        networks, sharing_notes = load_networks(
+            checkpoints,
+            dtype=resolve_dtype(loading.dtype, device),
+            device=device,
+            device_map=loading.device_map,
+            trust_remote_code=loading.trust_remote_code,
+        )
     models: dict[str, Model] = {}
     notes = list(sharing_notes)
     views: dict[int, ShardedView] = {}

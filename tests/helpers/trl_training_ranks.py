@@ -1,0 +1,111 @@
+"""A whole training run of TRL with the exact KL: in one process, and with weights that two processes share.
+
+For the checks of ``sharded_ranks`` and ``zero3_ranks``, in processes that have a process group of two.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+STEP = ("loss", "grad_norm", "reward", "kl", "kl/per_token", "kl/per_sequence", "beta", "entropy")
+MONITORS = {"drift": "the trainer's reference", "from a folder": "a reference that the monitor loads"}
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def taken_for_gpus() -> Iterator[None]:
+    """Context in which Accelerate takes these processes for ones with GPUs: it shards only there."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(True)
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)),
+        mock.patch.object(
+            PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cpu"))
+        ),
+    ):
+        yield
+    AcceleratorState._reset_state(True)
+    PartialState(cpu=True)
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Context in which Accelerate takes this process for one without others."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    with mock.patch.dict(os.environ):
+        for name in LAUNCHER:
+            os.environ.pop(name, None)
+        yield
+    AcceleratorState._reset_state(True)
+    PartialState(cpu=True)
+
+
+def score(completions: list[str], **_: Any) -> list[float]:
+    """A reward that also differs between equal responses to one prompt."""
+    return [len(set(text)) / 10 + 0.3 * (place % 2) for place, text in enumerate(completions)]
+
+
+def train(folder: Path, kind: str, sharding: dict[str, Any] | None) -> tuple[Any, list[dict[str, float]]]:
+    """A trainer after two steps of GRPO, and its log; ``sharding`` are arguments of its configuration.
+
+    Policy and reference are read from ``folder``. Responses are the likeliest ones, so that none depends on the ranks.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig
+    from trl_batches import config
+
+    from kleash.integrations.trainer import BetaController, DriftMonitor
+    from kleash.integrations.trl import LeashedGRPOTrainer
+    from kleash.leash import PIDBeta
+    from kleash.models import Sampling
+
+    settings = {"per_device_train_batch_size": 2 if sharding else 4, "gradient_accumulation_steps": 2}
+    settings |= {"top_k": 1, "max_grad_norm": 1.0, "optim": "sgd", "learning_rate": 0.1}
+    settings |= {"gradient_checkpointing": True, "use_cpu": not sharding, **(sharding or {})}
+    prompts = ["the sea was", "she counted", "a long road", "when the rain"]
+    arguments = config(
+        GRPOConfig, folder / "run", **settings
+    )  # before a model is loaded, which DeepSpeed then shards
+    trainer = LeashedGRPOTrainer(
+        model=str(folder / f"{kind}-policy"),
+        reference=AutoModelForCausalLM.from_pretrained(folder / f"{kind}-reference"),
+        reward_funcs=[score],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
+    )
+    sampling = Sampling(max_new_tokens=4, temperature=0.8)
+    for name in MONITORS:
+        reference = None if name == "drift" else str(folder / f"{kind}-reference")
+        DriftMonitor(reference=reference, prompts=prompts[:3], sampling=sampling, every=2, name=name).attach(
+            trainer
+        )
+    pid = PIDBeta(beta=0.3, target_nats=2.0, per="token", proportional=0.2)
+    BetaController(pid, metric="kl/per_token").attach(trainer)
+    trainer.train()
+    return trainer, trainer.state.log_history
+
+
+def same_training(alone: list[dict[str, float]], shared: list[dict[str, float]]) -> None:
+    """Check that two logs have the same numbers, to float32's rounding of sums in another order."""
+    monitors = [tuple(f"{name}/kl_per_{unit}" for unit in ("token", "sequence")) for name in MONITORS]
+    for names in (STEP, *monitors):
+        entries = [(a, b) for a, b in zip(alone, shared, strict=True) if names[0] in a]
+        assert len(entries) == 2, alone
+        for a, b in entries:
+            for name in names:
+                assert abs(a[name] - b[name]) < 2e-6 * max(1.0, abs(a[name])), (name, a, b)
+    steps = [entry for entry in alone if "kl" in entry]
+    assert min(step["kl"] for step in steps) > 1.0 and steps[0]["beta"] != steps[1]["beta"]
