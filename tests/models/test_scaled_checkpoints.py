@@ -16,6 +16,7 @@ from tiny_models import save_tiny
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
+from kleash.models.quantised.integers import decode_float_8
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.sequences import TokenSequence
@@ -332,3 +333,33 @@ def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path
         t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values()
     )
     assert re.match(r"the policy .* is quantised \(compressed-tensors\), and its 7 packed matrices", note)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("stored", "exponent_bits", "bias"), [(torch.float8_e4m3fn, 4, 7), (torch.float8_e5m2, 5, 15)]
+)
+def test_every_float_of_8_bits_is_decoded_by_its_formula(
+    stored: torch.dtype, exponent_bits: int, bias: int, dtype: torch.dtype
+) -> None:
+    # (-1)^s 2^(e - bias) (1 + m), or (-1)^s 2^(1 - bias) m for e = 0, where m is a fraction of one.
+    fraction_bits = 7 - exponent_bits
+    codes = np.arange(256)
+    exponents = codes >> fraction_bits & 2**exponent_bits - 1
+    fractions = (codes & 2**fraction_bits - 1) / 2**fraction_bits
+    expected = np.where(
+        exponents == 0, fractions * 2.0 ** (1 - bias), (1 + fractions) * 2.0 ** (exponents - bias)
+    )
+    expected *= np.where(codes >= 128, -1, 1)
+    highest = exponents == 2**exponent_bits - 1
+    is_nan = highest & (fractions == 7 / 8 if exponent_bits == 4 else fractions > 0)
+    is_infinite = highest & (fractions == 0) & (exponent_bits == 5)
+    expected[is_infinite] = np.where(codes >= 128, -np.inf, np.inf)[is_infinite]
+    tensor = torch.from_numpy(codes.astype(np.uint8))
+    for chosen in (~is_nan, np.ones(256, dtype=bool)):  # without NaN, and with it
+        decoded = decode_float_8(tensor[torch.from_numpy(chosen)].view(stored), dtype).numpy()
+        assert decoded.dtype == expected.astype(np.float64 if dtype == torch.float64 else np.float32).dtype
+        np.testing.assert_array_equal(np.isnan(decoded), is_nan[chosen])
+        finite = ~is_nan[chosen]
+        np.testing.assert_array_equal(decoded[finite], expected[chosen][finite])
+        np.testing.assert_array_equal(np.signbit(decoded[finite]), np.signbit(expected[chosen][finite]))

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kleash.models.quantised.gptq import SCALE_TYPES
-from kleash.models.quantised.integers import scale_groups, unpack_words
+from kleash.models.quantised.integers import WORD_BITS, scale_groups, unpack_words
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
 PARTS = ("qweight", "qzeros", "scales")
 """Last parts of the names of a module's tensors."""
 BITS, WEIGHTS_OF_WORD = 4, 8
-GEMM_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of each of eight outputs."""
+GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output at each of the eight places in a word."""
 
 
 def find_awq_modules(
@@ -104,8 +104,12 @@ def _open_gemm(
 
     def unpack(words: Tensor, start: int, stop: int) -> Tensor:
         used = words[:, start // WEIGHTS_OF_WORD : -(-stop // WEIGHTS_OF_WORD)]
-        values = unpack_words(used.contiguous(), BITS, used.shape[1] * WEIGHTS_OF_WORD)
-        return values.unflatten(1, (-1, WEIGHTS_OF_WORD))[:, :, GEMM_ORDER].flatten(1).T
+        by_place = used.contiguous().view(torch.uint8).T.contiguous().view(-1, WORD_BITS // 8, len(words))
+        values = torch.empty(len(by_place), WEIGHTS_OF_WORD, len(words), dtype=torch.uint8)
+        for place, output in enumerate(GEMM_ORDER):
+            stored = by_place[:, place // 2]
+            values[:, output] = stored >> BITS if place % 2 else stored & 15
+        return values.flatten(0, 1)
 
     def decode(start: int, stop: int) -> Tensor:
         codes, zeros = unpack(qweight, start, stop), unpack(qzeros, start, stop)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kleash.models.quantised.integers import look_up_halves
 from kleash.models.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
@@ -210,8 +211,11 @@ def _open_codes(
     def decode(start: int, stop: int) -> Tensor:
         first, last = start * columns, stop * columns
         stored = packed[first // 2 : -(-last // 2)]
-        halves = torch.stack((stored >> 4, stored & 15), dim=-1).reshape(-1)
-        values = table[halves[first % 2 : first % 2 + last - first].long()]
+        swapped = (stored << 4) | (stored >> 4)  # the first weight of a byte is in its upper half
+        values = look_up_halves(swapped, table)[first % 2 : first % 2 + last - first]
+        if columns % codes.block_size == 0:
+            blocks = slice(first // codes.block_size, last // codes.block_size)
+            return (values.view(-1, codes.block_size) * scales[blocks, None]).view(-1, columns)
         return (values * scales[torch.arange(first, last) // codes.block_size]).view(-1, columns)
 
     return decode

@@ -24,7 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kleash.models.quantised.integers import scale_groups, unpack_float_4, unpack_words, words_of
+from kleash.models.quantised.integers import (
+    decode_float_8,
+    scale_groups,
+    unpack_float_4,
+    unpack_words,
+    words_of,
+)
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
@@ -204,9 +210,13 @@ def _open(
     def decode(start: int, stop: int) -> Tensor:
         tile = codes[start:stop]
         if codes.dtype == torch.int32:
-            values = (unpack_words(tile, bits, columns) - (1 << (bits - 1))).to(dtype)
+            values = unpack_words(tile, bits, columns).to(dtype).sub_(1 << (bits - 1))
+        elif codes.dtype == torch.int8:
+            values = tile
         else:
-            values = unpack_float_4(tile, dtype) if codes.dtype == torch.uint8 else tile.to(dtype)
+            values = (
+                unpack_float_4(tile, dtype) if codes.dtype == torch.uint8 else decode_float_8(tile, dtype)
+            )
         tile_zeros = None if zeros is None else zeros.rows(start, stop)
         return scale_groups(values, tile_zeros, scales.rows(start, stop), column_blocks)
 
@@ -270,4 +280,4 @@ def _read_zeros(
         f"has a weight_zero_point of shape {list(shape)} for scales of {[blocks, groups]}",
     )
     words = reader.read(tensors.full_name("weight_zero_point")).T.contiguous()
-    return unpack_words(words, bits, blocks).T - (1 << (bits - 1))
+    return unpack_words(words, bits, blocks).T.to(torch.int16) - (1 << (bits - 1))
