@@ -46,6 +46,9 @@ EVEN = tuple(float(c * Fraction(2 * n + 1, 2 * n + 2) / 4 ** (n + 1)) for n, c i
 _hardshrink: Any = torch.ops.aten.hardshrink.out
 BLOCK = 256
 """Columns of a block: the largest logit is searched among the maxima of blocks first."""
+TOP_BLOCK = 64
+"""Likewise for the few largest. Fewer candidates are left for ``topk``, which is slow: 3 instead of 17 microseconds for
+a row of 2 560 logits, and 29 instead of 33 for 151 936."""
 
 
 class LogitStatistics(NamedTuple):
@@ -189,13 +192,13 @@ def top_rows(
     They are searched within the blocks with the largest maxima, which contain all of them.
     """
     vocab_size = z.shape[-1]
-    whole, top = vocab_size // BLOCK * BLOCK, min(top, vocab_size)
-    if whole < 2 * top * BLOCK:
+    whole, top = vocab_size // TOP_BLOCK * TOP_BLOCK, min(top, vocab_size)
+    if whole < 2 * top * TOP_BLOCK:
         largest = z.topk(top, -1)
         return largest.values, largest.indices
-    blocks = z[:, :whole].reshape(len(z), whole // BLOCK, BLOCK)
+    blocks = z[:, :whole].reshape(len(z), whole // TOP_BLOCK, TOP_BLOCK)
     best = blocks.amax(-1).topk(top, -1).indices
-    ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(1)
+    ids = (best[:, :, None] * TOP_BLOCK + torch.arange(TOP_BLOCK, device=z.device)).flatten(1)
     ids = torch.cat([ids, torch.arange(whole, vocab_size, device=z.device).expand(len(z), -1)], -1)
     largest = z.gather(-1, ids).topk(top, -1)
     return largest.values, ids.gather(-1, largest.indices)
