@@ -6,12 +6,11 @@ bin=.venv/bin
 # Processes of one thread use two cores better than threads; a third one works while others wait for processes of their own.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
+# Without a cache of bytecode, each of several hundred processes would compile kleash and each pytest all tests.
+unset PYTHONDONTWRITEBYTECODE
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
-# Files with tests that are marked "compiler" or "browser", so that no others are imported for them; tests/conftest.py
-# refuses a mark in any other file.
-marked=($(grep -rlE --include='test_*.py' 'mark\.(compiler|browser)|import compiles' tests))
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
@@ -29,7 +28,7 @@ log=$(mktemp)
 ) >"$log" 2>&1 &
 types=$!
 trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
-step $bin/python -m pytest -q -m 'compiler or browser' "${marked[@]}"
+step $bin/python -m pytest -q -m 'compiler or browser'
 verdict=0
 step $bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' \
   "${checked[@]/#/--ignore=}" || verdict=$?

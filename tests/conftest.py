@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -62,19 +61,8 @@ SLOWEST_FILES = (
 """Files of more than about 15 s, which several workers begin with: at the end, all but one would wait for them."""
 
 
-MARKED_FILE = re.compile(r"mark\.(compiler|browser)|import compiles")
-"""What check.sh looks for to find the files that have tests with these marks."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before marks deselect tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first; refuse marked tests that check.sh would not find."""
-    marked = {
-        item.path for item in items for name in ("compiler", "browser") if item.get_closest_marker(name)
-    }
-    for path in sorted(marked):
-        if not MARKED_FILE.search(path.read_text(encoding="utf-8")):
-            raise pytest.UsageError(f"check.sh does not run {path}: mark its tests in the file itself")
+    """Put the slowest files first."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 

@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 from types import TracebackType
+from typing import Any
 
 PRELOADED = ("kleash.cli.dispatch", "kleash.measuring", "transformers.models.llama.modeling_llama")
 
@@ -19,14 +22,26 @@ class CommandForks:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
+    def start(self, words: list[str]) -> "CommandFork":
+        """Start ``kleash WORDS``."""
+        folder = Path(mkdtemp(dir=self._folder))
+        return CommandFork(
+            self, self.ask("start", words, str(folder / "stdout"), str(folder / "stderr")), folder
+        )
+
     def run(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
         """Run ``kleash WORDS`` and wait for its end."""
-        assert self._server.stdin is not None and self._server.stdout is not None
-        streams = [self._folder / "stdout", self._folder / "stderr"]
-        self._server.stdin.write(json.dumps([words, *map(str, streams)]) + "\n")
-        self._server.stdin.flush()
-        code = int(self._server.stdout.readline())
+        fork = self.start(words)
+        code = fork.wait()
+        streams = (fork.folder / "stdout", fork.folder / "stderr")
         return subprocess.CompletedProcess(words, code, *(stream.read_text() for stream in streams))
+
+    def ask(self, *request: Any) -> Any:
+        """What the process answers."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
 
     def __enter__(self) -> "CommandForks":
         return self
@@ -37,18 +52,46 @@ class CommandForks:
         self._server.communicate()  # closes its standard input, which ends it
 
 
+class CommandFork:
+    """A started command, used like a ``subprocess.Popen``."""
+
+    def __init__(self, forks: CommandForks, pid: int, folder: Path) -> None:
+        self.forks, self.pid, self.folder = forks, pid, folder
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while the command runs."""
+        if self.returncode is None:
+            self.returncode = self.forks.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, when the command has ended."""
+        if self.returncode is None:
+            self.returncode = self.forks.ask("wait", self.pid)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
 def serve() -> None:
-    """Run the command lines that standard input names, one by one, and print their exit codes."""
+    """Start the command lines that standard input names, and wait for their ends."""
     from importlib import import_module
 
     for module in PRELOADED:
         import_module(module)
     for line in sys.stdin:
-        words, stdout, stderr = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            os._exit(run_in_this_process(words, stdout, stderr))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        match json.loads(line):
+            case ["start", *request]:
+                answer: int | None = os.fork()
+                if answer == 0:
+                    os._exit(run_in_this_process(*request))
+            case [kind, child]:
+                ended, status = os.waitpid(child, os.WNOHANG if kind == "poll" else 0)
+                answer = os.waitstatus_to_exitcode(status) if ended else None
+        print(json.dumps(answer), flush=True)
 
 
 def run_in_this_process(words: list[str], stdout: str, stderr: str) -> int:

@@ -1,4 +1,6 @@
-"""What four processes check about heads whose rows they share; run by test_linear_parallel.py, one process a rank.
+"""What four processes check about heads whose rows they share; ``vocabulary_ranks.py STORE FOLDER [CHECK …]``.
+
+Each writes ``FOLDER/rankN.json``.
 
 Every check runs in groups of two and of four. The truth is computed by each process for itself, in float64 from
 the same rounded inputs: log_softmax, the textbook's sums, and autograd.
@@ -13,7 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what torch imports when it is needed first, once for all ranks
 import torch.distributed as dist
+from forked_ranks import fork_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -810,4 +814,6 @@ def main(rank: int, store: str, out: str, only: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    store, folder, *only = sys.argv[1:]
+    own_rank = fork_ranks(4)
+    main(own_rank, store, f"{folder}/rank{own_rank}.json", only)

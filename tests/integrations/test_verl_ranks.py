@@ -10,12 +10,10 @@ import pytest
 RUN = """
 import sys, warnings
 warnings.simplefilter("ignore")
-rank, place = int(sys.argv[1]), sys.argv[2]
 from copy import deepcopy
 import torch
 import torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+from forked_ranks import fork_ranks
 from kleash.integrations.verl import REFERENCE_HIDDEN, install
 install(exact=True)
 import verl.workers.engine.fsdp.transformer_impl as fsdp
@@ -23,6 +21,9 @@ import verl.workers.utils.losses as losses
 from verl.plugin.platform import get_platform
 from verl.utils.tensordict_utils import chunk_tensordict
 from verl_engines import batch, engine_of, expected_update, loss_of, on_policy, tiny
+rank = fork_ranks(2)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 platform = type(get_platform())
 platform.current_device, platform.device_name = (lambda self: "cpu"), "cpu"
 
@@ -41,7 +42,7 @@ for name, parameter in engine.module.named_parameters():
 mean = torch.tensor(out["metrics"]["kl_loss"].aggregate())
 dist.all_reduce(mean)
 torch.testing.assert_close(mean.item() / 2, nats, rtol=1e-5, atol=0)
-print("agrees")
+print("agrees", flush=True)
 """
 
 
@@ -50,16 +51,11 @@ def test_two_ranks_train_the_kl_of_the_whole_batch(tmp_path):
     helpers = str(Path(__file__).parents[1] / "helpers")
     paths = os.pathsep.join([helpers, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RUN, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        printed, said = process.communicate(timeout=170)
-        assert printed.strip().endswith("agrees"), said[-2000:]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "store")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["agrees", "agrees"]), done.stderr[-2000:]

@@ -30,14 +30,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 def results(tmp_path_factory) -> list[dict[str, object]]:
     """The results of each check in each of four processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", vocabulary_ranks.__file__]
+    command = [sys.executable, "-W", "ignore", vocabulary_ranks.__file__, str(folder / "store"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     reported = [folder / f"rank{rank}.json" for rank in range(4)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(folder / "store"), str(out)], stderr=subprocess.PIPE)
-        for rank, out in enumerate(reported)
-    ]
-    errors = [process.communicate(timeout=170)[1].decode()[-2000:] for process in ranks]
-    assert all(out.exists() for out in reported), errors
+    assert all(out.exists() for out in reported), done.stderr[-4000:]
     return [json.loads(out.read_text()) for out in reported]
 
 

@@ -1,9 +1,12 @@
 """Weights sharded over processes: DTensors that FSDP gathers or not, and parameters as ZeRO-3 stores them."""
 
+import os
 import subprocess
 import sys
 from math import nan
+from pathlib import Path
 
+import forked_ranks
 import pytest
 import torch
 
@@ -18,10 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from kleash.errors import CannotRunError
 from kleash.linear import Head, linear_kl, linear_kl_loss, zero3_as_dtensor
+from forked_ranks import fork_ranks
 
+rank = fork_ranks(2)
 torch.set_num_threads(1)
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 hidden_p, hidden_q = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
@@ -114,22 +118,22 @@ for attributes, words in (({"ds_quant_scale": 1}, "quantised"), ({"data": torch.
     else:
         raise AssertionError(f"not refused: {words}")
 dist.destroy_process_group()
-print("equal")
+print("equal", flush=True)
 """
 
 
 def test_two_processes_with_a_sharded_weight_equal_one(tmp_path):
     """Each process has half of the tokens, as in data, sequence or context parallelism."""
-    command = [sys.executable, "-W", "ignore", "-c", WORKER]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        out, err = process.communicate(timeout=120)
-        assert out.split()[-1:] == [b"equal"], err.decode()[-2000:]  # torch 2.8 says more before
+    paths = os.pathsep.join([str(Path(forked_ranks.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WORKER, str(tmp_path / "store")],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    equal = [word for word in done.stdout.split() if word.endswith("equal")]  # torch says more before
+    assert (done.returncode, len(equal)) == (0, 2), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

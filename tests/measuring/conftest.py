@@ -11,16 +11,22 @@ Kleash = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def kleash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kleash]:
-    """Runs the command as a process of its own and checks its exit code."""
+def command_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandForks]:
+    """Runs the command as a process of its own."""
     with CommandForks(tmp_path_factory.mktemp("streams")) as forks:
+        yield forks
 
-        def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-            process = forks.run([str(word) for word in words])
-            assert process.returncode == expect, f"{process.returncode}: {process.stdout}\n{process.stderr}"
-            return process
 
-        yield run
+@pytest.fixture(scope="session")
+def kleash(command_forks: CommandForks) -> Kleash:
+    """Runs the command as a process of its own and checks its exit code."""
+
+    def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        process = command_forks.run([str(word) for word in words])
+        assert process.returncode == expect, f"{process.returncode}: {process.stdout}\n{process.stderr}"
+        return process
+
+    return run
 
 
 @pytest.fixture(scope="session")

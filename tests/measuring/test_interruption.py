@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_forks import CommandFork, CommandForks
 
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
 OPTIONS = ["--max-new-tokens", "6", "--batch-tokens", "8", "--quiet"]
@@ -29,7 +30,7 @@ def result(out: Path) -> dict[str, Any]:
     return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for(path: Path, process: subprocess.Popen[str] | CommandFork) -> None:
     for _ in range(24_000):
         if path.exists():
             return
@@ -48,16 +49,21 @@ def undisturbed(
 
 
 def test_a_run_killed_twice_resumes_to_the_same_result(
-    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path, tmp_path: Path
+    pair: tuple[Path, Path],
+    prompts: Path,
+    kleash: Kleash,
+    command_forks: CommandForks,
+    undisturbed: Path,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
     shards = len(list((undisturbed / "sequences").iterdir()))
     assert shards >= 8
     for at, kind in ((1, "tokens"), (shards // 2, "sequences")):
-        process = subprocess.Popen([sys.executable, "-m", "kleash", *words(pair, prompts, out), "--resume"])
+        process = command_forks.start([*words(pair, prompts, out), "--resume"])
         wait_for(out / kind / f"part-{at:05d}.parquet", process)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
         assert not (out / "measurement.json").exists()
     times = {path: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
     assert times
@@ -112,12 +118,12 @@ def test_resume_with_other_settings_raises_with_their_names(
 
 
 def test_a_folder_in_use_by_another_process_raises(
-    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, tmp_path: Path
+    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, command_forks: CommandForks, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "-m", "kleash", *words(pair, prompts, out)])
+    process = command_forks.start(words(pair, prompts, out))
     wait_for(out / "run.json", process)
-    process.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     try:
         resumed = kleash(*words(pair, prompts, out), "--resume", expect=2)
     finally:
