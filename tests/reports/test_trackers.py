@@ -1,4 +1,4 @@
-"""A measurement in experiment trackers: its numbers and settings, and no harm to it if a tracker fails."""
+"""A measurement or a sweep in experiment trackers: its numbers and settings, and no harm to it if a tracker fails."""
 
 import math
 import os
@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 from synthetic_run import write_synthetic_run
+from synthetic_sweep import synthetic_sweep
 from tracker_service import Service
 
 from kleash import MeasureJob, measure
 from kleash.cli import main
 from kleash.errors import MissingExtraError, OptionError, TrackerWarning
+from kleash.jobs import SweepJob
 from kleash.jobs.pages import MergeJob
+from kleash.measuring import sweep
 from kleash.records import Measurement, Number
 from kleash.reports import write_report
-from kleash.reports.trackers import scalars_of, send_measurement
+from kleash.reports.trackers import scalars_of, send_measurement, send_sweep, sweep_scalars
+from kleash.store.sweep import Sweep
 
 
 @pytest.fixture
@@ -175,10 +179,98 @@ def test_trackers_of_what_is_no_whole_measurement_are_refused(tmp_path: Path, ca
         OptionError, match="--report-to must be one of tensorboard, wandb, trackio, mlflow; it is 'w'"
     ):
         MergeJob(folder=Path("o"), report_to=("w",))
+    with pytest.raises(OptionError, match=r"--report-to must be one of .*; it is 'w'"):
+        SweepJob(candidates=("q8",), text="t", reference="base", report_to=("w",))
     (tmp_path / "steps.jsonl").write_text("")
     assert main(["report", str(tmp_path), "--report-to", "tensorboard"]) == 2
-    assert "--report-to is for measurements; " in capsys.readouterr().err
+    assert "--report-to is for measurements and sweeps; " in capsys.readouterr().err
 
 
 def test_a_tracker_changes_no_setting_of_a_run() -> None:
     assert MeasureJob(report_to=("wandb",)).settings() == MeasureJob().settings()
+    jobs = [SweepJob(candidates=("q8",), text="t", reference="base", report_to=to) for to in ((), ("wandb",))]
+    assert jobs[0].measure_job(1, Path("o")) == jobs[1].measure_job(1, Path("o"))
+
+
+@pytest.mark.usefixtures("no_state")
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_gets_the_candidates_of_a_sweep_as_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, result = Service(), synthetic_sweep()
+    first, second, third, *others = result.candidates
+    swapped = (replace(first, numbers=third.numbers), second, replace(third, numbers=first.numbers))
+    result = replace(result, candidates=(*swapped, *others))  # whose order is not that of the command line
+    monkeypatch.setitem(sys.modules, name, service.as_module(name))
+    folder = tmp_path / "quantisations"
+    assert send_sweep((name, name), result, folder) == []
+    measured = [candidate for candidate in result.candidates if not candidate.failure]
+    assert [step for step, _ in service.logged] == [candidate.number for candidate in measured]
+    order = sorted(measured, key=lambda candidate: candidate.numbers[result.rank_by].value)
+    for candidate, (_, logged) in zip(measured, service.logged, strict=True):
+        prefix, kl = "sweep/kl_policy_reference", candidate.numbers["kl_policy_reference"]
+        assert (logged[prefix], logged[f"{prefix}_standard_error"]) == (kl.value, kl.standard_error)
+        assert (logged[f"{prefix}_ci95_low"], logged[f"{prefix}_ci95_high"]) == kl.ci95
+        assert logged["sweep/bytes_on_disk"] == candidate.bytes_on_disk
+        assert order[int(logged["sweep/rank"]) - 1] is candidate
+    for candidate in result.candidates:
+        assert service.settings[f"candidate_{candidate.number}"] == candidate.name
+        assert service.settings.get(f"failure_{candidate.number}", "") == candidate.failure
+        assert service.settings.get(f"letters_{candidate.number}", "") == candidate.letters
+    assert service.settings["kleash"] == result.kleash
+    assert folder.name in service.began.values() and service.finished == 1
+
+
+def test_tensorboard_has_a_curve_over_the_candidates(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = synthetic_sweep()
+    assert send_sweep(("tensorboard",), result, tmp_path) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("sweep/kl_policy_reference")]
+    assert curve == [
+        (candidate.number, pytest.approx(candidate.numbers["kl_policy_reference"].value, rel=1e-6))
+        for candidate in result.candidates
+        if not candidate.failure
+    ]
+
+
+def test_a_sweep_is_on_disk_whatever_a_tracker_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out, service, result = tmp_path / "sweep", Service(), synthetic_sweep()
+
+    def refuse(**_: Any) -> Service:
+        assert (out / "sweep.json").exists()
+        raise RuntimeError("not logged in")
+
+    def write_result(*_: object) -> Sweep:
+        result.write(out)
+        return result
+
+    monkeypatch.setattr(service, "init", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))
+    monkeypatch.setattr("kleash.measuring.sweep_run._sweep", write_result)
+    names = ["--candidates", "q8", "--reference", "base", "--text", "t", "--report-to", "wandb"]
+    assert main(["sweep", "--quiet", "--out", str(out), *names]) == 2  # of the candidate that failed
+    error = capsys.readouterr().err
+    assert "warning: the tracker wandb did not get the sweep (the tracker wandb" in error
+    assert f"send it with kleash report {out} --report-to wandb" in error and "not logged in" in error
+    assert main(["report", str(out), "--report-to", "wandb"]) == 2
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))
+    assert main(["report", str(out), "--report-to", "wandb"]) == 0
+    assert dict(service.logged) == sweep_scalars(result)
+
+
+def test_a_missing_tracker_of_a_sweep_is_noticed_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kleash.reports.trackers.is_installed", lambda name: False)
+    job = SweepJob(
+        candidates=("q8",), text="t", reference="base", out=str(tmp_path / "s"), report_to=("mlflow",)
+    )
+    with pytest.raises(MissingExtraError, match="the tracker mlflow is not installed"):
+        sweep(job)
+    assert not (tmp_path / "s").exists()

@@ -34,6 +34,7 @@ def run_report(command: ReportJob) -> int:
     if command.output_format is not None:
         print_formatted(result, command.output_format, folder)
     if not isinstance(result, Measurement):
+        _send(result, command.report_to, folder)
         return 0
     gate = result.gate if command.at_most is not None else None
     if gate is not None and command.output_format is None:
@@ -56,7 +57,7 @@ def _require_suitable(command: ReportJob, folder: Path) -> None:
     if command.picture is not None:
         require_measurement(folder, "--picture", or_sweep=True)
     if command.report_to:
-        require_measurement(folder, "--report-to")
+        require_measurement(folder, "--report-to", or_sweep=True)
 
 
 def _with_gate(result: Measurement | Sweep, at_most: float | None) -> Measurement | Sweep:
@@ -77,14 +78,17 @@ def _draw(result: Measurement | Sweep, path: Path, *, is_printed: bool) -> None:
         print(path)
 
 
-def _send(measurement: Measurement, report_to: tuple[str, ...], folder: Path) -> None:
-    """Send a measurement to trackers.
+def _send(result: Measurement | Sweep, report_to: tuple[str, ...], folder: Path) -> None:
+    """Send a result to trackers.
 
     Raises:
         CannotRunError: if one failed.
     """
-    from kleash.reports.trackers import send_measurement
+    from kleash.reports.trackers import send_measurement, send_sweep
 
-    failures = send_measurement(report_to, measurement, folder)
+    if isinstance(result, Measurement):
+        failures = send_measurement(report_to, result, folder)
+    else:
+        failures = send_sweep(report_to, result, folder)
     if failures:
         raise CannotRunError("; ".join(failures))

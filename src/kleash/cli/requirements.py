@@ -35,7 +35,10 @@ def require_packages(command: Command) -> None:
         case MeasureJob():
             packages = ["rich", *MODELS, *_for_loading(command)]
             _require_with_trackers(packages, command.report_to, "'kleash[models]'")
-        case CacheJob() | SweepJob():
+        case SweepJob():
+            packages = ["rich", *MODELS, *_for_loading(command)]
+            _require_with_trackers(packages, command.report_to, "'kleash[models]'")
+        case CacheJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
         case LogitsJob() | DoctorJob():
             adapters = _for_adapters((command.policy, command.reference))

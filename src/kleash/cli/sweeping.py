@@ -11,7 +11,7 @@ from kleash.cli.formats import print_formatted
 from kleash.cli.numbers import terminal_label, terminal_sentence
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_table
-from kleash.cli.terminal import Terminal, remark, say
+from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.jobs import SweepJob
 from kleash.launch_environment import launched_rank, launched_world_size
 from kleash.reports.attribution import (
@@ -48,7 +48,7 @@ def run_sweep(job: SweepJob) -> int:
     if job.out is None and launched_world_size() == 1:
         job = replace(job, out=default_sweep())
     shows_progress = is_first and not job.quiet
-    with Progress() if shows_progress else nullcontext() as progress:
+    with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
         result = sweep(job, progress, launched_ranks)
     if is_first:
         if job.output_format is not None:

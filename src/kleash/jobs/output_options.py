@@ -53,7 +53,7 @@ class MeasurementFormatOption(FormatOption):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerOption:
-    """Which trackers a measurement is sent to."""
+    """Which trackers a result is sent to."""
 
     report_to: tuple[str, ...] = ()
     """Where the numbers are sent as well, with intervals and settings: tensorboard, wandb, trackio, mlflow."""

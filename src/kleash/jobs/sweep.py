@@ -17,7 +17,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     require_word,
 )
-from kleash.jobs.output_options import FormatOption
+from kleash.jobs.output_options import FormatOption, TrackerOption
 
 RANKED_BY = ("kl_policy_reference", "kl_reference_policy")
 """Statistics by which candidates can be ranked."""
@@ -30,7 +30,7 @@ MAX_SLUG = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepJob(FormatOption, ScoringOptions, WorkerOptions):
+class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
     """Measure several candidates, such as quantisations of one model, against one reference, and rank them with ties.
 
     The reference is run once, into a cache in --out; then each candidate is measured in one pass. The page shows the
@@ -67,6 +67,7 @@ class SweepJob(FormatOption, ScoringOptions, WorkerOptions):
         super().__post_init__()
         self._one_of("rank_by", RANKED_BY)
         self.check_format()
+        self.check_trackers()
         if not self.candidates:
             raise OptionError("name the models to measure: --candidates q8/ q4/ ...")
         repeated = next((name for name in self.candidates if self.candidates.count(name) > 1), None)

@@ -1,6 +1,7 @@
 """The sweep: the reference run once into a cache, each candidate measured against it, and their ranking."""
 
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from kleash.errors import Interrupted, KleashError, RankError, RunFolderError
+from kleash.errors import Interrupted, KleashError, RankError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
@@ -28,6 +29,7 @@ from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.reports.sweep import PAGE, write_sweep
+from kleash.reports.trackers import require_trackers, send_sweep
 from kleash.store import Measurement, RunFolder
 from kleash.store.attribution import Attribution
 from kleash.store.codec import decode
@@ -77,6 +79,9 @@ def sweep(
         ClusterError: if the Ray cluster of ``job.engine`` cannot be reached.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
         Interrupted: on Ctrl-C, with the command that resumes.
+
+    Warns:
+        TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
     out = Path(job.out if job.out is not None else default_sweep()).expanduser()
     reporter = reporter if reporter is not None else NullProgressReporter()
@@ -84,13 +89,17 @@ def sweep(
         ranks = new_ranks()
         if not ranks.is_first:
             return _sweep(job, out, NullProgressReporter(), ranks, new_ranks)
+        require_trackers(job.report_to)
         _check_folder(out, resume=job.resume)
         with folder_lock(out, ADVICE_IF_LOCKED), kept_cluster(job):
-            return _sweep(job, out, reporter, ranks, new_ranks)
+            result = _sweep(job, out, reporter, ranks, new_ranks)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
         ) from stop
+    for sentence in send_sweep(job.report_to, result, out):
+        warnings.warn(sentence, TrackerWarning, stacklevel=2)
+    return result
 
 
 def _check_folder(out: Path, *, resume: bool) -> None:

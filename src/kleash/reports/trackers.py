@@ -1,8 +1,8 @@
-"""Trackers of the metrics of a training run, and of the numbers of a measurement."""
+"""Trackers of the metrics of a training run, and of the numbers of a measurement or a sweep."""
 
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 from kleash.errors import CannotRunError, MissingExtraError
 from kleash.extras import import_extra, is_installed
 from kleash.store.measurement import Measurement
-from kleash.store.number_rows import measurement_rows
+from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
+from kleash.store.sweep import Sweep
 
 PROJECT = "kleash"
 TENSORBOARD = "tensorboard"
@@ -148,18 +149,41 @@ def send_measurement(names: Sequence[str], measurement: Measurement, folder: Pat
     Returns:
         A sentence for each tracker that failed.
     """
+    return _send(names, {0: scalars_of(measurement)}, _settings_of(measurement), folder, "measurement")
+
+
+def send_sweep(names: Sequence[str], sweep: Sweep, folder: Path) -> list[str]:
+    """Send the numbers of the candidates of a finished sweep, and its settings, to trackers.
+
+    The step is the number of the candidate, so that the checkpoints of a run make a curve: ``sweep/NAME``, its standard
+    error, the ends of its interval, and ``sweep/rank``. Names, letters and failures of the candidates are settings.
+
+    Args and Returns: as of ``send_measurement``.
+    """
+    return _send(names, sweep_scalars(sweep), _settings_of_sweep(sweep), folder, "sweep")
+
+
+def _send(
+    names: Sequence[str],
+    scalars: Mapping[int, Mapping[str, float]],
+    settings: Mapping[str, object],
+    folder: Path,
+    kind: str,
+) -> list[str]:
+    """Send scalars by step and settings to trackers; returns a sentence for each that failed."""
     failures: list[str] = []
     for name in dict.fromkeys(names):
         try:
             with _alone():
-                (tracker,) = open_trackers((name,), _settings_of(measurement), folder)
+                (tracker,) = open_trackers((name,), settings, folder)
                 try:
-                    tracker.log(scalars_of(measurement), 0)
+                    for step, scalars_of_step in scalars.items():
+                        tracker.log(scalars_of_step, step)
                 finally:
                     tracker.close()
-        except Exception as error:  # any exception of the tracker's own code: the measurement is not lost
+        except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
-                f"the tracker {name} did not get the measurement ({_reason(error)}), which is in {folder}; send it "
+                f"the tracker {name} did not get the {kind} ({_reason(error)}), which is in {folder}; send it "
                 f"with kleash report {folder} --report-to {name}"
             )
     return failures
@@ -178,7 +202,30 @@ def scalars_of(measurement: Measurement) -> dict[str, float]:
         "sequences": counts.sequences,
         "clusters": counts.clusters,
     }
-    for row in measurement_rows(measurement):
+    scalars |= _scalars_of_rows(measurement_rows(measurement))
+    return {f"measurement/{name}": value for name, value in scalars.items()}
+
+
+def sweep_scalars(sweep: Sweep) -> dict[int, dict[str, float]]:
+    """The numbers of the candidates that were measured: the candidate's number → names that trackers see → value."""
+    ranks = {candidate.number: rank for rank, candidate in enumerate(sweep.ranking, start=1)}
+    return {
+        candidate.number: {
+            f"sweep/{name}": value
+            for name, value in (
+                *_scalars_of_rows(candidate_rows(sweep, candidate)).items(),
+                ("rank", float(ranks[candidate.number])),
+            )
+        }
+        for candidate in sweep.candidates
+        if candidate.number in ranks
+    }
+
+
+def _scalars_of_rows(rows: Iterable[NumberRow]) -> dict[str, float]:
+    """Numbers, their standard errors and the ends of their intervals by name; what is NaN is left out."""
+    scalars: dict[str, float] = {}
+    for row in rows:
         low, high = (None, None) if row.ci95 is None else row.ci95
         for suffix, value in (
             *(("", row.value), ("_standard_error", row.standard_error)),
@@ -186,7 +233,16 @@ def scalars_of(measurement: Measurement) -> dict[str, float]:
         ):
             if value is not None and not math.isnan(value):
                 scalars[f"{row.name}{suffix}"] = float(value)
-    return {f"measurement/{name}": value for name, value in scalars.items()}
+    return scalars
+
+
+def _settings_of_sweep(sweep: Sweep) -> dict[str, object]:
+    """The options of a sweep, and names, letters and failures of its candidates."""
+    candidates = {f"candidate_{each.number}": each.name for each in sweep.candidates}
+    letters = {f"letters_{each.number}": each.letters for each in sweep.ranking if each.letters}
+    failures = {f"failure_{each.number}": each.failure for each in sweep.failed}
+    counts = {"tokens": sweep.tokens, "clusters": sweep.clusters}
+    return {**sweep.job, **counts, **candidates, **letters, **failures, "kleash": sweep.kleash}
 
 
 def _settings_of(measurement: Measurement) -> dict[str, object]:

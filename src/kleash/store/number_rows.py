@@ -9,7 +9,7 @@ from kleash.store.logits_record import LogitsMeasurement
 from kleash.store.measurement import Bin, Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
 from kleash.store.number import Estimated
-from kleash.store.sweep import Sweep
+from kleash.store.sweep import Sweep, SweepCandidate
 
 NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis | LogitsMeasurement
 
@@ -110,17 +110,22 @@ def _of_comparison(comparison: Comparison) -> Iterator[NumberRow]:
             yield _row(difference.name, name, number, minus=difference.minus)
 
 
+def candidate_rows(sweep: Sweep, candidate: SweepCandidate) -> Iterator[NumberRow]:
+    """The numbers of a candidate of a sweep."""
+    for name, number in candidate.numbers.items():
+        yield _row(candidate.name, name, number, tokens=sweep.tokens, clusters=sweep.clusters)
+    for name, value, unit in (
+        ("bytes_on_disk", candidate.bytes_on_disk, "bytes"),
+        ("bits_per_weight", candidate.bits_per_weight, "bits"),
+    ):
+        if value is not None:
+            yield NumberRow(run=candidate.name, name=name, value=value, unit=unit)
+
+
 def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
     names = {candidate.number: candidate.name for candidate in sweep.candidates}
     for candidate in sweep.ranking:
-        for name, number in candidate.numbers.items():
-            yield _row(candidate.name, name, number, tokens=sweep.tokens, clusters=sweep.clusters)
-        for name, value, unit in (
-            ("bytes_on_disk", candidate.bytes_on_disk, "bytes"),
-            ("bits_per_weight", candidate.bits_per_weight, "bits"),
-        ):
-            if value is not None:
-                yield NumberRow(run=candidate.name, name=name, value=value, unit=unit)
+        yield from candidate_rows(sweep, candidate)
     for pair in sweep.pairs:
         for suffix, ci95 in (("", pair.difference.ci95), ("_simultaneous", pair.simultaneous_ci95)):
             yield NumberRow(
