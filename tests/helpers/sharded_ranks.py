@@ -1,7 +1,7 @@
 """Two processes that store the weights of tiny models between them by FSDP2, and have prompts of their own.
 
-``sharded_ranks.py RANK STORE FOLDER OUT``: writes the result of each check, or its traceback, into OUT. The models lie
-in FOLDER; ``make_models`` writes them.
+``sharded_ranks.py STORE FOLDER [CHECK …]``: rank N writes the result of each check, or its traceback, into
+``FOLDER/rank-N.json``. The models lie in FOLDER; ``make_models`` writes them.
 """
 
 import json
@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_ranks
 from tiny_models import save_tiny, tiny_adapter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -72,17 +73,14 @@ def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
 def run_two_ranks(script: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
     """What each of two ranks of a script like this one reports of its checks."""
     reported = [folder / f"rank-{rank}.json" for rank in range(2)]
-    command = [sys.executable, "-W", "ignore", script]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), str(folder), str(out)],
-            stderr=subprocess.PIPE,
-            env={**os.environ, **environment},
-        )
-        for rank, out in enumerate(reported)
-    ]
-    errors = [process.communicate(timeout=300)[1].decode()[-2000:] for process in ranks]
-    assert all(out.exists() for out in reported), errors
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, str(folder / "store"), str(folder)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert all(out.exists() for out in reported), done.stderr[-4000:]
     return [json.loads(out.read_text()) for out in reported]
 
 
@@ -482,11 +480,17 @@ def refusal_of(call: Callable[[], Any], words: str) -> None:
         raise AssertionError(f"nothing was refused: {words}")
 
 
+def import_what_checks_use() -> None:
+    """Import what the checks import when they need it, before the ranks fork."""
+    import torch._dynamo  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+
+
 def main(
     rank: int,
     store: str,
     folder: Path,
-    out: Path,
     only: list[str],
     checks: dict[str, Callable[[Any], object]] = CHECKS,
     kind: Callable[[int, Path], Any] = Ranks,
@@ -512,10 +516,11 @@ def main(
             results[name] = traceback.format_exc()
             if not KEEP_GOING:
                 break
-    out.write_text(json.dumps(results))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
     if not any(isinstance(x, str) for x in results.values()):
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
+    import_what_checks_use()
+    main(fork_ranks(2), sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

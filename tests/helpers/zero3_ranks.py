@@ -17,6 +17,7 @@ import sharded_ranks
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from forked_ranks import fork_ranks
 from sharded_ranks import PROMPTS, Ranks, largest_message, refusal_of, same
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl_training_ranks import as_one_process, same_training, taken_for_gpus, train
@@ -230,8 +231,9 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
 def main() -> None:
     """Arguments as of ``sharded_ranks``."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
-    rank, store, folder, out, *only = sys.argv[1:]
-    sharded_ranks.main(int(rank), store, Path(folder), Path(out), only, CHECKS, Zero3Ranks)
+    store, folder, *only = sys.argv[1:]
+    sharded_ranks.import_what_checks_use()
+    sharded_ranks.main(fork_ranks(2), store, Path(folder), only, CHECKS, Zero3Ranks)
 
 
 if __name__ == "__main__":
