@@ -2,10 +2,10 @@
 
     python benchmarks/quantised_loading.py --rounds 5
     python benchmarks/quantised_loading.py --rounds 5 --dtype float32
-    python benchmarks/quantised_loading.py --formats gptq Q8_0 --layers 1 --rounds 1 --folder /tmp/trial   # a trial
+    python benchmarks/quantised_loading.py --formats gptq Q8_0 --rounds 1 --folder /tmp/trial   # a trial
 
-Random weights of a Llama (hidden size 1024, MLP of 4096, 12 layers: 218 million weights) are written in each format.
-The ways are interleaved in one process after a warm-up, with all files in the page cache:
+Random weights of one layer of Llama 8B's shape, and an embedding and a head of 8 192 tokens (310 million weights), are
+written in each format. The ways are interleaved in one process after a warm-up, with all files in the page cache:
 
     load      kleash loads the network, in the dtype of ``--dtype``
     decode    the decoders alone: every tensor of the file in that dtype, in a dictionary; for bf16, every tensor is
@@ -48,7 +48,7 @@ from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.quantised.unpacking import unpack
 
-HIDDEN, MLP, HEADS, VOCABULARY, GROUP = 1024, 4096, 16, 8192, 128
+HIDDEN, MLP, HEADS, VOCABULARY, GROUP = 4096, 14336, 32, 8192, 128
 BLOCK = 1 << 22
 """Bytes of a plain read."""
 MATRICES = {
@@ -338,7 +338,7 @@ def main() -> None:
     )
     kinds = (*SETTINGS, *HALVES)
     parser.add_argument("--formats", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--models", type=Path, help="folder in which the checkpoints are kept")
