@@ -7,6 +7,7 @@ import pytest
 import torch
 from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import CONFIGS, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from kleash.errors import ModelError
@@ -178,3 +179,26 @@ def test_a_head_with_meta_weights_is_measured_through_logits(tmp_path):
     anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert anatomy.head.weight is None
     assert layer.weight.shape == (320, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1.0 + 1e-6, 1.1])
+def test_comparing_logits_makes_no_copy_of_the_head(monkeypatch, dtype, scale):
+    """Neither where four units in the last place are enough nor where the rounding of the products is needed."""
+    monkeypatch.setattr("kleash.models.heads.BLOCK_BYTES", 2**14)
+    draw = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(rows, 64, generator=draw).to(dtype) for rows in (4096, 6))
+    own = scale * (hidden.double() @ weight.double().T).float()
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.data_ptr() != weight.data_ptr():
+                sizes.append(result.numel())
+            return result
+
+    with Sizes():
+        agrees = logit_discrepancy(own, hidden, Head(weight)) <= 1
+    assert agrees is (scale < 1.1)
+    assert max(sizes) == own.numel() < weight.numel() / 4

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.linear.api import stored_logits
+from kleash.linear.head_storage import all_gather_numbers
 from kleash.models.compat import effective_weight_and_bias
 from kleash.precision import at_least_float32
 
@@ -18,6 +20,9 @@ TENSOR_DIMENSION = "tp"
 """Name of the mesh dimension over which transformers splits a layer between ranks that have the same tokens."""
 TOLERANCE_ULPS = 4
 """Units in the last place of the largest logit by which two logits may differ."""
+
+BLOCK_BYTES = 2**26
+"""Rows of a head that are converted at once."""
 
 LENGTH_TOLERANCE, LENGTH_TOLERANCE_HALF = 1e-3, 5e-2
 """Largest relative difference between logits with and without later tokens that is rounding, in float32 and below."""
@@ -88,12 +93,10 @@ def find_max_padded_length(
     """
     time = probe.shape[1] // 2 + 1
     alone = network(input_ids=probe[:1, :time], use_cache=False).logits
-    in_batch = network_logits[:1, :time]
-    finite = alone.isfinite() & in_batch.isfinite()
-    max_logit = torch.where(finite, in_batch, 0).abs().amax()
+    difference, max_logit = _largest_difference(network_logits[:1, :time], alone)
     is_half = alone.dtype not in (torch.float32, torch.float64)
     tolerance = LENGTH_TOLERANCE_HALF if is_half else LENGTH_TOLERANCE
-    if torch.where(finite, alone - in_batch, 0).abs().amax() > tolerance * max_logit:
+    if difference > tolerance * max_logit:
         return 0
     text_config = network.config.get_text_config(decoder=True)
     settings = (
@@ -108,6 +111,16 @@ def find_max_padded_length(
     return None
 
 
+def _largest_difference(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """The largest difference of logits that are finite in both, and the largest of these in ``before``."""
+    difference, max_logit = 0.0, 0.0
+    for own, other in zip(_rows(before), _rows(after), strict=True):
+        finite = own.isfinite() & other.isfinite()
+        difference = max(difference, float(torch.where(finite, own - other, 0).abs().amax()))
+        max_logit = max(max_logit, float(torch.where(finite, own, 0).abs().amax()))
+    return difference, max_logit
+
+
 def logit_discrepancy(
     network_logits: Float[Tensor, "*tokens vocab"], hidden: Float[Tensor, "*tokens dim"], head: Head
 ) -> float:
@@ -120,22 +133,48 @@ def logit_discrepancy(
     (u is float32's, or float64's for a float64 network). Equal infinities and NaN in both agree.
 
     Returns:
-        At most 1 if the logits agree; inf if NaN or infinities meet numbers, or the sizes do not fit.
+        At most 1 if the logits agree (the second term is left out where the first is enough); inf if NaN or infinities
+        meet numbers, or the sizes do not fit.
     """
     if head.weight is None or head.weight.shape[-1] != hidden.shape[-1]:
         return torch.inf
     logits = head_logits(hidden, head)
+    discrepancy = _largest_excess(network_logits, logits, None)
+    if not _on_any_rank(discrepancy > 1, head):  # the second term is not needed
+        return discrepancy
+    terms = _head_magnitudes(at_least_float32(hidden).abs(), head)
+    terms *= hidden.shape[-1] ** 0.5 * torch.finfo(at_least_float32(hidden).dtype).eps * abs(head.scale)
+    return _largest_excess(network_logits, logits, terms)
+
+
+def _largest_excess(network_logits: Tensor, logits: Tensor, rounding: Tensor | None) -> float:
+    """The largest difference over the tolerance ``4 ulp + rounding``, computed for one token at a time."""
+    largest = 0.0
     dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
-    max_logit = torch.where(network_logits.isfinite(), network_logits, 0).abs().amax(-1, keepdim=True)
-    ulp = max_logit.to(dtype) * torch.finfo(network_logits.dtype).eps
-    magnitudes = Head(at_least_float32(head.weight).abs(), vocabulary_group=head.vocabulary_group)
-    terms = head_logits(at_least_float32(hidden).abs(), magnitudes)
-    unit = torch.finfo(at_least_float32(hidden).dtype).eps
-    tolerance = TOLERANCE_ULPS * ulp + hidden.shape[-1] ** 0.5 * unit * terms.to(dtype) * abs(head.scale)
-    difference = (network_logits.to(dtype) - logits.to(dtype)).abs()
-    equal = (network_logits == logits.to(network_logits.dtype)) | (network_logits.isnan() & logits.isnan())
-    excess = torch.where(equal, 0, difference / tolerance)
-    return float(torch.where(excess.isnan(), torch.inf, excess).max())
+    roundings = repeat(None) if rounding is None else _rows(rounding)
+    for own, of_head, added in zip(_rows(network_logits), _rows(logits), roundings, strict=False):
+        max_logit = torch.where(own.isfinite(), own, 0).abs().amax()
+        tolerance = TOLERANCE_ULPS * max_logit.to(dtype) * torch.finfo(own.dtype).eps
+        if added is not None:
+            tolerance = tolerance + added.to(dtype)
+        equal = (own == of_head.to(own.dtype)) | (own.isnan() & of_head.isnan())
+        excess = torch.where(equal, 0, (own.to(dtype) - of_head.to(dtype)).abs() / tolerance)
+        largest = max(largest, float(torch.where(excess.isnan(), torch.inf, excess).max()))
+    return largest
+
+
+def _rows(values: Float[Tensor, "*tokens vocab"]) -> Iterator[Float[Tensor, "vocab"]]:
+    """The rows of a tensor, without a copy."""
+    return iter([values]) if values.ndim == 1 else (row for part in values for row in _rows(part))
+
+
+def _on_any_rank(flag: bool, head: Head) -> bool:
+    """Whether the flag is set on any rank that stores rows of the head. A collective."""
+    mesh: Any = getattr(head.weight, "device_mesh", None)
+    if mesh is None:
+        return flag
+    flags = all_gather_numbers(mesh.get_group(), torch.device(mesh.device_type), [int(flag)])
+    return any(flags[0])
 
 
 def head_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tensor, "*tokens vocab"]:
@@ -144,8 +183,27 @@ def head_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tenso
         return at_least_float32(hidden)
     if hasattr(head.weight, "device_mesh"):
         return stored_logits(hidden, head)
-    dtype = torch.promote_types(at_least_float32(hidden).dtype, at_least_float32(head.weight).dtype)
-    return head.logits_of_product(hidden.to(dtype) @ head.weight.to(hidden.device, dtype).T)
+    dtype = torch.promote_types(at_least_float32(hidden).dtype, head.weight.dtype)
+    return head.logits_of_product(_multiply(hidden.to(dtype), head.weight, absolute=False))
+
+
+def _head_magnitudes(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tensor, "*tokens vocab"]:
+    """``hidden |W|^T``, in at least float32."""
+    assert head.weight is not None, "the head is a matrix"
+    if hasattr(head.weight, "device_mesh"):
+        magnitudes = Head(at_least_float32(head.weight).abs(), vocabulary_group=head.vocabulary_group)
+        return stored_logits(hidden, magnitudes)
+    dtype = torch.promote_types(hidden.dtype, head.weight.dtype)
+    return _multiply(hidden.to(dtype), head.weight, absolute=True)
+
+
+def _multiply(hidden: Tensor, weight: Tensor, *, absolute: bool) -> Tensor:
+    """``hidden W^T`` or ``hidden |W|^T`` in the dtype of ``hidden``, without another copy of the weight."""
+    if not absolute and weight.dtype == hidden.dtype:
+        return hidden @ weight.to(hidden.device).T
+    rows = max(1, BLOCK_BYTES // (hidden.element_size() * max(1, weight.shape[-1])))
+    blocks = (block.to(hidden.device, hidden.dtype) for block in weight.split(rows))
+    return torch.cat([hidden @ (block.abs() if absolute else block).T for block in blocks], dim=-1)
 
 
 def first_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -226,11 +284,10 @@ def _check_causal(network: Any, probe: Tensor, network_logits: Tensor, subject: 
     other_probe[:, -1] = probe[:, 0]
     if torch.equal(other_probe, probe):
         return
-    before, after = network_logits[:, :-1], network(input_ids=other_probe, use_cache=False).logits[:, :-1]
-    difference = torch.where(before.isfinite() & after.isfinite(), before - after, 0).abs().amax()
-    max_logit = torch.where(before.isfinite(), before, 0).abs().amax()
+    after = network(input_ids=other_probe, use_cache=False).logits
+    difference, max_logit = _largest_difference(network_logits[:, :-1], after[:, :-1])
     if difference > 64 * torch.finfo(network_logits.dtype).eps * max_logit:
         raise ModelError(
             f"{subject} ({type(network).__name__}) lets later tokens change the logits of earlier ones, by up to "
-            f"{float(difference):.3g}; kleash measures causal language models"
+            f"{difference:.3g}; kleash measures causal language models"
         )
