@@ -114,10 +114,10 @@ def find_max_padded_length(
 def _largest_difference(before: Tensor, after: Tensor) -> tuple[float, float]:
     """The largest difference of logits that are finite in both, and the largest of these in ``before``."""
     difference, max_logit = 0.0, 0.0
-    for own, other in zip(_rows(before), _rows(after), strict=True):
-        finite = own.isfinite() & other.isfinite()
-        difference = max(difference, float(torch.where(finite, own - other, 0).abs().amax()))
-        max_logit = max(max_logit, float(torch.where(finite, own, 0).abs().amax()))
+    for row, other in zip(_rows(before), _rows(after), strict=True):
+        finite = row.isfinite() & other.isfinite()
+        difference = max(difference, float(torch.where(finite, row - other, 0).abs().amax()))
+        max_logit = max(max_logit, float(torch.where(finite, row, 0).abs().amax()))
     return difference, max_logit
 
 
@@ -152,13 +152,13 @@ def _largest_excess(network_logits: Tensor, logits: Tensor, rounding: Tensor | N
     largest = 0.0
     dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
     roundings = repeat(None) if rounding is None else _rows(rounding)
-    for own, of_head, added in zip(_rows(network_logits), _rows(logits), roundings, strict=False):
-        max_logit = torch.where(own.isfinite(), own, 0).abs().amax()
-        tolerance = TOLERANCE_ULPS * max_logit.to(dtype) * torch.finfo(own.dtype).eps
+    for row, of_head, added in zip(_rows(network_logits), _rows(logits), roundings, strict=False):
+        max_logit = torch.where(row.isfinite(), row, 0).abs().amax()
+        tolerance = TOLERANCE_ULPS * max_logit.to(dtype) * torch.finfo(row.dtype).eps
         if added is not None:
             tolerance = tolerance + added.to(dtype)
-        equal = (own == of_head.to(own.dtype)) | (own.isnan() & of_head.isnan())
-        excess = torch.where(equal, 0, (own.to(dtype) - of_head.to(dtype)).abs() / tolerance)
+        equal = (row == of_head.to(row.dtype)) | (row.isnan() & of_head.isnan())
+        excess = torch.where(equal, 0, (row.to(dtype) - of_head.to(dtype)).abs() / tolerance)
         largest = max(largest, float(torch.where(excess.isnan(), torch.inf, excess).max()))
     return largest
 
