@@ -169,6 +169,26 @@ def test_given_reference_replaces_trl_reference(trl, folder, tmp_path, kind):
     assert not any(weight.requires_grad for weight in own.parameters())
 
 
+def test_exact_kl_under_autocast_is_that_in_float32_to_rounding(trl, folder, tmp_path):
+    """``bf16=True`` is TRL's default: Accelerate puts autocast around the forward of both models."""
+    kls = []
+    for bf16 in (False, True):
+        reference = moved(AutoModelForCausalLM.from_pretrained(folder), 0.5)
+        settings = {"bf16": bf16, "max_steps": 1}
+        trainer = make(
+            trl.LeashedGRPOTrainer,
+            trl.GRPOConfig,
+            str(folder),
+            tmp_path,
+            config_of=settings,
+            reference=reference,
+            rollout_func=rollout,
+        )
+        trainer.train()
+        kls.append(steps(trainer)[0]["kl/per_token"])
+    assert kls[0] > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
+
+
 def test_given_reference_requires_args_by_keyword(trl, folder):
     with pytest.raises(OptionError, match="the configuration by keyword"):
         trl.LeashedGRPOTrainer(str(folder), [score], reference=object())

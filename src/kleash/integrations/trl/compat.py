@@ -11,6 +11,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_calculate_rewards``, ``_generate`` | the order of rewards; the mask of tool tokens |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
+| Accelerate's ``_original_forward`` of a network (not checked) | reading a head under ``bf16=True`` |
 | ``prepare_fsdp``, ``prepare_deepspeed`` | sharding the reference as the policy |
 """
 

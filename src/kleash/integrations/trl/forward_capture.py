@@ -196,6 +196,20 @@ def capture_hidden_states(backbone: Any) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+@contextmanager
+def without_autocast(network: Any) -> Iterator[None]:
+    """Context without the autocast that Accelerate puts around a network's forward: its logits are rounded twice."""
+    wrapped = vars(network).get("forward")
+    if wrapped is None or not hasattr(network, "_original_forward"):
+        yield
+        return
+    network.forward = network._original_forward
+    try:
+        yield
+    finally:
+        network.forward = wrapped
+
+
 def base_network(network: Any) -> Any:
     """The transformers model inside a PEFT model; any other network as it is."""
     return network.get_base_model() if hasattr(network, "get_base_model") else network
@@ -215,7 +229,7 @@ def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
             f"the head of the {role} has an adapter, and the exact KL is computed from a plain head; leave the "
             "output embedding out of the adapter, or take kl='k3'"
         )
-    with at_rest(network):
+    with at_rest(network), without_autocast(network):
         head = live_model(network, tokenizer, role=role).head
     if head.weight is None:
         raise CannotRunError(
