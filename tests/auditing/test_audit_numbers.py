@@ -15,6 +15,8 @@ from kleash.auditing.quantities import gradient_candidates, quantity_values, seq
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
 from kleash.estimators import ESTIMATORS
 
+SAME_QUANTITY = "{} and {} are the same; give them one label in auditing/quantities.py"
+
 
 def probabilities(name):
     """p, q and the behaviour of a world, over one token."""
@@ -172,14 +174,14 @@ def test_gradient_candidates_are_distinct(quantity):
     mine = token_gradient("far", "on-policy", quantity)
     for other in set(gradient_candidates()) - {quantity}:
         theirs = token_gradient("far", "on-policy", other)
-        assert not torch.allclose(mine, theirs, rtol=1e-2), other
+        assert not torch.allclose(mine, theirs, rtol=1e-2), SAME_QUANTITY.format(quantity, other)
 
 
 def test_quantity_values_are_distinct():
     """Within what float32 may blur, on all pairs, or on the moderate pairs for the divergences."""
     found = list(quantity_values().items())
     for (one, ours), (other, theirs) in combinations(found, 2):
-        assert not np.allclose(ours, theirs, rtol=2e-3, atol=2e-6), (one, other)
+        assert not np.allclose(ours, theirs, rtol=2e-3, atol=2e-6), SAME_QUANTITY.format(one, other)
 
 
 def test_zones_of_a_clamped_k3():

@@ -98,9 +98,11 @@ def test_a_known_token_outside_gives_the_exact_upper_bound():
 def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
     logp, logq = log(0.7, 0.3), log(0.6, 0.4)
     upper = {name: kl_bounds(logp[:1], logq[:1], divergence=name).upper.item() for name in NAMES}
-    assert [name for name in NAMES if upper[name] == INF] == ["kl", "reverse_kl", "jeffreys", "chi_squared"]
     assert upper["total_variation"] == pytest.approx((0.1 + 0.3 + 0.4) / 2, rel=1e-7)
     disjoint = [log(0.7, 0.3, 0.0), log(0.6, 0.0, 0.4)]
+    unbounded = [name for name in NAMES if textbook(name, *disjoint) == INF]
+    assert [name for name in NAMES if upper[name] == INF] == unbounded
+    assert {"kl", "chi_squared"} <= set(unbounded)
     assert upper["jensen_shannon"] == pytest.approx(textbook("jensen_shannon", *disjoint), rel=1e-7)
 
 

@@ -122,22 +122,22 @@ def statistics_by_numpy(case: Case) -> TokenStatistics:
     def of_token(x):
         return np.take_along_axis(x, ids, -1)[..., 0]
 
-    numbers = (
-        of_token(logp),
-        of_token(logq),
-        rel_entr(p, q).sum(-1),
-        rel_entr(q, p).sum(-1),
-        jensenshannon(p, q, axis=-1) ** 2,
-        abs(p - q).sum(-1) / 2,
-        -(p * np.where(p > 0, logp, 0)).sum(-1),
-        -(q * np.where(q > 0, logq, 0)).sum(-1),
-        p.argmax(-1),
-        q.argmax(-1),
-        p.max(-1),
-        q.max(-1),
-        (logq > np.take_along_axis(logq, ids, -1)).sum(-1),
-    )
-    return TokenStatistics(*(torch.as_tensor(x) for x in numbers))
+    numbers = {
+        "token_logp": of_token(logp),
+        "token_logq": of_token(logq),
+        "kl_pq": rel_entr(p, q).sum(-1),
+        "kl_qp": rel_entr(q, p).sum(-1),
+        "jensen_shannon": jensenshannon(p, q, axis=-1) ** 2,
+        "total_variation": abs(p - q).sum(-1) / 2,
+        "entropy_p": -(p * np.where(p > 0, logp, 0)).sum(-1),
+        "entropy_q": -(q * np.where(q > 0, logq, 0)).sum(-1),
+        "top1_p": p.argmax(-1),
+        "top1_q": q.argmax(-1),
+        "top1_probability_p": p.max(-1),
+        "top1_probability_q": q.max(-1),
+        "rank_q": (logq > np.take_along_axis(logq, ids, -1)).sum(-1),
+    }
+    return TokenStatistics(**{name: torch.as_tensor(x) for name, x in numbers.items()})
 
 
 def in_float64(case: Case) -> Case:

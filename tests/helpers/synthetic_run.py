@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from kleash.records import ComparedRun, Comparison, Counts, Measurement, Number, RunDifference, RunFolder
+from kleash.records import (
+    STATISTICS,
+    ComparedRun,
+    Comparison,
+    Counts,
+    Measurement,
+    Number,
+    RunDifference,
+    RunFolder,
+)
 from kleash.store.job_folder import RunHeader
 from kleash.store.measurement import (
     Bin,
@@ -273,7 +282,9 @@ IDS = ("prompt_id", "sample_id", "position", "token_id", "top1_policy", "top1_re
 
 def unit_of(name: str) -> str:
     """The unit of a column's mean."""
-    if "probability" in name or name == "total_variation":
+    if name in STATISTICS:
+        return STATISTICS[name].unit
+    if "probability" in name:
         return "probability"
     return "none" if name.startswith("rank") else "nats"
 

@@ -186,22 +186,33 @@ def statistics_are_of_the_whole_vocabulary(split):
         tokens = torch.tensor([5, 30, 0, 8, 9, 10, 23, 24, 36, 12, 3])
         lp, lq = (logp(side) for side in models(tensors))
         ids = tokens[:, None]
-        expected = (
-            lp.gather(-1, ids)[:, 0], lq.gather(-1, ids)[:, 0],
-            *(torch.where(x.exp() > 0, x.exp() * (x - y).nan_to_num(), 0.0).sum(-1) for x, y in ((lp, lq), (lq, lp))),
-            *(TEXTBOOK[name](lp, lq) for name in ("jensen_shannon", "total_variation")),
-            *(-(x.exp() * x.nan_to_num(neginf=0.0)).sum(-1) for x in (lp, lq)),
-            lp.argmax(-1), lq.argmax(-1), lp.amax(-1).exp(), lq.amax(-1).exp(), (lq > lq.gather(-1, ids)).sum(-1),
-        )  # fmt: skip
+        kl_pq, kl_qp = (
+            torch.where(x.exp() > 0, x.exp() * (x - y).nan_to_num(), 0.0).sum(-1)
+            for x, y in ((lp, lq), (lq, lp))
+        )
+        entropy_p, entropy_q = (-(x.exp() * x.nan_to_num(neginf=0.0)).sum(-1) for x in (lp, lq))
+        expected = TokenStatistics(
+            token_logp=lp.gather(-1, ids)[:, 0],
+            token_logq=lq.gather(-1, ids)[:, 0],
+            kl_pq=kl_pq,
+            kl_qp=kl_qp,
+            jensen_shannon=TEXTBOOK["jensen_shannon"](lp, lq),
+            total_variation=TEXTBOOK["total_variation"](lp, lq),
+            entropy_p=entropy_p,
+            entropy_q=entropy_q,
+            top1_p=lp.argmax(-1),
+            top1_q=lq.argmax(-1),
+            top1_probability_p=lp.amax(-1).exp(),
+            top1_probability_q=lq.amax(-1).exp(),
+            rank_q=(lq > lq.gather(-1, ids)).sum(-1),
+        )
         if forbidden:  # p forbids a word that q allows, and both forbid one
-            expected = list(expected)
-            expected[3] = torch.full_like(expected[3], torch.inf)
             m = torch.log((lp.exp() + lq.exp()) / 2)
-            expected[4] = (
-                sum(torch.where(x.exp() > 0, x.exp() * (x - m), 0.0).nan_to_num().sum(-1) for x in (lp, lq))
-                / 2
+            terms = [torch.where(x.exp() > 0, x.exp() * (x - m), 0.0).nan_to_num().sum(-1) for x in (lp, lq)]
+            expected = expected._replace(
+                kl_qp=torch.full_like(kl_qp, torch.inf), jensen_shannon=sum(terms) / 2
             )
-        assert 1 < (expected[8] == 5).sum() < TOKENS - 1
+        assert 1 < (expected.top1_p == 5).sum() < TOKENS - 1
         for options in (None, CHUNKS, REFERENCE):
             (hp, p), (hq, q) = models(
                 [x if n % 3 == 0 else x[split.rows] for n, x in enumerate(tensors)], split.group

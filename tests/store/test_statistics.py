@@ -61,6 +61,8 @@ def test_values_lie_within_their_bounds_and_identical_models_have_the_known_valu
     for first, second in ((p, q), (p, p)):
         tokens = columns_of_pair(first, second)
         for name, statistic in STATISTICS.items():
+            missing = set(statistic.columns) - set(tokens)
+            assert not missing, f"{name}: add the definition of {missing} to columns_of_pair"
             values = statistic.values(tokens)
             assert values.dtype == np.float64
             assert statistic.lower is None or values.min() >= statistic.lower - 1e-12, name
@@ -120,7 +122,7 @@ def test_the_acceptance_rate_is_the_probability_that_speculative_sampling_accept
 
 def test_reductions_have_the_derivative_they_declare() -> None:
     reductions = {id(each.reduction): each.reduction for each in STATISTICS.values() if each.reduction}
-    assert len(reductions) == 2
+    assert len(reductions) >= 2
     for reduction in reductions.values():
         numeric = (reduction.function(0.3 + 1e-6) - reduction.function(0.3 - 1e-6)) / 2e-6
         assert reduction.derivative(0.3) == pytest.approx(numeric, rel=1e-6)

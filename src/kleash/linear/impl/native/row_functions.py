@@ -73,9 +73,10 @@ def statistics_rows(
     integers = torch.empty((len(zp), NUM_INTEGERS), dtype=torch.int64)
     ids = tokens.to(torch.int64).contiguous()
     call("kleash_statistics", zp, zq, *zp.shape, scratch, threads_in(scratch), ids, floats, integers)
-    *first, probability_p, probability_q = floats.float().unbind(1)
-    top1_p, top1_q, rank = integers.unbind(1)
-    return (*first, top1_p, top1_q, probability_p, probability_q, rank)
+    float_fields, integer_fields = iter(floats.float().unbind(1)), iter(integers.unbind(1))
+    return tuple(
+        next(integer_fields if name in INTEGER_FIELDS else float_fields) for name in TokenStatistics._fields
+    )
 
 
 def row_summary(
