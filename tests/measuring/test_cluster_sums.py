@@ -19,6 +19,7 @@ from kleash.measuring.cluster_sums import (
 from kleash.measuring.estimand import estimand_of, weight_warnings
 from kleash.measuring.sequence_clusters import SequenceClusters, sequence_starts
 from kleash.records import MeasureJob
+from kleash.store.tables import TOKEN_COLUMNS
 
 X, Y = StatisticSum("x"), StatisticSum("y")
 
@@ -79,7 +80,9 @@ def part_of(rows: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
     columns |= {name: rng.integers(0, 3, rows) for name in ("top1_policy", "top1_reference")}
     columns |= {"top1_probability_reference": rng.random(rows).astype(np.float32)}
     columns |= {"prompt_id": np.arange(rows) // 40, "sample_id": np.arange(rows) // 20 % 2}
-    return columns | {"position": rng.integers(0, 6000, rows)}
+    columns |= {"position": rng.integers(0, 6000, rows)}
+    others = [name for name, kind in TOKEN_COLUMNS.items() if kind == "float32" and name not in columns]
+    return columns | {name: rng.random(rows).astype(np.float32) for name in others}
 
 
 def test_every_token_is_in_one_bin_of_each_binning() -> None:
