@@ -8,6 +8,8 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Without a cache of bytecode, each of several hundred processes would compile kleash and each pytest all tests.
 unset PYTHONDONTWRITEBYTECODE
+# Inductor would build and load a program for each instruction set. Compilers know all of them but the newest AMX.
+grep -qs amx /proc/cpuinfo || export TORCHINDUCTOR_VEC_ISA_OK=1
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
@@ -17,12 +19,12 @@ step $bin/ruff format --check src tests benchmarks tools examples
 step $bin/ruff check src tests benchmarks tools examples
 step $bin/python tools/check_undefined_names.py
 step $bin/python tools/check_names.py
-step $bin/lint-imports --no-cache
 
-# Beside each other, so that two cores are never idle: types, then shapes; and the tests that need a compiler, which cannot look
-# through runtime checks, or a browser, which wants a core for itself, then all others.
+# Beside each other, so that two cores are never idle: imports, types, then shapes; and the tests that need a compiler, which
+# cannot look through runtime checks, or a browser, which wants a core for itself, then all others.
 log=$(mktemp)
 (
+  step $bin/lint-imports --no-cache
   step $bin/pyright
   step $bin/python -m pytest -q -m 'not compiler and not browser' $hook "${checked[@]}"
 ) >"$log" 2>&1 &
