@@ -1,5 +1,6 @@
 """A ragged batch, a policy of four numbers, and what one of two processes does with its part of it."""
 
+import gc
 import json
 from datetime import timedelta
 
@@ -52,4 +53,7 @@ def of_rank(rank, port, cut, ways, folder):
         shown = logged.across_ranks()
         results[how] = (shown.value.item(), model.module.weight.grad.tolist(), logged.count.item())
     (folder / f"{rank}.json").write_text(json.dumps(results))
+    del model, mean  # what still holds the group would end its threads after the interpreter
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
