@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo: .venv/.made-demo
 	$(BIN)/kleash measure
 
-test: .venv/.made
+test: .venv/.made .venv/.made-formats
 	./check.sh
 
 test-oldest: .venv-oldest/.made
@@ -38,6 +38,10 @@ test-oldest: .venv-oldest/.made
 	$(INSTALL) --no-deps --requirement requirements-peers.txt
 	DS_BUILD_OPS=0 $(INSTALL) --no-deps --upgrade --target .venv/isolated --requirement requirements-isolated.txt
 	touch .venv/.made-demo $@
+
+.venv/.made-formats: requirements-formats.txt constraints.txt | .venv/.made
+	$(INSTALL) --no-deps --upgrade --target .venv/formats --requirement requirements-formats.txt
+	touch $@
 
 # What the audited packages and the browser need stays out: they have bounds of their own.
 .venv-oldest/.made: pyproject.toml constraints-oldest.txt

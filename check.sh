@@ -6,7 +6,7 @@ bin=.venv/bin
 # Processes of one thread use two cores better than threads; a third one works while others wait for processes of their own.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
-# Without a cache of bytecode, each of several hundred processes would compile kleash and each pytest all tests.
+# Without a cache of bytecode, each process would compile kleash and each pytest all tests.
 unset PYTHONDONTWRITEBYTECODE
 # Inductor would build and load a program for each instruction set. Compilers know all of them but the newest AMX.
 grep -qs amx /proc/cpuinfo || export TORCHINDUCTOR_VEC_ISA_OK=1

@@ -2,11 +2,16 @@
 
     python benchmarks/full_disk.py                   # some minutes; needs the right to mount, or user namespaces
     python benchmarks/full_disk.py --ways alone --shares 0.5
+    python benchmarks/full_disk.py --ways            # only the disk of one of two ranks
 
 The output lies on a file system of its own (tmpfs) that has room for a share of the files of a finished run. The
 command must end with exit code 2 and one sentence of kleash that names the disk. Then the file system is enlarged, and
 the run resumed: the files ``tokens/`` and ``sequences/`` and the numbers must be those of a run that had room, and
 shards that were finished must not be scored again.
+
+Then the disk of one of two ranks fails: fsync, or the opening of new files, gives ENOSPC, EDQUOT, EIO or EROFS in
+that rank after some calls. Each time a sentence must say that what was finished is kept, and two ranks must then go on
+to the files and numbers of an undisturbed run.
 """
 
 import argparse
@@ -32,6 +37,33 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """What precedes ``-m kleash``, and further options."""
 SHARES = (0.0, 0.02, 0.1, 0.3, 0.6, 0.97)
+FAULTS = (
+    (1, 0, "ENOSPC", "fsync"),
+    (1, 5, "EDQUOT", "fsync"),
+    (0, 9, "EIO", "open"),
+    (1, 2, "EROFS", "open"),
+    (0, 40, "ENOSPC", "fsync"),
+)
+"""Rank, calls that succeed, the error of all later ones, and the function of ``os`` that fails."""
+SITE_CUSTOMIZE = """
+import errno, os
+name, calls = os.environ["FAULT_CALL"], [0]
+real = getattr(os, name)
+
+def faulty(file, *rest, **options):
+    is_descriptor = isinstance(file, int)
+    path = os.readlink(f"/proc/self/fd/{file}") if is_descriptor else os.fspath(file)
+    if os.environ["FAULT_FOLDER"] in str(path) and (is_descriptor or rest and rest[0] & os.O_CREAT):
+        calls[0] += 1
+        if calls[0] > int(os.environ["FAULT_AFTER"]):
+            number = getattr(errno, os.environ["FAULT_ERROR"])
+            raise OSError(number, os.strerror(number))
+    return real(file, *rest, **options)
+
+if os.environ.get("RANK") == os.environ["FAULT_RANK"]:
+    setattr(os, name, faulty)
+"""
+"""Read by Python at its start; it replaces a function of ``os`` in one rank."""
 TIMES = ("seconds", "finished")
 ROOM = "256m"
 IN_NAMESPACE = "KLEASH_IN_NAMESPACE"
@@ -53,13 +85,13 @@ def enlarge(disk: Path) -> None:
     subprocess.run(["mount", "-o", f"remount,size={ROOM}", str(disk)], check=True)
 
 
-def run(way: str, out: Path, *more: str) -> tuple[int, list[str]]:
-    """The exit code and the sentences of kleash of one command."""
+def run(way: str, out: Path, *more: str, **variables: str) -> tuple[int, list[str]]:
+    """The exit code and the sentences of kleash of one command, with further environment variables."""
     launcher, options = WAYS[way]
     command = [sys.executable, *launcher, "-m", "kleash", "measure", *OPTIONS, *options, *more]
     ended = subprocess.run(
         [*command, "--out", str(out)],
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | variables,
         capture_output=True,
         text=True,
     )
@@ -101,12 +133,29 @@ def one_case(way: str, share: float, whole: Path, size: int) -> dict[str, Any]:
     }
 
 
+def case_of_one_rank(rank: int, after: int, error: str, call: str, whole: Path) -> dict[str, Any]:
+    """Let the disk of one of two ranks fail, resume, compare."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out, site = Path(temporary) / "run", Path(temporary) / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+        fault = {"FAULT_RANK": str(rank), "FAULT_AFTER": str(after), "FAULT_ERROR": error, "FAULT_CALL": call}
+        search_path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+        code, sentences = run("two ranks", out, **fault, FAULT_FOLDER=str(out), PYTHONPATH=search_path)
+        assert code == 1 and any("what was finished is kept" in sentence for sentence in sentences), sentences
+        finished = len(list(out.rglob("sequences/part-*")))
+        code, later = run("two ranks", out, *(("--resume",) if (out / "run.json").exists() else ()))
+        assert code == 0 and contents(out) == contents(whole), (code, later)
+    shown = [sentence.replace(temporary, "…") for sentence in sentences]
+    return {"sentences": shown, "kept shards": finished}
+
+
 def main() -> int:
     """Run the cases and write ``results/full_disk.json``; the exit code is the number of failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS))
+    parser.add_argument("--ways", nargs="*", choices=tuple(WAYS), default=tuple(WAYS))
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     options = parser.parse_args()
     if os.geteuid() != 0 and IN_NAMESPACE not in os.environ:
@@ -128,6 +177,16 @@ def main() -> int:
                     failures += 1
                     figures[name] = {"FAILED": str(error)[-2000:]}
                 print(name, json.dumps(figures[name]), flush=True)
+        whole = Path(temporary) / "undisturbed"
+        assert run("alone", whole) == (0, [])
+        for rank, after, error, call in FAULTS:
+            name = f"rank {rank} of 2, {error} from {call} after {after} calls"
+            try:
+                figures[name] = case_of_one_rank(rank, after, error, call, whole)
+            except AssertionError as failure:
+                failures += 1
+                figures[name] = {"FAILED": str(failure)[-2000:]}
+            print(name, json.dumps(figures[name]), flush=True)
     if not failures and tuple(options.ways) == tuple(WAYS):
         write_result("full_disk", figures, packages=("torch", "transformers"))
     return failures

@@ -36,8 +36,7 @@ import gguf
 import numpy as np
 import torch
 from harness import RESULTS, peak_of, ratio, write_result
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
@@ -230,10 +229,9 @@ def decode(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return tensors | {module.parameter: unpack(module, reader, dtype) for module in packed.modules}
 
 
-def copy(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_plain(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors of a plain file, read and converted."""
-    with safe_open(weight_file(model), framework="pt") as file:
-        return {name: file.get_tensor(name).to(dtype, copy=True) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    return {name: tensor.to(dtype, copy=True) for name, tensor in load_file(weight_file(model)).items()}
 
 
 def decode_by_package(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -248,7 +246,7 @@ def ways_of(model: str, kind: str, dtype: torch.dtype) -> dict[str, Callable[[],
     """The ways of one format."""
     ways: dict[str, Callable[[], object]] = {"load": lambda: load(model, dtype)}
     if kind == "bf16":
-        return ways | {"decode": lambda: copy(model, dtype)}
+        return ways | {"decode": lambda: read_plain(model, dtype)}
     ways["decode"] = lambda: decode(model, dtype)
     if kind in HALVES:
         ways["package"] = lambda: decode_by_package(model, dtype)
@@ -264,7 +262,7 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def read_whole(path: Path) -> None:
-    """Read a file from its begin to its end."""
+    """Read a file from its start to its end."""
     with path.open("rb", buffering=0) as file:
         while file.read(BLOCK):
             pass
@@ -352,7 +350,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         root = args.models or Path(temporary)
-        models = {kind: prepared(root, kind, args.layers) for kind in args.formats}
+        models = {kind: find_or_write(root, kind, args.layers) for kind in args.formats}
         ways = {kind: ways_of(model, kind, args.torch_dtype) for kind, model in models.items()}
         times, loads = time_ways(ways, args.rounds)
         figures = {kind: figures_of(kind, model, times, args) for kind, model in models.items()}
@@ -363,7 +361,7 @@ def main() -> None:
     print(write_result(f"quantised_loading_{args.dtype}", result, args.folder, packages))
 
 
-def prepared(root: Path, kind: str, layers: int) -> str:
+def find_or_write(root: Path, kind: str, layers: int) -> str:
     """The checkpoint in a format, which is written unless it is there."""
     torch.manual_seed(0)
     path = root / f"{kind}-{layers}"
@@ -377,7 +375,7 @@ def load_imports(dtype: torch.dtype) -> None:
     """Load small checkpoints, so that all modules and buffers of the libraries are there."""
     with tempfile.TemporaryDirectory() as temporary:
         for kind in ("bf16", "gptq", "Q8_0"):
-            load(prepared(Path(temporary), kind, 1), dtype)
+            load(find_or_write(Path(temporary), kind, 1), dtype)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ CHROMIUM_FLAGS = (
 
 ROOT = Path(__file__).resolve().parent.parent
 
-gc.set_threshold(
-    20_000, 10, 10
-)  # imports make many objects and no garbage; the default costs a tenth of the suite
+# imports make many objects and no garbage
+gc.set_threshold(20_000, 10, 10)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -108,6 +107,15 @@ def deepspeed_folder() -> str:
     folder = Path(sys.prefix) / "isolated"
     if not (folder / "deepspeed").is_dir():
         skip_or_fail("KLEASH_REQUIRE_PEERS", "DeepSpeed in .venv/isolated")
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session")
+def formats_folder() -> str:
+    """PYTHONPATH with the packages of quantised formats, some of which transformers would import in every test."""
+    folder = Path(sys.prefix) / "formats"
+    if not (folder / "compressed_tensors").is_dir():
+        skip_or_fail("KLEASH_REQUIRE_PEERS", "packages of quantised formats in .venv/formats")
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

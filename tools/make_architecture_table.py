@@ -161,9 +161,10 @@ def make_page(rows: list[dict[str, Any]]) -> str:
 
 def describe_failure(row: dict[str, Any]) -> str:
     """Why an architecture was not measured, in a cell of a table."""
-    reason = row.get(
-        "reason"
-    ) or "differs from its own logits by up to {truth:.2g} and between batches by {alone:.2g}".format(**row)
+    reason = row.get("reason") or (
+        "differs from its own logits by up to {truth:.2g}, between batches by {alone:.2g}, and the log-probability "
+        "with which a token was drawn by {drawn:.2g}"
+    ).format(**row, drawn=10 * row.get("generated", 0))
     return " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())[:200]
 
 

@@ -43,7 +43,16 @@ TOKEN_IDS = {"bos": 0, "eos": 1, "pad": 2}
 OTHER_TOKEN_ID = 310
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
+QWEN4_EXP: dict[str, Any] = {
+    "ngram_vocab_size_base": 320,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 SPECIAL_CASES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 2},
     "bamba": {"mamba_d_head": 16},
     "cohere_compass_text": {
         "rope_parameters": {
@@ -52,6 +61,7 @@ SPECIAL_CASES: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {
         "n_routed_experts": 4,
         "moe_intermediate_size": 16,
@@ -63,10 +73,24 @@ SPECIAL_CASES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "granitemoehybrid": {"mamba_d_head": 16},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"qk_head_dim": 16},
     "mamba2": {"head_dim": 16},
     "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp": {"text_config": QWEN4_EXP},
+    "qwen4_exp_text": QWEN4_EXP,
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
+    "xlnet": {"d_head": 8},
+    "xlstm": {"embedding_dim": 32},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        "mamba_headdim": 16,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "hybrid_layer_ids": [1],
+    },
     "gemma3": {"vision_config": {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
     "gemma3n": {"audio_config": {"sscp_conv_channel_size": [4, 4], "input_feat_size": 16}},
     "gemma4": {

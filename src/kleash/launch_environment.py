@@ -5,6 +5,8 @@ The launchers describe it by the environment variables of torch.distributed.
 
 import os
 
+from kleash.errors import RankError
+
 
 def launched_rank() -> int:
     """The rank of this process; 0 if it was started alone."""
@@ -14,6 +16,20 @@ def launched_rank() -> int:
 def launched_world_size() -> int:
     """The number of processes that were started; 1 if this one was started alone."""
     return max(1, _variable("WORLD_SIZE", 1))
+
+
+def require_one_process(command: str) -> None:
+    """Check that a command that several processes cannot share was started once.
+
+    Raises:
+        RankError: naming the command; the first process prints it.
+    """
+    if launched_world_size() > 1:
+        raise RankError(
+            f"{command} takes one process and was launched with {launched_world_size()}; start one, or unset RANK and "
+            "WORLD_SIZE",
+            is_reported=launched_rank() != 0,
+        )
 
 
 def _variable(name: str, default: int) -> int:

@@ -346,6 +346,42 @@ def test_signals_end_a_command_with_a_line_and_their_exit_code(
 
 
 @pytest.mark.usefixtures("default_signals")
+def test_of_several_processes_the_first_prints_a_wrong_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another one prints it only if no launcher ends it first, so that its own wrong option is not lost."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    waits: list[float] = []
+    ends = (lambda seconds: signal.raise_signal(signal.SIGTERM), waits.append)
+    for rank, wait, code, lines in (("0", ends[0], 2, 1), ("1", ends[0], 143, 0), ("1", ends[1], 2, 1)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(entry.time, "sleep", wait)
+        assert entry.main(["measure", "--shard", "5/4"]) == code
+        assert capsys.readouterr().err.count("kleash: --shard takes i/n with i from 1 to n") == lines
+    assert waits == [entry.FIRST_PRINTS_S]
+
+
+@pytest.mark.parametrize("words", [("merge", "OUT"), ("cache", "--out", "OUT")], ids=["merge", "cache"])
+def test_a_command_of_one_process_is_refused_by_a_launcher(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Otherwise the lock of one process would stop another, and torchrun would then end the one that works."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    line = (
+        f"kleash: kleash {words[0]} takes one process and was launched with 3; start one, or unset RANK and "
+        "WORLD_SIZE\n"
+    )
+    for rank, expected in (("0", line), ("2", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main([str(tmp_path / word) if word == "OUT" else word for word in words]) == 2
+        assert tuple(capsys.readouterr()) == ("", expected)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("default_signals")
 def test_a_launcher_may_repeat_a_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

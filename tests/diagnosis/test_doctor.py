@@ -16,7 +16,7 @@ from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
 from kleash.diagnosis.causes import CAUSES, HEALTHY
 from kleash.diagnosis.hypotheses import hypotheses_without_models
 from kleash.diagnosis.model_hypotheses import hypotheses_with_models
-from kleash.diagnosis.model_scores import ModelScores
+from kleash.diagnosis.model_scores import ModelScores, log_kept_mass
 from kleash.diagnosis.noise_models import healthy_scale
 from kleash.diagnosis.token_table import tabulate
 from kleash.errors import OptionError, SourceError
@@ -155,6 +155,57 @@ def test_a_fault_is_named_in_the_trainers_column_too(fault: str) -> None:
     assert findings and findings[0].cause == cause, findings
 
 
+def test_a_low_temperature_is_named_without_models() -> None:
+    """Where a token that is nearly certain still has some of the entropy of the other side."""
+    world = World(2, temperature=0.5)
+    findings = diagnose(world.rollouts(world.logp(world.logits), world.logp(world.logits / 0.5))).findings
+    assert findings[0].cause == "temperature", findings
+
+
+def test_a_shift_of_several_tokens_is_named() -> None:
+    world = World(2)
+    column = world.logp(world.logits)
+    moved = np.roll(column.reshape(SEQUENCES, TIME), -3, axis=1).ravel()
+    finding = diagnose(world.rollouts(column, moved)).findings[0]
+    assert finding.cause == "shift" and "the next token but 2" in finding.evidence
+
+
+@pytest.mark.parametrize("settings", ["min-p", "top-k"])
+def test_a_cut_is_told_from_a_temperature_without_models(settings: str) -> None:
+    """The cut side is never the smaller one; in bfloat16, where rounding hides small differences, too."""
+    world = World(4)
+    p = np.exp(log_softmax(world.logits, axis=-1))
+    kept = p >= 0.3 * p.max(-1, keepdims=True) if settings == "min-p" else p >= np.sort(p)[:, -4][:, None]
+    world.tokens = world.draw(np.where(kept, world.logits, -np.inf))
+    noisy = world.logits + 0.01 * world.random.standard_normal(world.logits.shape)
+    cut = world.logp(np.where(kept, noisy, -np.inf))
+    findings = diagnose(world.rollouts(world.logp(world.logits), cut)).findings
+    assert findings[0].cause == "truncation" and findings[0].probability > 0.98, findings
+
+
+def test_a_temperature_with_a_cut_is_two_findings(benchmark: dict[str, Any]) -> None:
+    """As of vLLM with the sampling settings of a checkpoint and ``processed_logprobs``."""
+    run, pair = benchmark["Run"](seed=2, prompts=12, new_tokens=30), benchmark["pair_in"]("float32")
+    sequences = run.draw(temperature=0.7, top_k=20)
+    scores = benchmark["scores_of"](pair, sequences)
+    engine = scores.at_temperature(0.7) - log_kept_mass(scores, {"top_k": 20}, temperature=0.7)
+    columns = benchmark["Columns"](sequences, scores.policy, engine)
+    findings = diagnose(benchmark["rollouts_of"](columns), pair=pair, rounding="float32").findings
+    assert {finding.cause for finding in findings[:2]} == {"temperature", "truncation"}
+    for finding in findings[:2]:
+        assert finding.probability > 0.98
+        assert "the engine at 0.7 and cut to top_k 20" in finding.evidence
+
+
+@pytest.mark.parametrize("decimals", [2, 3, 4])
+def test_few_decimals_are_a_note_and_no_finding(decimals: int) -> None:
+    world = World(4)
+    column = world.logp(world.logits)
+    diagnosis = diagnose(world.rollouts(column, column.round(decimals)), rounding="float32")
+    assert diagnosis.findings == ()
+    assert any("written with few decimals" in note for note in diagnosis.notes)
+
+
 @pytest.mark.parametrize(("rounding", "scale"), [("float32", 2e-7), ("float16", 1e-3), ("bfloat16", 0.01)])
 @pytest.mark.parametrize("seed", range(2))
 def test_rounding_is_healthy(rounding: str, scale: float, seed: int) -> None:
@@ -218,7 +269,7 @@ def test_few_tokens_are_not_diagnosed() -> None:
 def test_impossible_values_are_survived() -> None:
     world = World(6)
     trainer, engine = world.logp(world.logits), world.noisy(0.005)
-    trainer[::50] = -np.inf
+    trainer[::50] = engine[7] = -np.inf
     findings = diagnose(world.rollouts(trainer, engine)).findings
     assert findings[0].cause in ("tensor_parallel", "routing")
     same = np.zeros(SEQUENCES * TIME)
@@ -298,6 +349,29 @@ def test_the_command_prints_a_ranked_list(tmp_path: Path, capsys: Any) -> None:
     assert "no finding: rounding explains the differences" in output and "18 responses" in output
 
 
+def test_the_command_reads_the_logs_of_several_ranks(tmp_path: Path, capsys: Any) -> None:
+    """A fault in the log of one rank of three is said to be there, and that log alone has the right cause."""
+    worlds = [World(seed) for seed in (9, 10)]
+    paths = [
+        written(tmp_path / f"rank-{rank}.jsonl", world.rollouts(world.noisy(1e-3), world.noisy(1e-3)))
+        for rank, world in enumerate(worlds)
+    ]
+    faulty = World(8, temperature=0.7)
+    paths.append(written(tmp_path / "rank-2.jsonl", faulty.rollouts(*temperature(faulty))))
+    assert main(["doctor", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == dict.fromkeys(paths, SEQUENCES) and found["file"] == f"{paths[0]} and 2 more"
+    assert f"per token of {paths[2]} is at least" in found["notes"][0]
+    assert main(["doctor", paths[2], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["cause"] == "temperature"
+    assert main(["doctor", *paths[:2]]) == 0
+    output = capsys.readouterr().out
+    assert "no finding" in output and "per token of" not in output and ", from 2 files" in output
+    world = World(1)
+    logits = written(tmp_path / "logits.jsonl", world.rollouts(*raw_logits(world)))
+    assert main(["doctor", logits, paths[0]]) == 0, "logits have no KL by file"
+
+
 def test_the_command_scores_again_with_the_models(
     tmp_path: Path, benchmark: dict[str, Any], capsys: Any
 ) -> None:
@@ -331,7 +405,7 @@ def test_the_command_scores_again_with_the_models(
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as error:
-        DoctorJob(rollouts="x", **options)
+        DoctorJob(rollouts=("x",), **options)
     assert message in str(error.value)
 
 

@@ -40,6 +40,7 @@ def records(count: int = 40, shift: float = 0.05, seed: int = 0) -> list[dict[st
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return str(path)
 
@@ -211,6 +212,57 @@ def test_a_bad_record_is_one_sentence(row: dict[str, Any], message: str, tmp_pat
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def token_export(**changes: Any) -> dict[str, Any]:
+    """A record of prime-rl's ``TokenExporter``: columns over the tokens of prompt and response."""
+    record = {
+        "schema_version": 1,
+        "step": 3,
+        "export_sequence_idx": 0,
+        "env_name": "math",
+        "token_ids": [5, 6, 7, 8, 9],
+        "position_ids": [0, 1, 2, 3, 4],
+        "loss_mask": [False, False, True, False, True],
+        "advantages": [0.5] * 5,
+        "inference_logprobs": [0.0, 0.0, -1.0, 0.0, -3.0],
+        "trainer_logprobs": [-6.0, None, -1.5, -9.0, -3.5],
+        "mismatch_kl": [None] * 5,
+        "is_masked": [False] * 5,
+        **dict.fromkeys(("rl_weights", "ce_weights", "ref_kl_weights"), [None] * 5),
+    }
+    return {**record, **changes}
+
+
+def test_token_exports_of_prime_rl_are_split_at_the_first_token_of_the_loss(tmp_path: Path) -> None:
+    (rollout,) = read_rollouts(written(tmp_path / "rank_0.jsonl", [token_export()]))
+    assert (rollout.prompt_ids, rollout.response_ids) == ((5, 6), (7, 8, 9))
+    assert rollout.trainer.tolist() == [-1.5, -9, -3.5] and rollout.engine.tolist() == [-1, 0, -3]
+    assert rollout.is_counted.tolist() == [True, False, True] and rollout.reference is None
+    weights = {"rl_weights": [0.0, 0.0, 0.0, 0.0, 1.0], "loss_mask": [False, True, True, False, True]}
+    (rollout,) = read_rollouts(written(tmp_path / "mixed.jsonl", [token_export(**weights)]))
+    assert rollout.response_ids == (6, 7, 8, 9)
+    assert rollout.is_counted.tolist() == [False, False, False, True], (
+        "tokens of a frozen model are not drawn"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_mask": [True] * 5}, "counts the first of 5 tokens, which no prompt precedes"),
+        ({"loss_mask": [True] * 4}, "'loss_mask' has 4 values for 5 tokens; give one each"),
+        ({"trainer_logprobs": [-1.0] * 3}, "'trainer_logprobs' has 3 values for 5 tokens; give one each"),
+        ({"loss_mask": [False] * 5}, "no token that counts"),
+        ({"rl_weights": [1.0]}, "'rl_weights' has 1 values for 5 tokens"),
+        ({"inference_logprobs": [None] * 5}, "expected a field 'engine_logprobs'"),
+    ],
+)
+def test_a_token_export_without_its_columns_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=message):
+        read_rollouts(written(tmp_path / "rank_0.jsonl", [token_export(**changes)]))
+
+
 @pytest.mark.parametrize(
     ("module", "column"),
     [
@@ -263,8 +315,90 @@ def test_a_bad_file_is_one_sentence(
     assert message in error and "\x1b" not in error and error.count("\n") == 1
 
 
+def test_files_of_several_ranks_are_measured_as_one(tmp_path: Path, capsys: Any) -> None:
+    """A folder in natural order, the same files by name and by pattern, and one file with all of their lines."""
+    rows = records(36)
+    parts = {f"rank-{rank}.jsonl": rows[place : place + 12] for rank, place in ((2, 0), (9, 12), (10, 24))}
+    for name, part in parts.items():
+        written(tmp_path / "logs" / name, part)
+    (tmp_path / "logs" / "config.json").write_text("{}")
+    (tmp_path / "logs" / "rank-11.jsonl").touch()
+    whole = measure_mismatch(written(tmp_path / "whole.jsonl", rows))
+    for names in (
+        str(tmp_path / "logs"),
+        [str(tmp_path / "logs" / name) for name in parts],
+        str(tmp_path / "logs" / "rank-*.jsonl"),
+    ):
+        record = measure_mismatch(names)
+        assert record.numbers == whole.numbers and record.values == whole.values
+        expected = {**dict.fromkeys(parts, 12), **({} if isinstance(names, list) else {"rank-11.jsonl": 0})}
+        assert {Path(file).name: count for file, count in record.files.items()} == expected
+        assert list(record.files) == sorted(record.files, key=lambda file: int(re.findall(r"\d+", file)[-1]))
+    for file, number in record.kl_by_file.items():
+        assert number == measure_mismatch(file).numbers["kl_engine_trainer"]
+    assert whole.kl_by_file == {} and whole.notes == () and len(whole.files) == 1
+    assert main(["mismatch", str(tmp_path / "logs")]) == 0
+    output = capsys.readouterr().out
+    assert "36 responses to 18 prompts, from 4 files" in output and "rank-11.jsonl holds no rollout" in output
+    limited = read_rollouts(str(tmp_path / "logs"), limit=7)
+    assert [int(re.findall(r"\d+", rollout.file)[-1]) for rollout in limited] == [2, 2, 2, 9, 9, 10, 10]
+
+
+def test_what_files_of_ranks_differ_in_is_said(tmp_path: Path) -> None:
+    """One rank's engine is far off, another names its fields otherwise, and a third repeats the first."""
+    for rank in range(4):
+        rows = records(60, shift=0.3 if rank == 2 else 0.02, seed=0 if rank == 3 else rank)
+        if rank == 1:
+            rows = [
+                {("rollout_log_probs" if name == "engine_logprobs" else name): row[name] for name in row}
+                for row in rows
+            ]
+            rows = [row | {"response_mask": None} for row in rows]
+        written(tmp_path / "logs" / f"rank-{rank}.jsonl", rows)
+    fields, copies, one_sided = measure_mismatch(tmp_path / "logs").notes
+    assert fields.endswith(
+        "rank-0.jsonl in "
+        f"{tmp_path}/logs/rank-1.jsonl: 'rollout_log_probs' for 'engine_logprobs', no 'response_mask'"
+    )
+    assert copies.startswith("120 of 240 rollouts stand in more than one file")
+    assert "rank-0.jsonl, line 1 and" in copies and "rank-3.jsonl, line 1" in copies
+    assert one_sided.startswith(
+        f"KL(engine || trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
+    )
+    healthy = [str(tmp_path / "logs" / f"rank-{rank}.jsonl") for rank in (0, 3)]
+    assert len(measure_mismatch(healthy).notes) == 1, "equal files have no side"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.jsonl", "a.jsonl"], "was given twice; give it once"),
+        (["a.jsonl", "empty/../a.jsonl"], "empty/../a.jsonl was given twice, also as"),
+        (["a.jsonl", "a*"], "a.jsonl was given twice; give it once"),
+        (["a.jsonl", "missing.jsonl"], "there is no file"),
+        (["rank-*.jsonl"], "no file matches"),
+        (["empty"], "is a folder without a file of rollouts (.jsonl"),
+        (["none.jsonl", "blank.jsonl"], "holds no rollout; give a record for each response"),
+        (["a.jsonl", "cut.jsonl"], "cut.jsonl, line 1: expected a JSON object"),
+    ],
+)
+def test_several_files_that_cannot_be_read_are_one_sentence(
+    names: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    written(tmp_path / "a.jsonl", records(2))
+    (tmp_path / "none.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text("\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("x")
+    if "cut.jsonl" in names:
+        (tmp_path / "cut.jsonl").write_text('{"prompt_token_ids": [1')
+    assert main(["mismatch", *(str(tmp_path / name) for name in names)]) == 2
+    error = " ".join(capsys.readouterr().err.split("\n"))
+    assert message in error and error.count("kleash: ") == 1
+
+
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--names must be one of verl; it is 'trl'"):
-        MismatchJob(rollouts="x", names="trl")
+        MismatchJob(rollouts=("x",), names="trl")
     with pytest.raises(OptionError, match="it is 'trl'"):
         measure_mismatch(written(tmp_path / "x.jsonl", records(2)), names="trl")

@@ -8,6 +8,7 @@ a number, "500-2", occurs in the first so many requests of that address. The sha
 ``protocol.py``, SGLang 0.5's ``io_struct.py`` and llama-cpp-python 0.3.36's ``llama.py``.
 """
 
+import gzip
 import json
 import math
 import sys
@@ -26,10 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FAULTS = (
     "truncated", "429", "500", "401", "400", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
     "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
+    "swapped", "retrained", "reflected", "error200", "gzip", "full",
 )  # fmt: skip
-"""What may go wrong. "later" is one failure in the fourth request; "models" and "nomodels" are about the list."""
+"""What may go wrong. "later" is one failure in the sixth request, after which a server that is "retrained" has another
+model; one that is "swapped" has it from the fifth on. "models" and "nomodels" are about the list; "full" refuses what
+is longer than its context. "gzip" is no fault."""
 OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama": "me", "llamacpp": "llamacpp", "proxy": "someone"}
 ZERO = -9999.0
+CONTEXT = 40
+"""Of a server with the fault "full"; the probe is shorter."""
 
 
 class Model:
@@ -89,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(404, {"detail": "Not Found"})
         entry: dict[str, Any] = {"id": self.server.model.name, "object": "model", "owned_by": OWNERS[dialect]}
         if dialect in ("vllm", "sglang", "proxy"):
-            entry["max_model_len"] = 400
+            entry["max_model_len"] = CONTEXT if fault == "full" else 400
         entries = [entry, {**entry, "id": "other"}] if fault == "models" else [entry]
         return self.send(200, {"object": "list", "data": entries})
 
@@ -106,10 +112,15 @@ class Handler(BaseHTTPRequestHandler):
             fault, _, times = fault.partition("-")
             if times and count > int(times):
                 fault = "none"
-            if fault == "later":
-                fault = "500" if count == 4 else "none"
+            if fault in ("later", "retrained"):
+                after = "other" if fault == "retrained" and count > 6 else "none"
+                fault = "500" if count == 6 else after
+            if fault == "swapped":
+                fault = "other" if count > 4 else "none"
             if not self.fail(fault):
-                self.send(200, self.answer(dialect, fault, path, body), fault)
+                answer = self.answer(dialect, fault, path, body)
+                if answer is not None:
+                    self.send(200, answer, fault)
         except BrokenPipeError:
             pass
         finally:
@@ -143,6 +154,10 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(20)
         elif fault == "close":
             self.close_connection = True
+        elif fault == "reflected":
+            self.send(200, {"choices": key, "meta_info": key})
+        elif fault == "error200":
+            self.send(200, {"error": {"message": f"overloaded, {key}"}})
         else:
             return False
         return True
@@ -164,10 +179,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 time.sleep(0.05)
         else:
-            self.send_bytes(status, content, retry_after)
+            packed = gzip.compress(content) if fault == "gzip" else content
+            self.send_bytes(status, packed, retry_after, "gzip" if fault == "gzip" else None)
 
-    def send_bytes(self, status: int, content: bytes, retry_after: str | None = None) -> None:
+    def send_bytes(
+        self, status: int, content: bytes, retry_after: str | None = None, encoding: str | None = None
+    ) -> None:
         self.send_response(status)
+        if encoding is not None:
+            self.send_header("Content-Encoding", encoding)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         if retry_after is not None:
@@ -177,6 +197,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, dialect: str, fault: str, path: str, body: Mapping[str, Any]) -> Any:
         if dialect in ("vllm", "proxy") and path == "/v1/completions":
+            requested = len(body["prompt"]) + body["max_tokens"]
+            if fault == "full" and requested > CONTEXT:
+                return self.send(400, {"error": {"message": f"{requested} tokens exceed {CONTEXT}"}})
             return self.vllm(fault, body)
         if dialect == "sglang" and path == "/generate":
             return self.sglang(fault, body)
@@ -186,6 +209,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def rows(self, fault: str, ids: list[int]) -> torch.Tensor:
         logp = self.server.model.log_probabilities(tuple(ids))
+        if fault == "other":
+            return torch.log_softmax(0.8 * logp, dim=-1)
         return logp + 3 if fault == "logits" else logp
 
     def value(self, fault: str, logp: torch.Tensor) -> float:

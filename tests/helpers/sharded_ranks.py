@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_training_ranks import as_one_process, same_training, taken_for_gpus, train
+from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_training, taken_for_gpus, train
 
 from kleash.errors import KleashError
 from kleash.integrations.trainer import DriftMonitor
@@ -53,6 +54,12 @@ KINDS = ("llama", "gpt2", "gemma2")
 """Architectures: a head of its own; another layout of layers; a tied head, a scaled embedding and a softcap."""
 ZERO3_KINDS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"vocab_size": 321}}
 """The same for ZeRO-3, with configurations; the rows of the tied head are shared unevenly."""
+PRELOADED = (
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.dpo_trainer",
+)
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
 CHECKS: dict[str, Callable[["Ranks"], object]] = {}
 
@@ -315,12 +322,14 @@ def a_training_run_of_trl_equals_that_of_one_process(ranks):
     """The Trainer shards by its own ``fsdp=``: generation, rewards, two updates, DriftMonitors, a controller."""
     with as_one_process():
         alone, log = train(ranks.folder, "llama", None)
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
     with taken_for_gpus():
-        shared, shared_log = train(ranks.folder, "llama", {"fsdp": True, "fsdp_config": {"version": 2}})
+        shared, shared_log = train(ranks.folder, "llama", sharding)
     assert "FSDP" in type(shared.model_wrapped).__name__
     same_training(log, shared_log)
     for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
         assert (mine.full_tensor() - right).abs().max() < 1e-6
+    first_step_in_bfloat16(ranks.folder, "llama", sharding, log)
 
 
 def accelerate_shards(policy: Any, reference: Any) -> tuple[Any, Any]:
@@ -482,9 +491,8 @@ def refusal_of(call: Callable[[], Any], words: str) -> None:
 
 def import_what_checks_use() -> None:
     """Import what the checks import when they need it, before the ranks fork."""
-    import torch._dynamo  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+    for name in PRELOADED:
+        import_module(name)
 
 
 def main(

@@ -53,7 +53,7 @@ def of_rank(rank, port, cut, ways, folder):
         shown = logged.across_ranks()
         results[how] = (shown.value.item(), model.module.weight.grad.tolist(), logged.count.item())
     (folder / f"{rank}.json").write_text(json.dumps(results))
-    del model, mean  # what still holds the group would end its threads after the interpreter
+    del model, mean  # nothing holds the group when it is destroyed
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_grad
 from forked_ranks import fork_ranks
 from sharded_ranks import PROMPTS, Ranks, largest_message, refusal_of, same
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from trl_training_ranks import as_one_process, same_training, taken_for_gpus, train
+from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_training, taken_for_gpus, train
 
 from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
 
@@ -212,6 +212,8 @@ def a_training_run_of_trl_equals_that_of_one_process(ranks):
     for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters(mine):
             assert (mine - right).abs().max() < 1e-6
+    first_step_in_bfloat16(ranks.folder, "qwen3", {"deepspeed": config | {"bf16": {"enabled": "auto"}}}, log)
+    unset_hf_deepspeed_config()
 
 
 @check

@@ -211,6 +211,21 @@ def test_the_statistics_are_those_of_llama_cpp() -> None:
     assert format_llama_cpp(few) == ""
 
 
+def test_quantiles_of_many_tokens_are_rounded_as_those_of_llama_cpp() -> None:
+    """p = 0.999f * (n - 1) is a float there, and 0.999 of 15 359 gaps is not the same number in float64."""
+    count = 15_360
+    kld = np.cumsum(np.arange(count)) / 1e5
+    flags = np.zeros(count, dtype=np.float32)
+    columns = LlamaCppColumns(nll=flags, nll_base=flags, kld=kld, dp=flags, same_top=flags == 0)
+    place = np.multiply(np.float32(0.999), np.float32(count - 1), dtype=np.float32)
+    low, high = np.float32(kld[int(place)]), np.float32(kld[int(place) + 1])
+    rest = np.subtract(place, np.float32(int(place)), dtype=np.float32)
+    expected = np.add((np.float32(1) - rest) * low, rest * high, dtype=np.float32)
+    assert f"99.9%   KLD: {expected:10.6f}" in format_llama_cpp(columns)
+    in_float64 = np.interp(0.999 * (count - 1), np.arange(count), kld)
+    assert f"{in_float64:10.6f}" != f"{expected:10.6f}"
+
+
 def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> None:
     logits = torch.tensor([[0.0, -15.9, -17.0, -40.0], [1.0, 0.0, -1.0, -30.0]])
     moved = logits + torch.tensor([0.0, 1.0, 9.0, 20.0])
@@ -300,5 +315,8 @@ def test_the_command_prints_both_summaries(
     assert main(["logits", str(path), "--policy", str(policy), "--json", "--limit", "2"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["tokens"] == 30 and record["llama_cpp"] == ""
+    assert main(["logits", str(path), "--policy", str(policy), "--limit", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "± unknown nats a token" in printed and "in 1 chunk of " in printed and "± nan" not in printed
     with pytest.raises(KleashError):
         open_base_logits(path.with_name("missing"))

@@ -433,7 +433,7 @@ def test_a_full_disk_keeps_the_finished_shards_of_a_cache(
 
     def full(descriptor: int) -> None:
         if list(out.glob("part-*")):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
         sync(descriptor)
 
     monkeypatch.setattr(kleash.store.atomic.os, "fsync", full)

@@ -185,13 +185,15 @@ def test_text_windows_and_other_architectures(tmp_path: Path) -> None:
         torch.testing.assert_close(hidden, load_file(path)["hidden"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("weights", [(0.5, 2.0), (1.0, 1.0)], ids=["random weights", "weights of 1"])
 def test_post_norm_states_in_the_layout_of_vllm_are_named(
-    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    """With weights of 1, a second norm would change nothing."""
+    weights: tuple[float, float], pair: Pair, requests: list[list[int]], tmp_path: Path,
+    refusal: Callable[..., str],
+) -> None:  # fmt: skip
+    """Also with weights of 1, where a second norm changes nothing."""
     network = AutoModelForCausalLM.from_pretrained(pair[1])
     with torch.no_grad():
-        network.model.norm.weight.uniform_(0.5, 2.0)
+        network.model.norm.weight.uniform_(*weights)
     reference = Path(shutil.copytree(pair[1], tmp_path / "reference"))
     network.save_pretrained(reference)
     files = write_vllm(tmp_path / "files", reference, requests, layers=(1, 3))
@@ -235,7 +237,7 @@ def test_a_wrong_list_of_layers_is_named(
     assert message in refusal(files, layers=stated)
 
 
-@pytest.mark.parametrize(("shift", "words"), [(1, "1 earlier"), (-2, "2 later")])
+@pytest.mark.parametrize(("shift", "words"), [(1, "1 earlier"), (-2, "2 later"), (5, "5 earlier")])
 def test_shifted_rows_are_named(shift: int, words: str, files: Path, refusal: Callable[..., str]) -> None:
     path = edit(without_logps(files), lambda states: states.roll(shift, 0), 2)
     assert refusal(files) == (
@@ -411,6 +413,14 @@ def test_folders_without_the_source_are_named(
     assert "no hidden states of 5 of the 5 sequences" in line and "without their first token, 0" in line
     two_bos = write_vllm(tmp_path / "two-bos", pair[1], [[0, *ids] for ids in requests])
     assert "with one more token in front" in refusal(two_bos)
+    for change, message in (
+        (slice(6, None), "without the first tokens, as with prefix caching"),
+        (slice(None, 9), f"the first 9 of {len(requests[0])} tokens alone, as with chunked prefill"),
+    ):
+        cut = write_vllm(tmp_path / message[:5], pair[1], [ids[change] for ids in requests])
+        assert message in refusal(cut)
+    ended = write_vllm(tmp_path / "ended", pair[1], [[*ids, 1, 1] for ids in requests])
+    assert "with 2 more at the end, such as an end token" in refusal(ended)
     (files / "cmpl-003.safetensors").unlink()
     line = refusal(files)
     assert "no hidden states of 1 of the 5 sequences" in line and "the first being prompt 3, sample 0" in line

@@ -64,6 +64,7 @@ def test_a_process_alone_needs_nobody() -> None:
             "rank 2 stopped: ZeroDivisionError: division by zero",
             [0, 2],
         ),
+        (MemoryError(), "rank 2 stopped: MemoryError", [0, 2]),
         (Interrupted("interrupted; resume"), "rank 2 stopped: interrupted; resume", [2]),
         (KeyboardInterrupt("terminated by SIGTERM"), "rank 2 stopped: terminated by SIGTERM", [2]),
         (KeyboardInterrupt(), "rank 2 stopped: interrupted", [2]),
@@ -80,7 +81,7 @@ def test_the_failure_of_a_rank_ends_those_that_wait(
     futures = in_threads(4, work)
     raised = futures[2].exception()
     assert raised is error or (isinstance(raised, Interrupted) and raised.__cause__ is error)
-    assert isinstance(raised, ZeroDivisionError) or f"rank 2 stopped: {raised}" == sentence
+    assert isinstance(raised, ZeroDivisionError | MemoryError) or f"rank 2 stopped: {raised}" == sentence
     assert [message for rank, message in enumerate(errors_of(futures)) if rank != 2] == [sentence] * 3
     assert [rank for rank, future in enumerate(futures) if is_printed(future)] == printing
 

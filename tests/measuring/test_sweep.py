@@ -102,6 +102,21 @@ def test_a_candidate_with_another_tokenizer_is_named_and_the_others_are_kept(
     assert "Not measured" in page and 'href="candidates/01-far/report.html"' in page
 
 
+def test_candidates_that_are_not_there_are_named_before_the_reference_is_run(
+    kleash: Kleash, folder: Path, tmp_path: Path
+) -> None:
+    missing = [str(folder / "q4.gguf"), "far/q5", "shipped:polcy"]
+    options = ["--reference", str(folder / "base"), "--text", str(folder / "text.txt"), "--limit", "1"]
+    command = ("sweep", *options, "--candidates", *missing)
+    none = kleash(*command, "--out", tmp_path / "none", expect=2)
+    assert "kleash: no candidate can be found: " in none.stderr
+    assert not (tmp_path / "none" / "reference-cache").exists()
+    one = kleash(*command, folder / "near", "--out", tmp_path / "one", expect=2)
+    before = one.stderr[: one.stderr.index("the reference")].splitlines()
+    assert [line.split(":")[0] for line in before] == [f"candidate {n} will be left out" for n in (1, 2, 3)]
+    assert [candidate.number for candidate in Sweep.read(tmp_path / "one").ranking] == [4]
+
+
 def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(
     job: SweepJob, result: Sweep, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +141,18 @@ def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(
     ]
     other_weights = SweepJob(**{**vars(job), "resume": True, "candidates": (str(folder / "third"),)})
     assert other_weights.folder_of(1) != job.folder_of(1)
+
+
+def test_candidates_of_one_last_name_in_another_order_leave_the_sweep_as_it_is(
+    job: SweepJob, result: Sweep, folder: Path
+) -> None:
+    written = (Path(str(job.out)) / "sweep.json").read_bytes()
+    moved = (str(folder / "elsewhere" / "far"), *job.candidates[1:])
+    with pytest.raises(
+        RunFolderError, match=r"01-far holds the run of .*; name the candidates in the order of before"
+    ):
+        sweep(SweepJob(**{**vars(job), "candidates": moved, "resume": True}))
+    assert (Path(str(job.out)) / "sweep.json").read_bytes() == written
 
 
 @pytest.mark.parametrize(

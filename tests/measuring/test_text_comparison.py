@@ -82,6 +82,40 @@ def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
 
+def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Windows that stand in several documents stay in each of them, and few documents are split into blocks."""
+    draw = np.random.default_rng(3)
+    repeated, tails = " ".join(draw.choice(WORDS, 23)), [" ".join(draw.choice(WORDS, 300)) for _ in range(2)]
+    source = tmp_path / "text.txt"
+    source.write_text("\n\n".join([repeated, repeated, *tails]))
+    for at in (0, 1):
+        models = {"policy": str(pair[at]), "reference": str(pair[1 - at])}
+        measure(MeasureJob(**models, text=str(source), window=24, out=str(tmp_path / str(at))))
+    comparison = compare([tmp_path / "0", tmp_path / "1"])
+    first, (difference,) = comparison.runs[0], comparison.differences
+    number = difference.differences["kl_policy_reference"]
+    blocks = first.counts.clusters
+    assert blocks > first.counts.prompts == difference.shared_prompts == 4
+    sums = np.zeros((2, 2, blocks))  # run, (tokens, total), cluster
+    labels: dict[tuple[int, int], int] = {}
+    for at in (0, 1):
+        for part in RunFolder(tmp_path / str(at)).token_parts(
+            ["prompt_id", "sample_id", "kl_policy_reference"]
+        ):
+            for document, window, value in zip(*part.values(), strict=True):
+                block = labels.setdefault((int(document), int(window) // 8), len(labels))
+                sums[at, :, block] += (1.0, float(value))
+    tokens, totals = sums[:, 0], sums[:, 1]
+    means = totals.sum(-1) / tokens.sum(-1)
+    influence = np.diff((totals - means[:, None] * tokens) / tokens.sum(-1)[:, None], axis=0)[0]
+    assert number.value == pytest.approx(means[1] - means[0], rel=1e-9)
+    assert number.standard_error == pytest.approx(
+        np.sqrt(blocks / (blocks - 1) * (influence**2).sum()), rel=1e-6
+    )
+    assert sum("blocks of 8 neighbouring windows" in warning for warning in first.warnings) == 1
+    assert not difference.warnings  # said of both runs already
+
+
 def test_every_warning_is_in_the_terminal_compare_and_json(
     runs: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:

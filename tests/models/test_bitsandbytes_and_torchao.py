@@ -1,6 +1,7 @@
 """bitsandbytes and torchao checkpoints: weights unpacked without the packages, and what transformers is left with."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from packed_checkpoints import save_packed
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM, GptOssConfig
 
@@ -311,7 +312,8 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
             "vptq",
             r"it is quantised \(vptq\), for which transformers needs the package vptq and an NVIDIA GPU beside",
         ),
-        ("exl3", r"it is quantised \(exl3\), a format that neither kleash nor transformers reads"),
+        ("exl3", r"it is quantised \(exl3\) in a layout that is read by ExLlamaV3 on an NVIDIA GPU and not"),
+        ("sequoia", r"it is quantised \(sequoia\) in a layout that is read by its own software and not here"),
     ],
 )
 def test_a_format_that_cannot_be_loaded_is_named_with_what_it_needs(
@@ -323,3 +325,72 @@ def test_a_format_that_cannot_be_loaded_is_named_with_what_it_needs(
     folder = save_packed(source, tmp_path / "packed", pack, {"quant_method": method})
     with pytest.raises(ModelError, match=reason):
         load_pair(str(folder), str(source))
+
+
+@pytest.mark.parametrize("settings", [None, {"quant_method": "ptpc_fp8"}])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_that_nothing_decodes_are_no_weights(
+    source: Path, tmp_path: Path, settings: dict[str, Any] | None, dtype: torch.dtype
+) -> None:
+    folder = shutil.copytree(source, tmp_path / "codes")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    scale = tensors[name].abs().amax(1, keepdim=True) / 100
+    tensors |= {name: (tensors[name] / scale).to(dtype), f"{name}_scale": scale}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    advice = "names no quantisation" if settings is None else "read by vLLM on an AMD GPU"
+    with pytest.raises(ModelError, match=rf"codes that are not decoded here, 1 in all, .*{name}.*{advice}"):
+        load_pair(str(folder), str(source))
+
+
+def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) -> None:
+    def pack(weight: np.ndarray) -> Module:
+        return {
+            "weight": weight.astype(np.int8),
+            "weight_scale": np.ones((len(weight), 1), np.float32),
+        }, weight
+
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    settings |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
+    folder = save_packed(source, tmp_path / "packed", pack, settings)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 in all, such as model\.layers\.0\.mlp\.up_proj\.weight \(I8\)"):
+        load_pair(str(folder), str(source))
+
+
+def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(source, tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "exl3"}})
+    )
+    pair = load_pair(str(folder), str(source))
+    assert any("its files hold ordinary weights, which were read as they are" in note for note in pair.notes)
+
+
+def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(
+    source: Path, tmp_path: Path
+) -> None:
+    def pack(weight: np.ndarray) -> Module:
+        scale = 1 / np.abs(weight).mean()
+        codes = np.clip(np.round(weight * scale), -1, 1).astype(np.int64) + 1
+        rows = len(codes) // 4
+        packed = sum(codes[part * rows : (part + 1) * rows] << 2 * part for part in range(4))
+        return {"weight": packed.astype(np.uint8), "weight_scale": np.array([scale], np.float32)}, (
+            codes - 1
+        ) / scale
+
+    settings = {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"}
+    folder = save_packed(source, tmp_path / "packed", pack, settings, dense=tmp_path / "dense")
+    pair = load_pair(str(folder), str(tmp_path / "dense"))
+    assert pair.policy.parameters == pair.reference.parameters
+    assert any("its layers round activations to 8 bits" in note for note in pair.notes)
+    inputs = torch.randn(5, pair.reference.network.model.layers[0].mlp.up_proj.in_features)
+    outputs = [model.network.model.layers[0].mlp.up_proj(inputs) for model in (pair.policy, pair.reference)]
+    assert (outputs[0] - outputs[1]).abs().max() < 0.02 * outputs[1].abs().max()

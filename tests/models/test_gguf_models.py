@@ -253,6 +253,7 @@ def test_tensors_that_do_not_fit_are_refused(
             lambda w: w.add_string("general.architecture", "mpt"),
             "is of the architecture 'mpt', and kleash reads",
         ),
+        (lambda w: w.add_string("general.architecture", "clip"), r"is the projector .*\(mmproj\); give"),
         (lambda w: w.add_uint32("llama.block_count", 2**31), "claims 2147483648 layers and has 21 tensors"),
         (lambda w: w.add_uint32("llama.feed_forward_length", 2**31), "its intermediate_size is 2.14748e.09"),
         (

@@ -210,7 +210,8 @@ def test_one_token_per_step_is_run_with_a_cache(folders, architecture):
     )
     generate(replace(model, eos_token_ids=()), prompts(), Sampling(max_new_tokens=5))
     handle.remove()
-    assert shapes == [(4, 12), (1, 1), *[(4, 1)] * 4]
+    checks = (2, 12), (2, 13)  # of the shortest and the longest
+    assert shapes == [(4, 12), checks[0], (4, 1), checks[1], *[(4, 1)] * 3]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -239,6 +240,30 @@ def test_a_network_that_processes_left_padding_is_run_without_it(folders):
             return model.backbone(input_ids=input_ids, use_cache=use_cache, past_key_values=past_key_values)
 
     assert responses(generate(replace(model, backbone=Blind()), prompts(), sampling)) == responses(wanted)
+
+
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[:1] * 3], ids=["padded", "of one length"])
+@pytest.mark.parametrize("fault", ["position", "error"])
+def test_a_network_with_a_wrong_cache_is_run_without_it(folders, texts, fault):
+    """The first pass is right, and a new token is placed at the beginning of the text, or cannot be read."""
+    policy, _ = folders("llama")
+    model = load_pair(str(policy), str(policy)).policy
+    sampling = Sampling(max_new_tokens=9)
+    wanted = generate(model, prompts(texts), sampling)
+    steps = []
+
+    class WrongSteps(torch.nn.Module):
+        def forward(self, position_ids=None, past_key_values=None, **inputs):
+            if past_key_values is not None:
+                steps.append(1)
+                if fault == "error":
+                    raise ValueError("the cache has another length")
+                position_ids = torch.zeros_like(position_ids)
+            return model.backbone(position_ids=position_ids, past_key_values=past_key_values, **inputs)
+
+    found = generate(replace(model, backbone=WrongSteps()), prompts(texts), sampling)
+    assert responses(found) == responses(wanted)
+    assert len(steps) == 1
 
 
 def test_a_recurrent_network_draws_from_its_distribution(tmp_path):

@@ -115,7 +115,7 @@ BAD_PROMPTS = {
     "unknown id": ('{"prompt_token_ids": [3, 320]}', "token ids from 0 to 319 and found '320'"),
     "bool id": ('{"prompt_token_ids": [true]}', "token ids from 0 to 319 and found 'true'"),
     "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
-    "blank": ("\n \n", "holds no prompt, only blank lines"),
+    "blank": ("\n \n", "holds no prompt$"),
     "half": (r'{"prompt": "Oh \ud83d"}', r"line 1: 'prompt' holds half a character, .ud83d, at place 3"),
     "half in a message": (
         r'{"messages": [{"role": "user", "content": "\ude00"}]}',
@@ -335,7 +335,7 @@ def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records
 def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
     with pytest.raises(SourceError, match="is read as plain text"):
         list(read_responses(write("a.txt", "hello"), pair))
-    with pytest.raises(SourceError, match="holds no response, only blank lines"):
+    with pytest.raises(SourceError, match=r"holds no response$"):
         list(read_responses(write("a.jsonl", "\n"), pair))
 
 

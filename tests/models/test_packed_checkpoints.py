@@ -231,6 +231,17 @@ def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
     assert any("are not used by its architecture" in note for note in notes) == (value != 0)
 
 
+def test_scales_that_nothing_is_multiplied_by_are_refused(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(gptq[0], tmp_path / "scaled")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.act_fn.scales"] = torch.full((96,), 2.0)  # as AutoAWQ scales some activations
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"1 tensors of a quantisation .*, such as model\.layers\.0\.mlp\.act_fn\.scales"
+    ):
+        load_pair(str(folder), str(gptq[1]))
+
+
 def test_experts_that_are_packed_one_by_one_are_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
-"""Logs of other programs as responses: verl, TRL, SkyRL, lm-evaluation-harness."""
+"""Logs of other programs as responses: verl, TRL, SkyRL, lm-evaluation-harness, prime-rl."""
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -83,6 +84,68 @@ def test_samples_without_generated_text_are_refused(read, values, unhooked):
         SourceError, match=r"line 1: expected a sample of lm-evaluation-harness with generated text"
     ):
         read(sample(**values))
+
+
+TRAINED = {
+    "token_ids": [5, 6, 7, 8, 9, 10],
+    "loss_mask": [False, False, True, True, False, True],
+    "inference_logprobs": [0.0, 0.0, -1.0, -2.0, 0.0, -0.5],
+    "trainer_logprobs": [0.0] * 6,
+}
+NODES = [
+    {"token_ids": [5, 6], "mask": [False, False], "logprobs": [], "message": MESSAGES[0]},
+    {"parent": 0, "token_ids": [7, 8], "mask": [False, True], "logprobs": [-1.0], "sampled": True},
+    {"parent": 1, "token_ids": [9], "mask": [False]},
+    {"parent": 2, "token_ids": [10, 11], "mask": [True, True], "logprobs": [-2.0, -3.0]},
+    {"parent": 0, "token_ids": [7, 12], "mask": [False, True], "logprobs": [-4.0]},
+]
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([TRAINED], [([5, 6], [7, 8], [-1, -2]), ([5, 6, 7, 8, 9], [10], [-0.5])]),
+        (
+            [{"id": "a", "traces": [{"nodes": NODES}, {"nodes": []}]}],
+            [([5, 6, 7], [8], [-1]), ([5, 6, 7, 8, 9], [10, 11], [-2, -3]), ([5, 6, 7], [12], [-4])],
+        ),
+    ],
+    ids=["training sequence", "episode"],
+)
+def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, tmp_path, records, expected):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records * 2))
+    responses = list(read_responses(str(path), pair))
+    assert [
+        (list(one.prompt_ids), list(one.response_ids), np.array(one.logp_sampled).tolist())
+        for one in responses
+    ] == expected * 2
+    assert not any(one.retokenised for one in responses)
+    # Turns of rollouts with one first prompt are one cluster.
+    assert {one.prompt_id for one in responses} == {0}
+    assert [one.sample_id for one in responses] == list(range(len(responses)))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({**TRAINED, "loss_mask": [True]}, "expected 'loss_mask' and 'inference_logprobs' to have a value"),
+        ({**TRAINED, "loss_mask": [False] * 6}, "'loss_mask' is false at every token"),
+        (
+            {"traces": [{"nodes": [{"message": MESSAGES[0]}]}]},
+            "the rollout has no token ids of what the model drew",
+        ),
+        ({"traces": [3]}, "expected the traces of a rollout of prime-rl"),
+        ({"nodes": [*NODES[:1], {**NODES[1], "parent": 1}]}, "a node of a trace names '1' as its parent"),
+        (
+            {"nodes": [*NODES[:1], {**NODES[1], "mask": [True]}]},
+            "expected 'mask' to have a value for each of the 2",
+        ),
+    ],
+)
+def test_damaged_rollouts_of_prime_rl_are_refused(read, record, message, unhooked):
+    with pytest.raises(SourceError, match=f"line 1: {message}"):
+        read(record)
 
 
 def test_a_prompt_that_was_decoded_with_its_begin_token_gets_no_second_one(pair, tmp_path):

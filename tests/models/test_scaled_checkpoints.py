@@ -121,6 +121,14 @@ def floats_of_4_bits(group: int, kind: str) -> Case:
     return tensors, settings, FLOAT_4[codes] * spread(scales, 1, group), f"fp4, groups of {group}"
 
 
+def column_factors() -> Case:
+    """ModelOpt's AWQ: inputs are multiplied by factors before the matrix, and so are its columns."""
+    tensors, settings, weight, kind = floats_of_4_bits(16, "modelopt")
+    factors = RNG.uniform(0.5, 2, size=COLUMNS).astype(np.float32)
+    tensors["pre_quant_scale"] = torch.from_numpy(factors)
+    return tensors, settings | {"quant_algo": "NVFP4_AWQ"}, weight * factors.astype(np.float64), kind
+
+
 def to_torch(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in tensors.items()}
 
@@ -165,6 +173,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "nvfp4": lambda: floats_of_4_bits(16, "nvfp4"),
     "mxfp4": lambda: floats_of_4_bits(32, "mxfp4"),
     "modelopt-nvfp4": lambda: floats_of_4_bits(16, "modelopt"),
+    "modelopt-awq": column_factors,
 }
 
 

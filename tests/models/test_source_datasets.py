@@ -97,6 +97,10 @@ def test_every_format_may_be_compressed(pair, write, monkeypatch):
             assert texts(write(f"a.{suffix}.{program}", packed), pair) == PROMPTS, (suffix, program)
     frames = b"".join(zst(jsonl(record)) for record in RECORDS)
     assert texts(write("frames.jsonl.zst", frames), pair) == PROMPTS
+    skipped = b"\x5a\x2a\x4d\x18\x02\x00\x00\x00ab"  # as pzstd begins a file
+    assert texts(write("skippable.jsonl.zst", skipped + frames), pair) == PROMPTS
+    with pytest.raises(SourceError, match=r"twice.jsonl.gz is compressed twice; unpack it once"):
+        texts(write("twice.jsonl.gz", gzip.compress(gzip.compress(jsonl(*RECORDS)))), pair)
     assert texts(write("feather", arrow(RECORDS, pyarrow.ipc.new_file)), pair) == PROMPTS
     assert count_documents(write("text.gz", gzip.compress(b"one\n\ntwo\nlines\n"))) == 2
     for packed in (gzip.compress(jsonl(*RECORDS)), zst(contents["csv"])):
@@ -476,11 +480,49 @@ def test_the_chat_template_renders_messages_all_prompts_or_nothing(pair, write):
     assert texts(plain, pair, chat_template="apply") == ["<s>user: Hi\nassistant: "]
     bare = replace(pair, tokenizer=copy.copy(pair.tokenizer))
     bare.tokenizer.chat_template = None
-    with pytest.raises(SourceError, match="the policy's tokenizer has no chat template"):
+    with pytest.raises(
+        SourceError, match=r"line 1: --chat-template apply renders it by .*, which has none; leave"
+    ):
         texts(plain, bare, chat_template="apply")
     picture = {"role": "user", "content": [{"type": "text", "text": 3}]}
     with pytest.raises(SourceError, match="expected the contents of 'messages' to be text and found"):
         texts(write("b.jsonl", jsonl({"messages": [picture]})), pair, chat_template="raw")
+
+
+def test_a_rendered_conversation_as_text_has_the_tokens_of_its_template_alone(pair, write):
+    conversation = [USER, ANSWER]
+    (window,) = read_text(write("a.jsonl", jsonl({"messages": conversation})), pair)
+    rendered = pair.tokenizer.apply_chat_template(conversation, tokenize=False)
+    token_ids = pair.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert [*window.prompt_ids, *window.response_ids] == token_ids
+    assert token_ids.count(pair.tokenizer.bos_token_id) == 1
+    plain, begun = (
+        next(read_text(write("b.jsonl", jsonl({"text": start + "The sea"})), pair)) for start in ("", "<s>")
+    )
+    assert [*plain.prompt_ids, *plain.response_ids] == [*begun.prompt_ids, *begun.response_ids]
+
+
+def test_the_template_is_given_the_tools_and_variables_of_a_record(pair, write):
+    told = replace(pair, tokenizer=copy.copy(pair.tokenizer))
+    told.tokenizer.chat_template = (
+        "{{ tools | tojson }}{{ mood }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": None}}
+    call = {"role": "assistant", "tool_calls": [{"type": "function"}]}
+    record = {"messages": [USER, call, {"role": "tool", "content": "3"}], "tools": [tool]}
+    expected = '[{"type": "function", "function": {"name": "f"}}]calmHi[{\'type\': \'function\'}]3'
+    for variables, tools in (({"mood": "calm"}, [tool]), ('{"mood": "calm"}', json.dumps([tool]))):
+        name = write("a.jsonl", jsonl({**record, "tools": tools, "chat_template_kwargs": variables}))
+        assert texts(name, told) == [expected]
+    for values, message in (
+        (
+            {"tools": "a hammer"},
+            "expected 'tools' to be a list of JSON schemas and found .*leave the column out",
+        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, "expected 'chat_template_kwargs' to be an object"),
+    ):
+        with pytest.raises(SourceError, match=f"line 1: {message}"):
+            texts(write("b.jsonl", jsonl({**record, **values})), told)
 
 
 def test_responses_and_texts_follow_the_chat_template(pair, write):
@@ -522,6 +564,11 @@ def test_what_is_templated_is_noted(pair, write):
     bare = copy.copy(pair.tokenizer)
     bare.chat_template = None
     assert describe_source("prompts", write("c.txt", "Hi\n"), tokenizer=bare) == ()
+    one = write("d.jsonl", jsonl({"system": "Be brief", "messages": [USER]}))
+    assert describe_source("prompts", one, tokenizer=pair.tokenizer) == (
+        "the column 'system' is not read; put it into the messages, as the first, of the role system",
+        "the prompt is a list of messages, rendered by the policy's chat template",
+    )
 
 
 def test_options_of_reading_are_checked_and_are_settings_of_the_run():

@@ -97,6 +97,36 @@ def _path(name):
     return Path(name)
 
 
+def test_headers_of_a_csv_may_span_lines_and_follow_what_excel_writes(pair, write):
+    name = write("a.csv", 'sep=;\n\nprompt;"a note\nof two lines"\r\nThe sea;1\r\n"A;b";2\n')
+    assert [prompt.text for prompt in read_prompts(name, pair)] == ["The sea", "A;b"]
+    with pytest.raises(SourceError, match="line 5: expected 2 cells"):
+        read_prompts(write("b.csv", 'sep=;\n\nprompt;"a note\nof two lines"\nThe sea\n'), pair)
+    with pytest.raises(SourceError, match="ends its lines with carriage returns alone"):
+        read_prompts(write("c.csv", "prompt,x\rThe sea,1\r"), pair)
+
+
+def test_two_columns_of_one_name_are_refused(pair, write, tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    write("a.csv", "prompt,prompt\na,b\n")
+    for suffix in ("parquet", "arrow", "csv"):
+        with pytest.raises(
+            SourceError, match=f"a.{suffix} has the column 'prompt' more than once; keep one$"
+        ):
+            read_prompts(str(tmp_path / f"a.{suffix}"), pair)
+
+
+def test_images_are_refused_whatever_their_column_is_called(pair, write):
+    picture = {"bytes": b"x", "path": "a.png"}
+    for value in (picture, [picture, picture]):
+        with pytest.raises(SourceError, match="row 1: the record has 'figure_1' beside its text"):
+            read_prompts(write("a.parquet", [{"prompt": "The sea", "figure_1": value}]), pair)
+    assert read_prompts(write("b.parquet", [{"prompt": "The sea", "figure_1": None}]), pair)
+
+
 def test_errors_name_the_line_of_a_csv_also_after_cells_of_several_lines(pair, write):
     name = write("a.csv", [["prompt", "prompt_token_ids"], ["one\ntwo\nthree", ""], ["x", "[1, 999]"]])
     with pytest.raises(SourceError, match=r"a.csv, line 5: expected 'prompt_token_ids' to hold token ids"):
@@ -129,7 +159,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.parquet", "prompt\nx\n", "is not a Parquet file"),
         ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
         ("a.txt", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
-        ("a.json", '{\n "prompt": "x"\n}', "holds .an object with 'prompt'.; give an array of objects"),
+        ("a.json", '{\n "prompt": "x"\n}', "holds one object, with 'prompt'; give an array of objects"),
         ("a.json", "[1]", "entry 1: expected an object or a text and found '1'"),
         ("a.json", "nothing", "is neither JSONL nor a JSON array"),
         ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
@@ -273,6 +303,18 @@ def test_every_file_format_gives_the_same_preference_pairs(write):
     assert read_pairs(implicit, limit=1) == [{"prompt": "The sea", "chosen": " was", "rejected": " is"}]
 
 
+def test_pairs_of_conversations_may_repeat_the_prompt_as_text(pair, write):
+    """As those of ultrafeedback_binarized do."""
+    record = {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    repeated, plain = (
+        [(one.prompt_ids, one.response_ids) for one in read_responses(write("a.jsonl", jsonl(each)), pair)]
+        for each in (record, {name: value for name, value in record.items() if name != "prompt"})
+    )
+    assert repeated == plain and len(plain) == 2
+    with pytest.raises(SourceError, match="each a text or each a list of messages"):
+        list(read_responses(write("b.jsonl", jsonl({**record, "prompt": "Bye"})), pair))
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -408,6 +450,32 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
     standard_input(content)
     with pytest.raises(SourceError, match=message):
         read_prompts("-", pair)
+
+
+def test_a_pipe_of_the_shell_is_read_as_standard_input_is(pair, tmp_path):
+    """``--prompts <(zcat a.gz)``; a named pipe is not opened, since that may wait for ever."""
+    for content, expected in (
+        (b"The sea\n", ["The sea"]),
+        (b"", "the pipe is empty"),
+        (b"\0", "the pipe, line 1: "),
+    ):
+        source_files._copy_of_pipe.cache_clear()
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(content)
+        name = f"/dev/fd/{reading}"
+        try:
+            if isinstance(expected, str):
+                with pytest.raises(SourceError, match=expected):
+                    read_prompts(name, pair)
+                continue
+            for _ in range(2):
+                assert [one.text for one in read_prompts(name, pair)] == expected
+        finally:
+            os.close(reading)
+    os.mkfifo(tmp_path / "named")
+    with pytest.raises(SourceError, match="named is a pipe or a device"):
+        read_prompts(str(tmp_path / "named"), pair)
 
 
 def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):

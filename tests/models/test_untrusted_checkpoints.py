@@ -229,6 +229,7 @@ def test_a_folder_named_as_a_weights_file_is_refused(model):
         ({"pad_token_id": 10**9}, "cannot be loaded"),
         ({"num_attention_heads": 0}, "cannot be|other shapes"),
         ({"max_position_embeddings": "x"}, "max_position_embeddings"),
+        ({"max_position_embeddings": -2}, "max_position_embeddings"),
     ],
 )
 def test_sizes_beyond_the_weights_are_refused(model, settings, reason):
@@ -236,6 +237,11 @@ def test_sizes_beyond_the_weights_are_refused(model, settings, reason):
     start = time.process_time()
     refused(model, reason)
     assert time.process_time() - start < 10
+
+
+def test_a_context_length_of_minus_1_is_no_limit(model):
+    change(model / "config.json", max_position_embeddings=-1)
+    assert load_pair(str(model), str(model)).policy.context_length is None
 
 
 def test_computed_buffers_are_bounded(tmp_path):

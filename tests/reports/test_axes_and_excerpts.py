@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from histories import healthy
-from synthetic_run import synthetic_comparison, write_synthetic_run
+from synthetic_run import synthetic_comparison, synthetic_sweep, write_synthetic_run
 
 from kleash.records import Measurement, Number, RunFolder
 from kleash.reports import heatmap
@@ -15,6 +15,7 @@ from kleash.reports.comparison import describe_difference, differences_chart, ru
 from kleash.reports.figures import axis, log_axis
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns, write_report
+from kleash.reports.sweep import byte_axis, sweep_charts
 from kleash.reports.training_charts import run_charts
 from kleash.store.measurement_summary import all_warnings
 
@@ -155,3 +156,24 @@ def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path
         "few",
         "on KL(reference ‖ policy), Jensen–Shannon and 2 others: one cluster carries 20% to 23% of the variance",
     ]
+
+
+def test_axes_of_a_sweep_have_ticks_for_any_candidates() -> None:
+    """Also for one size, for KLs within a power of ten, and for a KL of 0, which a logarithmic axis leaves out."""
+    sweep = synthetic_sweep()
+    first, second, *_ = sweep.candidates
+    at_zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
+    near = Number(value=0.28, unit="nats", standard_error=0.01, ci95=(0.23, 0.3))
+    candidates = tuple(
+        replace(candidate, numbers={**candidate.numbers, sweep.rank_by: number}, bytes_on_disk=4_130_000)
+        for candidate, number in ((first, at_zero), (second, near))
+    )
+    for chart in sweep_charts(replace(sweep, candidates=candidates, pairs=())):
+        axis = chart.figure["layout"]["yaxis"]
+        low, high = axis["range"]
+        assert low < math.log10(0.23) and math.log10(0.3) < high
+        assert sum(low <= math.log10(tick) <= high for tick in axis["tickvals"]) >= 2
+        assert chart.description.endswith("A KL of 0 has no place on a logarithmic axis.")
+    low, high = byte_axis([4_130_000.0])["range"]
+    assert 10**low < 4_130_000 < 10**high < 2 * 10**low
+    assert "range" not in byte_axis([1e9, 1e10])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
@@ -155,6 +155,15 @@ def test_the_rows_of_a_sweep_have_both_intervals_of_a_pair_and_no_failed_candida
     assert "torn" not in {row.run for row in rows}
 
 
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t"])
+def test_names_are_no_formulas_in_a_spreadsheet(start: str) -> None:
+    name = f"{start}HYPERLINK(1)"
+    row = NumberRow(run=name, minus=name, name="n", value=-0.5, warnings=(name,))
+    (read,) = csv.DictReader(io.StringIO(to_csv([row])))
+    assert [read[column] for column in ("run", "minus", "warnings")] == [f"'{name}"] * 3
+    assert read["value"] == "-0.5"
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_numbers_that_are_not_finite_are_spelt_as_in_json(value: float) -> None:
     text = to_csv([NumberRow(run="r", name="n", value=value, ci95=(-math.inf, math.inf))])
@@ -217,6 +226,7 @@ def test_hostile_texts_in_tables_are_shown_as_they_stand(kind: type) -> None:
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
+@example(" a name that begins with a space")
 def test_any_text_stays_text_in_its_cell(text: str) -> None:
     line = f"| a | b | c |\n| --- | --- | --- |\n| {markdown_code(text)} | {escape_text(text)} | 1 |\n"
     read = cells_of(line)

@@ -1,5 +1,6 @@
 """Temporary files that no link can lead elsewhere, that no other process has, and that a kill leaves to be swept up."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import TEMPORARY, remove_leftovers, temporary_name, write_atomically
+from kleash.store.atomic import (
+    TEMPORARY,
+    is_disk_full,
+    remove_leftovers,
+    temporary_name,
+    write_atomically,
+    write_together,
+)
 from kleash.store.codec import to_json
 
 WRITER = """
@@ -31,6 +39,42 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
         write_atomically(tmp_path / "report.html", "another page")
     assert (tmp_path / "precious").read_text() == "kept"
     assert (tmp_path / "report.html").read_text() == "page"
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (
+            errno.ENOSPC,
+            "no space is left to write {}; what was finished is kept: free some space and run again",
+        ),
+        (
+            errno.EDQUOT,
+            "no space is left to write {} (Disk quota exceeded); what was finished is kept: free some",
+        ),
+        (
+            errno.EIO,
+            "{} cannot be written: Input/output error; what was finished is kept: run again with --resume",
+        ),
+        (errno.EROFS, "{} cannot be written: Read-only file system; what was finished is kept: run again"),
+        (errno.EACCES, "{} cannot be written: Permission denied"),
+    ],
+    ids=["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES"],
+)
+def test_an_error_of_the_disk_says_how_to_go_on(
+    number: int, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("kleash.store.atomic.os.fsync", fail)
+    path = tmp_path / "part"
+    for write in (lambda: write_atomically(path, "x"), lambda: write_together({path: b"x"}, lambda: None)):
+        with pytest.raises(RunFolderError) as error:
+            write()
+        assert str(error.value).startswith(sentence.format(path))
+        assert is_disk_full(error.value.__cause__) is (number in (errno.ENOSPC, errno.EDQUOT))
+    assert not list(tmp_path.iterdir())
 
 
 def test_many_processes_can_write_one_file(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def test_few_documents_are_split_into_blocks_of_neighbouring_windows() -> None:
     assert labels.tolist() == [0] * 8 + [1] * 8 + [2] * 4 + [3] * 3
     assert list(warnings) == [
         (
-            "only 2 documents, below 30: the clusters are blocks of 8 neighbouring windows, "
-            "and what blocks of one document share is missing from the error"
+            "the clusters are blocks of 8 neighbouring windows, since there are fewer than 30 documents (2): "
+            "what blocks of one document share is missing from the error"
         )
     ]
 
@@ -34,13 +34,20 @@ def test_few_documents_are_split_into_blocks_of_neighbouring_windows() -> None:
 def test_a_single_document_is_split_into_blocks() -> None:
     labels, warnings = cluster_labels(np.zeros(9, int), np.arange(9))
     assert labels.tolist() == [0] * 8 + [1]
-    assert warnings[0].startswith("only 1 document, below 30")
+    assert "fewer than 30 documents (1)" in warnings[0]
 
 
 def test_documents_are_split_below_thirty() -> None:
-    assert cluster_labels(np.arange(29), np.zeros(29, int)).warnings != ()
-    assert cluster_labels(np.arange(30), np.zeros(30, int)).warnings == ()
-    assert cluster_labels(np.arange(30), np.zeros(30, int), few=31).warnings != ()
+    for documents, options, is_split in ((29, {}, True), (30, {}, False), (30, {"few": 31}, True)):
+        ids = np.repeat(np.arange(documents), 9)
+        labels, warnings = cluster_labels(ids, np.tile(np.arange(9), documents), **options)
+        assert labels.max() + 1 == documents * (2 if is_split else 1)
+        assert bool(warnings) == is_split
+
+
+def test_few_documents_of_one_block_are_the_clusters_without_a_word() -> None:
+    """The warning about few clusters says it."""
+    assert cluster_labels(np.arange(3), np.zeros(3, int)).warnings == ()
 
 
 def test_labels_follow_the_order_of_the_sequences() -> None:

@@ -217,6 +217,21 @@ def test_every_estimator_handles_a_constant_sample() -> None:
     )
 
 
+def test_two_clusters_are_neither_equal_nor_is_one_of_them_dominant() -> None:
+    """Each has half of the variance, whatever their means."""
+    few = "only 2 clusters; below 30 the error itself is uncertain"
+    warnings = paired_difference(
+        *(np.array(pair) for pair in ((3.0, 1), (10, 20), (2.0, 9), (10, 20)))
+    ).warnings
+    assert warnings == (few,)
+    assert ratio_of_sums(np.array([3.0, 1.0]), np.array([10, 20]), lower=0.0).warnings[0] == few
+    assert not any(
+        word in warning
+        for warning in ratio_of_sums(np.array([3.0, 1.0]), np.array([10, 20]), lower=0.0).warnings
+        for word in ("carries", "same mean")
+    )
+
+
 def test_unseen_share_agrees_with_scipy() -> None:
     for clusters in (1, 5, 64, 300):
         assert unseen_share(clusters) == pytest.approx(stats.beta.ppf(0.95, 1, clusters), rel=1e-9)

@@ -9,6 +9,7 @@ from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal, say
 from kleash.jobs import CacheJob
 from kleash.jobs.reading import READ_OPTIONS
+from kleash.launch_environment import require_one_process
 from kleash.reports.formatting import format_bytes
 from kleash.store import CacheContents
 from kleash.store.cache import read_label
@@ -20,6 +21,7 @@ def run_cache(job: CacheJob) -> int:
     Raises:
         KleashError: if the job fails.
     """
+    require_one_process("kleash cache")
     from kleash.measuring import cache_reference
     from kleash.measuring.progress import NullProgressReporter
     from kleash.measuring.reference_cache import default_cache

@@ -25,6 +25,7 @@ from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
+from kleash.launch_environment import require_one_process
 from kleash.store import Measurement
 from kleash.store.codec import to_json
 from kleash.store.gate import exit_code_of
@@ -96,6 +97,7 @@ def _measure(job: MeasureJob) -> int:
 
 def _merge(command: MergeJob) -> int:
     """Run ``kleash merge`` and return its exit code."""
+    require_one_process("kleash merge")
     from kleash.measuring import merge
 
     folder = command.folder.expanduser()

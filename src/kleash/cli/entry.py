@@ -2,16 +2,19 @@
 
 import codecs
 import sys
+import time
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from kleash.cli.garbage import rare_garbage_collection
+from kleash.cli.garbage_collection import rare_garbage_collection
 from kleash.cli.signals import Termination, handling_termination
 from kleash.cli.streams import command_streams, json_escape
-from kleash.errors import Interrupted, KleashError, RankError
+from kleash.errors import Interrupted, KleashError, OptionError, RankError
 from kleash.launch_environment import launched_rank
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
+FIRST_PRINTS_S = 2.0
+"""Seconds for which a process other than the first keeps an error of its options to itself."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -91,6 +94,10 @@ def _run(arguments: list[str]) -> int:
 
     try:
         command = read_words(arguments)
+    except OptionError:
+        if launched_rank() != 0:  # the first process prints the same, and the launcher then ends this one
+            time.sleep(FIRST_PRINTS_S)
+        raise
     except SystemExit:  # help, the version or a completion script was printed
         return EXIT_SUCCESS if arguments else EXIT_ERROR
     require_packages(command)

@@ -1,11 +1,12 @@
 """Running ``kleash logits`` and printing its summary."""
 
+import math
 import sys
 
 from kleash.cli.formats import print_formatted
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import LogitsJob
-from kleash.store import LogitsMeasurement, WrittenLogits
+from kleash.store import LogitsMeasurement, Number, WrittenLogits
 
 
 def run_logits(job: LogitsJob) -> int:
@@ -52,7 +53,7 @@ def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -
     ):
         lower, upper = numbers[f"{name}_lower"], numbers[f"{name}_upper"]
         console.print(
-            f"{title}: between {lower.value:.6f} and {upper.value:.6f}, ± {lower.standard_error:.6f} nats a token",
+            f"{title}: between {lower.value:.6f} and {upper.value:.6f}, {_error(lower)} nats a token",
             highlight=False,
             soft_wrap=True,
         )
@@ -62,7 +63,11 @@ def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -
         ("same likeliest token", "top1_agreement"),
     ):
         number = numbers[name]
-        console.print(
-            f"{title}: {number.value:.6f} ± {number.standard_error:.6f}", highlight=False, soft_wrap=True
-        )
-    console.print(f"{result.tokens} tokens in {result.chunks} chunks of {result.context}", highlight=False)
+        console.print(f"{title}: {number.value:.6f} {_error(number)}", highlight=False, soft_wrap=True)
+    noun = "chunk" if result.chunks == 1 else "chunks"
+    console.print(f"{result.tokens} tokens in {result.chunks} {noun} of {result.context}", highlight=False)
+
+
+def _error(number: Number) -> str:
+    """The standard error of a number, which one chunk does not have."""
+    return f"± {'unknown' if math.isnan(number.standard_error) else f'{number.standard_error:.6f}'}"

@@ -15,9 +15,10 @@ from kleash.jobs.option_groups import OPTION_HEADINGS, POSITIONAL, in_order_of_h
 
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
-    **dict.fromkeys(("prompts", "text", "responses", "pairs", "rollouts", "logits"), "FILE"),
+    **dict.fromkeys(("prompts", "text", "responses", "pairs", "logits"), "FILE"),
     **dict.fromkeys(("reference_cache", "out", "folder"), "FOLDER"),
     "folders": "FOLDER FOLDER ...",
+    "rollouts": "FILE ...",
     "candidates": "MODEL",
     "attribute": "layers|modules",
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),

@@ -1,8 +1,10 @@
 """Running ``kleash mismatch`` and ``kleash doctor``, and printing their results."""
 
 import json
+from collections.abc import Mapping
 
 from rich.table import Table
+from rich.text import Text
 
 from kleash.cli.formats import print_formatted
 from kleash.cli.summary import NO_INTERVAL, print_gate, print_table
@@ -12,6 +14,9 @@ from kleash.store import Diagnosis, MismatchRecord
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.mismatch_record import LABELS
 from kleash.store.number import cells
+
+MAX_SHOWN_FILES = 12
+"""Files in the table of ``kleash mismatch``."""
 
 
 def run_mismatch(job: MismatchJob) -> int:
@@ -35,20 +40,34 @@ def print_mismatch(record: MismatchRecord) -> None:
     console = Terminal()
     prompts = f"{record.prompts:,} prompt{'' if record.prompts == 1 else 's'}"
     responses = f"{record.sequences:,} response{'' if record.sequences == 1 else 's'}"
-    say(console, f"{record.tokens:,} tokens in {responses} to {prompts}", style="dim")
+    say(
+        console,
+        f"{record.tokens:,} tokens in {responses} to {prompts}{_files(record.files)}",
+        style="dim",
+    )
     if record.renamed:
         for name, value in record.renamed.items():
             say(console, f"{name} {json.dumps(value)}")
     else:
         print_table(console, _table(record))
+        if record.kl_by_file:
+            console.print()
+            print_table(console, _table_of_files(record))
         effective, largest = record.values["effective_sample_size"], record.values["largest_log_ratio"]
         say(console, f"effective sample size: {effective:,.0f} of {record.tokens:,} tokens")
         say(console, f"largest log ratio: {largest:.4g} nats")
         labelled_numbers = ((label, record.numbers[name]) for name, label in LABELS.items())
         for warning in merge_warnings(labelled_numbers):
             remark(console, "warning", warning)
+    for note in record.notes:
+        remark(console, "note", note)
     if record.gate is not None:
         print_gate(record.gate)
+
+
+def _files(files: Mapping[str, int]) -> str:
+    """How many files were read, where they are several."""
+    return f", from {len(files)} files" if len(files) > 1 else ""
 
 
 def _table(record: MismatchRecord) -> Table:
@@ -59,6 +78,20 @@ def _table(record: MismatchRecord) -> Table:
     for name, label in LABELS.items():
         value, interval, error, unit = cells(record.numbers[name])
         table.add_row(label, value, interval or NO_INTERVAL.partition(":")[0], error or "unknown", unit)
+    return table
+
+
+def _table_of_files(record: MismatchRecord) -> Table:
+    """The KL of each file, the largest first."""
+    table = Table(box=None, pad_edge=False)
+    for heading in (LABELS["kl_engine_trainer"], "responses", "mean", "95 % interval"):
+        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    ordered = sorted(record.kl_by_file.items(), key=lambda row: -row[1].value)
+    for name, number in ordered[:MAX_SHOWN_FILES]:
+        value, interval, _, _ = cells(number)
+        table.add_row(Text(name), f"{record.files[name]:,}", value, interval or NO_INTERVAL.partition(":")[0])
+    if len(ordered) > MAX_SHOWN_FILES:
+        table.add_row(f"{len(ordered) - MAX_SHOWN_FILES} more files: --json", "", "", "")
     return table
 
 
@@ -82,7 +115,11 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print the likely causes of a mismatch, each with its evidence and the next test."""
     console = Terminal()
     models = f", scored again by {' and '.join(diagnosis.models)}" if diagnosis.models else ""
-    say(console, f"{diagnosis.tokens:,} tokens in {diagnosis.sequences:,} responses{models}", style="dim")
+    say(
+        console,
+        f"{diagnosis.tokens:,} tokens in {diagnosis.sequences:,} responses{_files(diagnosis.files)}{models}",
+        style="dim",
+    )
     if not diagnosis.findings:
         say(
             console, "no finding: rounding explains the differences" if diagnosis.examined else "no diagnosis"

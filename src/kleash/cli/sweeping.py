@@ -1,6 +1,7 @@
 """Running ``kleash sweep`` and printing its ranking."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -82,11 +83,14 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
     for candidate in sweep.failed:
         remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
     for attribution in shown_attributions(sweep):
-        _print_attribution(console, attribution, name_of_candidate(sweep, attribution))
+        new_warnings = [warning for warning in attribution.warnings if warning not in sweep.warnings]
+        _print_attribution(console, attribution, name_of_candidate(sweep, attribution), new_warnings)
     say(console, f"page: {page}")
 
 
-def _print_attribution(console: Terminal, attribution: Attribution, name: str) -> None:
+def _print_attribution(
+    console: Terminal, attribution: Attribution, name: str, warnings: Sequence[str]
+) -> None:
     """Print what a candidate's KL comes from: the groups with the largest parts, their sum, and the control."""
     say(console, terminal_sentence(describe_attribution(attribution, name)), style="bold")
     if attribution.failure:
@@ -122,7 +126,7 @@ def _print_attribution(console: Terminal, attribution: Attribution, name: str) -
         say(console, f"{len(groups) - MAX_GROUPS} other groups are on the page", style="dim")
     for sentence in filter(None, (describe_sum(attribution), describe_control(attribution))):
         say(console, terminal_sentence(sentence))
-    for warning in attribution.warnings:
+    for warning in warnings:
         remark(console, "warning", warning)
 
 

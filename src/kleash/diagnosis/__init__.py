@@ -2,7 +2,8 @@
 
 from kleash.diagnosis.doctor import diagnose
 from kleash.diagnosis.engine_numbers import measure_mismatch
-from kleash.diagnosis.rollout_records import RolloutRecord, read_rollouts
+from kleash.diagnosis.rollout_files import read_rollouts
+from kleash.diagnosis.rollout_records import RolloutRecord
 
 __all__ = [
     "RolloutRecord",

@@ -33,7 +33,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
             next_test="generate with top_p 1, top_k -1 and min_p 0, or truncate the trainer to the engine's tokens",
         ),
         "shift": Cause(
-            meaning="one column is shifted by a token",
+            meaning="one column is shifted by one or a few tokens",
             next_test="compare the logits that score a token: those at position t - 1 predict token t",
         ),
         "mask": Cause(

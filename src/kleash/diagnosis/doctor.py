@@ -1,6 +1,7 @@
 """The doctor: ranks the causes of a mismatch by how well each explains the columns of log-probabilities."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from kleash.diagnosis.model_hypotheses import hypotheses_with_models
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import healthy_scale
 from kleash.diagnosis.reference_column import reference_hypotheses
-from kleash.diagnosis.rollout_records import ROUNDING_NATS, RolloutRecord, read_rollouts
+from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
+from kleash.diagnosis.rollout_records import ROUNDING_NATS, RolloutRecord
 from kleash.diagnosis.token_table import TokenTable, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
@@ -68,6 +70,11 @@ def diagnose(
         findings += _ranked(hypotheses, has_models=pair is not None)
         findings += _ranked(reference_hypotheses(table, scores, largest_scale), has_models=pair is not None)
         notes += _impossible_values(table)
+        if table.decimals_error:
+            notes.append(
+                "the log-probabilities are written with few decimals, so differences of about "
+                f"{table.decimals_error:.1g} nats are not examined; write at least 6"
+            )
         if table.reference is None:
             notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
         elif pair is None:
@@ -85,19 +92,21 @@ def diagnose(
 
 
 def diagnose_file(job: DoctorJob) -> Diagnosis:
-    """Run a job: read its file, load the models if there are any, and diagnose.
+    """Run a job: read its files, load the models if there are any, and diagnose.
 
     Raises:
-        SourceError: if the file cannot be read, no token counts, or the models cannot read a rollout.
+        SourceError: if a file cannot be read, no token counts, or the models cannot read a rollout.
         ModelError, CannotRunError, MissingExtraError: if a model cannot be loaded.
     """
-    rollouts = read_rollouts(job.rollouts, allow_logits=True, limit=job.limit)
+    read = read_rollout_files(job.rollouts, allow_logits=True, limit=job.limit)
     pair = None
     if job.policy is not None and job.reference is not None:
         pair = load_pair_with(job.policy, job.reference, job)
-    return diagnose(
-        rollouts, pair=pair, rounding=job.rounding, file=job.rollouts, batch_tokens=job.batch_tokens
+    diagnosis = diagnose(
+        read.rollouts, pair=pair, rounding=job.rounding, file=read.name, batch_tokens=job.batch_tokens
     )
+    one_sided = note_on_one_sided_files(read.kl_by_file()) if diagnosis.examined else ()
+    return replace(diagnosis, files=read.sizes, notes=(*one_sided, *read.notes, *diagnosis.notes))
 
 
 def _impossible_values(table: TokenTable) -> list[str]:
@@ -118,7 +127,8 @@ def _ranked(hypotheses: Sequence[Hypothesis], *, has_models: bool) -> list[Likel
     probabilities = _probabilities(hypotheses)
     by_cause: dict[str, float] = {}
     for hypothesis, probability in zip(hypotheses, probabilities, strict=True):
-        by_cause[hypothesis.cause] = by_cause.get(hypothesis.cause, 0.0) + probability
+        for cause in _causes(hypothesis):
+            by_cause[cause] = by_cause.get(cause, 0.0) + probability
     if max(by_cause, key=lambda cause: by_cause[cause]) == HEALTHY:
         return []
     findings: list[LikelyCause] = []
@@ -126,7 +136,7 @@ def _ranked(hypotheses: Sequence[Hypothesis], *, has_models: bool) -> list[Likel
     for cause in sorted(by_cause, key=lambda cause: -by_cause[cause]):
         if cause == HEALTHY or cause in grouped:
             continue
-        best = max((h for h in hypotheses if h.cause == cause), key=lambda h: h.score)
+        best = max((h for h in hypotheses if cause in _causes(h)), key=lambda h: h.score)
         alike = () if has_models or best.is_unmistakable else CAUSES[cause].alike
         alike = tuple(name for name in alike if name not in grouped)
         probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
@@ -143,6 +153,11 @@ def _ranked(hypotheses: Sequence[Hypothesis], *, has_models: bool) -> list[Likel
                 )
             )
     return findings
+
+
+def _causes(hypothesis: Hypothesis) -> tuple[str, ...]:
+    """The one or two causes of a hypothesis."""
+    return tuple(cause for cause in (hypothesis.cause, hypothesis.second_cause) if cause is not None)
 
 
 def _probabilities(hypotheses: Sequence[Hypothesis]) -> np.ndarray:

@@ -1,8 +1,11 @@
-"""The numbers of ``kleash mismatch``: from a file of rollouts to statistics with errors."""
+"""The numbers of ``kleash mismatch``: from files of rollouts to statistics with errors."""
 
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import PurePath
 
-from kleash.diagnosis.rollout_records import padded, read_rollouts
+from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
+from kleash.diagnosis.rollout_records import padded
 from kleash.jobs.option_groups import require_limit, require_word
 from kleash.jobs.rollout_jobs import METRIC_NAMES
 from kleash.leash import Mismatch, mismatch
@@ -12,23 +15,28 @@ from kleash.uncertainty import Estimate
 from kleash.version import __version__
 
 
-def measure_mismatch(name: str, *, names: str | None = None, at_most: float | None = None) -> MismatchRecord:
-    """Measure the mismatch between trainer and engine on the rollouts of a file.
+def measure_mismatch(
+    files: str | PurePath | Sequence[str | PurePath],
+    *,
+    names: str | None = None,
+    at_most: float | None = None,
+) -> MismatchRecord:
+    """Measure the mismatch between trainer and engine on the rollouts of one or several files.
 
     Args:
-        name: the file, or "-" for standard input: see ``read_rollouts``.
+        files: a file, a folder, several of them, or "-" for standard input: see ``read_rollouts``.
         names: "verl" for ``renamed`` metrics in verl's names.
         at_most: a limit in nats for KL(engine || trainer) per token, which makes the record's ``gate``.
 
     Raises:
-        SourceError: if the file cannot be read, or no token counts.
+        SourceError: if a file cannot be read, or no token counts.
         OptionError: if ``names`` is unknown, or the limit is not a number of at least 0.
     """
     require_limit(at_most)
     if names is not None:
         require_word("--names", names, METRIC_NAMES)
-    rollouts = read_rollouts(name)
-    columns = padded(rollouts)
+    read = read_rollout_files(files)
+    columns = padded(read.rollouts)
     measured = mismatch(columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts)
     kl = measured.kl_engine_trainer
     gate = None
@@ -41,9 +49,11 @@ def measure_mismatch(name: str, *, names: str | None = None, at_most: float | No
             clusters=kl.clusters,
             tokens=measured.tokens,
         )
+    by_file = read.kl_by_file()
     return MismatchRecord(
         kleash=__version__,
-        file=name,
+        file=read.name,
+        files=read.sizes,
         tokens=measured.tokens,
         sequences=measured.sequences,
         prompts=kl.clusters,
@@ -54,6 +64,8 @@ def measure_mismatch(name: str, *, names: str | None = None, at_most: float | No
         },
         values=_values(measured),
         renamed={} if names is None else measured.renamed(names),
+        kl_by_file=by_file,
+        notes=(*read.notes, *note_on_one_sided_files(by_file)),
         gate=gate,
     )
 

@@ -15,6 +15,7 @@ from kleash.diagnosis.noise_models import (
     Residuals,
     coarse_rounding,
     few_tokens_far_out,
+    log_t,
     other_model,
     rounding,
     some_tokens,
@@ -30,6 +31,8 @@ SMALLEST_DIFFERENCE = 3e-3
 UNEXPLAINED = math.log(1 / 60)
 """Log-density of a token about which a hypothesis says nothing: uniform over 60 nats."""
 LATTICE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SHIFTS = (1, -1, 2, -2, 3, -3)
+"""Tokens by which a column may be shifted."""
 DECAYS = (1.0, 3.0, 10.0, 30.0)
 """Response tokens over which the effect of another context halves."""
 
@@ -46,6 +49,8 @@ class Hypothesis:
     evidence: str
     is_unmistakable: bool = False
     """Whether the evidence excludes the causes that are otherwise alike."""
+    second_cause: str | None = None
+    """A second cause, if both are needed."""
     is_superseded: bool = False
     """Whether it is left out where the models are at hand, which test what it stands for one by one."""
 
@@ -79,7 +84,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
         table: the tokens.
         largest_scale: the largest error of logits that rounding explains, in nats.
     """
-    residuals = Residuals(table.difference, table.unit)
+    residuals = Residuals(table.difference, table.unit, table.decimals_error)
     healthy = rounding(residuals, largest_scale)
     fault_scale = max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale)
     share_moved = float(np.mean(np.abs(residuals.values) > 0.05))
@@ -125,28 +130,30 @@ COARSE = 1.25
 
 def coarse_hypotheses(table: TokenTable, residuals: Residuals, largest_scale: float) -> Iterator[Hypothesis]:
     """Every token differs as by rounding that is coarser than that of the networks."""
-    fit = coarse_rounding(residuals, max(COARSE * largest_scale, 1e-4))
+    fit = coarse_rounding(residuals, max(COARSE * largest_scale, DISTINCT * table.decimals_error, 1e-4))
     if fit is not None:
         evidence = f"errors of logits of {fit.scale:.2g} nats on all tokens, without a tail"
         yield replace(from_fit(table, "precision", fit, evidence), is_superseded=True)
 
 
 def shift_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
-    """The trainer's column, moved by a token, equals the engine's up to rounding."""
-    for offset in (1, -1):
+    """The trainer's column, moved by one or a few tokens, equals the engine's up to rounding."""
+    for offset in SHIFTS:
         moved = table.neighbour(table.trainer, offset)
         known = np.isfinite(moved)
         if known.sum() < 2:
             continue
-        fit = rounding(Residuals(moved[known] - table.engine[known], table.unit[known]), largest_scale)
+        rest = Residuals(moved[known] - table.engine[known], table.unit[known], table.decimals_error)
+        fit = rounding(rest, largest_scale)
         log_likelihood = np.full(len(moved), UNEXPLAINED)
         log_likelihood[known] = fit.log_likelihood
-        when = "next" if offset == 1 else "previous"
+        when = "next" if offset > 0 else "previous"
+        tokens = "token" if abs(offset) == 1 else f"token but {abs(offset) - 1}"
         yield Hypothesis(
             cause="shift",
             log_likelihood=table.by_sequence(log_likelihood),
             parameters=2,
-            evidence=f"the trainer's value of the {when} token equals the engine's of this one, up to rounding",
+            evidence=f"the trainer's value of the {when} {tokens} equals the engine's of this one, up to rounding",
         )
 
 
@@ -157,7 +164,8 @@ def mask_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothe
         if not in_run.any() or in_run.all():
             continue
         rest = ~in_run
-        fit = rounding(Residuals(table.difference[rest], table.unit[rest]), largest_scale)
+        unmasked = Residuals(table.difference[rest], table.unit[rest], table.decimals_error)
+        fit = rounding(unmasked, largest_scale)
         log_likelihood = np.full(len(in_run), UNEXPLAINED + REPETITION_NATS)
         log_likelihood[rest] = fit.log_likelihood
         values = np.unique(column[in_run])
@@ -196,7 +204,8 @@ def lattice_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypo
             continue
         side, column = ("engine", table.engine) if shares[0] > shares[1] else ("trainer", table.trainer)
         spacing = np.abs(column) * MACHINE_EPSILON[name] / math.sqrt(12)
-        fit = rounding(Residuals(table.difference, table.unit, spacing), largest_scale)
+        error = np.hypot(spacing, table.decimals_error)
+        fit = rounding(Residuals(table.difference, table.unit, error), largest_scale)
         improbability = (23 + math.log2(MACHINE_EPSILON[name])) * math.log(2)
         yield Hypothesis(
             cause="precision",
@@ -233,23 +242,75 @@ def truncation_hypotheses(
     two models have; but all are of one sign.
     """
     floor = residuals.scale(largest_scale)
-    for side, sign in (("engine", -1.0), ("trainer", 1.0)):
+    for side, sign, uncut in (("engine", -1.0, table.trainer), ("trainer", 1.0, table.engine)):
         gap = sign * residuals.values
+        if not (gap > 0).any():
+            continue
         one_sided = other_model(Residuals(np.abs(gap), residuals.unit, residuals.extra), fault_scale)
+        shapes: list[tuple[Floats, int, tuple[float, ...]]]
+        shapes = [(math.log(2) + one_sided.log_likelihood, one_sided.parameters, HIDDEN_SHARES[:1])]
+        is_visible = np.abs(gap) > floor
+        if (gap[is_visible] > 0).sum() >= ONE_SIDED * max(1, is_visible.sum()):
+            shapes += ((shape, 2, HIDDEN_SHARES) for shape in _bounded_gaps(gap, uncut, floor))
+            shapes += ((shape, 3, HIDDEN_SHARES) for shape in _gaps_by_probability(gap, uncut, floor))
+            shapes += [(math.log(2) + one_sided.log_likelihood, one_sided.parameters, HIDDEN_SHARES)]
         hidden = -np.abs(gap) / floor - np.log(2 * floor)
-        above = np.where(gap > 0, math.log(2 * (1 - HIDDEN_SHARE)) + one_sided.log_likelihood, -np.inf)
         kept_mass = float(np.exp(-np.maximum(gap, 0)).mean())
+        fits = [
+            (
+                np.logaddexp(
+                    np.where(gap > 0, math.log1p(-share) + above, -np.inf), math.log(share) + hidden
+                ),
+                count,
+            )
+            for above, count, shares in shapes
+            for share in shares
+        ]
+        log_likelihood, parameters = max(fits, key=lambda fit: float(fit[0].sum()))
         yield Hypothesis(
             cause="truncation",
-            log_likelihood=table.by_sequence(np.logaddexp(above, math.log(HIDDEN_SHARE) + hidden)),
-            parameters=one_sided.parameters,
+            log_likelihood=table.by_sequence(log_likelihood),
+            parameters=parameters + 1,
             evidence=f"the {side}'s log-probability is the larger one on {np.mean(gap > -floor):.1%} of the tokens, as "
             f"after a cut that keeps {kept_mass:.1%} of the mass on average",
         )
 
 
-HIDDEN_SHARE = 0.1
-"""Share of the tokens of a truncated column whose difference rounding hides."""
+def _bounded_gaps(gap: Floats, uncut: Floats, floor: Floats) -> Iterator[Floats]:
+    """Log-densities of -log of the kept mass, where it is above rounding.
+
+    The token itself is kept, so that the gap is at most -log p of the token before the cut; and at most a largest one,
+    which is -log(top_p) for top-p. Its share of that bound has a beta distribution (a, 1).
+    """
+    is_visible = gap > floor
+    bound = np.maximum.reduce([np.minimum(gap.max(), -uncut), gap, floor])
+    log_share = np.log(np.where(is_visible, gap, 1.0) / np.where(is_visible, bound, 1.0))
+    for power in (0.25, 0.5, 1.0, 2.0, 4.0):
+        yield np.where(is_visible, math.log(power) + (power - 1) * log_share - np.log(bound), -np.inf)
+
+
+def _gaps_by_probability(gap: Floats, uncut: Floats, floor: Floats) -> Iterator[Floats]:
+    """Log-densities of -log of the kept mass whose logarithm is a line in that of 1 - p, where it is above rounding."""
+    is_visible = gap > floor
+    if is_visible.sum() < 8:
+        return
+    log_gap = np.log(gap[is_visible])
+    basis = np.stack([np.ones(len(log_gap)), np.log(np.maximum(token_unit(uncut[is_visible]), 1e-9))], axis=1)
+    rest = log_gap - basis @ np.linalg.lstsq(basis, log_gap, rcond=None)[0]
+    spread = float(rest.std())
+    if not spread:
+        return
+    for freedom in (3.0, 30.0):
+        for scale in (0.4 * spread, 0.7 * spread, spread):
+            density = np.full(len(gap), -np.inf)
+            density[is_visible] = log_t(rest, np.full(len(rest), scale), freedom) - log_gap
+            yield density
+
+
+HIDDEN_SHARES = (0.1, 0.3, 0.5)
+"""Shares of the tokens of a truncated column whose difference rounding hides."""
+ONE_SIDED = 0.9
+"""Share of the visible differences of one sign from which more of them may be hidden than a tenth."""
 
 
 def temperature_hypotheses(
@@ -257,38 +318,56 @@ def temperature_hypotheses(
 ) -> Iterator[Hypothesis]:
     """The differences follow a curve of the log-probability, as between temperatures.
 
-    To first order, log p at beta = 1/T is (beta - 1) (log p + H) more than at 1, with H the entropy of the position,
-    whose mean among tokens of one probability is about a (1 - p). The rest is the variation of H, of a size that
-    beta - 1 determines.
+    log p at beta = 1/T is (beta - 1) (log p + H) more than at 1, with H the Renyi entropy of order beta at the
+    position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
+    size that beta - 1 determines.
     """
+    fits = (_temperature_fit(table, residuals, largest_scale, power) for power in ENTROPY_POWERS)
+    known = [fit for fit in fits if fit is not None]
+    if not known:
+        return
+    fit, slope = max(known, key=lambda pair: pair[0].total)
+    sharper = "trainer" if slope > 0 else "engine"
+    yield Hypothesis(
+        cause="temperature",
+        log_likelihood=table.by_sequence(fit.log_likelihood),
+        parameters=5,
+        evidence=f"the trainer's log-probability changes by about {1 + slope:.2f} nats for each nat of the engine's: "
+        f"the {sharper} is the sharper one",
+    )
+
+
+def _temperature_fit(
+    table: TokenTable, residuals: Residuals, largest_scale: float, power: float
+) -> tuple[NoiseFit, float] | None:
+    """The curve of a temperature for one power of 1 - p, and its slope; None if no temperatures give the slope."""
     engine = np.minimum(table.engine, 0.0)
-    basis = np.stack([engine, token_unit(engine)], axis=1)
-    weight = 1 / np.hypot(residuals.unit, 0.01)
+    curve = residuals.unit**power
+    basis = np.stack([engine, token_unit(engine) ** power], axis=1)
+    weight = 1 / np.hypot(curve, 0.01)
     usable = np.abs(residuals.values) < 10
     slope, height = np.linalg.lstsq(
         basis[usable] * weight[usable, None], residuals.values[usable] * weight[usable], rcond=None
     )[0]
     entropy = height / slope if slope else 0.0
     if abs(slope) < SMALLEST_SLOPE or not 0 < entropy < 8:
-        return
+        return None
     values = residuals.values - basis @ np.array([slope, height])
     fits = (
-        rounding(Residuals(values, residuals.unit, abs(slope) * spread * residuals.unit), largest_scale)
+        rounding(
+            Residuals(values, residuals.unit, np.hypot(abs(slope) * spread * curve, residuals.extra)),
+            largest_scale,
+        )
         for spread in ENTROPY_SPREADS
     )
-    fit = max(fits, key=lambda fit: fit.total)
-    sharper = "trainer" if slope > 0 else "engine"
-    yield Hypothesis(
-        cause="temperature",
-        log_likelihood=table.by_sequence(fit.log_likelihood),
-        parameters=4,
-        evidence=f"the trainer's log-probability changes by about {1 + slope:.2f} nats for each nat of the engine's: "
-        f"the {sharper} is the sharper one",
-    )
+    return max(fits, key=lambda fit: fit.total), float(slope)
 
 
 SMALLEST_SLOPE = 0.02
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
+"""Powers of 1 - p that the mean of H is proportional to. At a temperature far below 1, where H is the Renyi entropy of
+the other side, a token that is nearly certain still has some."""
 ENTROPY_SPREADS = (0.25, 0.5, 1.0, 1.5, 2.0)
 """Standard deviations of the entropy among positions at which the drawn token has one probability, in nats for each
 1 - p: entropies of language models lie between 0 and about 6 nats."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,8 +22,13 @@ TRUNCATIONS: tuple[Settings, ...] = (
     *({"top_p": p} for p in (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)),
     *({"top_k": k} for k in (1, 5, 10, 20, 30, 40, 50, 64, 100, 200)),
     *({"min_p": m} for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
+    *({"top_k": k, "top_p": p} for k in (20, 50) for p in (0.8, 0.9, 0.95)),
 )
 """Settings of truncated sampling that are tried."""
+CUT_SAMPLE = 64
+"""Tokens to which a temperature with a truncation is fitted."""
+LARGEST_COUNTED = 5.0
+"""Nats above which a difference counts as this much in such a fit: a token just outside the cut has any difference."""
 ONE_SIDED = 0.9
 """Share of the larger differences that a truncation makes of one sign."""
 SHORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,6 +50,7 @@ def hypotheses_with_models(
     if healthy.score >= max(hypothesis.score for hypothesis in without_models):
         return hypotheses
     hypotheses += _temperatures(scores, largest_scale)
+    hypotheses += _cut_at_a_temperature(scores, largest_scale)
     hypotheses += _raw_logits(scores, largest_scale)
     hypotheses += _truncations(scores, largest_scale)
     hypotheses += _contexts(scores, largest_scale)
@@ -57,7 +64,7 @@ def _predicted(
     """The hypothesis that the differences are a prediction up to rounding."""
     table = scores.table
     rest = table.difference - np.nan_to_num(prediction, nan=0.0, posinf=-LOG_OF_ZERO, neginf=LOG_OF_ZERO)
-    fit = rounding(Residuals(rest, table.unit), largest_scale)
+    fit = rounding(Residuals(rest, table.unit, table.decimals_error), largest_scale)
     before, after = (float(np.median(np.abs(values))) for values in (table.difference, rest))
     evidence = f"{what}, the differences fall from {before:.2g} to {after:.2g} nats in the median"
     return from_fit(table, cause, fit, evidence, more_parameters=parameters)
@@ -83,19 +90,62 @@ def _temperatures(scores: ModelScores, largest_scale: float) -> Iterator[Hypothe
     trainer, engine = (_fitted_temperature(scores, column) for column in (table.trainer, table.engine))
     if abs(math.log(trainer / engine)) < SMALLEST_LOG_RATIO:
         return
-    sampled = _sampling_temperature(scores)
     prediction = scores.at_temperature(trainer) - scores.at_temperature(engine)
-    engine_error, trainer_error = (abs(math.log(side / sampled)) for side in (engine, trainer))
-    cause = "temperature" if engine_error <= trainer_error else "processed"
-    yield _predicted(
-        scores,
-        cause,
-        prediction,
-        largest_scale,
+    what = (
         f"with the trainer at temperature {trainer:.3g} and the engine at {engine:.3g} (the tokens were drawn at about "
-        f"{sampled:.2g})",
-        2,
+        f"{_sampling_temperature(scores):.2g})"
     )
+    both = _predicted(scores, "temperature", prediction, largest_scale, what, 2)
+    # It is also the log-likelihood of the tokens at the trainer's temperature less that at the engine's.
+    drawn = table.by_sequence(prediction)
+    if drawn.sum() > 0:
+        yield replace(both, log_likelihood=both.log_likelihood - drawn)
+        yield replace(both, cause="processed")
+    else:
+        yield both
+        yield replace(both, cause="processed", log_likelihood=both.log_likelihood + drawn)
+
+
+def _cut_at_a_temperature(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
+    """The engine draws at a temperature and cuts what it draws from; the trainer does neither, or divides only."""
+    table = scores.table
+    trainer = _fitted_temperature(scores, table.trainer)
+    rows = scores.sample.rows[:: max(1, len(scores.sample.rows) // CUT_SAMPLE)]
+    column = table.engine[rows]
+
+    def distance(temperature: float, settings: Settings) -> float:
+        cut = log_kept_mass(scores, settings, rows, temperature)
+        values = scores.token_logp(lambda logits: (logits / temperature).log_softmax(-1), rows=rows) - cut
+        return float(np.minimum(np.abs(values - column), LARGEST_COUNTED).mean())
+
+    def best_settings(temperature: float) -> Settings:
+        return min(TRUNCATIONS, key=lambda settings: distance(temperature, settings))
+
+    starts = [_fitted_temperature(scores, table.engine) * factor for factor in (1.0, 1.2, 1.5)]
+    fits = [(start, best_settings(start)) for start in starts]
+    temperature, settings = min(fits, key=lambda fit: distance(*fit))
+    for _ in range(2):
+        low, high = math.log(temperature / 1.5), math.log(temperature * 1.5)
+        temperature = math.exp(
+            _minimum(lambda log, fixed=settings: distance(math.exp(log), fixed), low, high)
+        )
+        settings = best_settings(temperature)
+    if abs(math.log(trainer / temperature)) < SMALLEST_LOG_RATIO:
+        return
+    mass = log_kept_mass(scores, settings, None, temperature)
+    prediction = scores.at_temperature(trainer) - scores.at_temperature(temperature) + mass
+    what = (
+        f"with the trainer at temperature {trainer:.3g}, the engine at {temperature:.3g} and cut to "
+        f"{_described(settings)}, which keeps {float(np.exp(mass).mean()):.1%} of the mass on average"
+    )
+    yield replace(
+        _predicted(scores, "temperature", prediction, largest_scale, what, 5), second_cause="truncation"
+    )
+
+
+def _described(settings: Settings) -> str:
+    """Settings of truncated sampling in words: "top_k 20 and top_p 0.8"."""
+    return " and ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
 def _fitted_temperature(scores: ModelScores, column: Floats) -> float:
@@ -158,8 +208,9 @@ def _truncations(scores: ModelScores, largest_scale: float) -> Iterator[Hypothes
     settings = TRUNCATIONS[int(np.argmin(distances))]
     prediction = sign * log_kept_mass(scores, settings)
     kept_mass = float(np.exp(-np.abs(prediction)).mean())
-    (name, value), *_ = settings.items()
-    what = f"with the {side} cut to {name} {value:g}, which keeps {kept_mass:.1%} of the mass on average"
+    what = (
+        f"with the {side} cut to {_described(settings)}, which keeps {kept_mass:.1%} of the mass on average"
+    )
     yield _predicted(scores, "truncation", prediction, largest_scale, what, 2)
 
 
@@ -211,7 +262,7 @@ def _weights(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
     if not size or not total:
         return
     part = float(gap @ table.difference) / size
-    rest = Residuals(table.difference - part * gap, table.unit)
+    rest = Residuals(table.difference - part * gap, table.unit, table.decimals_error)
     fit = other_model(rest, max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale))
     removed = 1 - float(rest.values @ rest.values) / total
     yield from_fit(

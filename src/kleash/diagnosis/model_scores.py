@@ -186,13 +186,18 @@ def hidden_states(
     return torch.cat(parts)
 
 
-def log_kept_mass(scores: ModelScores, settings: Settings, rows: np.ndarray | None = None) -> Floats:
+def log_kept_mass(
+    scores: ModelScores, settings: Settings, rows: np.ndarray | None = None, temperature: float = 1.0
+) -> Floats:
     """Log of the mass that a truncation of the policy keeps at each token's position, in nats."""
     top_k = None if "top_k" not in settings else int(settings["top_k"])
 
     def transform(logits: Tensor) -> Tensor:
         cut = truncate(
-            logits.log_softmax(-1), top_p=settings.get("top_p"), top_k=top_k, min_p=settings.get("min_p")
+            (logits / temperature).log_softmax(-1),
+            top_p=settings.get("top_p"),
+            top_k=top_k,
+            min_p=settings.get("min_p"),
         )
         return cut.log_kept_mass.unsqueeze(-1).expand_as(logits)
 

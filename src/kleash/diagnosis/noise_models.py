@@ -125,7 +125,7 @@ def other_model(
     factor = np.ones_like(residuals.unit) if weight is None else weight
     fits = (
         NoiseFit(
-            log_likelihood=_log_t(
+            log_likelihood=log_t(
                 residuals.values, residuals.scale(np.hypot(scale * factor, rounding_scale)), freedom
             ),
             scale=float(scale),
@@ -148,7 +148,7 @@ def some_tokens(residuals: Residuals, largest_scale: float, smallest_scale: floa
     cores = [_contaminated(residuals, scale, OUTLIER_SHARE) for scale in core_scales(largest_scale)]
     fits = []
     for scale in scales_between(smallest_scale, max(1.0, 2 * smallest_scale)):
-        fault = _log_t(residuals.values, residuals.scale(scale), FAULT_TAIL)
+        fault = log_t(residuals.values, residuals.scale(scale), FAULT_TAIL)
         for share in (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8):
             for core in cores:
                 mixture = np.logaddexp(math.log1p(-share) + core.log_likelihood, math.log(share) + fault)
@@ -177,13 +177,13 @@ def _contaminated(
     residuals: Residuals, scale: float, share: float, *, width: float = 1.0, freedom: float = HEALTHY_TAIL
 ) -> NoiseFit:
     """The fit of Student's t for rounding, with a share of outliers of a Laplace distribution."""
-    core = _log_t(residuals.values, residuals.scale(scale), freedom)
+    core = log_t(residuals.values, residuals.scale(scale), freedom)
     outlier = -np.abs(residuals.values) / width - math.log(2 * width)
     log_likelihood = np.logaddexp(math.log1p(-share) + core, math.log(share) + outlier)
     return NoiseFit(log_likelihood=log_likelihood, scale=float(scale), share=share)
 
 
-def _log_t(values: Floats, scale: Floats, freedom: float) -> Floats:
+def log_t(values: Floats, scale: Floats, freedom: float) -> Floats:
     """The log-density of Student's t."""
     constant = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
     return constant - np.log(scale) - (freedom + 1) / 2 * np.log1p((values / scale) ** 2 / freedom)

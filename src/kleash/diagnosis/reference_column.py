@@ -1,5 +1,6 @@
 """Hypotheses about the reference's column: whether its log-probabilities are of the reference."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,7 @@ from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, UNEXPLAINED, Hypothesis, from_fit
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding, token_unit
-from kleash.diagnosis.token_table import TokenTable
+from kleash.diagnosis.token_table import TokenTable, decimals_error
 
 
 def reference_hypotheses(
@@ -37,10 +38,12 @@ def _with_models(
 ) -> list[Hypothesis]:
     """The column against the scores of reference and policy."""
     unit = token_unit(scores.reference)
-    rest = Residuals(column - scores.reference, unit)
+    error = decimals_error(column)
+    rest = Residuals(column - scores.reference, unit, error)
     typical = float(np.median(np.abs(rest.values)))
     away = f"the column differs from the reference's own scores by {typical:.2g} nats in the median"
-    as_policy = rounding(Residuals(column - scores.policy, token_unit(scores.policy)), largest_scale)
+    of_policy = Residuals(column - scores.policy, token_unit(scores.policy), error)
+    as_policy = rounding(of_policy, largest_scale)
     other = other_model(rest, max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale))
     return [
         from_fit(table, HEALTHY, rounding(rest, largest_scale), "the reference's own scores"),
@@ -55,12 +58,15 @@ def _without_models(table: TokenTable, column: Floats, largest_scale: float) -> 
     """The column against the trainer's."""
     trainer = table.trainer
     unit, smallest = token_unit(trainer), max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale)
+    error = math.hypot(decimals_error(column), decimals_error(trainer))
     hypotheses = [
-        from_fit(table, HEALTHY, other_model(Residuals(column - trainer, unit), smallest), "another model"),
+        from_fit(
+            table, HEALTHY, other_model(Residuals(column - trainer, unit, error), smallest), "another model"
+        ),
         from_fit(
             table,
             "reference",
-            rounding(Residuals(column - trainer, unit), largest_scale),
+            rounding(Residuals(column - trainer, unit, error), largest_scale),
             "the reference's column equals the trainer's up to rounding, which is right only before the first update",
             more_parameters=1,
         ),
@@ -70,7 +76,7 @@ def _without_models(table: TokenTable, column: Floats, largest_scale: float) -> 
         is_known = np.isfinite(moved)
         if is_known.sum() < 2:
             continue
-        fit = other_model(Residuals(moved[is_known] - trainer[is_known], unit[is_known]), smallest)
+        fit = other_model(Residuals(moved[is_known] - trainer[is_known], unit[is_known], error), smallest)
         log_likelihood = np.full(len(moved), UNEXPLAINED)
         log_likelihood[is_known] = fit.log_likelihood
         hypotheses.append(

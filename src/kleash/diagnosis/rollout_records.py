@@ -1,17 +1,15 @@
-"""Rollouts with two or three columns of log-probabilities, read from a file of records."""
+"""Rollouts with two or three columns of log-probabilities, and how a record of a file is read as one."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kleash.errors import SourceError
-from kleash.models import find_source
 from kleash.models.sequences import hash_tokens
 from kleash.models.sources.source_records import SourceRecord, get_field, show_value
 
@@ -29,6 +27,11 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
 RESPONSE_MASKS = ("response_mask", "completion_mask", "tool_mask", "loss_mask")
 """Masks over the response; a token counts if all that a record has are 1."""
 PROMPT_MASKS = ("prompt_mask",)
+WHOLE_SEQUENCE = "token_ids"
+"""prime-rl's tokens of prompt and response in one list, with columns and ``LOSS_MASK`` over all of them."""
+LOSS_MASK = "loss_mask"
+LOSS_WEIGHTS = ("rl_weights", "ref_kl_weights")
+"""prime-rl's weights of the losses on tokens that the engine drew; 0 in both at tokens of another source."""
 ATTENTION_MASK = "attention_mask"
 """verl's mask over prompt and response; 0 at padding, which is removed."""
 LARGEST_TOKEN_ID = 2**31 - 1
@@ -55,6 +58,8 @@ class RolloutRecord:
     """Which response tokens count: those that the engine drew."""
     location: str
     """File and line, for errors."""
+    file: str = ""
+    """File that it was read from."""
 
 
 class PaddedRollouts(NamedTuple):
@@ -65,29 +70,6 @@ class PaddedRollouts(NamedTuple):
     is_counted: Tensor
     prompts: Tensor
     """A label for each sequence, equal for equal prompts."""
-
-
-def read_rollouts(name: str, *, allow_logits: bool = False, limit: int | None = None) -> list[RolloutRecord]:
-    """Read rollouts from JSONL, a JSON array or Parquet, in kleash's, verl's, TRL's or prime-rl's field names.
-
-    Args:
-        name: the file, or "-" for standard input.
-        allow_logits: whether values above 0, which are no log-probabilities, are accepted.
-        limit: largest number of rollouts to read; None for all.
-
-    Raises:
-        SourceError: at the first record that is not a rollout, with what was expected, or if no token counts.
-    """
-    records = find_source(name, "rollouts").records()
-    rollouts = [_rollout(record, allow_logits) for record in islice(records, limit)]
-    if not rollouts:
-        raise SourceError(f"{name} holds no rollout; give a record for each response")
-    if not any(rollout.is_counted.any() for rollout in rollouts):
-        raise SourceError(
-            f"{name} has {len(rollouts)} rollouts and no token that counts; look at the masks "
-            f"({', '.join(RESPONSE_MASKS)})"
-        )
-    return rollouts
 
 
 def padded(rollouts: Sequence[RolloutRecord]) -> PaddedRollouts:
@@ -105,8 +87,63 @@ def padded(rollouts: Sequence[RolloutRecord]) -> PaddedRollouts:
     return PaddedRollouts(trainer, engine, is_counted, torch.tensor(prompts))
 
 
-def _rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
-    """The rollout of a record."""
+def _split_sequence(record: SourceRecord) -> SourceRecord:
+    """A record of prime-rl's token export with prompt and response apart; every other record as it is.
+
+    The export (``token_exports/step_N/rank_R.jsonl``) has one list of tokens, and a number for each of them in every
+    column. The response begins at the first token of the loss.
+
+    Raises:
+        SourceError: if the mask or a column has another length than the tokens, or the loss begins at the first token.
+    """
+    fields = record.fields or {}
+    ids_names = (*FIELD_NAMES["prompt_token_ids"], *FIELD_NAMES["response_token_ids"])
+    is_whole = isinstance(fields.get(WHOLE_SEQUENCE), list) and fields.get(LOSS_MASK) is not None
+    if not is_whole or any(fields.get(name) is not None for name in ids_names):
+        return record
+    token_ids = _token_ids(record, WHOLE_SEQUENCE)
+    mask = _mask(record, LOSS_MASK, len(token_ids))
+    assert mask is not None
+    start = int(mask.argmax()) if mask.any() else len(token_ids) - 1
+    if start == 0:
+        raise SourceError(
+            f"{record.location}: {LOSS_MASK!r} counts the first of {len(token_ids)} tokens, which no prompt precedes; "
+            "leave the record out"
+        )
+    names = [*LOSS_WEIGHTS, *(name for group in list(FIELD_NAMES.values())[2:] for name in group)]
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        values = fields.get(name)
+        if not isinstance(values, list) or all(value is None for value in values):
+            continue  # the export writes null for every token of a column that is not there
+        if len(values) != len(token_ids):
+            raise SourceError(
+                f"{record.location}: {name!r} has {len(values)} values for {len(token_ids)} tokens; give one each"
+            )
+        columns[name] = values
+    has_weights = LOSS_WEIGHTS[0] in columns
+    weights = [columns.pop(name) for name in LOSS_WEIGHTS if name in columns]
+    if has_weights:
+        mask = mask & np.array([any(values) for values in zip(*weights, strict=True)])
+    prompt_name, response_name = (group[0] for group in list(FIELD_NAMES.values())[:2])
+    return replace(
+        record,
+        fields={
+            prompt_name: token_ids[:start],
+            response_name: token_ids[start:],
+            LOSS_MASK: mask[start:].tolist(),
+            **{name: values[start:] for name, values in columns.items()},
+        },
+    )
+
+
+def read_rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
+    """The rollout of a record, in kleash's, verl's, TRL's or prime-rl's field names.
+
+    Raises:
+        SourceError: if it is none, with what was expected.
+    """
+    record = _split_sequence(record)
     names = {field: _name_in(record, field) for field in FIELD_NAMES}
     prompt = _token_ids(record, names["prompt_token_ids"])
     response = _token_ids(record, names["response_token_ids"])

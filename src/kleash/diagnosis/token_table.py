@@ -1,5 +1,6 @@
 """The tokens of rollouts as flat columns, which hypotheses about a mismatch are fitted to."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,15 @@ from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
 
 SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""
+MOST_DECIMALS = 4
+"""Decimals of a column whose rounding is larger than other errors of the file."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenTable:
     """Columns over all tokens that count, one response after the other.
 
-    Where trainer or reference rules a token out, its log-probability is that of the smallest float64, -745.
+    Where a column rules a token out, its log-probability is that of the smallest float64, -745.
     """
 
     trainer: Floats
@@ -30,6 +33,11 @@ class TokenTable:
     rows: np.ndarray
     """Index of each token among all response tokens, those included that do not count."""
     num_sequences: int
+
+    @property
+    def decimals_error(self) -> float:
+        """Standard deviation of the differences that come from writing the columns with few decimals, in nats."""
+        return math.hypot(*(decimals_error(column) for column in (self.trainer, self.engine)))
 
     @property
     def difference(self) -> Floats:
@@ -72,6 +80,17 @@ class TokenTable:
         return np.repeat(lengths >= SMALLEST_RUN, lengths)
 
 
+def decimals_error(column: Floats) -> float:
+    """Standard deviation of the rounding of a column that was written with at most 4 decimals; 0 with more."""
+    uncertain = column[column != 0]
+    for decimals in range(MOST_DECIMALS + 1):
+        scaled = uncertain * 10.0**decimals
+        tolerance = 1e-9 + np.abs(scaled) * 2.0**-22  # the column may have been in float32
+        if len(scaled) and np.all(np.abs(scaled - np.round(scaled)) <= tolerance):
+            return 10.0**-decimals / math.sqrt(12)
+    return 0.0
+
+
 def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
     """The table of the tokens that count; the reference is None unless every rollout has one."""
 
@@ -84,7 +103,7 @@ def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
     has_reference = len(references) == len(rollouts)
     return TokenTable(
         trainer=column([rollout.trainer for rollout in rollouts]),
-        engine=np.concatenate([rollout.engine for rollout in rollouts])[is_counted],
+        engine=column([rollout.engine for rollout in rollouts]),
         reference=column(references) if has_reference else None,
         sequence=np.repeat(np.arange(len(rollouts)), lengths)[is_counted],
         position=np.concatenate([np.arange(length) for length in lengths])[is_counted],

@@ -1,6 +1,8 @@
 """The jobs that read rollouts with log-probabilities of trainer and engine: ``mismatch`` and ``doctor``."""
 
 from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import DTYPES, require_limit, require_word
@@ -15,12 +17,13 @@ ROUNDING_DTYPES = ("float32", "float16", "bfloat16")
 class MismatchJob(FormatOption):
     """Measure the mismatch between a trainer's log-probabilities and those of the engine that drew the tokens.
 
-    The file has a record for each response, with "prompt_token_ids", "response_token_ids", "trainer_logprobs" and
+    A file has a record for each response, with "prompt_token_ids", "response_token_ids", "trainer_logprobs" and
     "engine_logprobs", and perhaps "response_mask"; verl's, TRL's and prime-rl's names are understood.
     """
 
-    rollouts: str
-    """File of rollouts: JSONL, a JSON array or Parquet; - is standard input."""
+    rollouts: tuple[str, ...]
+    """Files of rollouts, such as one for each rank, or folders of them: JSONL, a JSON array or Parquet; - is standard
+    input."""
     names: str | None = None
     """Print the metrics under the names and definitions of a framework instead: verl."""
     at_most: float | None = None
@@ -29,6 +32,7 @@ class MismatchJob(FormatOption):
 
     def __post_init__(self) -> None:
         """Check the limit and the names; raises OptionError."""
+        object.__setattr__(self, "rollouts", _as_files(self.rollouts))
         require_limit(self.at_most)
         self.check_format()
         if self.names is not None:
@@ -39,13 +43,14 @@ class MismatchJob(FormatOption):
 class DoctorJob(FormatOption):
     """Name the likely causes of a mismatch between a trainer's log-probabilities and the engine's, with a next test.
 
-    The file is that of "kleash mismatch", perhaps with "reference_logprobs". With --policy and --reference the tokens
-    are scored again under each cause, to see whether the differences vanish; without them some causes look alike, and
-    the output says which.
+    The files are those of "kleash mismatch", perhaps with "reference_logprobs". With --policy and --reference the
+    tokens are scored again under each cause, to see whether the differences vanish; without them some causes look
+    alike, and the output says which.
     """
 
-    rollouts: str
-    """File of rollouts: JSONL, a JSON array or Parquet; - is standard input."""
+    rollouts: tuple[str, ...]
+    """Files of rollouts, such as one for each rank, or folders of them: JSONL, a JSON array or Parquet; - is standard
+    input."""
     policy: str | None = None
     """The model that both sides should have run: a folder, a hub id, or a PEFT adapter's folder."""
     reference: str | None = None
@@ -58,7 +63,7 @@ class DoctorJob(FormatOption):
     """The coarser dtype of the trainer's and the engine's networks: float32, float16 or bfloat16. Differences that its
     rounding explains are healthy."""
     limit: int | None = None
-    """Read only so many rollouts; a few hundred are enough."""
+    """Read only so many rollouts, of several files in turn; a few hundred are enough."""
     dtype: str = "auto"
     """Of the models that score again: float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that
     of the checkpoint."""
@@ -73,6 +78,7 @@ class DoctorJob(FormatOption):
 
     def __post_init__(self) -> None:
         """Check the values; raises OptionError."""
+        object.__setattr__(self, "rollouts", _as_files(self.rollouts))
         self.check_format()
         require_word("--rounding", self.rounding, ROUNDING_DTYPES)
         require_word("--dtype", self.dtype, DTYPES)
@@ -85,3 +91,8 @@ class DoctorJob(FormatOption):
         for role in ("policy", "reference"):
             if getattr(self, f"revision_{role}") is not None and getattr(self, role) is None:
                 raise OptionError(f"--revision-{role} needs --{role}")
+
+
+def _as_files(names: Any) -> tuple[str, ...]:
+    """The names of files; one name alone may be given as it is."""
+    return (str(names),) if isinstance(names, str | PurePath) else tuple(map(str, names))

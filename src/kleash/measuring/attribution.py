@@ -142,8 +142,9 @@ def _cost(candidate: SweepCandidate, models: SwapModels, num_sequences: int) -> 
     )
     noun = "group is identical and takes" if identical == 1 else "groups are identical and take"
     skipped = f" ({identical} {noun} no pass)" if identical else ""
+    word = "pass" if passes == 1 else "passes"
     return (
-        f"attribution of {candidate.name} by {' and '.join(models.groups)}: {passes} forward passes of {tokens:,} "
+        f"attribution of {candidate.name} by {' and '.join(models.groups)}: {passes} forward {word} of {tokens:,} "
         f"tokens in {len(models.sequences):,} of {num_sequences:,} sequences{skipped}; both models are in memory "
         f"({format_bytes(size)})"
     )

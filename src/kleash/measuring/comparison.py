@@ -1,5 +1,6 @@
 """Paired differences between runs, from their files: no model, no torch."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs.option_groups import require_limit
-from kleash.measuring.sequence_clusters import Floats, sequence_starts
+from kleash.measuring.sequence_clusters import Floats, clusters_of, sequence_starts
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.store.checksums import damage_as_sentence
@@ -38,8 +39,9 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window"
 def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> Comparison:
     """The differences of finished runs from the first one, paired by prompt.
 
-    Two runs share a prompt if its token ids are the same. The difference of a mean per token is the difference of two
-    ratios over the shared prompts, and its error accounts for the pairing.
+    Two runs share a prompt if its token ids are the same; on text, n-th copies of a window are a pair. The clusters are
+    those of ``measure``: prompts, or documents, or blocks of windows where documents are few. The difference of a mean
+    per token is the difference of two ratios over the shared prompts, and its error accounts for the pairing.
 
     Args:
         folders: two or more folders of finished runs.
@@ -74,12 +76,14 @@ def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> C
 class _Run:
     folder: Path
     measurement: Measurement
-    rows: dict[str, int]
-    """Prompt hash -> row of ``sums``."""
+    rows: dict[tuple[str, int], int]
+    """Prompt hash -> row of ``sums``; on text each copy of a window, counted from 0, has a row."""
     sums: Floats
-    """[prompt hash, column]: tokens, then the statistics ``SUMMED``, NaN where the run has no values of one."""
+    """[row, column]: tokens, then the statistics ``SUMMED``, NaN where the run has no values of one."""
     prompts: NDArray[np.int64]
-    """``prompt_id`` of each prompt hash: on text, where a hash is of a window, the document."""
+    """``prompt_id`` of each row: on text, where a hash is of a window, the document."""
+    samples: NDArray[np.int64]
+    """``sample_id`` of the first sequence of each row: on text, the window."""
     unknown: frozenset[str]
     """The statistics of ``SUMMED`` that the run leaves out, or whose columns were added after it."""
 
@@ -108,11 +112,14 @@ def _read(path: Path) -> _Run:
     folder = RunFolder(path)
     folder.require_shards(measurement.counts.shards)
     known = _known_statistics(folder, measurement)
-    rows: dict[str, int] = {}
-    prompts: list[int] = []
+    on_text = measurement.job.get("text") is not None
+    rows: dict[tuple[str, int], int] = {}
+    copies: Counter[str] = Counter()
+    ids: list[tuple[int, int]] = []
     sums: list[Floats] = []
     parts = folder.token_parts(["prompt_id", "sample_id", *columns_of(known)])
-    for tokens, sequences in zip(parts, folder.sequence_parts(["prompt_id", "prompt_hash"]), strict=True):
+    names = ["prompt_id", "sample_id", "prompt_hash"]
+    for tokens, sequences in zip(parts, folder.sequence_parts(names), strict=True):
         starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
         counts = np.ones(len(tokens["prompt_id"]))
         values = [
@@ -120,20 +127,24 @@ def _read(path: Path) -> _Run:
             for name in SUMMED
         ]
         totals = np.add.reduceat(np.stack([counts, *values], axis=1), starts)
-        sequence_sums = zip(sequences["prompt_hash"], sequences["prompt_id"], totals, strict=True)
-        for prompt_hash, prompt, sequence_sum in sequence_sums:
-            row = rows.setdefault(prompt_hash, len(rows))
+        for prompt, sample, prompt_hash, sequence_sum in zip(
+            *(sequences[name] for name in names), totals, strict=True
+        ):
+            row = rows.setdefault((prompt_hash, copies[prompt_hash] if on_text else 0), len(rows))
+            copies[prompt_hash] += 1
             if row == len(sums):
                 sums.append(sequence_sum)
-                prompts.append(int(prompt))
+                ids.append((int(prompt), int(sample)))
             else:
                 sums[row] = sums[row] + sequence_sum
+    prompts, samples = np.array(ids, dtype=np.int64).reshape(-1, 2).T
     return _Run(
         folder=path,
         measurement=measurement,
         rows=rows,
         sums=np.array(sums),
-        prompts=np.array(prompts),
+        prompts=prompts,
+        samples=samples,
         unknown=frozenset(SUMMED).difference(known).union(measurement.left_out),
     )
 
@@ -160,21 +171,22 @@ def _known_statistics(folder: RunFolder, measurement: Measurement) -> tuple[str,
 
 def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDifference:
     """The differences of a run from the first one, over the prompts that both have."""
-    shared_hashes = [prompt_hash for prompt_hash in first.rows if prompt_hash in run.rows]
-    if not shared_hashes:
+    shared_keys = [key for key in first.rows if key in run.rows]
+    if not shared_keys:
         raise RunFolderError(
             f"{run.folder} ({_count(run)} {run.noun}) and {first.folder} ({_count(first)} {first.noun}) share no "
             f"{first.noun[:-1]}; compare runs over the same ones"
         )
-    run_rows, first_rows = (
-        [side.rows[prompt_hash] for prompt_hash in shared_hashes] for side in (run, first)
+    run_rows, first_rows = ([side.rows[key] for key in shared_keys] for side in (run, first))
+    clusters = clusters_of(first.prompts[first_rows], first.samples[first_rows], on_text=first.on_text)
+    minuend, subtrahend = (
+        np.stack([clusters.sum(column) for column in sums.T], axis=1)
+        for sums in (run.sums[run_rows], first.sums[first_rows])
     )
-    labels = np.unique(first.prompts[first_rows], return_inverse=True)[1]
-    minuend, subtrahend = _by_cluster(labels, run.sums[run_rows]), _by_cluster(labels, first.sums[first_rows])
     shared_count = _count(first, first_rows)
     only_run, only_first = _count(run) - _count(run, run_rows), _count(first) - shared_count
     warnings: tuple[str, ...] = ()
-    if len(shared_hashes) < MIN_SHARED * max(len(run.rows), len(first.rows)):
+    if len(shared_keys) < MIN_SHARED * max(len(run.rows), len(first.rows)):
         warning = (
             f"{name} and {first_name} share only {shared_count} {first.noun}; {only_run} and {only_first} are in only "
             "one of them"
@@ -277,11 +289,6 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Nu
                 )
             )
     return differences
-
-
-def _by_cluster(labels: NDArray[np.int64], sums: Floats) -> Floats:
-    """The sum of each column within clusters."""
-    return np.stack([np.bincount(labels, weights=column) for column in sums.T], axis=1).astype(np.float64)
 
 
 def _compared(run: _Run, name: str, at_most: float | None = None) -> ComparedRun:

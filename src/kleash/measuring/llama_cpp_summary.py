@@ -90,7 +90,7 @@ def format_llama_cpp(columns: LlamaCppColumns) -> str:
     if count < LEAST_VALUES:
         return ""
     lines = [*_perplexity_lines(columns), "", "====== KL divergence statistics ======"]
-    mean, error = _mean(columns.kld)
+    mean, error = _mean(columns.kld.astype(np.float64))
     kld = np.sort(columns.kld.astype(np.float32))
     lines += [f"Mean    KLD: {mean:10.6f} ± {error:10.6f}", f"Maximum KLD: {kld[-1]:10.6f}"]
     lines += [f"{_label(level)}   KLD: {_quantile(kld, level):10.6f}" for level in KLD_LEVELS[:4]]
@@ -98,13 +98,16 @@ def format_llama_cpp(columns: LlamaCppColumns) -> str:
     lines += [f"{_label(level)}   KLD: {_quantile(kld, level):10.6f}" for level in KLD_LEVELS[5:]]
     lines += [f"Minimum KLD: {kld[0]:10.6f}", "", "====== Token probability statistics ======"]
     mean, error = _mean(columns.dp)
-    dp = 100 * np.sort(columns.dp.astype(np.float32))
-    lines += [f"Mean    Δp: {100 * mean:6.3f} ± {100 * error:5.3f} %", f"Maximum Δp: {dp[-1]:6.3f}%"]
-    lines += [f"{_label(level)}   Δp: {_quantile(dp, level):6.3f}%" for level in DP_LEVELS[:5]]
-    lines += [f"Median  Δp: {_quantile(dp, None):6.3f}%"]
-    lines += [f"{_label(level)}   Δp: {_quantile(dp, level):6.3f}%" for level in DP_LEVELS[6:]]
-    lines += [f"Minimum Δp: {dp[0]:6.3f}%"]
-    square, square_error = _mean(columns.dp.astype(np.float64) ** 2)
+    dp = np.sort(columns.dp.astype(np.float32))
+    lines += [
+        f"Mean    Δp: {100 * mean:6.3f} ± {100 * error:5.3f} %",
+        f"Maximum Δp: {100.0 * float(dp[-1]):6.3f}%",
+    ]
+    lines += [f"{_label(level)}   Δp: {100 * _quantile(dp, level):6.3f}%" for level in DP_LEVELS[:5]]
+    lines += [f"Median  Δp: {100 * _quantile(dp, None):6.3f}%"]
+    lines += [f"{_label(level)}   Δp: {100 * _quantile(dp, level):6.3f}%" for level in DP_LEVELS[6:]]
+    lines += [f"Minimum Δp: {100.0 * float(dp[0]):6.3f}%"]
+    square, square_error = _mean((columns.dp**2).astype(np.float64))
     rms = math.sqrt(square)
     rms_error = 0.5 / rms * square_error if rms else math.nan
     lines += [f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %"]
@@ -118,8 +121,8 @@ def _perplexity_lines(columns: LlamaCppColumns) -> list[str]:
     """The block of perplexities."""
     (nll, nll_error), (base, base_error) = _mean(columns.nll), _mean(columns.nll_base)
     count = len(columns.nll)
-    a, b = columns.nll.astype(np.float64), columns.nll_base.astype(np.float64)
-    covariance = float(((a * b).mean() - a.mean() * b.mean()) / (count - 1))
+    products = (columns.nll * columns.nll_base).astype(np.float64)
+    covariance = float((products.mean() - nll * base) / (count - 1))
     correlation = covariance / (nll_error * base_error) if nll_error and base_error else math.nan
     ratio_error = math.sqrt(max(0.0, nll_error**2 + base_error**2 - 2 * covariance))
     q, p, ratio = (float(np.exp(mean)) for mean in (nll, base, nll - base))
@@ -137,23 +140,22 @@ def _perplexity_lines(columns: LlamaCppColumns) -> list[str]:
 
 
 def _mean(values: np.ndarray) -> tuple[float, float]:
-    """llama.cpp's mean and its error, which takes tokens for independent."""
-    exact = values.astype(np.float64)
-    mean = float(exact.mean())
-    variance = float((exact**2).mean()) - mean * mean
-    return mean, math.sqrt(variance / (len(exact) - 1)) if variance > 0 else 0.0
+    """llama.cpp's mean and its error, which takes tokens for independent; squares keep the dtype of the values."""
+    mean = float(values.astype(np.float64).mean())
+    variance = float((values**2).astype(np.float64).mean()) - mean * mean
+    return mean, math.sqrt(variance / (len(values) - 1)) if variance > 0 else 0.0
 
 
 def _quantile(ordered: np.ndarray, level: float | None) -> float:
-    """llama.cpp's quantile of ascending values; the median without a level."""
+    """llama.cpp's quantile of ascending values, in float32 as there; the median without a level."""
     if level is None:
         middle = len(ordered) // 2
         return float(ordered[middle] if len(ordered) % 2 else (ordered[middle] + ordered[middle - 1]) / 2)
-    place = level * (len(ordered) - 1)
+    place = np.float32(level) * np.float32(len(ordered) - 1)
     index = int(place)
-    return float(
-        (1 - place + index) * ordered[index] + (place - index) * ordered[min(index + 1, len(ordered) - 1)]
-    )
+    part = place - np.float32(index)
+    upper = ordered[min(index + 1, len(ordered) - 1)]
+    return float((np.float32(1) - part) * ordered[index] + part * upper)
 
 
 def _label(level: float | None) -> str:

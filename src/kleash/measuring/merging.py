@@ -72,11 +72,14 @@ def _require_one_run(folders: list[Path], tasks: list[ArrayTask], headers: list[
         first = {**headers[0].described(), "the number of shards": tasks[0].shards}
         this = {**header.described(), "the number of shards": task.shards}
         names = [name for name in {**first, **this} if first.get(name) != this.get(name)]
-        if names:
-            differences = (
+        differences = [
+            *(
                 f"{name} is {this.get(name)!r} there and {first.get(name)!r} in {folders[0].name}"
                 for name in names
-            )
+            ),
+            *headers[0].probe_differences(header),
+        ]
+        if differences:
             raise RunFolderError(
                 f"{folder} is of another run: {'; '.join(differences)}; score it again with the same options, files "
                 "and version"

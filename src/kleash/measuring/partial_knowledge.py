@@ -76,7 +76,7 @@ def reasons_left_out(
         if missing:
             reasons[name] = unknown_columns[missing[0]]
     reason = unknown_columns["kl_policy_reference"]
-    reasons |= dict.fromkeys(NEEDS_EXACT_KL, f"it is made of the exact KL of each token; {reason}")
+    reasons |= dict.fromkeys(NEEDS_EXACT_KL, f"made of the exact KL of each token; {reason}")
     if LISTED_AND_SAMPLED in estimators and math.isnan(estimators[LISTED_AND_SAMPLED].value):
         reasons[LISTED_AND_SAMPLED] = SHARED_TEXTS
     return reasons

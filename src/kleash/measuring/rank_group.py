@@ -265,7 +265,7 @@ class RankGroup:
         sentence = str(error) or "interrupted"
         if self.add("failures") == 1:
             if not isinstance(error, KleashError | KeyboardInterrupt):
-                sentence = f"{type(error).__name__}: {error}"
+                sentence = ": ".join(filter(None, (type(error).__name__, str(error))))
             failure = {"rank": self.rank, "sentence": sentence, "is_interruption": is_interruption}
             self.post("failure", failure)
             return Interrupted(sentence) if is_interruption else None

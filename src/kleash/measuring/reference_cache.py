@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
-from errno import ENOSPC
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.store import CacheContents
-from kleash.store.atomic import remove_leftovers
+from kleash.store.atomic import is_disk_full, remove_leftovers
 from kleash.store.locks import folder_lock
 
 
@@ -126,7 +125,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
             f"interrupted; finished shards are on disk: run the same command again with --out {folder}"
         ) from stop
     except RunFolderError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOSPC:
+        if is_disk_full(error.__cause__):
             raise RunFolderError(
                 f"no space is left in {folder}; finished shards are on disk: free some space and run the same "
                 f"command again with --out {folder}"

@@ -2,9 +2,11 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+from kleash.engines.endpoints import ServedModel
 from kleash.errors import CannotRunError, OptionError, RankError
 from kleash.jobs import MeasureJob
 from kleash.measuring.model_pair import finished_cache
@@ -14,7 +16,7 @@ from kleash.models import Pair, find_source
 from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.keyed_draws import SAMPLER
-from kleash.models.sources.source_files import STANDARD_INPUT
+from kleash.models.sources.source_files import is_read_once
 from kleash.store.job_folder import RunHeader
 from kleash.version import __version__
 
@@ -45,8 +47,8 @@ def check_ranks_can_share(job: MeasureJob, ranks: RankGroup) -> None:
     if job.out is None:
         raise OptionError("several processes must agree on the run's folder; give --out")
     kind, path = job.source
-    if path == STANDARD_INPUT:
-        raise OptionError(f"--{kind} - is read by one process; write it to a file for several")
+    if is_read_once(path):
+        raise OptionError(f"--{kind} {path} is read by one process; write it to a file for several")
 
 
 @contextmanager
@@ -95,6 +97,11 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
         source_sha256=source_digest,
         fingerprints=fingerprints,
         sampler=SAMPLER,
+        probes={
+            model.role: model.endpoint.probe_logps
+            for model in (pair.policy, pair.reference)
+            if isinstance(model, ServedModel)
+        },
     )
 
 
@@ -107,14 +114,19 @@ def require_same_on_all_ranks(job: MeasureJob, header: RunHeader, ranks: RankGro
     versions = {f"the version of {name}": version(name) for name in PACKAGES}
     where = {"--out": job.out, "--shard": job.shard, "--resume": job.resume}
     descriptions: list[dict[str, Any]] = ranks.gather("header", {**where, **header.described(), **versions})
-    first = descriptions[0]
+    probes: list[dict[str, tuple[float, ...]]] = ranks.gather("probes", dict(header.probes))
+    first, first_header = descriptions[0], replace(header, probes=probes[0])
     for rank, description in enumerate(descriptions):
         names = [name for name in {**first, **description} if first.get(name) != description.get(name)]
-        if names:
-            differences = "; ".join(
+        clauses = [
+            *(
                 f"{name} is {description.get(name)!r} there and {first.get(name)!r} on rank 0"
                 for name in names
-            )
+            ),
+            *first_header.probe_differences(replace(header, probes=probes[rank])),
+        ]
+        if clauses:
+            differences = "; ".join(clauses)
             raise RankError(
                 f"rank {rank} on {ranks.nodes[rank]} measures something else: {differences}; start all ranks with "
                 "the same command, files and versions"

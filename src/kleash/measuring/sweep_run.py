@@ -5,13 +5,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from errno import ENOSPC
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from kleash.errors import Interrupted, KleashError, RankError, RunFolderError, TrackerWarning
+from kleash.errors import Interrupted, KleashError, ModelError, RankError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
@@ -27,10 +26,11 @@ from kleash.measuring.sweep_ranking import (
 )
 from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.trackers import require_trackers, send_sweep
 from kleash.store import Measurement, RunFolder
+from kleash.store.atomic import is_disk_full
 from kleash.store.attribution import Attribution
 from kleash.store.codec import decode
 from kleash.store.locks import LOCK, folder_lock
@@ -73,8 +73,9 @@ def sweep(
 
     Raises:
         SourceError: if the text or the responses cannot be read.
-        ModelError: if the reference cannot be loaded.
-        RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set.
+        ModelError: if the reference cannot be loaded, or no candidate can be found.
+        RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set, or the run of
+            another model in the folder of a candidate.
         RankError: if another rank fails or is lost.
         ClusterError: if the Ray cluster of ``job.engine`` cannot be reached.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
@@ -127,6 +128,8 @@ def _sweep(
     """``sweep`` in a locked folder."""
     with ranks.running():
         if ranks.is_first:
+            _check_order(job, out)
+            _check_candidates(job, reporter)
             _cache_reference(job, out, reporter)
         ranks.broadcast("cached", True)
     digest = hash_source(job.measure_job(1, out))
@@ -153,6 +156,57 @@ def _sweep(
             _write(out, result)
         _free_memory()
     return result
+
+
+def _check_order(job: SweepJob, out: Path) -> None:
+    """Check that no candidate's folder holds the run of another model, as after a change of their order.
+
+    Raises:
+        RunFolderError: if one does.
+    """
+    for number, name in enumerate(job.candidates, start=1):
+        folder = RunFolder(out / job.folder_of(number))
+        try:
+            measured = folder.header().settings.get("policy", name) if folder.begun else name
+        except RunFolderError:  # damaged: said when it is this candidate's turn
+            continue
+        if measured != name:
+            raise RunFolderError(
+                f"{folder.root} holds the run of {measured}, and candidate {number} is now {name}; name the candidates "
+                "in the order of before, new ones at the end, or give another --out"
+            )
+
+
+def _check_candidates(job: SweepJob, reporter: ProgressReporter) -> None:
+    """Say before the reference is run which candidates cannot be found; no model is loaded for it.
+
+    Raises:
+        ModelError: if none can be found.
+    """
+    failures = {
+        number: failure
+        for number, name in enumerate(job.candidates, start=1)
+        if (failure := _why_not_found(name)) is not None
+    }
+    for number, failure in failures.items():
+        reporter.note(f"candidate {number} will be left out: {failure}")
+    if len(failures) == len(job.candidates):
+        raise ModelError(f"no candidate can be found: {'; '.join(failures.values())}")
+
+
+def _why_not_found(name: str) -> str | None:
+    """Why there is no model of this name, here or on the hub; None if there is one."""
+    repository = repository_of(name)
+    try:
+        if repository is None:
+            find_checkpoint(name)
+        else:
+            resolve_commit(repository, None)
+    except KleashError as error:
+        if repository is None:
+            return str(error)
+        return f"there is no file or folder {name}, and the hub does not have it or cannot be asked"
+    return None
 
 
 def _cache_reference(job: SweepJob, out: Path, reporter: ProgressReporter) -> None:
@@ -263,7 +317,7 @@ def _attempt(action: Callable[[], T], new_ranks: Callable[[], RankGroup]) -> tup
     except RankError as error:
         failure, is_own = str(error), False
     except KleashError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOSPC:
+        if is_disk_full(error.__cause__):
             raise
         failure = str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:

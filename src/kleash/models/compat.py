@@ -54,9 +54,8 @@ def without_zero3_loading() -> Iterator[None]:
     With a ZeRO-3 configuration in the process, ``from_pretrained`` gives each rank a part of the weights, and networks
     cannot be built on the meta device.
     """
-    integration = sys.modules.get(
-        "transformers.integrations.deepspeed"
-    )  # not imported: there is no configuration
+    # None: there is no configuration
+    integration = sys.modules.get("transformers.integrations.deepspeed")
     name = "_hf_deepspeed_config_weak_ref"
     if getattr(integration, name, None) is None:
         yield

@@ -212,9 +212,10 @@ def _check_finite_logp(token_logp: Float[Tensor, " rows"], responses: list[_Resp
 
 CACHE_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Exceptions of networks that cannot run with a key-value cache, such as the byte-latent transformer."""
-PADDING_TOLERANCE = 1e-3
-"""Largest relative difference between hidden states with and without left padding that is rounding, in float32."""
-PADDING_TOLERANCE_HALF = 5e-2
+CACHE_TOLERANCE = 1e-3
+"""Largest relative difference between hidden states with and without left padding and cache that is rounding, in
+float32."""
+CACHE_TOLERANCE_HALF = 5e-2
 """The same in half precision."""
 
 
@@ -222,7 +223,8 @@ class IncrementalDecoder:
     """Runs a network one token at a time, with the key-value cache if the network has one.
 
     Prompts are padded on the left, so that the last column holds the newest token of every row. For a network without
-    a key-value cache, or whose output changes with left padding, the whole texts are run again for each token.
+    a key-value cache, or whose output changes with left padding or with the cache, the whole texts are run again for
+    each token.
     """
 
     def __init__(self, model: Model, prompts: list[tuple[int, ...]]) -> None:
@@ -232,6 +234,7 @@ class IncrementalDecoder:
         parameters = inspect.signature(self.network.forward).parameters
         self.takes_position_ids = "position_ids" in parameters
         self.uses_cache = "past_key_values" in parameters
+        self.is_step_checked = False
         self.past_key_values: Any = None
         self.token_ids = [list(prompt) for prompt in prompts]
 
@@ -240,7 +243,7 @@ class IncrementalDecoder:
         if not self.uses_cache:
             return self._run_without_cache(self.token_ids)
         longest = max(len(sequence) for sequence in self.token_ids)
-        # A padding token that the shortest prompt does not contain, so that ``_is_padding_ignored`` detects its effect.
+        # A padding token that the shortest prompt does not contain, so that the check detects its effect.
         padding = int(0 in min(self.token_ids, key=len))
         ids = torch.full((len(self.token_ids), longest), padding)
         mask = torch.zeros_like(ids)
@@ -248,25 +251,18 @@ class IncrementalDecoder:
             ids[row, longest - len(sequence) :] = torch.tensor(sequence)
             mask[row, longest - len(sequence) :] = 1
         self.mask = mask.to(self.model.device)
-        try:
-            hidden = self._run_with_cache(ids.to(self.model.device))
-        except CACHE_ERRORS:  # a network that makes no cache that fits it
-            self.uses_cache, self.past_key_values = False, None
-            return self._run_without_cache(self.token_ids)
-        if self.uses_cache and self._is_padding_ignored(hidden):
-            return hidden
-        self.uses_cache, self.past_key_values = False, None
-        return self._run_without_cache(self.token_ids)
+        return self._run(ids.to(self.model.device), check=bool((mask == 0).any()))
 
     def step(self, tokens: Int[np.ndarray, " rows"]) -> Float[Tensor, "rows dim"]:
         """The hidden state of each row after one more token."""
+        for sequence, token in zip(self.token_ids, tokens.tolist(), strict=True):
+            sequence.append(token)
         if not self.uses_cache:
-            for sequence, token in zip(self.token_ids, tokens.tolist(), strict=True):
-                sequence.append(token)
             return self._run_without_cache(self.token_ids)
         ids = torch.from_numpy(tokens)[:, None].to(self.model.device)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
-        return self._run_with_cache(ids)
+        check, self.is_step_checked = not self.is_step_checked, True
+        return self._run(ids, check=check)
 
     def select_rows(self, rows: list[int]) -> None:
         """Drop all rows except ``rows``."""
@@ -275,6 +271,17 @@ class IncrementalDecoder:
             indices = torch.tensor(rows, device=self.model.device)
             self.mask = self.mask[indices]
             self.past_key_values.reorder_cache(indices)
+
+    def _run(self, ids: Int[Tensor, "rows new"], *, check: bool) -> Float[Tensor, "rows dim"]:
+        """Hidden states after new tokens, with the cache unless it fails, or changes them and that is checked."""
+        try:
+            hidden = self._run_with_cache(ids)
+            if self.uses_cache and (not check or self._is_as_without_cache(hidden)):
+                return hidden
+        except CACHE_ERRORS:  # a network that makes no cache that fits it
+            pass
+        self.uses_cache, self.past_key_values = False, None
+        return self._run_without_cache(self.token_ids)
 
     def _run_with_cache(self, ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows dim"]:
         """Hidden states after new tokens, with the key-value cache of the earlier ones."""
@@ -297,16 +304,19 @@ class IncrementalDecoder:
             return output.logits[..., : self.model.vocab_size]
         return output.last_hidden_state
 
-    def _is_padding_ignored(self, hidden: Float[Tensor, "rows dim"]) -> bool:
-        """Whether the shortest prompt has the same hidden state with left padding as without.
+    def _is_as_without_cache(self, hidden: Float[Tensor, "rows dim"]) -> bool:
+        """Whether the shortest and the longest sequence have the same hidden states when run without a cache.
 
-        Some recurrent networks process the padding, and some compute positions without the mask.
+        Some recurrent networks process the padding, some networks compute positions without the mask or for the new
+        token alone, and some caches are wrong beyond a window.
         """
-        shortest = min(range(len(self.token_ids)), key=lambda row: len(self.token_ids[row]))
-        unpadded = self._run_without_cache([self.token_ids[shortest]])[0]
+        by_length = sorted(range(len(self.token_ids)), key=lambda row: len(self.token_ids[row]))
+        rows = sorted({by_length[0], by_length[-1]})
+        uncached = self._run_without_cache([self.token_ids[row] for row in rows])
         is_half = hidden.dtype not in (torch.float32, torch.float64)
-        tolerance = PADDING_TOLERANCE_HALF if is_half else PADDING_TOLERANCE
-        return bool((hidden[shortest] - unpadded).abs().max() <= tolerance * unpadded.abs().max())
+        tolerance = CACHE_TOLERANCE_HALF if is_half else CACHE_TOLERANCE
+        differences = (hidden[rows] - uncached).abs().amax(-1)
+        return bool((differences <= tolerance * uncached.abs().amax(-1)).all())
 
     def _run_without_cache(self, sequences: list[list[int]]) -> Float[Tensor, "rows dim"]:
         """Hidden states after complete sequences, padded on the right."""

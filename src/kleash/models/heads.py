@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -151,8 +150,9 @@ def _largest_excess(network_logits: Tensor, logits: Tensor, rounding: Tensor | N
     """The largest difference over the tolerance ``4 ulp + rounding``, computed for one token at a time."""
     largest = 0.0
     dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
-    roundings = repeat(None) if rounding is None else _rows(rounding)
-    for row, of_head, added in zip(_rows(network_logits), _rows(logits), roundings, strict=False):
+    rows = list(_rows(network_logits))
+    roundings = [None] * len(rows) if rounding is None else list(_rows(rounding))
+    for row, of_head, added in zip(rows, _rows(logits), roundings, strict=True):
         max_logit = torch.where(row.isfinite(), row, 0).abs().amax()
         tolerance = TOLERANCE_ULPS * max_logit.to(dtype) * torch.finfo(row.dtype).eps
         if added is not None:

@@ -161,6 +161,10 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     return token_ids
 
 
+NO_LIMIT = -1
+"""``max_position_embeddings`` of networks that read texts of any length, such as XLNet."""
+
+
 def read_context_length(network: Any) -> int | None:
     """The context length of a network's configuration; None if there is no limit.
 
@@ -168,6 +172,8 @@ def read_context_length(network: Any) -> int | None:
         ModelError: if ``max_position_embeddings`` is not a number of tokens.
     """
     length = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if length == NO_LIMIT:
+        return None
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(
             f"{getattr(network, 'name_or_path', '') or 'the model'} has the max_position_embeddings "

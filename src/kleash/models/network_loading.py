@@ -15,6 +15,8 @@ from kleash.models.compat import summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
 from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules, has_kernels
 from kleash.models.quantised.transformers_formats import (
+    check_stored_types,
+    check_unused_parts,
     describe_quantisation,
     explain_refusal,
     is_packed,
@@ -164,7 +166,12 @@ def _load_base(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
         _check_decoder_only(config, subject)
-        network_class, skeleton = _choose_class(checkpoint, config, subject, trust_remote_code)
+        if not has_kernels(checkpoint.folder, device):
+            decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
+            check_stored_types(checkpoint.folder, config, subject, decoded)
+        network_class, skeleton = _choose_class(
+            checkpoint, config, subject, trust_remote_code, is_packed=packed is not None
+        )
         if packed is not None:
             network, report = load_unpacked_network(
                 packed, network_class, skeleton, checkpoint.folder, dtype=dtype, device_map=device_map
@@ -191,6 +198,7 @@ def _load_base(
     else:
         notes = describe_quantisation(checkpoint.folder, network, subject)
     unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
+    check_unused_parts(unused_tensors, checkpoint.folder, subject)
     if unused_tensors:
         count, first = len(unused_tensors), unused_tensors[0]
         notes += (f"{count} tensors of {subject} are not used by its architecture, such as {first}",)
@@ -198,7 +206,7 @@ def _load_base(
 
 
 def _choose_class(
-    checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool
+    checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool, *, is_packed: bool
 ) -> tuple[NetworkClass, Any]:
     """The first class for a configuration that fits the files and whose forward pass on text needs nothing but text.
 
@@ -212,7 +220,11 @@ def _choose_class(
     for network_class in list_network_classes(config, names, trust_remote_code=trust_remote_code):
         try:
             skeleton = check_network_size(
-                subject, checkpoint.folder, network_class.config, network_class.from_config
+                subject,
+                checkpoint.folder,
+                network_class.config,
+                network_class.from_config,
+                is_quantised=is_packed,
             )
         except ModelError as error:
             refusal = refusal or error

@@ -30,6 +30,8 @@ from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 PAGE = "sweep.html"
 AXIS_MARGIN = 1.2
 """Factor by which an axis of sizes goes beyond the smallest and the largest."""
+NARROW = 4.0
+"""Ratio of the ends of an axis of sizes below which it ends there; Plotly shows a hundredfold range of one size."""
 TICK_DIGITS = (
     (1.0,),
     (1.0, 2.0, 5.0),
@@ -82,6 +84,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
             {
                 "chart": None if attribution.failure else attribution_chart(attribution, name),
                 "record": attribution,
+                "warnings": [warning for warning in attribution.warnings if warning not in sweep.warnings],
                 "sentences": (
                     describe_attribution(attribution, name),
                     describe_sum(attribution),
@@ -186,7 +189,24 @@ def byte_axis(sizes: Sequence[float]) -> dict[str, Any]:
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) >= MIN_BYTE_TICKS:
             break
-    return {"type": "log", "tickvals": ticks, "ticktext": list(map(format_round_bytes, ticks))}
+    axis: dict[str, Any] = {
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": list(map(format_round_bytes, ticks)),
+    }
+    if high < NARROW * low:
+        axis["range"] = [math.log10(low), math.log10(high)]
+    return axis
+
+
+def _kl_axis(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis for values and the ends of their intervals, of at least a power of ten, which has ticks."""
+    axis = log_axis(values)
+    logs = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
+    if logs and max(logs) - min(logs) < 1:
+        middle = (min(logs) + max(logs)) / 2
+        axis["range"] = [middle - 0.55, middle + 0.55]
+    return axis
 
 
 def _scatter(
@@ -223,8 +243,10 @@ def _scatter(
                     textposition=["top left" if x > middle else "top right" for _, x in chosen],
                 )
             )
-    values = [candidate.numbers[sweep.rank_by].value for candidate, _ in points]
-    axes = {"xaxis": byte_axis([x for _, x in points]) if name == "size" else {}, "yaxis": log_axis(values)}
+    numbers = [candidate.numbers[sweep.rank_by] for candidate, _ in points]
+    values = [number.value for number in numbers]
+    y_axis = _kl_axis([*values, *(end for number in numbers for end in number.ci95)])
+    axes = {"xaxis": byte_axis([x for _, x in points]) if name == "size" else {}, "yaxis": y_axis}
     return Chart(
         name=name,
         title=title,
@@ -241,7 +263,8 @@ def _scatter(
             f"{format_bytes(candidate.bytes_on_disk) if name == 'size' else format_bits(candidate) + ' bits a weight'}"
             for candidate, _ in points
         )
-        + ".",
+        + "."
+        + (" A KL of 0 has no place on a logarithmic axis." if 0.0 in values else ""),
         header=(
             "Candidate",
             "bytes on disk" if name == "size" else x_title,

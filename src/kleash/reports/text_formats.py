@@ -20,6 +20,8 @@ MARKS = re.compile(r"[\\`*_\[\]|~$#]")
 """Characters that can mean something to Markdown, which a backslash takes from them."""
 ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "@&#8203;"}
 """Of characters of HTML, and of a mention of a person, which the invisible character prevents."""
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""Beginnings of a cell that spreadsheets take for a formula."""
 LIST_MARK = re.compile(r"(\s*)(?:([-+])|(\d{1,9})([.)]))(?=\s|$)")
 
 
@@ -27,7 +29,8 @@ def to_csv(rows: Iterable[NumberRow]) -> str:
     """Numbers as CSV with a header line, one number a line, in full precision.
 
     What a number does not have is empty. Numbers that are not finite are written as in the JSON files: Infinity,
-    -Infinity, NaN. Several warnings are joined by "; ".
+    -Infinity, NaN. Several warnings are joined by "; ". A name that a spreadsheet would run as a formula gets an
+    apostrophe in front.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -37,11 +40,17 @@ def to_csv(rows: Iterable[NumberRow]) -> str:
         numbers = (row.value, row.standard_error, low, high)
         writer.writerow(
             (
-                *(row.run, row.minus, row.name, *map(_number_text, numbers), row.unit),
-                *(row.tokens, row.clusters, "; ".join(row.warnings)),
+                *map(_cell_text, (row.run, row.minus, row.name)),
+                *(*map(_number_text, numbers), row.unit),
+                *(row.tokens, row.clusters, _cell_text("; ".join(row.warnings))),
             )
         )
     return text.getvalue()
+
+
+def _cell_text(text: str) -> str:
+    """A text that a spreadsheet shows and does not run."""
+    return f"'{text}" if text.startswith(FORMULA_STARTS) else text
 
 
 def _number_text(value: float | None) -> str:
@@ -92,11 +101,12 @@ def markdown_code(text: str) -> str:
     A plain name is a code span. In others, where no code span is right both within and outside of tables, every
     character that could be a mark is a reference in ``<code>``.
     """
-    if PLAIN_NAME.fullmatch(text):
+    visible = make_visible(text)
+    if visible == text and PLAIN_NAME.fullmatch(text):
         return f"`{text}`"
     references = (
         character if character.isalnum() or character in " -./," else f"&#{ord(character)};"
-        for character in make_visible(text)
+        for character in visible
     )
     return f"<code>{''.join(references)}</code>"
 

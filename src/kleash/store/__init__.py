@@ -1,6 +1,7 @@
 """Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
 
 from kleash.store.array_task import ArrayTask
+from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit, Finding
 from kleash.store.cache import CacheContents
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
@@ -15,11 +16,13 @@ from kleash.store.result_summaries import Summary, summarize
 from kleash.store.run_folder import RunFolder
 from kleash.store.statistics import STATISTICS, Statistic
 from kleash.store.steps import HackingAlert, Sample, SampleRecord, StepRecord, read_samples, read_steps
+from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 from kleash.store.training_folder import TrainingFolder, TrainingResult
 
 __all__ = [
     "STATISTICS",
     "ArrayTask",
+    "Attribution",
     "Audit",
     "CacheContents",
     "ComparedRun",
@@ -41,6 +44,9 @@ __all__ = [
     "Statistic",
     "StepRecord",
     "Summary",
+    "Sweep",
+    "SweepCandidate",
+    "SweepPair",
     "TrainingFolder",
     "TrainingResult",
     "WrittenLogits",

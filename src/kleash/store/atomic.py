@@ -19,6 +19,12 @@ TEMPORARY = ".writing-"
 """How the names of unfinished files begin; machine and process that write them follow."""
 MOST_THREADS = 8
 """Files that are written at once."""
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC})
+"""Numbers of the errors of a full disk: that of the machine, or a user's quota on a shared one."""
+DISK_FAILURES = frozenset(
+    getattr(errno, name) for name in ("EIO", "EROFS", "ESTALE", "ENODEV", "ENXIO") if hasattr(errno, name)
+)
+"""Numbers of the errors of a disk that failed, or that is no longer there."""
 ABANDONED_S = 24 * 3600.0
 """Age from which an unfinished file of another machine counts as left behind."""
 
@@ -157,12 +163,23 @@ def remove_folder(folder: Path) -> None:
 
 def cannot_write(path: Path, error: OSError) -> RunFolderError:
     """Why ``path`` was not written, as a sentence."""
-    if error.errno == errno.ENOSPC:
+    if is_disk_full(error):
+        quota = "" if error.errno == errno.ENOSPC else f" ({error.strerror or error})"
         return RunFolderError(
-            f"no space is left to write {path}; what was finished is kept: "
+            f"no space is left to write {path}{quota}; what was finished is kept: "
             "free some space and run again with --resume"
         )
+    if error.errno in DISK_FAILURES:
+        return RunFolderError(
+            f"{path} cannot be written: {error.strerror or error}; what was finished is kept: run again with --resume "
+            "once the disk can be written"
+        )
     return RunFolderError(f"{path} cannot be written: {error.strerror or error}")
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error says that no space is left, or that a quota is used up."""
+    return isinstance(error, OSError) and error.errno in NO_SPACE
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """Folders that a job writes: the header that identifies the run, and the lock of the process that writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, TypeVar
 
 from kleash.errors import RunFolderError
@@ -18,6 +20,8 @@ from kleash.store.renamed_fields import with_current_options
 
 HEADER = "run.json"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
+PROBE_NATS = 0.05
+"""Largest median difference between two answers of one server to its probe; rounding in bfloat16 stays below it."""
 KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints made from every byte of the files; older ones sampled the weights."""
 
@@ -36,12 +40,29 @@ class RunHeader:
     """The algorithm that draws responses; empty in runs from before it was recorded."""
     checksums: bool = True
     """Whether the folder's files have checksums; False for runs that an older kleash began."""
+    probes: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """Role of a model behind a server -> log-probabilities of its probe, in nats: its weights have no fingerprint."""
 
     def differences(self, other: "RunHeader") -> list[str]:
         """What differs in ``other``, each as "name: mine, not yours"."""
         mine, yours = self.described(), other.described()
         names = [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]
-        return [f"{name} was {mine.get(name)!r} and is now {yours.get(name)!r}" for name in names]
+        return [
+            *(f"{name} was {mine.get(name)!r} and is now {yours.get(name)!r}" for name in names),
+            *self.probe_differences(other),
+        ]
+
+    def probe_differences(self, other: "RunHeader") -> list[str]:
+        """The servers that serve another model in ``other``, each as a clause; the roles that both have count."""
+        clauses: list[str] = []
+        for role in self.probes.keys() & other.probes.keys():
+            change = probe_change(self.probes[role], other.probes[role])
+            if change > PROBE_NATS:
+                clauses.append(
+                    f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
+                    f"{change:.2g} nats in the median"
+                )
+        return clauses
 
     def described(self) -> dict[str, Any]:
         """What determines the result, by its name in words."""
@@ -63,6 +84,13 @@ class StoredHeader(RunHeader):
     def __post_init__(self) -> None:
         """Take options by their current names."""
         object.__setattr__(self, "settings", with_current_options(self.settings))
+
+
+def probe_change(first: Sequence[float], second: Sequence[float]) -> float:
+    """The median difference of two answers to one probe, in nats; infinite if they are of different lengths."""
+    if len(first) != len(second):
+        return inf
+    return median(abs(before - after) for before, after in zip(first, second, strict=True))
 
 
 def _described(what: str) -> str:

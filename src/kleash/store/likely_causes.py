@@ -1,6 +1,7 @@
 """The result of ``kleash doctor``: likely causes of a mismatch between trainer and engine."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kleash.store.codec import to_json
 from kleash.store.notebook import NotebookResult
@@ -29,6 +30,7 @@ class Diagnosis(NotebookResult):
     kleash: str
     """Version that diagnosed."""
     file: str
+    """The file; of several, the first and how many more there are."""
     tokens: int
     sequences: int
     models: tuple[str, ...]
@@ -37,7 +39,9 @@ class Diagnosis(NotebookResult):
     """Whether there were tokens enough for a diagnosis."""
     findings: tuple[LikelyCause, ...]
     notes: tuple[str, ...] = ()
-    """What could not be examined, and why."""
+    """What could not be examined, and why; in what several files differ."""
+    files: Mapping[str, int] = field(default_factory=dict[str, int])
+    """File -> the number of its rollouts; empty if they were not read from a file."""
 
     def to_json(self) -> str:
         """As JSON text."""

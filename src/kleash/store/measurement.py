@@ -246,12 +246,13 @@ class Measurement(NotebookResult):
         return to_json(self)
 
     @classmethod
-    def read(cls, folder: Path) -> "Measurement":
+    def read(cls, folder: Path | str) -> "Measurement":
         """The measurement in a run folder.
 
         Raises:
             RunFolderError: if there is none, it is damaged, or a newer kleash wrote it.
         """
+        folder = Path(folder).expanduser()
         path = folder / "measurement.json"
         try:
             path.stat()

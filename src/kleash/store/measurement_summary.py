@@ -11,6 +11,18 @@ from kleash.store.statistics import ALL_STATISTICS, label_of
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MAX_NAMES = 3
+FIELD_LABELS = {
+    "quantiles": "quantiles of the KL",
+    "by_position": "KL by position",
+    "by_confidence": "KL by confidence",
+    "convergence": "running mean",
+    "worst_tokens": "tokens with the largest KL",
+    "worst_sequences": "sequences with the largest KL",
+    "prompts": "KL by prompt",
+    "top_percent_share": "share of the top 1 %",
+    "per_sequence": "KL per sequence",
+}
+"""Fields of a measurement that are no statistics, as a reader sees them."""
 
 
 def headline(measurement: Measurement) -> Number:
@@ -45,7 +57,7 @@ def left_out_sentences(measurement: Measurement) -> list[str]:
     """What the measurement leaves out: a sentence for each reason, with the names of all that it applies to."""
     names: dict[str, list[str]] = {}
     for name, reason in measurement.left_out.items():
-        names.setdefault(reason, []).append(label_of(name))
+        names.setdefault(reason, []).append(FIELD_LABELS.get(name) or label_of(name))
     return [f"{', '.join(labels)}: {reason}" for reason, labels in names.items()]
 
 

@@ -32,6 +32,7 @@ class MismatchRecord(NotebookResult):
     kleash: str
     """Version that measured."""
     file: str
+    """The file; of several, the first and how many more there are."""
     tokens: int
     """Tokens that count."""
     sequences: int
@@ -45,6 +46,12 @@ class MismatchRecord(NotebookResult):
     ``ProbabilityGaps``."""
     renamed: Mapping[str, float] = field(default_factory=dict[str, float])
     """The statistics under the names and definitions of ``--names``; empty without that option."""
+    files: Mapping[str, int] = field(default_factory=dict[str, int])
+    """File -> the number of its rollouts."""
+    kl_by_file: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    """KL(engine || trainer) per token of each of several files; empty for one."""
+    notes: tuple[str, ...] = ()
+    """In what several files differ."""
     gate: Gate | None = None
     """The verdict of ``--at-most`` on KL(engine || trainer)."""
 

@@ -163,6 +163,8 @@ def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:
         yield _row(record.file, name, number, tokens=record.tokens, clusters=record.prompts)
     for name, value in record.values.items():
         yield NumberRow(run=record.file, name=name, value=value)
+    for file, number in record.kl_by_file.items():
+        yield _row(file, "kl_engine_trainer", number)
 
 
 def _counted(run: str, name: str, number: Estimated, counts: Counts) -> NumberRow:

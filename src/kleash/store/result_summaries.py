@@ -235,11 +235,20 @@ def _(record: MismatchRecord) -> Summary:
         facts=(
             ("rollouts", Name(record.file)),
             ("sample", _sample_size(record.tokens, record.sequences, "response", record.prompts)),
+            *(("note", note) for note in record.notes),
             *_gate_fact(record.gate),
         ),
-        tables=(SummaryTable(header=NUMBER_HEADER, rows=rows),),
+        tables=(SummaryTable(header=NUMBER_HEADER, rows=rows), *_table_of_files(record)),
         warnings=tuple(warnings),
     )
+
+
+def _table_of_files(record: MismatchRecord) -> tuple[SummaryTable, ...]:
+    """The KL of each of several files, the largest first; empty for one file."""
+    ordered = sorted(record.kl_by_file.items(), key=lambda row: -row[1].value)
+    rows = tuple((Name(file), *_number_row("", number)[1:]) for file, number in ordered)
+    title = f"{LABELS['kl_engine_trainer']} by file"
+    return (SummaryTable(title=title, header=("", *NUMBER_HEADER[1:]), rows=rows),) if rows else ()
 
 
 @summarize.register

@@ -115,13 +115,13 @@ class Sweep(NotebookResult):
         write_atomically(folder / SWEEP, self.to_json())
 
     @classmethod
-    def read(cls, folder: Path) -> "Sweep":
+    def read(cls, folder: Path | str) -> "Sweep":
         """The sweep in a folder.
 
         Raises:
             RunFolderError: if there is none, or it is damaged.
         """
-        path = folder / SWEEP
+        path = Path(folder).expanduser() / SWEEP
         try:
             return decode(cls, parse_json(path.read_bytes()))
         except FileNotFoundError as error:

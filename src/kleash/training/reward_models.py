@@ -12,6 +12,7 @@ from kleash.models.checkpoints.config_checks import check_config_sizes, check_ne
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.pair_loading import resolve_device, resolve_dtype
+from kleash.models.quantised.transformers_formats import check_stored_types
 from kleash.models.sandbox.process import render_chat
 from kleash.models.sequences import batch_by_length
 from kleash.models.tokenizers import load_tokenizer
@@ -127,6 +128,7 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
         check_config_sizes(title, checkpoint.folder)
         try:
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+            check_stored_types(checkpoint.folder, config, title, None)
             check_network_size(title, checkpoint.folder, config, kind.from_config)
             network, report = kind.from_pretrained(
                 checkpoint.folder,

@@ -29,6 +29,8 @@ def cluster_labels(
 ) -> ClusterLabels:
     """Label sequences by document; with few documents by blocks of neighbouring windows, with a warning.
 
+    Few documents of one block each have no warning here: estimates over few clusters have one of their own.
+
     Args:
         document_ids: the document (or prompt) of each sequence.
         window_ids: its window in that document, from 0 in reading order.
@@ -47,14 +49,14 @@ def cluster_labels(
         return ClusterLabels(labels.astype(np.int64), ())
     blocks = np.stack([labels, window_ids // block], axis=1)
     distinct_blocks, labels = np.unique(blocks, axis=0, return_inverse=True)
-    noun = "document" if len(documents) == 1 else "documents"
-    warning = f"only {len(documents)} {noun}, below {few}"
+    warnings: tuple[str, ...] = ()
     if len(distinct_blocks) > len(documents):
-        warning += (
-            f": the clusters are blocks of {block} neighbouring windows, and what blocks of one document share is "
-            "missing from the error"
+        warning = (
+            f"the clusters are blocks of {block} neighbouring windows, since there are fewer than {few} documents "
+            f"({len(documents)}): what blocks of one document share is missing from the error"
         )
-    return ClusterLabels(np.ravel(labels).astype(np.int64), (warning,))
+        warnings = (warning,)
+    return ClusterLabels(np.ravel(labels).astype(np.int64), warnings)
 
 
 def effective_sample_size(weights: Real[np.ndarray, "samples"]) -> float:

@@ -38,9 +38,8 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     if variance == 0:
         return few if finite_bounds == 2 else (*few, _constant_warning(estimate.clusters))
     share = float(np.abs(estimate.influence).max()) ** 2 / variance
-    dominant = (
-        (f"one cluster carries {share:.0%} of the variance",) if share > DOMINANT_VARIANCE_SHARE else ()
-    )
+    is_dominant = estimate.clusters > 2 and share > DOMINANT_VARIANCE_SHARE  # of two, each has half
+    dominant = (f"one cluster carries {share:.0%} of the variance",) if is_dominant else ()
     if finite_bounds == 2:
         return (*few, *dominant)
     untied = estimate.clusters - estimate.tied

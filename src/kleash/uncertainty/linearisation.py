@@ -119,7 +119,7 @@ def _count_tied(signs: Sequence[float], columns: Sequence[FloatArray]) -> int:
         )
     median = np.partition(means, len(means) // 2)[len(means) // 2]
     tied = int(np.count_nonzero(means == median))
-    return tied if 2 * tied >= len(means) else 0
+    return tied if tied > 1 and 2 * tied >= len(means) else 0
 
 
 def _why_no_standard_error(sums: Sequence[FloatArray]) -> str:

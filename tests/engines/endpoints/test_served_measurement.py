@@ -24,6 +24,7 @@ from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.measurement import write_report
 from kleash.shipped import shipped_folder
 from kleash.store import Measurement
+from kleash.store.measurement_summary import left_out_sentences
 from kleash.store.statistics import known_statistics
 from kleash.store.tables import BOUND_COLUMNS
 
@@ -153,6 +154,8 @@ def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> N
     for name in ("kl_policy_reference", "total_variation", "acceptance_rate", "entropy_policy"):
         assert name not in measurement.per_token
         assert "lists 20 tokens" in measurement.left_out[name]
+    sentences = left_out_sentences(measurement)
+    assert "_" not in "".join(sentences) and "tokens with the largest KL" in sentences[1]
     for name in ("entropy_reference", "logp_policy", "logp_reference"):
         assert measurement.per_token[name].value == pytest.approx(local.per_token[name].value, abs=1e-5)
     assert measurement.top1_agreement.value == pytest.approx(local.top1_agreement.value, abs=1e-9)
@@ -300,6 +303,29 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(
         and "--policy was" in error
         and "was 'vLLM: policy' and is now" in error
     )
+
+
+def test_a_run_is_not_resumed_with_another_model_of_the_same_name(
+    server: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a server that a training run updates, or that was started again with another checkpoint."""
+    words = ["measure", "--policy", f"{server}/vllm/retrained/v1", "--reference", "shipped:reference"]
+    words += ["--text", str(text), "--out", str(tmp_path / "run"), "--batch-tokens", "8", "--quiet"]
+    assert main([*words, "--endpoint-concurrency", "1", "--endpoint-retries", "0"]) == 2
+    capsys.readouterr()
+    assert main([*words, "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "holds another run: the server of the policy serves another model" in error
+
+
+def test_windows_leave_room_for_the_token_that_a_server_generates(
+    server: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text(text.read_text().replace("\n\n", "\n"))
+    job = MeasureJob(policy=f"{server}/vllm/full/v1", text=str(path), out=str(tmp_path / "run"), quiet=True)
+    counts = measure(job).counts
+    assert counts.prompts == 1 and counts.sequences == 2, "cut into windows of 38 tokens and the next"
 
 
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and ranks are threads here

@@ -69,6 +69,9 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("vllm", "401", r"refuses the request with 401 \(KLEASH_POLICY_API_KEY\); check the key"),
         ("vllm", "400", r"refuses the request with 400: 'no, \\x1b\[31mBearer \*\*\*'"),
         ("vllm", "redirect", r"sends to another address \(https://elsewhere.example/v1\); give that one"),
+        ("vllm", "reflected", r"has 'Bearer \*\*\*' in place of choices"),
+        ("sglang", "reflected", r"has 'Bearer \*\*\*' in place of meta_info"),
+        ("vllm", "error200", r"answered with an error: 'overloaded, Bearer \*\*\*' \(tried 3 times\)"),
         ("vllm", "counts", r"prompt_logprobs where \d+ were sent"),
         ("vllm", "fewer", r"lists 4 tokens( beside token \d+)? where 5 were asked for"),
         ("vllm", "nan", r"has nan as a log-probability"),
@@ -98,6 +101,18 @@ def test_a_fault_is_a_sentence(connected: Connect, dialect: str, fault: str, mes
     sentence = str(raised.value)
     assert sentence.startswith("the policy's server") and "\n" not in sentence
     assert KEY not in sentence and "\x1b" not in sentence
+
+
+def test_a_compressed_answer_is_unpacked(connected: Connect) -> None:
+    assert connected("vllm", "gzip").probe_logps == connected("vllm").probe_logps
+
+
+def test_another_model_behind_the_same_name_is_noticed(connected: Connect) -> None:
+    endpoint = connected("vllm", "swapped")
+    for _ in range(3):
+        endpoint.require_same_model()
+    with pytest.raises(EndpointError, match=r"serves another model than .* by 0\.\d+ nats in the median"):
+        endpoint.require_same_model()
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])

@@ -100,6 +100,8 @@ def test_workers_fit_where_every_resource_does() -> None:
     assert resources.places_on({"CPU": 3.0, "GPU": 4.0, "memory": 1000.0}) == 1
     assert resources.places_on({"CPU": 16.0, "memory": 1000.0}) == 0
     assert str(resources) == "cpu=2,gpu=1,memory=10"
+    named = WorkerResources(custom={"TPU-pod": 1.0})
+    assert str(named) == "cpu=1,TPU-pod=1" and worker_resources(str(named), has_gpus=False) == named
 
 
 @pytest.mark.parametrize("option", [{"workers": 2}, {"address": "a:1"}, {"resources_per_worker": "gpu=1"}])

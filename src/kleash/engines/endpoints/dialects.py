@@ -52,6 +52,8 @@ class Dialect(Protocol):
     name: ClassVar[str]
     context_tokens: ClassVar[int]
     """Tokens at the beginning of a sequence of which the server gives no log-probability."""
+    reserved_tokens: ClassVar[int]
+    """Tokens of its context length that a sequence cannot have. The last token of a sequence is sent too."""
 
     def request(self, query: Query) -> ServerRequest:
         """The request for a query."""
@@ -76,6 +78,8 @@ class VLLM:
 
     name: ClassVar[str] = "vLLM"
     context_tokens: ClassVar[int] = 1
+    reserved_tokens: ClassVar[int] = 1
+    """It generates a token."""
     vocabulary: VocabularyTexts
 
     def request(self, query: Query) -> ServerRequest:
@@ -121,6 +125,8 @@ class SGLang:
 
     name: ClassVar[str] = "SGLang"
     context_tokens: ClassVar[int] = 1
+    reserved_tokens: ClassVar[int] = 7
+    """``max_req_input_len`` of its workers is 6 tokens less, and a request is shorter than that."""
     vocabulary: VocabularyTexts
 
     def request(self, query: Query) -> ServerRequest:
@@ -184,6 +190,8 @@ class EchoServer:
 
     name: ClassVar[str] = "echo and logprobs"
     context_tokens: ClassVar[int] = 2
+    reserved_tokens: ClassVar[int] = 1
+    """It generates a token."""
     vocabulary: VocabularyTexts
     adds_begin_token: bool = False
     """Whether the server puts the begin token before every text."""

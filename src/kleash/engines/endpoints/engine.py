@@ -55,7 +55,7 @@ class ServedModel(Model):
 
 def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
     """The model of a server, beside the local model that it is compared with."""
-    lengths = [length for length in (endpoint.context_length, local.context_length) if length is not None]
+    lengths = [length for length in (endpoint.max_input_tokens, local.context_length) if length is not None]
     return ServedModel(
         role=role,
         path=f"{endpoint.client.url} ({endpoint.model})",
@@ -125,7 +125,8 @@ class EndpointEngine:
         """Score the sequences of ``shard``.
 
         Raises:
-            EndpointError: if the server cannot be reached, or an answer is not about the sequence that was sent.
+            EndpointError: if the server cannot be reached, serves another model than before, or an answer is not about
+                the sequence that was sent.
             NonFiniteError: if the local model's outputs are NaN or infinite, or the server gives a token no
                 probability.
         """
@@ -137,6 +138,7 @@ class EndpointEngine:
         try:
             answers += [pool.submit(self.endpoint.score, sequence) for sequence in sequences]
             columns = self._columns(sequences, answers)
+            self.endpoint.require_same_model()
         except BaseException:
             self.endpoint.client.close()
             raise

@@ -5,6 +5,7 @@ import random
 import socket
 import ssl
 import threading
+import zlib
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ MAX_ANSWER_BYTES = 2**30
 MAX_QUOTED = 300
 """Characters of a server's own message that are quoted in an error."""
 BLOCK_BYTES = 2**16
+SHORTEST_KEY = 8
+"""Characters of a key that is removed from answers."""
+ANSWER_FIELDS = frozenset({"choices", "meta_info", "data"})
+"""Fields of answers. One without them that has an error is a failure, as of a proxy that answers with 200."""
 
 
 class _PassingError(Exception):
@@ -173,7 +178,7 @@ class JSONClient:
             try:
                 connection.request(method, address.path, body=body, headers=headers)
                 with connection.getresponse() as response:
-                    content = _read_all(response)
+                    content = _unpacked(_read_all(response), response.headers)
             except (OSError, HTTPException, _PassingError) as error:
                 if is_late.is_set() or isinstance(error, TimeoutError):
                     raise self._late() from error
@@ -184,7 +189,7 @@ class JSONClient:
                 raise self._late()
         if method == "GET" and response.status in (404, 405):
             return None
-        return self._answer(response.status, response.headers, content)
+        return self._answer(response.status, response.headers, self._without_key(content))
 
     def _connected(self, address: SplitResult) -> HTTPConnection:
         """A connection to the server; raises _PassingError, or EndpointError if its certificate is refused."""
@@ -238,11 +243,16 @@ class JSONClient:
         """The JSON of an answer with status 200; an error for every other status."""
         if status == 200:
             try:
-                return json.loads(content)
+                answer = json.loads(content)
             except (ValueError, RecursionError) as error:
                 raise _PassingError(
                     f"answered with {len(content)} bytes that are not JSON, or only a part of it"
                 ) from error
+            if isinstance(answer, dict) and answer.get("error") and not answer.keys() & ANSWER_FIELDS:
+                raise _PassingError(
+                    f"answered with an error{_quoted_message(content)}", _retry_after(headers)
+                )
+            return answer
         if status in RETRIED_STATUSES:
             raise _PassingError(f"answered {status}{_quoted_message(content)}", _retry_after(headers))
         if status in (401, 403):
@@ -253,6 +263,14 @@ class JSONClient:
         else:
             sentence = f"refuses the request with {status}{_quoted_message(content)}"
         raise EndpointError(self._redacted(f"{self.subject} {sentence}"))
+
+    def _without_key(self, content: bytes) -> bytes:
+        """An answer without the key, which a server may repeat anywhere. Short keys stay, since they may be data."""
+        if self.api_key is None or len(self.api_key) < SHORTEST_KEY:
+            return content
+        for written in {self.api_key, json.dumps(self.api_key)[1:-1]}:
+            content = content.replace(written.encode(), b"***")
+        return content
 
     def _redacted(self, sentence: str) -> str:
         """The sentence without the key, which a server may repeat in its message."""
@@ -281,6 +299,24 @@ def _read_all(response: HTTPResponse) -> bytes:
     if response.length:
         raise _PassingError(f"broke off its answer after {size} bytes")
     return b"".join(blocks)
+
+
+def _unpacked(content: bytes, headers: HTTPMessage) -> bytes:
+    """The body of a response that may be compressed by gzip or deflate, which some proxies do without being asked.
+
+    Raises:
+        _PassingError: if it cannot be unpacked, or is longer than ``MAX_ANSWER_BYTES``.
+    """
+    if headers.get("Content-Encoding", "").strip().lower() not in ("gzip", "x-gzip", "deflate"):
+        return content
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        unpacked = unpacker.decompress(content, MAX_ANSWER_BYTES)
+    except zlib.error as error:
+        raise _PassingError(f"sends an answer that cannot be unpacked ({error})") from error
+    if unpacker.unconsumed_tail or not unpacker.eof:
+        raise _PassingError("sends a compressed answer that is incomplete or too long")
+    return unpacked
 
 
 def _quoted_message(content: bytes) -> str:

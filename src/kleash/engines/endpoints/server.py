@@ -20,6 +20,7 @@ from kleash.engines.endpoints.listed_logprobs import (
 )
 from kleash.errors import EndpointError, NonFiniteError
 from kleash.models import TokenizerMismatchError, TokenSequence
+from kleash.store.job_folder import PROBE_NATS, probe_change
 
 PROBE = "The quick brown fox isn't quick; it jumps over 12 lazy dogs, and they sleep."
 """A text that every server scores before the run, to check its tokens and their order."""
@@ -94,6 +95,34 @@ class Endpoint:
     """Number of likeliest tokens listed at each position."""
     context_length: int | None
     """Largest number of tokens that the server reads; None if it does not say."""
+    probe: Query
+    probe_logps: tuple[float, ...]
+    """Log-probabilities of the probe's scored tokens when the server was connected, in nats."""
+
+    def require_same_model(self) -> None:
+        """Score the probe again.
+
+        Raises:
+            EndpointError: if the server serves another model than when it was connected, or cannot be reached.
+        """
+        try:
+            answer = _ask(self.client, self.dialect, self.probe)
+        except AnswerError as error:
+            raise EndpointError(f"{self.client.subject}: the answer to the probe {error}") from error
+        change = probe_change(self.probe_logps, answer.token_logp.tolist())
+        if change > PROBE_NATS:
+            raise EndpointError(
+                f"{self.client.subject} serves another model than when the run began: its log-probabilities of the "
+                f"probe have changed by {change:.2g} nats in the median; serve {self.model} again, and go on with "
+                "--resume"
+            )
+
+    @property
+    def max_input_tokens(self) -> int | None:
+        """Largest number of tokens before the last of a sequence; None if the server does not say."""
+        if self.context_length is None:
+            return None
+        return max(1, self.context_length - self.dialect.reserved_tokens - 1)
 
     def scorable(self, sequence: TokenSequence) -> TokenSequence | None:
         """The sequence without the first tokens that the server does not score; None if no other token is left."""
@@ -189,6 +218,8 @@ def connect(
                 model=name,
                 top=query.top,
                 context_length=context_length,
+                probe=query,
+                probe_logps=tuple(answer.token_logp.tolist()),
             )
     reason = "; ".join(failures)
     if len(dialects) == 1:

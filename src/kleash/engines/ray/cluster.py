@@ -61,7 +61,12 @@ class WorkerResources:
 
     def __str__(self) -> str:
         """As ``--resources-per-worker`` takes it."""
-        return ",".join(f"{name.lower()}={amount:g}" for name, amount in self.amounts.items()) or "cpu=0"
+        return ",".join(f"{option_name(name)}={amount:g}" for name, amount in self.amounts.items()) or "cpu=0"
+
+
+def option_name(resource: str) -> str:
+    """A resource as ``--resources-per-worker`` calls it: Ray writes CPU and GPU in capitals."""
+    return resource.lower() if resource in ("CPU", "GPU") else resource
 
 
 def worker_resources(option: str | None, *, has_gpus: bool) -> WorkerResources:
@@ -246,7 +251,7 @@ def requested_workers(
     if not places:
         offers = "; ".join(
             dict.fromkeys(
-                ", ".join(f"{name.lower()}={node.get(name, 0):g}" for name in resources.amounts)
+                ", ".join(f"{option_name(name)}={node.get(name, 0):g}" for name in resources.amounts)
                 for node in nodes
             )
         )

@@ -1,6 +1,7 @@
 """Files of hidden states, indexed by the token ids of their sequences."""
 
 import errno
+import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -23,7 +24,8 @@ from kleash.store.checksums import write_checked
 KEY_BYTES = 16
 START_BITS = 40
 """Low bits of an index entry: offset of the sequence in its file. The high bits are the file's number."""
-NO_SPACE = f"os error {errno.ENOSPC}"
+OS_ERROR = re.compile(r"os error (\d+)")
+"""The number of the OSError in a message of safetensors."""
 
 
 def sequence_key(sequence: TokenSequence) -> bytes:
@@ -150,8 +152,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
             save_file(tensors, unfinished)
             unfinished.chmod(mode)  # safetensors writes files that other users cannot read
         except safetensors.SafetensorError as error:  # wraps an OSError
-            number = errno.ENOSPC if NO_SPACE in str(error) else errno.EIO
-            raise OSError(number, summarise_error(error)) from error
+            number = OS_ERROR.search(str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, summarise_error(error)) from error
 
     if root is None:
         write_atomically(path, save)

@@ -102,7 +102,7 @@ class SavedStateChecker:
             name=self.model.path,
         )
         errors = comparison.errors()
-        if not errors_agree(errors, self.model.dtype):
+        if not errors_agree(errors, self.model.dtype) or comparison.is_after_norm():
             raise ModelError(explain_states(comparison))
         wrong_list = comparison.wrong_layer_list()
         if wrong_list is not None:

@@ -31,6 +31,8 @@ FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 TOKEN_DTYPES = ("I64", "I32")
 JSON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Tried in this order for numbers in JSON: the first that holds all of them exactly."""
+EXPLAINED_REQUESTS = 64
+"""Requests whose tokens are compared with those of a missing sequence."""
 
 
 class SavedStates:
@@ -102,16 +104,17 @@ class SavedStates:
         return [request for key in keys for request in self._requests.get(key, ())]
 
     def explain_missing(self, sequences: Iterable[TokenSequence]) -> str:
-        """A clause saying that sequences and files differ by their first token; "" if that is not so."""
-        saved_tails = {_key(self.token_ids(request)[1:]) for request in islice(self.requests(), 64)}
+        """A clause saying how the tokens of a request differ from those of a sequence; "" if none is alike."""
+        saved = [self.token_ids(request) for request in islice(self.requests(), EXPLAINED_REQUESTS)]
         for sequence in sequences:
             token_ids = (*sequence.prompt_ids, *sequence.response_ids)
             if any(_key(ids) in self._requests for ids in (token_ids[1:], token_ids[1:-1])):
                 return (
                     f"; it holds them without their first token, {token_ids[0]}: send token ids and not text"
                 )
-            if any(_key(ids) in saved_tails for ids in (token_ids, token_ids[:-1])):
-                return "; it holds them with one more token in front: send token ids and not text"
+            for request_ids in saved:
+                if clause := _compare_tokens(token_ids, request_ids):
+                    return clause
         return ""
 
     def check_shape(self, dim: int, vocab_size: int, name: str) -> None:
@@ -308,6 +311,31 @@ def _keys_of(sequence: TokenSequence) -> tuple[bytes, bytes]:
     """The hashes of all tokens of a sequence and of its input tokens."""
     token_ids = (*sequence.prompt_ids, *sequence.response_ids)
     return _key(token_ids), _key(token_ids[:-1])
+
+
+def _compare_tokens(token_ids: Sequence[int], saved: Sequence[int]) -> str:
+    """A clause saying how a request's tokens differ from a sequence's; "" if neither holds the other."""
+    inputs, rows = token_ids[:-1], len(saved)
+    if rows < 2:
+        return ""
+    if saved[1:] in (token_ids, inputs):
+        return "; it holds them with one more token in front: send token ids and not text"
+    if rows > len(token_ids) and saved[: len(token_ids)] == token_ids:
+        return (
+            f"; it holds them with {rows - len(token_ids)} more at the end, such as an end token: send the tokens of "
+            "the source alone"
+        )
+    if rows < len(inputs) and saved == token_ids[:rows]:
+        return (
+            f"; it holds the first {rows} of {len(token_ids)} tokens alone, as with chunked prefill or a limit of the "
+            "length"
+        )
+    if saved in (token_ids[len(token_ids) - rows :], inputs[len(inputs) - rows :]):
+        return (
+            "; it holds them without the first tokens, as with prefix caching: run the engine without prefix caching "
+            "and chunked prefill"
+        )
+    return ""
 
 
 def check_rows(states: Tensor, request: SavedRequest, start: int) -> None:

@@ -18,7 +18,7 @@ from kleash.models.cache.layer_states import (
 )
 from kleash.models.cache.saved_records import SavedRequest
 
-SHIFTS = (0, -1, 1, -2, 2)
+SHIFTS = (0, *(sign * count for count in range(1, 9) for sign in (-1, 1)))
 """Tokens by which rows or log-probabilities may be shifted; 0 first."""
 SMALLEST_SHIFT_ROWS = 4
 """Rows that must overlap for a shift to be told from chance."""
@@ -43,6 +43,18 @@ class StateComparison:
         """The relative error of each row's final hidden state."""
         last = self.rows[:, -1]
         return row_errors(last if self.layers is None else self.norm(last), self.computed.final)
+
+    def is_after_norm(self) -> bool:
+        """Whether rows that should be before the final norm are after it.
+
+        A norm with a weight of 1 leaves such rows as they are, so that ``errors`` does not show it.
+        """
+        if self.layers is None or self.norm.module is None:
+            return False
+        last = self.rows[:, -1]
+        return rows_agree(last, self.computed.final, self.dtype) and not rows_agree(
+            last, self.computed.layers[-1], self.dtype
+        )
 
     def matching_layer(self, column: int, shift: int = 0) -> int | None:
         """The layer after which the rows of a column are, moved by ``shift`` tokens; None if after none."""

@@ -148,7 +148,9 @@ def check_config_sizes(subject: str, folder: Path) -> None:
             )
 
 
-def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> Any:
+def check_network_size(
+    subject: str, folder: Path, config: Any, build: Any, *, is_quantised: bool = False
+) -> Any:
     """Build the network of a configuration on the meta device and compare its parameters with those in its files.
 
     Args:
@@ -156,6 +158,7 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> A
         folder: the folder of its weights.
         config: a transformers configuration.
         build: builds the network of a configuration, such as ``AutoModelForCausalLM.from_config``.
+        is_quantised: whether its weights are quantised by settings that ``config`` does not have.
 
     Returns:
         The network on the meta device.
@@ -166,16 +169,18 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> A
     headers = [read_safetensors_header(path) for path in list_weight_files(folder)]
     tensors = sum(len(header) for header in headers)
     elements = sum(prod(entry["shape"]) for header in headers for entry in header.values())
-    return check_built_size(subject, tensors, elements, config, build)
+    return check_built_size(subject, tensors, elements, config, build, is_quantised=is_quantised)
 
 
-def check_built_size(subject: str, tensors: int, elements: int, config: Any, build: Any) -> Any:
+def check_built_size(
+    subject: str, tensors: int, elements: int, config: Any, build: Any, *, is_quantised: bool = False
+) -> Any:
     """``check_network_size`` of files that hold ``tensors`` tensors of ``elements`` numbers together.
 
     Raises:
         ModelError: if the network has too many parameters or buffers, or cannot be built.
     """
-    is_quantised = getattr(config, "quantization_config", None) is not None
+    is_quantised |= getattr(config, "quantization_config", None) is not None
     try:
         with torch.device("meta"), _limit_registrations(4096 + 32 * tensors):
             network = build(deepcopy(config))

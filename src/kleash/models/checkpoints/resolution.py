@@ -210,6 +210,18 @@ def resolve_commit(name: str, revision: str | None) -> str:
             ) from error
 
 
+def repository_of(name: str) -> str | None:
+    """The repository of the hub that a name means; None for a file or folder, and for what cannot be a hub id."""
+    try:
+        is_here = name.startswith("shipped:") or Path(name).expanduser().exists()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
+        return None
+    match = None if is_here else (HUB_FILE if is_gguf(name) else HUB_ID).fullmatch(name)
+    if match is None:
+        return None
+    return match[1] if is_gguf(name) else name
+
+
 def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     """The folder of a model, downloaded if necessary, and the commit of a hub id."""
     if name.startswith("shipped:"):

@@ -18,6 +18,8 @@ TYPE_NAMES = {
     UNUSED: "unused",
     BYTE: "byte",
 }
+PROJECTOR = "clip"
+"""``general.architecture`` of a file with the vision and audio parts of a model."""
 SPACE_LETTER = "\u0120"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -47,8 +49,13 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
     """The vocabulary in the settings of a GGUF file.
 
     Raises:
-        ModelError: if there is none, or its lists do not belong together.
+        ModelError: if there is none, its lists do not belong together, or the file has no language model.
     """
+    if settings.get("general.architecture") == PROJECTOR:
+        raise ModelError(
+            f"{subject} is the projector of a multimodal model (mmproj); give the file of its language model, which is "
+            "measured on text"
+        )
     tokens = _list_of(settings, "tokens", str, subject)
     if not tokens:
         raise ModelError(

@@ -1,18 +1,21 @@
 """Which packed format a checkpoint has, by its settings, and the modules that are stored in it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kleash.errors import ModelError
+from kleash.models.checkpoints.files import read_json
 from kleash.models.quantised.awq import find_awq_modules
 from kleash.models.quantised.bitsandbytes import find_bitsandbytes_modules
 from kleash.models.quantised.gptq import GPTQSettings, find_gptq_modules
 from kleash.models.quantised.hqq import find_hqq_modules
+from kleash.models.quantised.mlx import arrange_tensors, find_mlx_modules
 from kleash.models.quantised.packed_modules import (
     PackedModule,
     TensorHeader,
@@ -62,6 +65,8 @@ KERNEL_PACKAGES = {
     "torchao": "torchao",
 }
 """``quant_method`` → the package with which transformers runs packed weights on an accelerator."""
+MLX_METHODS = frozenset(("mlx", "metal"))
+"""Names of MLX's layout: its own, and transformers' for the same with another name of the biases."""
 MODELOPT_ALGORITHMS = frozenset(("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_AWQ"))
 
 
@@ -76,6 +81,8 @@ class PackedCheckpoint:
     """Of all its tensors, by name."""
     rounds_activations: bool
     """Whether the format also quantises activations when the model is served."""
+    arrange: Callable[[str, Tensor], Iterator[tuple[str, Tensor]]] | None = None
+    """Gives transformers' tensors for one that is not packed, by its name; None if it is stored as they are."""
 
     def describe(self, subject: str) -> str:
         """A note on how the model is run."""
@@ -96,6 +103,8 @@ class _PackedTensors:
     headers: Mapping[str, TensorHeader]
     settings: Mapping[str, Any]
     reader: TensorReader
+    model_type: str
+    """Of config.json."""
 
 
 def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
@@ -116,11 +125,13 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
     if settings is None or method not in FORMATS:
         return None
     headers = read_headers(folder)
+    model_type = str(read_json(folder / "config.json").get("model_type", ""))
     try:
         with TensorReader(headers) as reader:
-            modules = FORMATS[method](
-                _PackedTensors(subject=subject, headers=headers, settings=settings, reader=reader)
+            tensors = _PackedTensors(
+                subject=subject, headers=headers, settings=settings, reader=reader, model_type=model_type
             )
+            modules = FORMATS[method](tensors)
             rounds_activations = _rounds_activations(settings, headers, reader)
     except UnsupportedLayoutError as error:
         raise ModelError(
@@ -135,7 +146,11 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
             "quantization_config from config.json if they are not quantised, or fetch the checkpoint again"
         )
     return PackedCheckpoint(
-        method=method, modules=tuple(modules), headers=headers, rounds_activations=rounds_activations
+        method=method,
+        modules=tuple(modules),
+        headers=headers,
+        rounds_activations=rounds_activations,
+        arrange=arrange_tensors(headers, model_type) if method in MLX_METHODS else None,
     )
 
 
@@ -274,6 +289,12 @@ def _quanto_modules(tensors: _PackedTensors) -> list[PackedModule]:
     return find_quanto_modules(tensors.subject, tensors.headers, tensors.reader)
 
 
+def _mlx_modules(tensors: _PackedTensors) -> list[PackedModule]:
+    """The modules of an MLX checkpoint."""
+    modules = group_by_module(tensors.subject, tensors.headers)
+    return find_mlx_modules(modules, tensors.settings, tensors.model_type)
+
+
 def _rounds_activations(
     settings: Mapping[str, Any], headers: Mapping[str, TensorHeader], reader: TensorReader
 ) -> bool:
@@ -281,6 +302,8 @@ def _rounds_activations(
     method = str(settings.get("quant_method")).lower()
     if method == "torchao":
         return rounds_activations(headers, reader)
+    if method == "mlx":
+        return settings.get("quantize_activations") is True
     if method == "bitsandbytes":
         return settings.get("load_in_8bit") is True
     return method in ("fp8", "fbgemm_fp8", "modelopt") or any(
@@ -302,5 +325,7 @@ FORMATS: Mapping[str, Callable[[_PackedTensors], list[PackedModule]]] = {
     "torchao": _torchao_modules,
     "hqq": _hqq_modules,
     "quanto": _quanto_modules,
+    "mlx": _mlx_modules,
+    "metal": _mlx_modules,
 }
 """``quant_method`` of config.json → the packed modules of such a checkpoint."""

@@ -11,7 +11,8 @@ The blocks are the whole matrix, rows, groups of columns in a row, or rectangles
 | ``weight`` (I8, F8_E4M3, F8_E5M2) | the numbers themselves |
 
 Scales stored as U8 are powers of two, 2^(s - 127). Those of 4-bit floating-point numbers are divided by
-``weight_global_scale``, or multiplied by ``weight_scale_2`` (ModelOpt).
+``weight_global_scale``, or multiplied by ``weight_scale_2`` (ModelOpt). ModelOpt's AWQ multiplies the inputs of a
+matrix by ``pre_quant_scale``, which are factors of its columns here.
 
 Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_utils.py``.
 """
@@ -38,6 +39,7 @@ SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "U8")
 EXPONENT_BIAS = 127
 """Of scales that are stored as exponents."""
 DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
+COLUMN_FACTORS = "pre_quant_scale"
 PACKED_BITS = range(1, 9)
 
 
@@ -105,7 +107,12 @@ def describe_scaled_module(
         kind = f"int{bits}"
     scales = tensors.shape("weight_scale", SCALE_TYPES, (0, 1, 2))
     block = _find_block(tensors, shape, scales, schemes)
-    optional = ("weight_zero_point", "weight_g_idx", DIVISOR, FACTOR, "weight_shape")
+    optional = ("weight_zero_point", "weight_g_idx", DIVISOR, FACTOR, "weight_shape", COLUMN_FACTORS)
+    if COLUMN_FACTORS in tensors.headers:
+        factors = tensors.shape(COLUMN_FACTORS, SCALE_TYPES[:3], (1,))
+        tensors.require(
+            factors == shape[1:], f"has {factors[0]} numbers in {COLUMN_FACTORS} for {shape[1]} columns"
+        )
     parts = (codes, "weight_scale", *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
@@ -207,6 +214,10 @@ def _open(
     if "weight_zero_point" in tensors.headers:
         zeros = by_block(_read_zeros(tensors, reader, scales.values, bits, codes.dtype).to(dtype))
 
+    column_factors = None
+    if COLUMN_FACTORS in tensors.headers:
+        column_factors = reader.read(tensors.full_name(COLUMN_FACTORS)).to(dtype)
+
     def decode(start: int, stop: int) -> Tensor:
         tile = codes[start:stop]
         if codes.dtype == torch.int32:
@@ -218,7 +229,8 @@ def _open(
                 unpack_float_4(tile, dtype) if codes.dtype == torch.uint8 else decode_float_8(tile, dtype)
             )
         tile_zeros = None if zeros is None else zeros.rows(start, stop)
-        return scale_groups(values, tile_zeros, scales.rows(start, stop), column_blocks)
+        weights = scale_groups(values, tile_zeros, scales.rows(start, stop), column_blocks)
+        return weights if column_factors is None else weights.mul_(column_factors)
 
     return decode
 

@@ -10,6 +10,8 @@ from kleash.models.checkpoints.files import read_json
 MAX_GROUP_SIZE = 1 << 24
 OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with the settings of checkpoints that were written before config.json had them, and their formats."""
+MLX_SETTINGS, ACTIVATIONS = "quantization", "quantize_activations"
+"""Settings in the config.json of MLX, which do not name the format; others of its name stand beside them."""
 MODELOPT_SETTINGS, QUANTO_SETTINGS = "hf_quant_config.json", "quanto_qmap.json"
 
 
@@ -27,6 +29,9 @@ def read_quantisation_settings(folder: Path) -> dict[str, Any] | None:
         ModelError: if a file is not JSON, or the settings are no object.
     """
     config = read_json(folder / "config.json")
+    mlx_settings = config.get(MLX_SETTINGS)
+    if isinstance(mlx_settings, dict) and {"bits", "group_size"} <= set(mlx_settings):
+        return {**mlx_settings, "quant_method": "mlx", ACTIVATIONS: config.get(ACTIVATIONS)}
     text_config = config.get("text_config")
     for settings in (config, text_config if isinstance(text_config, dict) else {}):
         for name in ("quantization_config", "compression_config"):

@@ -1,13 +1,32 @@
-"""Quantised checkpoints that transformers loads: a note on how they run, and a sentence on why one cannot be loaded."""
+"""Quantised checkpoints that kleash does not unpack: a note on how they run, and why one cannot be loaded."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kleash.errors import ModelError
+from kleash.extras import import_extra
+from kleash.models.quantised.packed_modules import read_headers
 from kleash.models.quantised.settings import read_quantisation_settings
+from kleash.models.text_towers import is_of_other_part
 
 MAX_METHOD_CHARACTERS = 40
+INTEGER_TYPES = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
+SMALL_FLOAT_TYPES = frozenset(
+    (*("F4", "F6_E2M3", "F6_E3M2"), *("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+)
+QUANTISATION_PARTS = frozenset(
+    (
+        *("scales", "zeros", "qweight", "qzeros", "SCB", "absmax", "weight_scale", "weight_scale_inv"),
+        *("weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_packed", "pre_quant_scale"),
+        *("smooth_scale", "act_scales", "global_scale"),
+    )
+)
+"""Last parts of the names of tensors that weights or activations are multiplied by, or that hold codes."""
+MATRIX_NAMES = (".weight", "_proj")
+"""Ends of the names of tensors that are matrices of a network."""
 REQUIREMENTS = {
     "aqlm": "the package aqlm",
     "auto-round": "the package auto-round",
@@ -31,6 +50,20 @@ REQUIREMENTS = {
     "vptq": "the package vptq and an NVIDIA GPU",
 }
 """``quant_method`` → what transformers needs to load such a checkpoint."""
+OTHER_PACKAGES = {
+    "awq_marlin": "vLLM on an NVIDIA GPU",
+    "exl2": "ExLlamaV2 on an NVIDIA GPU",
+    "exl3": "ExLlamaV3 on an NVIDIA GPU",
+    "gptq_marlin": "vLLM on an NVIDIA GPU",
+    "marlin": "vLLM on an NVIDIA GPU",
+    "modelopt_fp4": "vLLM, SGLang or TensorRT-LLM on an NVIDIA GPU",
+    "modelopt_mixed": "vLLM, SGLang or TensorRT-LLM on an NVIDIA GPU",
+    "petit_nvfp4": "vLLM on an AMD GPU",
+    "ptpc_fp8": "vLLM on an AMD GPU",
+    "qqq": "GPTQModel on an NVIDIA GPU",
+    "squeezellm": "vLLM on an NVIDIA GPU",
+}
+"""``quant_method`` that transformers does not know → what reads such a checkpoint."""
 
 
 def describe_quantisation(folder: Path, network: Any, subject: str) -> tuple[str, ...]:
@@ -38,8 +71,15 @@ def describe_quantisation(folder: Path, network: Any, subject: str) -> tuple[str
     method = _read_method(folder)
     if method is None:
         return ()
-    how = "it runs on packed weights" if is_packed(network) else "its weights were decoded when it was loaded"
-    return (f"{subject} is quantised ({method}), and {how}",)
+    if method == "bitnet":
+        how = ", and its layers round activations to 8 bits, as the model was trained"
+    elif is_packed(network):
+        how = ", and it runs on packed weights"
+    elif any(header.dtype in INTEGER_TYPES | SMALL_FLOAT_TYPES for header in read_headers(folder).values()):
+        how = ", and its weights were decoded when it was loaded"
+    else:
+        how = " by its settings, and its files hold ordinary weights, which were read as they are"
+    return (f"{subject} is quantised ({method}){how}",)
 
 
 def is_packed(network: Any) -> bool:
@@ -49,7 +89,72 @@ def is_packed(network: Any) -> bool:
         or weight.element_size() == 1
         or (type(weight) is not torch.nn.Parameter and not hasattr(weight, "device_mesh"))
         for weight in network.parameters()
+    ) or any(
+        name.endswith(".weight") and not buffer.is_floating_point()
+        for name, buffer in network.named_buffers()
     )
+
+
+def check_stored_types(folder: Path, config: Any, subject: str, decoded: Collection[str] | None) -> None:
+    """Refuse a checkpoint with a matrix of codes that nothing decodes: transformers would take them for weights.
+
+    Args:
+        folder: of the checkpoint.
+        config: its transformers configuration.
+        subject: the model, for errors.
+        decoded: names of the tensors that are unpacked; None if no format is.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    method = _read_method(folder)
+    if (
+        decoded is None
+        and method in import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
+    ):
+        return
+    headers = read_headers(folder)
+    # Numbers of 8 bits and no scales are weights that were rounded to them.
+    has_scales = any("scale" in name.rpartition(".")[2] for name in headers)
+    types = INTEGER_TYPES | (SMALL_FLOAT_TYPES if has_scales or method is not None else frozenset[str]())
+    codes = [
+        name
+        for name, header in headers.items()
+        if header.dtype in types
+        and len(header.shape) > 1
+        and name.endswith(MATRIX_NAMES)
+        and name not in (decoded or ())
+        and not is_of_other_part(config, name)
+    ]
+    if codes:
+        kind = headers[codes[0]].dtype
+        if decoded is not None:
+            advice = "; its other matrices were stored with scales; fetch or quantise the model again"
+        else:
+            advice = explain_refusal(folder) or "; its config.json names no quantisation; save it dequantised"
+        raise ModelError(
+            f"{subject} has matrices stored as codes that are not decoded here, {len(codes)} in all, such as "
+            f"{codes[0][:120]} ({kind}){advice}"
+        )
+
+
+def check_unused_parts(names: Collection[str], folder: Path, subject: str) -> None:
+    """Refuse a quantised checkpoint of which scales or codes were not used, without which it is another model.
+
+    Args:
+        names: of the tensors that were not used.
+        folder: of the checkpoint.
+        subject: the model, for errors.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    parts = [name for name in names if name.rpartition(".")[2] in QUANTISATION_PARTS]
+    if parts and _read_method(folder) is not None:
+        raise ModelError(
+            f"{subject} has {len(parts)} tensors of a quantisation that were not used, such as {parts[0][:120]}, and "
+            "its numbers would be wrong without them; save it dequantised where it can be loaded"
+        )
 
 
 def explain_refusal(folder: Path) -> str:
@@ -59,7 +164,8 @@ def explain_refusal(folder: Path) -> str:
         return ""
     needs = REQUIREMENTS.get(method)
     if needs is None:
-        return f"; it is quantised ({method}), a format that neither kleash nor transformers reads; save it dequantised"
+        reader = OTHER_PACKAGES.get(method, "its own software")
+        return f"; it is quantised ({method}) in a layout that is read by {reader} and not here; save it dequantised"
     hardware = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "this CPU"
     return (
         f"; it is quantised ({method}), for which transformers needs {needs} beside {hardware}; save it dequantised "

@@ -1,6 +1,6 @@
 """Building an ordinary transformers network from a checkpoint whose weights are stored packed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ def load_unpacked_network(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+        unexpected = set(report["unexpected_keys"])
+        report["unexpected_keys"] = unexpected - _zero_biases(packed, reader, unexpected)
     network.config.name_or_path = str(folder)
     if (folder / GENERATION_CONFIG).is_file() and network.can_generate():
         transformers = import_extra("transformers", "models")
@@ -85,9 +87,25 @@ def _read_parameters(
         part = name.rpartition(".")[2]
         if is_of_other_part(config, name) or part in ACTIVATION_TENSORS:
             continue
-        tensor = unpack(modules[name], reader, dtype) if name in modules else reader.read(name)
-        if part != "bias" or f"{name.removesuffix('bias')}weight" not in modules or tensor.any():
-            yield name, tensor  # without the zeros that AutoGPTQ writes as biases of modules that have none
+        if name in modules:
+            yield name, unpack(modules[name], reader, dtype)
+        elif packed.arrange is not None:
+            yield from packed.arrange(name, reader.read(name))
+        else:
+            yield name, reader.read(name)
+
+
+def _zero_biases(packed: PackedCheckpoint, reader: TensorReader, names: Iterable[str]) -> set[str]:
+    """The names of biases of packed modules that are all zeros, which AutoGPTQ writes for modules that have none."""
+    weights = {module.parameter for module in packed.modules}
+    return {
+        name
+        for name in names
+        if name in packed.headers
+        and name.endswith(".bias")
+        and f"{name.removesuffix('bias')}weight" in weights
+        and not reader.read(name).any()
+    }
 
 
 def unpack(module: PackedModule, reader: TensorReader, dtype: torch.dtype) -> Tensor:
@@ -123,8 +141,9 @@ def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
 def _has_packed_head(packed: PackedCheckpoint, skeleton: Any) -> bool:
     """Whether the output embedding is packed, and so is another matrix than the input embedding."""
     head = skeleton.get_output_embeddings()
-    names = {name for name, module in skeleton.named_modules() if head is not None and module is head}
-    return any(module.name in names for module in packed.modules)
+    names = [name for name, module in skeleton.named_modules() if head is not None and module is head]
+    ends = tuple(f".{name}.weight" for name in names)  # a name in a file may have the prefix of the text part
+    return any(f".{module.parameter}".endswith(ends) for module in packed.modules)
 
 
 def _without_quantisation(config: Any, *, tied: bool) -> Any:

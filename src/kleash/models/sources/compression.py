@@ -13,6 +13,8 @@ from kleash.models.compat import summarise_error
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 PROGRAMS = {GZIP: "gzip", ZSTD: "zstd"}
 """Compression programs whose files are read, by the first bytes of the files."""
+SKIPPABLE_FRAME = b"\x2a\x4d\x18"
+"""Bytes after 0x50 to 0x5f of a frame without content, with which pzstd begins its files (RFC 8878, 3.1.2)."""
 SUFFIXES = frozenset({".gz", ".gzip", ".zst", ".zstd"})
 """Suffixes that they add to a file's name."""
 FREE_BYTES = 64 * 2**20
@@ -54,6 +56,8 @@ def open_unpacked(path: Path, label: str) -> BinaryIO:
 
 def compression_of(start: bytes) -> str | None:
     """The program that compressed a file with these first bytes, "gzip" or "zstd"; None if neither did."""
+    if start[1:4] == SKIPPABLE_FRAME and start[0] >> 4 == 5:
+        return "zstd"
     return next((name for prefix, name in PROGRAMS.items() if start.startswith(prefix)), None)
 
 

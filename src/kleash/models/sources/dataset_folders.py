@@ -96,7 +96,9 @@ def _arrow_files(folder: Path) -> tuple[Path, ...]:
     entries = entries if isinstance(entries, list) else []
     names: list[Any] = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
     if not names:
-        raise SourceError(f"{state} names no files; save the data set again with save_to_disk")
+        raise SourceError(
+            f"{state} names no files: the data set is empty, or was not saved whole; save it again with save_to_disk"
+        )
     bad = [entry for entry in names if not _is_file_name(entry)]
     if bad:
         raise SourceError(

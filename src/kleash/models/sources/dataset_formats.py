@@ -9,6 +9,7 @@ P and C are texts or lists of messages. Reference: "Dataset formats and types",
 https://huggingface.co/docs/trl/dataset_formats.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -21,6 +22,12 @@ from kleash.models.sources.source_records import SourceRecord, check_unicode, ge
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of records whose text refers to something that is no text."""
+RENDERING_OPTIONS = frozenset(
+    {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"}
+    | {"add_generation_prompt", "continue_final_message", "return_tensors", "return_dict", "tokenizer_kwargs"}
+    | {"return_assistant_tokens_mask"}
+)
+"""Arguments of ``apply_chat_template`` that are no variables of a template."""
 TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of messages."""
 
@@ -56,13 +63,14 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
-            or "content" not in message
+            or not ("content" in message or message.get("tool_calls"))
         ):
             raise SourceError(
                 f"{record.location}: expected each message to have a 'role' and 'content' and found "
                 f"{show_value(message)}"
             )
-        for part in message["content"] if isinstance(message["content"], list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
             _check_part(record, name, part)
     return messages
 
@@ -93,12 +101,19 @@ def check_text_only(record: SourceRecord) -> None:
     Raises:
         SourceError: if it has, with the name of the column.
     """
-    for name in MEDIA_COLUMNS:
-        if (record.fields or {}).get(name):
+    for name, value in (record.fields or {}).items():
+        if (name in MEDIA_COLUMNS and value) or _is_media(value):
             raise SourceError(
                 f"{record.location}: the record has {name!r} beside its text, and kleash measures models on text "
                 "alone; leave the record out, or the column if the text stands without it"
             )
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a value is an image or audio file as the package datasets stores them, or a list of such."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_media, value))
+    return isinstance(value, dict) and value.keys() == {"bytes", "path"} and any(map(bool, value.values()))
 
 
 def parse_preference(record: SourceRecord) -> Preference:
@@ -108,6 +123,9 @@ def parse_preference(record: SourceRecord) -> Preference:
         SourceError: if a part is missing or empty, if the parts differ in type, or if the answers are equal.
     """
     fields = record.fields or {}
+    if _repeats_prompt(fields):
+        fields = {name: value for name, value in fields.items() if name != "prompt"}
+        record = replace(record, fields=fields, columns=record.columns or record.fields)
     names = [name for name in ("prompt", "chosen", "rejected") if name != "prompt" or name in fields]
     if {type(fields.get(name)) for name in names} not in ({str}, {list}) or not all(map(fields.get, names)):
         raise SourceError(
@@ -129,6 +147,18 @@ def parse_preference(record: SourceRecord) -> Preference:
             "begin alike and to go on differently"
         )
     return Preference(chosen[:length], chosen[length:], rejected[length:])
+
+
+def _repeats_prompt(fields: dict[str, Any]) -> bool:
+    """Whether the prompt is the text of a message with which both conversations of a pair begin.
+
+    Such are the data sets that were made by the alignment handbook, for instance ultrafeedback_binarized.
+    """
+    prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
+    if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    return any(isinstance(message, dict) and message.get("content") == prompt for message, _ in common)
 
 
 def is_preference(record: SourceRecord) -> bool:
@@ -224,6 +254,14 @@ def document_text(record: SourceRecord, tokenizer: Any, chat_template: str | Non
     )
 
 
+def is_conversation(record: SourceRecord) -> bool:
+    """Whether the text of a record is made of messages."""
+    fields = record.fields or {}
+    return fields.get("text") is None and any(
+        isinstance(fields.get(name), list) for name in ("messages", "prompt")
+    )
+
+
 def conversation_text(
     record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
 ) -> str:
@@ -248,7 +286,7 @@ def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: st
     Raises:
         SourceError: if a content is neither text nor a list of texts.
     """
-    return "\n\n".join(_content_text(record, message["content"], name) for message in messages)
+    return "\n\n".join(_content_text(record, message.get("content"), name) for message in messages)
 
 
 def _content_text(record: SourceRecord, content: Any, name: str) -> str:
@@ -305,6 +343,7 @@ def render_messages(
             f"{record.location}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
             "'prompt' as text, or a tokenizer that has one"
         )
+    options = _template_options(record)
     continues_last = generate and messages[-1]["role"] == "assistant"
     try:
         text = render_chat(
@@ -312,9 +351,53 @@ def render_messages(
             messages,
             add_generation_prompt=generate and not continues_last,
             continue_final_message=continues_last,
+            **options,
         )
     except Exception as error:  # a template is code of the checkpoint and can raise any exception
         raise SourceError(
             f"{record.location}: the chat template refuses the messages: {summarise_error(error)}"
         ) from error
     return check_unicode(record, repr(name), text)
+
+
+def _template_options(record: SourceRecord) -> dict[str, Any]:
+    """The tools of a record, and the variables of its chat template: TRL's "tools" and "chat_template_kwargs".
+
+    Raises:
+        SourceError: if the tools are no list of objects, the variables no object, or one of them an option.
+    """
+    fields = record.columns or record.fields or {}
+    options: dict[str, Any] = {}
+    tools, variables = (_parsed(fields.get(name)) for name in ("tools", "chat_template_kwargs"))
+    if tools:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise SourceError(
+                f"{record.location}: expected 'tools' to be a list of JSON schemas and found {show_value(tools)}; "
+                "leave the column out"
+            )
+        options["tools"] = [_without_nulls(tool) for tool in tools]
+    if variables:
+        if not isinstance(variables, dict) or RENDERING_OPTIONS.intersection(variables):
+            raise SourceError(
+                f"{record.location}: expected 'chat_template_kwargs' to be an object with variables of the chat "
+                f"template and found {show_value(variables)}"
+            )
+        options |= {name: value for name, value in variables.items() if value is not None}
+    return options
+
+
+def _parsed(value: Any) -> Any:
+    """A value, of JSON if it is a text that is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the null keys that Parquet adds to objects of a column."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -8,8 +8,8 @@ from kleash.errors import OptionError, SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.dataset_formats import document_text
-from kleash.models.sources.prompts import encode_text
+from kleash.models.sources.dataset_formats import document_text, is_conversation
+from kleash.models.sources.prompts import encode_text, without_second_begin
 from kleash.models.sources.source_files import Source, find_source
 from kleash.models.sources.source_records import SourceRecord, describe_fields
 
@@ -96,7 +96,7 @@ def _windows(
     """Iterate over the windows of a source, whose size and stride are valid."""
     has_windows = False
     for document, record in enumerate(islice(_documents(source, pair.tokenizer), limit)):
-        token_ids = tuple(encode_text(pair.tokenizer, record.text, special_tokens=True))
+        token_ids = _document_tokens(record, pair.tokenizer)
         for index, (start, score_start, stop) in enumerate(window_spans(len(token_ids), window, stride)):
             has_windows = True
             yield TokenSequence(
@@ -113,6 +113,13 @@ def _windows(
         raise SourceError(
             f"{source.name} holds no document of two tokens or more, so there is nothing to score"
         )
+
+
+def _document_tokens(record: SourceRecord, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids of a document: of a rendered conversation, without tokens that the template did not write."""
+    if record.is_rendered:
+        return tuple(encode_text(tokenizer, record.text, special_tokens=False))
+    return tuple(without_second_begin(tokenizer, encode_text(tokenizer, record.text, special_tokens=True)))
 
 
 def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -140,4 +147,5 @@ def _documents(source: Source, tokenizer: Any) -> Iterator[SourceRecord]:
                 f"{record.location}: expected a field 'text' and found {describe_fields(record)}; --text-column names "
                 "another"
             )
-        yield SourceRecord(number=record.number, location=record.location, text=text)
+        is_rendered = source.reading.chat_template != "raw" and is_conversation(record)
+        yield SourceRecord(number=record.number, location=record.location, text=text, is_rendered=is_rendered)

@@ -59,7 +59,7 @@ def read_prompts(
     records = islice(source.records(), limit)
     prompts = _prompts(records, pair, columns=columns, chat_template=source.reading.chat_template)
     if not prompts:
-        raise SourceError(f"{name} holds no prompt, only blank lines")
+        raise SourceError(f"{name} holds no prompt")
     return prompts
 
 
@@ -207,6 +207,12 @@ def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]
     return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
 
 
+def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
+    """Token ids with one begin token of two: the text begins with it, as one in a log or of a template does."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
+
+
 def _from_text(
     record: SourceRecord, text: str, tokenizer: Any, chat_template: str | None
 ) -> tuple[tuple[int, ...], str]:
@@ -214,6 +220,11 @@ def _from_text(
     if not text:
         raise SourceError(f"{record.location}: the prompt is empty")
     if chat_template == "apply":
+        if not getattr(tokenizer, "chat_template", None):
+            raise SourceError(
+                f"{record.location}: --chat-template apply renders it by the chat template of the policy's tokenizer, "
+                "which has none; leave that out, or give a --tokenizer with one"
+            )
         message = {"role": "user", "content": text}
         return _from_messages(record, [message], tokenizer, "prompt", chat_template)
     token_ids = encode_text(tokenizer, text, special_tokens=True)
@@ -221,9 +232,7 @@ def _from_text(
     ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
     if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
         token_ids.pop()
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is not None and token_ids[:2] == [bos, bos] and text_ids[:1] == [bos]:
-        token_ids.pop(0)  # the text begins with the token, as a decoded prompt in a log does
+    token_ids = without_second_begin(tokenizer, token_ids)
     if not token_ids:
         raise SourceError(f"{record.location}: the prompt {shorten(text)} has no tokens")
     return tuple(token_ids), text

@@ -67,7 +67,7 @@ def read_responses(
         is_empty = False
         yield _response(record, pair, assigner, source.reading.chat_template)
     if is_empty:
-        raise SourceError(f"{name} holds no response, only blank lines")
+        raise SourceError(f"{name} holds no response")
 
 
 @dataclass
@@ -99,9 +99,10 @@ class _IdAssigner:
                 f"{record.location}: expected every line to have a 'prompt_id', or none of them"
             )
         if prompt is None:
-            prompt = self.prompt_ids.setdefault(prompt_hash, len(self.prompt_ids))
+            group = prompt_hash if record.first_prompt is None else hash_tokens(record.first_prompt)
+            prompt = self.prompt_ids.setdefault(group, len(self.prompt_ids))
         first_hash, first_location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
-        if first_hash != prompt_hash:
+        if first_hash != prompt_hash and record.first_prompt is None:
             raise SourceError(
                 f"{record.location}: 'prompt_id' {prompt} stands for another prompt at {first_location}"
             )

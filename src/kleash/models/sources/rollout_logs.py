@@ -1,4 +1,4 @@
-"""Responses in the logs of other programs: the samples of lm-evaluation-harness.
+"""Responses in the logs of other programs: the samples of lm-evaluation-harness, and rollouts of prime-rl.
 
 The logs of verl ("input", "output"), TRL ("prompt", "completion") and SkyRL ("input_prompt", "output_response") need no
 reader: their columns are among the usual names. lm-evaluation-harness writes a line for each document and filter:
@@ -6,12 +6,22 @@ reader: their columns are among the usual names. lm-evaluation-harness writes a 
     {"doc_id": 0, "filter": "none", "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": options}},
      "resps": [[text, ...]], "filtered_resps": [...]}
 
-Reference: ``EvaluationTracker.save_results_samples``, https://github.com/EleutherAI/lm-evaluation-harness.
+prime-rl writes a line for each training sequence, and a line for each episode, whose traces are trees of messages:
+
+    {"token_ids": [...], "loss_mask": [...], "inference_logprobs": [...]}
+    {"traces": [{"nodes": [{"parent": null, "token_ids": [...], "mask": [...], "logprobs": [...]}, ...]}]}
+
+A node has the tokens that its message adds to those of its parent, and a log-probability for each token of its mask.
+
+References: ``EvaluationTracker.save_results_samples``, https://github.com/EleutherAI/lm-evaluation-harness;
+``TokenExporter``, https://github.com/PrimeIntellect-ai/prime-rl; ``MessageNode``,
+https://github.com/PrimeIntellect-ai/verifiers.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from kleash.errors import SourceError
@@ -21,23 +31,138 @@ UNFILTERED = object()
 
 
 def expand_logs(records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
-    """Records with each sample of lm-evaluation-harness as its responses; other records as they are.
+    """Records of logs as their responses; other records as they are.
 
-    A document stands in a log once for each filter of its task, with the same responses; those of the first filter are
-    read.
+    A document stands in a log of lm-evaluation-harness once for each filter of its task, with the same responses; those
+    of the first filter are read. In a rollout of prime-rl, what the model drew between two results of tools, or in one
+    turn, is a response to everything before it.
 
     Raises:
-        SourceError: if a sample is not of a task that generates text.
+        SourceError: if a sample is not of a task that generates text, or a rollout has no tokens that were drawn.
     """
     first_filter: Any = UNFILTERED
     for record in records:
         fields = record.fields or {}
-        if "arguments" not in fields or "resps" not in fields:
+        if isinstance(fields.get("token_ids"), list) and isinstance(fields.get("loss_mask"), list):
+            yield from _training_sequence(record, fields)
+        elif isinstance(fields.get("traces"), list) or isinstance(fields.get("nodes"), list):
+            yield from _episode(record, fields)
+        elif "arguments" in fields and "resps" in fields:
+            first_filter = fields.get("filter") if first_filter is UNFILTERED else first_filter
+            if fields.get("filter") == first_filter:
+                yield from _sample(record, fields)
+        else:
             yield record
-            continue
-        first_filter = fields.get("filter") if first_filter is UNFILTERED else first_filter
-        if fields.get("filter") == first_filter:
-            yield from _sample(record, fields)
+
+
+def _training_sequence(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
+    """The responses of a training sequence of prime-rl."""
+    token_ids, mask, logprobs = (
+        fields.get(name) for name in ("token_ids", "loss_mask", "inference_logprobs")
+    )
+    assert isinstance(token_ids, list) and isinstance(mask, list)
+    if len(mask) != len(token_ids) or not (logprobs is None or len(logprobs) == len(token_ids)):
+        raise SourceError(
+            f"{record.location}: expected 'loss_mask' and 'inference_logprobs' to have a value for each of the "
+            f"{len(token_ids)} tokens"
+        )
+    if not any(mask):
+        raise SourceError(f"{record.location}: 'loss_mask' is false at every token, so there is no response")
+    yield from _drawn_runs(record, token_ids, mask, logprobs, first=mask.index(True) if True in mask else 0)
+
+
+def _episode(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
+    """The responses of the traces of an episode of prime-rl; of an episode that failed there may be none."""
+    for trace in fields.get("traces", [fields]):
+        nodes = trace.get("nodes") if isinstance(trace, dict) else None
+        if not isinstance(nodes, list) or not all(map(_is_node, nodes)):
+            raise SourceError(
+                f"{record.location}: expected the traces of a rollout of prime-rl, whose nodes have 'token_ids' and "
+                f"'mask', and found {show_value(trace)}"
+            )
+        if nodes and not any(any(node["mask"]) for node in nodes):
+            raise SourceError(
+                f"{record.location}: the rollout has no token ids of what the model drew; prime-rl writes them if it "
+                "generates by its renderer"
+            )
+        for index, node in enumerate(nodes):
+            if any(node["mask"]):
+                yield from _sampled_message(record, nodes, index)
+
+
+def _is_node(value: Any) -> bool:
+    """Whether a value is a node of a trace."""
+    return isinstance(value, dict) and all(
+        isinstance(value.setdefault(name, []), list) for name in ("token_ids", "mask", "logprobs")
+    )
+
+
+def _sampled_message(
+    record: SourceRecord, nodes: Sequence[dict[str, Any]], index: int
+) -> Iterator[SourceRecord]:
+    """The response of a node, after the tokens of those before it."""
+    path, parent = [nodes[index]], nodes[index].get("parent")
+    while parent is not None:
+        if not isinstance(parent, int) or not 0 <= parent < index:
+            raise SourceError(
+                f"{record.location}: a node of a trace names {show_value(parent)} as its parent, and parents stand "
+                "before their children"
+            )
+        path.append(nodes[parent])
+        index, parent = parent, nodes[parent].get("parent")
+    node, earlier = path[0], path[:0:-1]
+    before = [token for each in earlier for token in each["token_ids"]]
+    drawn_earlier = [flag for each in earlier for flag in each["mask"]]
+    mask, logprobs = node["mask"], iter(node["logprobs"])
+    if len(mask) != len(node["token_ids"]) or len(node["logprobs"]) not in (0, sum(map(bool, mask))):
+        raise SourceError(
+            f"{record.location}: expected 'mask' to have a value for each of the {len(node['token_ids'])} tokens of a "
+            "node, and 'logprobs' one for each that was drawn"
+        )
+    aligned = [next(logprobs) if flag else 0.0 for flag in mask] if node["logprobs"] else None
+    first = drawn_earlier.index(True) if True in drawn_earlier else len(before) + mask.index(True)
+    yield from _drawn_runs(
+        record,
+        [*before, *node["token_ids"]],
+        [*(False for _ in before), *mask],
+        None if aligned is None else [*(0.0 for _ in before), *aligned],
+        first=first,
+    )
+
+
+def _drawn_runs(
+    record: SourceRecord,
+    token_ids: Sequence[Any],
+    mask: Sequence[Any],
+    logprobs: Sequence[Any] | None,
+    *,
+    first: int,
+) -> Iterator[SourceRecord]:
+    """A record for each run of tokens that were drawn, after all tokens before it.
+
+    Args:
+        record: that they come from.
+        token_ids: of the whole sequence.
+        mask: whether each token was drawn.
+        logprobs: one for each token; None if they are not known.
+        first: number of tokens before the first that was drawn.
+    """
+    start = 0
+    for is_drawn, run in groupby(mask, bool):
+        stop = start + sum(1 for _ in run)
+        if is_drawn:
+            values = None if logprobs is None else list(logprobs[start:stop])
+            yield replace(
+                record,
+                fields={
+                    "prompt_token_ids": list(token_ids[:start]),
+                    "response_token_ids": list(token_ids[start:stop]),
+                    "logprobs": None if values is None or None in values else values,
+                },
+                columns=record.columns or record.fields,
+                first_prompt=tuple(token_ids[:first]),
+            )
+        start = stop
 
 
 def _sample(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:

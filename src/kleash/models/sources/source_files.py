@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from shutil import copyfileobj, rmtree
-from stat import S_ISDIR, S_ISREG
+from stat import S_ISDIR, S_ISFIFO, S_ISREG
 from tempfile import mkdtemp
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
@@ -24,6 +25,7 @@ from kleash.models.sources.columns import (
 from kleash.models.sources.compression import open_unpacked, uncompressed_suffix
 from kleash.models.sources.dataset_folders import find_dataset
 from kleash.models.sources.source_records import (
+    COPY_OF_PIPE,
     COPY_OF_STANDARD_INPUT,
     SourceRecord,
     read_jsonl,
@@ -47,6 +49,10 @@ from kleash.shipped import shipped_prompts, shipped_text
 SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "arrow", "plain text"]
 
 STANDARD_INPUT = "-"
+OPEN_FILE = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
+"""Path of a file that this process has open, as a shell writes <(...)."""
+HUB_ADDRESS = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)datasets/([\w.-]+/[\w.-]+)")
+"""Address of a data set on the hub."""
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
 FORMAT_NAMES: Mapping[SourceFormat, str] = {
     "jsonl": "JSONL",
@@ -179,6 +185,11 @@ def find_source(name: str, kind: SourceKind, options: DatasetOptions | None = No
     return Source(name=name, kind=kind, paths=(path,), reading=reading)
 
 
+def is_read_once(name: str) -> bool:
+    """Whether a source is standard input or a pipe, of which this process keeps a copy."""
+    return name == STANDARD_INPUT or OPEN_FILE.fullmatch(name) is not None
+
+
 def _hash_file(path: Path) -> str:
     """The SHA-256 of a file's bytes."""
     digest = sha256()
@@ -210,7 +221,9 @@ def source_path(name: str, kind: SourceKind) -> Path:
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceError(f"there is no file {name}") from error
+        hub_name = HUB_ADDRESS.match(name)
+        hint = f"; give the name of the data set on the hub, {hub_name[1]}" if hub_name else ""
+        raise SourceError(f"there is no file {name}{hint}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         reason = getattr(error, "strerror", None) or error
         raise SourceError(
@@ -218,13 +231,16 @@ def source_path(name: str, kind: SourceKind) -> Path:
         ) from error
     if S_ISDIR(status.st_mode):
         raise SourceError(f"{name} is a folder; give a file of {accepted_formats(kind)}")
+    if S_ISFIFO(status.st_mode) and OPEN_FILE.fullmatch(str(path)):
+        path = _copy_of_pipe(str(path))
+        status = path.stat()
     if not S_ISREG(status.st_mode):
         raise SourceError(
             f"{name} is a pipe or a device, and a source is read more than once; write it to a file first, or "
             f"give {STANDARD_INPUT} and pipe it to standard input"
         )
     if status.st_size == 0:
-        raise SourceError(f"{name} is empty; give a file of {accepted_formats(kind)}")
+        raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")
     return path
 
 
@@ -358,13 +374,28 @@ def _copy_of_standard_input() -> Path:
             raise SourceError("standard input is closed; pipe a file to it, or give the file's name")
         if stream.isatty():
             raise SourceError("standard input is a terminal; pipe a file to it, or give the file's name")
-        folder = Path(mkdtemp(prefix="kleash-"))
-        atexit.register(rmtree, folder, ignore_errors=True)
-        path = folder / COPY_OF_STANDARD_INPUT
-        with path.open("xb") as copy:
-            copyfileobj(stream, copy)
+        return _copied(stream, COPY_OF_STANDARD_INPUT)
     except (OSError, ValueError) as error:
         raise SourceError(
             f"standard input cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
+
+
+@lru_cache(maxsize=8)
+def _copy_of_pipe(name: str) -> Path:
+    """Copy a pipe that this process has open to a file, since it can be read only once; deleted as that of ``-``."""
+    try:
+        with Path(name).open("rb") as pipe:
+            return _copied(pipe, COPY_OF_PIPE)
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _copied(stream: BinaryIO, name: str) -> Path:
+    """Copy a stream to a file of this name, in a folder that is deleted when the process ends."""
+    folder = Path(mkdtemp(prefix="kleash-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    path = folder / name
+    with path.open("xb") as copy:
+        copyfileobj(stream, copy)
     return path

@@ -8,11 +8,13 @@ from kleash.jobs.reading import DatasetOptions, SourceKind
 from kleash.models.sources.columns import describe_choices
 from kleash.models.sources.dataset_formats import expand_responses, is_preference
 from kleash.models.sources.rollout_logs import expand_logs
-from kleash.models.sources.source_files import find_source
+from kleash.models.sources.source_files import Source, find_source
 from kleash.models.sources.source_records import SourceRecord
 
 NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
 """What a chat template renders, by the kind of a source."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Usual names of columns with a system prompt."""
 
 
 def describe_source(
@@ -38,7 +40,7 @@ def describe_source(
         SourceError: if a record cannot be read.
     """
     source = find_source(name, kind, options)
-    notes = [*source.notes, *describe_choices(source.columns())]
+    notes = [*source.notes, *describe_choices(source.columns()), *_unread_columns(source)]
     template = source.reading.chat_template
     if not getattr(tokenizer, "chat_template", None) and template != "raw":
         return tuple(notes)
@@ -47,6 +49,17 @@ def describe_source(
         records = (response for record in expand_logs(records) for response in expand_responses(record))
     forms = Counter(_form(record) for record in islice(records, limit))
     return (*notes, *_template_notes(forms, NOUNS.get(kind, "prompts"), template, is_text=kind == "text"))
+
+
+def _unread_columns(source: Source) -> list[str]:
+    """A note for each column of the first record with a system prompt, which is not read."""
+    record = None if source.kind == "rollouts" else next(source.raw_records(), None)
+    fields = (record and record.fields) or {}
+    return [
+        f"the column {name!r} is not read; put it into the messages, as the first, of the role system"
+        for name in SYSTEM_COLUMNS
+        if isinstance(fields.get(name), str) and fields[name].strip()
+    ]
 
 
 def _form(record: SourceRecord) -> Literal["messages", "text", "token ids"]:
@@ -67,26 +80,27 @@ def _template_notes(forms: Counter[str], noun: str, template: str | None, *, is_
     total = sum(forms.values())
 
     def some(count: int) -> str:
-        return f"the {total} {noun}" if count == total else f"{count} of the {total} {noun}"
+        if total == 1:
+            return f"the {noun.removesuffix('s')} is"
+        return f"the {total} {noun} are" if count == total else f"{count} of the {total} {noun} are"
 
     messages, plain, notes = forms["messages"], forms["text"], list[str]()
+    list_of_messages = "a list of messages" if total == 1 else "messages"
     if template == "raw":
         if messages:
             notes.append(
-                f"{some(messages)} are messages, whose contents are joined; no chat template is applied"
+                f"{some(messages)} {list_of_messages}, whose contents are joined; no chat template is applied"
             )
         return notes
     if messages:
-        notes.append(f"{some(messages)} are messages, rendered by the policy's chat template")
+        notes.append(f"{some(messages)} {list_of_messages}, rendered by the policy's chat template")
     if not plain or is_text:
         return notes
     if template == "apply":
-        notes.append(
-            f"{some(plain)} are plain text, rendered as a user's message by the policy's chat template"
-        )
+        notes.append(f"{some(plain)} plain text, rendered as a user's message by the policy's chat template")
     else:
         notes.append(
-            f"{some(plain)} are plain text, read without the policy's chat template; --chat-template apply renders "
+            f"{some(plain)} plain text, read without the policy's chat template; --chat-template apply renders "
             "them as a user's message"
         )
     return notes

@@ -9,12 +9,14 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.models.compat import summarise_error
-from kleash.models.sources.compression import open_unpacked
+from kleash.models.sources.compression import compression_of, open_unpacked
 
 MAX_SHOWN_CHARACTERS = 60
 MAX_SHOWN_FIELDS = 16
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
 """File name of the copy of standard input."""
+COPY_OF_PIPE = "kleash-pipe"
+"""File name of the copy of a pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,10 @@ class SourceRecord:
     """Values by name; None in plain text."""
     columns: dict[str, Any] | None = None
     """Values by their names in the source, where ``fields`` has others."""
+    is_rendered: bool = False
+    """Whether a chat template wrote the text, with all its special tokens."""
+    first_prompt: tuple[int, ...] | None = None
+    """Token ids before the first response of a conversation of several; such conversations share a prompt id."""
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRecord]:
@@ -114,9 +120,12 @@ def get_field(record: SourceRecord, name: str, types: type | tuple[type, ...], e
 
 def describe_fields(record: SourceRecord) -> str:
     """The names of a record's fields, as its source has them, for errors."""
-    names = list(record.columns or record.fields or {})
-    shown = ", ".join(shorten(str(name)) for name in names[:MAX_SHOWN_FIELDS])
-    more = len(names) - MAX_SHOWN_FIELDS
+    columns = record.columns or record.fields or {}
+    shown = ", ".join(
+        shorten(str(name)) + (" (null)" if value is None else "")
+        for name, value in list(columns.items())[:MAX_SHOWN_FIELDS]
+    )
+    more = len(columns) - MAX_SHOWN_FIELDS
     return f"{shown} and {more} more" if more > 0 else shown or "an empty object"
 
 
@@ -158,7 +167,7 @@ def is_finite_number(value: Any) -> bool:
 
 def source_label(path: Path) -> str:
     """The name of a source file for error messages."""
-    return "standard input" if path.name == COPY_OF_STANDARD_INPUT else str(path)
+    return {COPY_OF_STANDARD_INPUT: "standard input", COPY_OF_PIPE: "the pipe"}.get(path.name, str(path))
 
 
 def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
@@ -177,6 +186,8 @@ def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[in
         with open_unpacked(path, label) as file:
             for number, raw in enumerate(file, start=1):
                 line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+                if number == 1 and compression_of(raw) is not None:
+                    raise SourceError(f"{label} is compressed twice; unpack it once")
                 if b"\0" in line:
                     raise SourceError(
                         f"{label}, line {number}: it holds a NUL byte, so the file is UTF-16 or no text; save it as "

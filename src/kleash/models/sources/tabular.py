@@ -34,6 +34,8 @@ JSON_COLUMNS = frozenset(
 TEXT_OR_MESSAGES_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", *CONVERSATIONS})
 """Columns whose cells are text, or a list of messages as JSON."""
 PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'")
+EXCEL_SEPARATOR = re.compile(r"sep=.")
+"""First line of a CSV that Excel wrote to say what separates its cells."""
 COLUMN_NAME = re.compile(r"(\w[\w.-]*)?")
 """A column's name; empty for an index that pandas writes."""
 TABLE_BATCH_ROWS = 256
@@ -55,7 +57,7 @@ def find_delimiter(text: str, named: Collection[str] = (), *, names_only: bool =
     """
     for delimiter in DELIMITERS:
         try:
-            cells = next(csv.reader([text], delimiter=delimiter, strict=True), [])
+            cells = next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter, strict=True), [])
         except csv.Error:
             continue
         names = [cell.strip() for cell in cells]
@@ -86,7 +88,9 @@ def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
     )  # the default refuses documents above 131 072 characters
     label = source_label(path)
     lines = (text for _, text in read_text_lines(path, keep_ends=True))
-    first = next((text for text in lines if text.strip()), "")
+    first, header_line = _header(lines)
+    if "\r" in first.rstrip("\r\n"):
+        raise SourceError(f"{label} ends its lines with carriage returns alone; save it with line feeds")
     delimiter = find_delimiter(first.rstrip("\r\n"), named)
     if delimiter is None and named:  # the error about the missing column then lists those that are there
         delimiter = max(DELIMITERS, key=first.count)
@@ -95,11 +99,8 @@ def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
             f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is known; say which "
             "is read (--prompt-column, --response-column, --text-column), or name the file .txt if it is plain text"
         )
-    header = [cell.strip() for cell in next(csv.reader([first], delimiter=delimiter))]
-    duplicate_names = sorted({name for name in header if name and header.count(name) > 1})
-    if duplicate_names:
-        raise SourceError(f"{label} has the column {duplicate_names[0]!r} more than once; keep one")
-    header_line = next(number for number, text in read_text_lines(path) if text.strip())
+    header = [cell.strip() for cell in next(csv.reader(first.splitlines(keepends=True), delimiter=delimiter))]
+    _check_names(header, label)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         number = header_line + reader.line_num + 1
@@ -126,6 +127,21 @@ def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
         yield SourceRecord(number=number, location=location, text="", fields=fields)
 
 
+def _header(lines: Iterator[str]) -> tuple[str, int]:
+    """The header of a CSV, with the lines that its quoted names span, and the number of its last line.
+
+    Blank lines before it are skipped, and the line "sep=;" that Excel reads.
+    """
+    header, count = "", 0
+    for line in lines:
+        count += 1
+        if header or not (line.strip() == "" or EXCEL_SEPARATOR.fullmatch(line.strip())):
+            header += line
+            if header.count('"') % 2 == 0:
+                break
+    return header, count
+
+
 def read_parquet(path: Path) -> Iterator[SourceRecord]:
     """Read the rows of a Parquet file as records by column, a few hundred at a time.
 
@@ -136,6 +152,7 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
     parquet, label = import_extra("pyarrow.parquet", "models"), source_label(path)
     with _reading(label, "cannot be read as Parquet"), parquet.ParquetFile(_seekable(path, label)) as file:
         _check_unpacked_size(file.metadata, label)
+        _check_names(file.schema_arrow.names, label)
         yield from _rows(file.iter_batches(batch_size=TABLE_BATCH_ROWS, use_threads=False), label)
 
 
@@ -154,11 +171,24 @@ def read_arrow(path: Path) -> Iterator[SourceRecord]:
             is_stream = bytes(file.read(len(ARROW_FILE))) != ARROW_FILE
             file.seek(0)
             if is_stream:
-                batches: Iterator[Any] = iter(ipc.open_stream(file))
+                reader = ipc.open_stream(file)
+                batches: Iterator[Any] = iter(reader)
             else:
                 reader = ipc.open_file(file)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            _check_names(reader.schema.names, label)
             yield from _rows(_checked_slices(batches), label)
+
+
+def _check_names(names: list[str], label: str) -> None:
+    """Check that no two columns have the same name; columns without a name are left out.
+
+    Raises:
+        SourceError: if two have.
+    """
+    duplicate_names = sorted({name for name in names if name and names.count(name) > 1})
+    if duplicate_names:
+        raise SourceError(f"{label} has the column {shorten(duplicate_names[0])} more than once; keep one")
 
 
 def _checked_slices(batches: Iterator[Any]) -> Iterator[Any]:
@@ -191,6 +221,8 @@ def _reading(label: str, problem: str) -> Iterator[None]:
     )
     try:
         yield
+    except SourceError:
+        raise
     except errors as error:
         raise SourceError(f"{label} {problem}: {summarise_error(error)}; make or fetch it again") from error
 
@@ -241,14 +273,8 @@ def read_json_array(path: Path) -> Iterator[SourceRecord]:
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{label} is neither JSONL nor a JSON array ({summarise_error(error)})") from error
     if not isinstance(content, list):
-        what = (
-            f"an object with {', '.join(map(repr, content))}"
-            if isinstance(content, dict)
-            else show_value(content)
-        )
-        raise SourceError(
-            f"{label} holds {shorten(what)}; give an array of objects, or JSONL with an object a line"
-        )
+        what = f"one object, with {_names_of(content)}" if isinstance(content, dict) else show_value(content)
+        raise SourceError(f"{label} holds {what}; give an array of objects, or JSONL with an object a line")
     for number, entry in enumerate(content, start=1):
         location = f"{label}, entry {number}"
         if isinstance(entry, dict):
@@ -257,6 +283,12 @@ def read_json_array(path: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(number=number, location=location, text=entry)
         else:
             raise SourceError(f"{location}: expected an object or a text and found {show_value(entry)}")
+
+
+def _names_of(content: dict[str, Any]) -> str:
+    """The first names of an object, for errors."""
+    names = list(map(shorten, content))
+    return ", ".join([*names[:4], f"{len(names) - 4} more"] if len(names) > 4 else names) or "no names"
 
 
 def _cell(name: str, cell: str, location: str, is_named: bool) -> Any:
