@@ -156,7 +156,7 @@ def test_a_rank_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_group, "SILENCE_S", 0.4)
+    monkeypatch.setattr(rank_group, "SILENCE_S", 1.0)
     store = LocalStore()
     store.set("node/1", '"node"')
     store.add("beat/1", 7)  # it was there, and was killed
@@ -188,11 +188,11 @@ def test_the_rank_that_hosts_the_store_leaves_last(hosts_store: bool) -> None:
 
 
 def test_a_rank_that_scores_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_group, "SILENCE_S", 0.4)
+    monkeypatch.setattr(rank_group, "SILENCE_S", 1.0)
 
     def work(group: RankGroup) -> list[int]:
         if group.rank == 1:
-            time.sleep(1.2)
+            time.sleep(1.6)
         return group.gather("after", group.rank)
 
     assert [future.result() for future in in_threads(2, work)] == [[0, 1], [0, 1]]

@@ -5,6 +5,7 @@ JSON and answers each with one line. It imports nothing of kleash: the folder of
 """
 
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -32,12 +33,12 @@ def limit_memory() -> None:
 
 
 def limit_time(seconds: int = CPU_SECONDS) -> None:
-    """End the process after ``seconds`` more of CPU time, where the system supports it."""
+    """End the process after ``seconds`` to ``seconds`` + 1 more of CPU time, where the system supports it."""
     try:
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(usage.ru_utime + usage.ru_stime) + seconds
+        limit = math.ceil(usage.ru_utime + usage.ru_stime) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     except (ImportError, OSError, ValueError):
         return
