@@ -85,6 +85,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         skip_or_fail("KLEASH_REQUIRE_PEERS", " and ".join(missing))
 
 
+def path_with(folder: str, package: str) -> str:
+    """PYTHONPATH with a folder of packages in the virtual environment; skip where it does not have ``package``."""
+    path = Path(sys.prefix) / folder
+    if not (path / package).is_dir():
+        skip_or_fail("KLEASH_REQUIRE_PEERS", f"{package} in .venv/{folder}")
+    return os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.fixture(scope="session")
 def compiler() -> str:
     """A C++ compiler for torch.compile."""
@@ -102,21 +110,15 @@ def chromium() -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_folder() -> str:
+def deepspeed_path() -> str:
     """PYTHONPATH with DeepSpeed, which transformers and accelerate would import in every test if they found it."""
-    folder = Path(sys.prefix) / "isolated"
-    if not (folder / "deepspeed").is_dir():
-        skip_or_fail("KLEASH_REQUIRE_PEERS", "DeepSpeed in .venv/isolated")
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return path_with("isolated", "deepspeed")
 
 
 @pytest.fixture(scope="session")
-def formats_folder() -> str:
+def formats_path() -> str:
     """PYTHONPATH with the packages of quantised formats, some of which transformers would import in every test."""
-    folder = Path(sys.prefix) / "formats"
-    if not (folder / "compressed_tensors").is_dir():
-        skip_or_fail("KLEASH_REQUIRE_PEERS", "packages of quantised formats in .venv/formats")
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return path_with("formats", "compressed_tensors")
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,12 @@ NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "torchao": 3, "hqq": 1
 
 
 @pytest.fixture(scope="module")
-def cases(formats_folder: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def cases(formats_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The folders that the packages have written."""
     folder = tmp_path_factory.mktemp("formats")
     command = [sys.executable, "-W", "ignore", format_packages.__file__, str(folder)]
     result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": formats_folder}, capture_output=True, text=True, check=False
+        command, env={**os.environ, "PYTHONPATH": formats_path}, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return sorted(folder.iterdir())

@@ -86,7 +86,7 @@ def _table_of_files(record: MismatchRecord) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in (LABELS["kl_engine_trainer"], "responses", "mean", "95 % interval"):
         table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
-    ordered = sorted(record.kl_by_file.items(), key=lambda row: -row[1].value)
+    ordered = record.files_by_kl()
     for name, number in ordered[:MAX_SHOWN_FILES]:
         value, interval, _, _ = cells(number)
         table.add_row(Text(name), f"{record.files[name]:,}", value, interval or NO_INTERVAL.partition(":")[0])

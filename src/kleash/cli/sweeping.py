@@ -1,7 +1,6 @@
 """Running ``kleash sweep`` and printing its ranking."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.jobs import SweepJob
 from kleash.launch_environment import launched_rank, launched_world_size
 from kleash.reports.attribution import (
+    added_warnings,
     describe_attribution,
     describe_control,
     describe_sum,
@@ -83,16 +83,14 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
     for candidate in sweep.failed:
         remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
     for attribution in shown_attributions(sweep):
-        new_warnings = [warning for warning in attribution.warnings if warning not in sweep.warnings]
-        _print_attribution(console, attribution, name_of_candidate(sweep, attribution), new_warnings)
+        _print_attribution(console, sweep, attribution)
     say(console, f"page: {page}")
 
 
-def _print_attribution(
-    console: Terminal, attribution: Attribution, name: str, warnings: Sequence[str]
-) -> None:
+def _print_attribution(console: Terminal, sweep: Sweep, attribution: Attribution) -> None:
     """Print what a candidate's KL comes from: the groups with the largest parts, their sum, and the control."""
-    say(console, terminal_sentence(describe_attribution(attribution, name)), style="bold")
+    sentence = describe_attribution(attribution, name_of_candidate(sweep, attribution))
+    say(console, terminal_sentence(sentence), style="bold")
     if attribution.failure:
         return
     say(
@@ -126,7 +124,7 @@ def _print_attribution(
         say(console, f"{len(groups) - MAX_GROUPS} other groups are on the page", style="dim")
     for sentence in filter(None, (describe_sum(attribution), describe_control(attribution))):
         say(console, terminal_sentence(sentence))
-    for warning in warnings:
+    for warning in added_warnings(sweep, attribution):
         remark(console, "warning", warning)
 
 

@@ -12,7 +12,7 @@ from kleash.measuring.run import measure
 from kleash.reports.trackers import require_trackers
 from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.array_task import part_folders
-from kleash.store.job_folder import RunHeader
+from kleash.store.job_folder import RunHeader, describe_differences
 from kleash.store.worker_log import append_worker_lines, read_worker_lines
 from kleash.version import __version__
 
@@ -71,12 +71,8 @@ def _require_one_run(folders: list[Path], tasks: list[ArrayTask], headers: list[
     for folder, task, header in zip(folders, tasks, headers, strict=True):
         first = {**headers[0].described(), "the number of shards": tasks[0].shards}
         this = {**header.described(), "the number of shards": task.shards}
-        names = [name for name in {**first, **this} if first.get(name) != this.get(name)]
         differences = [
-            *(
-                f"{name} is {this.get(name)!r} there and {first.get(name)!r} in {folders[0].name}"
-                for name in names
-            ),
+            *describe_differences(first, this, f"in {folders[0].name}"),
             *headers[0].probe_differences(header),
         ]
         if differences:

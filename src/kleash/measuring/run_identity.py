@@ -17,7 +17,7 @@ from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.keyed_draws import SAMPLER
 from kleash.models.sources.source_files import is_read_once
-from kleash.store.job_folder import RunHeader
+from kleash.store.job_folder import RunHeader, describe_differences
 from kleash.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
@@ -117,12 +117,8 @@ def require_same_on_all_ranks(job: MeasureJob, header: RunHeader, ranks: RankGro
     probes: list[dict[str, tuple[float, ...]]] = ranks.gather("probes", dict(header.probes))
     first, first_header = descriptions[0], replace(header, probes=probes[0])
     for rank, description in enumerate(descriptions):
-        names = [name for name in {**first, **description} if first.get(name) != description.get(name)]
         clauses = [
-            *(
-                f"{name} is {description.get(name)!r} there and {first.get(name)!r} on rank 0"
-                for name in names
-            ),
+            *describe_differences(first, description, "on rank 0"),
             *first_header.probe_differences(replace(header, probes=probes[rank])),
         ]
         if clauses:

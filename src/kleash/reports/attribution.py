@@ -43,6 +43,11 @@ def name_of_candidate(sweep: Sweep, attribution: Attribution) -> str:
     return keep_end(next(names, f"candidate {attribution.candidate}"), 40)
 
 
+def added_warnings(sweep: Sweep, attribution: Attribution) -> list[str]:
+    """The warnings of an attribution that the sweep itself does not have."""
+    return [warning for warning in attribution.warnings if warning not in sweep.warnings]
+
+
 def format_share(attribution: Attribution, group: GroupChange) -> str:
     """The part of the candidate's KL that is gone with a group swapped, such as "61.2 %"."""
     share = attribution.share_of(group)

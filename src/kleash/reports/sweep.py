@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.reports.attribution import (
+    added_warnings,
     attribution_chart,
     describe_attribution,
     describe_control,
@@ -84,7 +85,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
             {
                 "chart": None if attribution.failure else attribution_chart(attribution, name),
                 "record": attribution,
-                "warnings": [warning for warning in attribution.warnings if warning not in sweep.warnings],
+                "warnings": added_warnings(sweep, attribution),
                 "sentences": (
                     describe_attribution(attribution, name),
                     describe_sum(attribution),

@@ -26,6 +26,18 @@ KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints made from every byte of the files; older ones sampled the weights."""
 
 
+def describe_differences(first: Mapping[str, Any], this: Mapping[str, Any], where: str) -> list[str]:
+    """What differs between two descriptions of a run, each as a clause: "NAME is 2 there and 1 WHERE".
+
+    Args:
+        first: what one has, by its name in words.
+        this: what the other has, "there".
+        where: the place of the first, such as "on rank 0".
+    """
+    names = [name for name in {**first, **this} if first.get(name) != this.get(name)]
+    return [f"{name} is {this.get(name)!r} there and {first.get(name)!r} {where}" for name in names]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunHeader:
     """What determines a run's result, written before its first shard; ``--resume`` requires all of it to be equal."""

@@ -55,6 +55,10 @@ class MismatchRecord(NotebookResult):
     gate: Gate | None = None
     """The verdict of ``--at-most`` on KL(engine || trainer)."""
 
+    def files_by_kl(self) -> list[tuple[str, Number]]:
+        """Each of several files with its KL, the largest first; empty for one file."""
+        return sorted(self.kl_by_file.items(), key=lambda item: -item[1].value)
+
     def to_json(self) -> str:
         """As JSON text."""
         return to_json(self)

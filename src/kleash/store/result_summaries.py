@@ -245,8 +245,7 @@ def _(record: MismatchRecord) -> Summary:
 
 def _table_of_files(record: MismatchRecord) -> tuple[SummaryTable, ...]:
     """The KL of each of several files, the largest first; empty for one file."""
-    ordered = sorted(record.kl_by_file.items(), key=lambda row: -row[1].value)
-    rows = tuple((Name(file), *_number_row("", number)[1:]) for file, number in ordered)
+    rows = tuple((Name(file), *_number_row("", number)[1:]) for file, number in record.files_by_kl())
     title = f"{LABELS['kl_engine_trainer']} by file"
     return (SummaryTable(title=title, header=("", *NUMBER_HEADER[1:]), rows=rows),) if rows else ()
 

@@ -16,6 +16,7 @@ from kleash.engines.ray.shard_worker import LoadedModels, ShardWorker
 from kleash.engines.ray.task_queue import IN_FLIGHT, RESUME, TaskQueue, describe_shards
 from kleash.engines.ray.worker_loss import WorkerLoss, describe_loss
 from kleash.errors import ClusterError, KleashError
+from kleash.store.job_folder import describe_differences
 
 MAX_FAILED_STARTS = 3
 """Workers that may end one after the other while they load the models."""
@@ -219,15 +220,11 @@ class WorkerPool:
         where: str = "here",
     ) -> None:
         """Raise ClusterError if a worker differs."""
-        names = [name for name in {**expected, **described} if expected.get(name) != described.get(name)]
-        if not names:
-            return
-        differences = "; ".join(
-            f"{name} is {described.get(name)!r} there and {expected.get(name)!r} {where}" for name in names
-        )
-        raise ClusterError(
-            f"{worker.name} measures something else: {differences}; all nodes need the same versions and files"
-        )
+        differences = "; ".join(describe_differences(expected, described, where))
+        if differences:
+            raise ClusterError(
+                f"{worker.name} measures something else: {differences}; all nodes need the same versions and files"
+            )
 
     def _fail(self, call: Call, error: Any) -> None:
         """Deal with an error that a worker raised: of a shard it counts when all before it are finished."""

@@ -7,6 +7,8 @@ from torch import Tensor
 WORD_BITS = 32
 FLOAT_4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Absolute values of the 4-bit floating-point numbers E2M1, by their three lower bits."""
+EXPONENT_BIAS = 127
+"""Of powers of two that are stored as their exponents (E8M0)."""
 
 
 def words_of(count: int, bits: int) -> int:
@@ -108,3 +110,8 @@ def decode_float_8(codes: Tensor, dtype: torch.dtype) -> Tensor:
     halves <<= 7
     halves &= ~(1 << 14)  # a copy of the sign, by its extension to 16 bits
     return halves.view(torch.float16).to(dtype).mul_(256)
+
+
+def decode_powers_of_two(codes: UInt8[Tensor, "*sizes"], dtype: torch.dtype) -> Tensor:
+    """The powers of two whose exponents bytes hold, 2^(code - 127), in ``dtype``."""
+    return torch.exp2(codes.to(dtype) - EXPONENT_BIAS)

@@ -29,6 +29,7 @@ from torch import Tensor
 from kleash.models.quantised.integers import (
     WORD_BITS,
     decode_float_8,
+    decode_powers_of_two,
     scale_groups,
     unpack_float_4,
     unpack_words,
@@ -48,7 +49,6 @@ MODES = {AFFINE: range(1, 9), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 """Mode → bits of a weight."""
 POWERS_OF_TWO = ("mxfp4", "mxfp8")
 """Modes whose scales are exponents."""
-EXPONENT_BIAS = 127
 FLOAT_TYPES = ("F16", "BF16", "F32")
 EXPERTS = ".switch_mlp."
 """Part of the names of modules that hold all experts of a layer."""
@@ -204,7 +204,7 @@ def _decode_scales(stored: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
     if mode == AFFINE:
         return stored.to(dtype)
     if mode in POWERS_OF_TWO:
-        return torch.exp2(stored.to(dtype) - EXPONENT_BIAS)
+        return decode_powers_of_two(stored, dtype)
     return decode_float_8(stored.contiguous().view(torch.float8_e4m3fn), dtype)
 
 

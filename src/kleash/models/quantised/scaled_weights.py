@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kleash.models.quantised.integers import (
     decode_float_8,
+    decode_powers_of_two,
     scale_groups,
     unpack_float_4,
     unpack_words,
@@ -36,8 +37,6 @@ from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, 
 
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
 SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "U8")
-EXPONENT_BIAS = 127
-"""Of scales that are stored as exponents."""
 DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
 COLUMN_FACTORS = "pre_quant_scale"
 PACKED_BITS = range(1, 9)
@@ -259,9 +258,7 @@ def _column_blocks(tensors: ModuleTensors, reader: TensorReader, columns: int, b
 def _read_scales(tensors: ModuleTensors, reader: TensorReader, dtype: torch.dtype) -> Tensor:
     """The scales of a module in ``dtype``, with the factor of the whole matrix."""
     stored = reader.read(tensors.full_name("weight_scale"))
-    scales = stored.to(dtype)
-    if stored.dtype == torch.uint8:
-        scales = torch.exp2(scales - EXPONENT_BIAS)
+    scales = decode_powers_of_two(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
     for part in (DIVISOR, FACTOR):
         if part in tensors.headers:
             shape = tensors.shape(part, ("F32", "F16", "BF16"), (0, 1))

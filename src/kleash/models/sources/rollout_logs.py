@@ -68,7 +68,8 @@ def _training_sequence(record: SourceRecord, fields: dict[str, Any]) -> Iterator
         )
     if not any(mask):
         raise SourceError(f"{record.location}: 'loss_mask' is false at every token, so there is no response")
-    yield from _drawn_runs(record, token_ids, mask, logprobs, first=mask.index(True) if True in mask else 0)
+    is_drawn = list(map(bool, mask))
+    yield from _drawn_runs(record, token_ids, is_drawn, logprobs, first=is_drawn.index(True))
 
 
 def _episode(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
