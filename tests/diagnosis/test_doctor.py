@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import log_softmax
 
 from kleash.cli import main
 from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
 from kleash.diagnosis.causes import CAUSES, HEALTHY
 from kleash.diagnosis.hypotheses import hypotheses_without_models
-from kleash.diagnosis.model_hypotheses import hypotheses_with_models
-from kleash.diagnosis.model_scores import ModelScores, log_kept_mass
+from kleash.diagnosis.model_hypotheses import TRUNCATIONS, hypotheses_with_models
+from kleash.diagnosis.model_scores import LogitSample, ModelScores, log_kept_mass
 from kleash.diagnosis.noise_models import healthy_scale
 from kleash.diagnosis.token_table import tabulate
+from kleash.divergences import truncate
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.records import Diagnosis
@@ -195,6 +197,19 @@ def test_a_temperature_with_a_cut_is_two_findings(benchmark: dict[str, Any]) -> 
     for finding in findings[:2]:
         assert finding.probability > 0.98
         assert "the engine at 0.7 and cut to top_k 20" in finding.evidence
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_masses_from_sorted_logits_are_those_of_each_truncation(temperature: float) -> None:
+    """Against ``truncate``, of logits with ties."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(40, 90)).round(decimals=1)
+    sample = LogitSample(rows=np.arange(40), token_ids=torch.zeros(40, dtype=torch.long), logits=logits)
+    logp = (logits.double() / temperature).log_softmax(-1)
+    expected = [truncate(logp, **settings).log_kept_mass.numpy() for settings in TRUNCATIONS]  # type: ignore[arg-type]
+    np.testing.assert_allclose(
+        sample.log_kept_masses(TRUNCATIONS, temperature), expected, rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("decimals", [2, 3, 4])

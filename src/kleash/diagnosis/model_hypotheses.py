@@ -110,26 +110,21 @@ def _cut_at_a_temperature(scores: ModelScores, largest_scale: float) -> Iterator
     """The engine draws at a temperature and cuts what it draws from; the trainer does neither, or divides only."""
     table = scores.table
     trainer = _fitted_temperature(scores, table.trainer)
-    rows = scores.sample.rows[:: max(1, len(scores.sample.rows) // CUT_SAMPLE)]
-    column = table.engine[rows]
+    sample = scores.sample.every(max(1, len(scores.sample.rows) // CUT_SAMPLE))
 
-    def distance(temperature: float, settings: Settings) -> float:
-        cut = log_kept_mass(scores, settings, rows, temperature)
-        values = scores.token_logp(lambda logits: (logits / temperature).log_softmax(-1), rows=rows) - cut
-        return float(np.minimum(np.abs(values - column), LARGEST_COUNTED).mean())
+    def distances(temperature: float, candidates: Sequence[Settings] = TRUNCATIONS) -> Floats:
+        values = sample.at_temperature(temperature) - sample.log_kept_masses(candidates, temperature)
+        return np.minimum(np.abs(values - table.engine[sample.rows]), LARGEST_COUNTED).mean(axis=-1)
 
-    def best_settings(temperature: float) -> Settings:
-        return min(TRUNCATIONS, key=lambda settings: distance(temperature, settings))
-
-    starts = [_fitted_temperature(scores, table.engine) * factor for factor in (1.0, 1.2, 1.5)]
-    fits = [(start, best_settings(start)) for start in starts]
-    temperature, settings = min(fits, key=lambda fit: distance(*fit))
+    start = _fitted_temperature(scores, table.engine)
+    temperature = min((start, 1.2 * start, 1.5 * start), key=lambda tried: distances(tried).min())
+    settings = TRUNCATIONS[int(distances(temperature).argmin())]
     for _ in range(2):
         low, high = math.log(temperature / 1.5), math.log(temperature * 1.5)
         temperature = math.exp(
-            _minimum(lambda log, fixed=settings: distance(math.exp(log), fixed), low, high)
+            _minimum(lambda log, fixed=settings: distances(math.exp(log), (fixed,)).item(), low, high)
         )
-        settings = best_settings(temperature)
+        settings = TRUNCATIONS[int(distances(temperature).argmin())]
     if abs(math.log(trainer / temperature)) < SMALLEST_LOG_RATIO:
         return
     mass = log_kept_mass(scores, settings, None, temperature)
@@ -193,7 +188,7 @@ def _raw_logits(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesi
 
 def _truncations(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
     """One side is truncated and renormalised: it is larger by -log of the mass that it keeps."""
-    table, rows = scores.table, scores.sample.rows
+    table, sample = scores.table, scores.sample
     large = table.difference[np.abs(table.difference) > 0.01]
     if not len(large):
         return
@@ -201,11 +196,9 @@ def _truncations(scores: ModelScores, largest_scale: float) -> Iterator[Hypothes
     if max(share_below, 1 - share_below) < ONE_SIDED:
         return
     side, sign = ("engine", 1.0) if share_below > 0.5 else ("trainer", -1.0)
-    distances = [
-        float(np.abs(sign * log_kept_mass(scores, settings, rows) - table.difference[rows]).mean())
-        for settings in TRUNCATIONS
-    ]
-    settings = TRUNCATIONS[int(np.argmin(distances))]
+    predictions = sign * sample.log_kept_masses(TRUNCATIONS)
+    distances = np.abs(predictions - table.difference[sample.rows]).mean(axis=-1)
+    settings = TRUNCATIONS[int(distances.argmin())]
     prediction = sign * log_kept_mass(scores, settings)
     kept_mass = float(np.exp(-np.abs(prediction)).mean())
     what = (

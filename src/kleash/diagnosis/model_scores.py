@@ -1,5 +1,6 @@
 """The log-probabilities of rollouts' tokens under the models, also at other settings and after other prompts."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -143,6 +144,30 @@ class LogitSample:
         logp = (self.logits / temperature).log_softmax(-1)
         return logp.gather(-1, self.token_ids.unsqueeze(-1)).squeeze(-1).double().numpy()
 
+    def every(self, step: int) -> "LogitSample":
+        """Each ``step``-th token of the sample."""
+        return LogitSample(
+            rows=self.rows[::step], token_ids=self.token_ids[::step], logits=self.logits[::step]
+        )
+
+    @cached_property
+    def descending(self) -> Float[Tensor, "tokens vocab"]:
+        """The logits of each token, the largest first: an order that no temperature changes."""
+        return self.logits.sort(dim=-1, descending=True).values
+
+    def log_kept_masses(self, candidates: Sequence[Settings], temperature: float = 1.0) -> Floats:
+        """Log of the mass that each of several truncations keeps at a temperature: [candidates, tokens], in nats.
+
+        As ``log_kept_mass``, but the logits are sorted once: what a truncation keeps are the first of them.
+        """
+        step = max(1, LOGITS_AT_ONCE // self.logits.shape[-1])
+        blocks: list[Tensor] = []
+        for logits in self.descending.split(step):
+            logp = (logits.double() / temperature).log_softmax(-1)
+            mass = logp.exp().cumsum(-1)
+            blocks.append(torch.stack([_mass_of_first(logp, mass, settings) for settings in candidates]))
+        return torch.cat(blocks, dim=-1).log().numpy()
+
 
 def _sequence(rollout: RolloutRecord, pair: Pair) -> TokenSequence:
     """A rollout as a token sequence, after a check that the models can read it."""
@@ -184,6 +209,26 @@ def hidden_states(
         for index, part in zip(batch, states.split([counts[index] for index in batch]), strict=True):
             parts[index] = part
     return torch.cat(parts)
+
+
+def _mass_of_first(logp: Tensor, mass: Tensor, settings: Settings) -> Tensor:
+    """The mass that a truncation keeps of each row of a distribution; arguments of ``truncate``.
+
+    Args:
+        logp: [rows, vocab], descending.
+        mass: its cumulative sum as probabilities.
+    """
+    count = torch.full_like(logp[:, :1], logp.shape[-1], dtype=torch.long)
+    if "top_k" in settings:
+        last = logp[:, [min(int(settings["top_k"]), logp.shape[-1]) - 1]]
+        count = (logp >= last).sum(-1, keepdim=True)
+    if "top_p" in settings:
+        within = mass < settings["top_p"] * mass.gather(-1, count - 1)
+        count = torch.minimum(within.sum(-1, keepdim=True) + 1, count)
+    if "min_p" in settings:
+        threshold = logp[:, :1] + math.log(settings["min_p"])
+        count = torch.minimum((logp >= threshold).sum(-1, keepdim=True), count)
+    return mass.gather(-1, count - 1).squeeze(-1)
 
 
 def log_kept_mass(
