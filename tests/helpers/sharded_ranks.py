@@ -393,7 +393,7 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
     prompts = ranks.folder / "prompts.txt"
     if ranks.rank == 0:
         prompts.write_text("\n".join(3 * PROMPTS))
-    settings = {"prompts": str(prompts), "max_new_tokens": 6, "batch_tokens": 16}
+    settings = {"prompts": str(prompts), "samples_per_prompt": 1, "max_new_tokens": 3, "batch_tokens": 24}
     for kind, dtype in (("llama", "float64"), ("qwen3", "bfloat16")):
         models = {role: str(ranks.folder / f"{kind}-{role}") for role in ("policy", "reference")}
         job = MeasureJob(**models, **settings, dtype=dtype, out=str(ranks.folder / f"{kind}-one"))

@@ -314,7 +314,7 @@ def a_row_that_overlaps_nowhere_is_infinite_and_harms_no_other(split):
     a_, b_ = torch.where(both, a, 0.0), torch.where(both, b, 0.0)
     torch.where(both, a_.exp() * (a_ - b_), 0.0).sum().backward()
     for dtype, tolerance in ((torch.float64, {}), (torch.float32, {"rtol": 1e-5, "atol": 1e-5})):
-        for options in (None, CHUNKS, REFERENCE):
+        for options in (None, CHUNKS, REFERENCE) if dtype is torch.float64 else (CHUNKS,):
             mine = [x[:, split.rows].to(dtype).clone().requires_grad_() for x in (lp, lq)]
             heads = [Head(None, vocabulary_group=split.group) for _ in "pq"]
             for arguments in (mine, [x.detach() for x in mine]):
@@ -438,7 +438,7 @@ def stored_rows_with_different_tokens_equal_one_process(split):
             right = local_rows(tensors, slice(None))
             expected = call(*models(right, **traits), slice(None))
             expected.backward()
-            for trains_q in (True, False):
+            for trains_q in (True, False) if options is CHUNKS else (True,):
                 ours = [
                     x[mine].clone().requires_grad_() if n % 3 == 0 else stored(x, split)
                     for n, x in enumerate(tensors)
