@@ -180,8 +180,9 @@ def test_an_adapter_of_the_vision_part_alone_is_refused(towers, tmp_path):
         load_pair(str(tmp_path / "adapter"), str(reference))
 
 
-def test_a_composite_model_in_memory_is_counted_by_its_text_part(towers):
-    policy, reference = towers("llava")
+@pytest.mark.parametrize("family", ["llava", "llama4", "gemma3n"])
+def test_a_composite_model_in_memory_is_counted_by_its_text_part(towers, family):
+    policy, reference = towers(family)
     composite = load_composite(policy)
     pair = load_pair(str(policy), str(reference), dtype="float64")
     live = live_model(composite, pair.tokenizer)

@@ -115,14 +115,15 @@ def class_of_config(config: Any) -> Any:
 def find_backbone(network: Any) -> Any:
     """The submodule of a network that returns ``last_hidden_state``; the network itself if there is none.
 
-    ``base_model`` is the network itself for a class whose ``base_model_prefix`` names no attribute (Llama 4).
+    ``base_model`` is the network itself for a class whose ``base_model_prefix`` names no attribute. In Llama 4's composite
+    class the language model is then a network with a head of its own, in which the submodule is.
     """
     if network.base_model is not network:
         return network.base_model
     embedding = network.get_input_embeddings()
     for module in network.children():
         if hasattr(module, "base_model") and any(part is embedding for part in module.modules()):
-            return module
+            return find_backbone(module) if module.get_output_embeddings() is not None else module
     return network
 
 
