@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import gzip
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from kleash.errors import KleashError, SourceError
 from kleash.models import read_prompts, read_responses, read_text
 from kleash.models.sources import source_files
 from kleash.models.sources.documents import count_documents
-from kleash.models.sources.source_files import detect_format, read_records, source_path
+from kleash.models.sources.source_files import detect_format, read_records, read_whole_text, source_path
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -536,3 +537,26 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats:
         with pytest.raises(SourceError, match=message) as error:
             detect_format(source_path(str(tmp_path / name), kind), kind)
         assert ("plain text" in str(error.value)) == ("plain text" in formats)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", b"\xef\xbb\xbfThe sea\r\n\n was calm.", "The sea\r\n\n was calm."),
+        ("wiki.test.raw.gz", gzip.compress(b" = The sea = \n"), " = The sea = \n"),
+        ("a.txt", "The sea".encode("utf-16"), "is UTF-16 text; give plain text"),
+        ("a.txt", "The sea".encode("utf-16-le"), "holds a NUL byte, so the file is UTF-16"),
+        ("a.txt", b"The s\xe9a", "line 1: expected UTF-8 and found byte 0xe9"),
+        ("a.jsonl", b'{"text": "The sea"}', "is JSONL, and plain text is needed"),
+        ("a.csv.gz", gzip.compress(b"text\nThe sea\n"), "is CSV, and plain text is needed"),
+        ("a.txt", b"", "is empty; give a file of plain text"),
+    ],
+)
+def test_the_whole_text_of_a_file_is_read_or_refused(tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.write_bytes(content)
+    if not expected.startswith((" =", "The")):
+        with pytest.raises(SourceError, match=expected):
+            read_whole_text(str(path))
+        return
+    assert read_whole_text(str(path)) == expected

@@ -34,7 +34,7 @@ class LogitsJob(FormatOption, LoadingOptions):
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer of a GGUF file; not needed where tokenizer.json is beside it."""
     text: str | None = None
-    """Plain text whose logits are written; llama.cpp reads the same file by -f."""
+    """Plain text whose logits are written, perhaps compressed (.gz, .zst), as llama.cpp reads it by -f."""
     context: int = 512
     """Tokens in a chunk when writing, as -c of llama-perplexity; the second half of each is scored."""
     limit: int | None = None

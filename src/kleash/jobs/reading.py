@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from kleash.errors import OptionError
 
-SourceKind = Literal["prompts", "text", "responses", "pairs", "rollouts"]
-"""What is in a source."""
+SourceKind = Literal["prompts", "text", "responses", "pairs", "rollouts", "whole text"]
+"""What is in a source; "whole text" is one text of plain text, not divided into documents."""
 CHAT_TEMPLATES = ("apply", "raw")
 
 

@@ -33,6 +33,7 @@ from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
+from kleash.models.sources.source_files import read_whole_text
 from kleash.models.threads import threads_for_scoring
 from kleash.models.tokenizers import puts_begin_token
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
@@ -133,10 +134,7 @@ def _load(job: LogitsJob, role: str, name: str, revision: str | None) -> Pair:
 
 def _read_tokens(job: LogitsJob, pair: Pair, begin: int | None) -> list[int]:
     """The tokens of the whole text, after the begin token if the model has one."""
-    try:
-        text = Path(str(job.text)).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{job.text} cannot be read as text: {error}") from error
+    text = read_whole_text(str(job.text))
     token_ids = pair.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return [*([] if begin is None else [begin]), *token_ids]
 

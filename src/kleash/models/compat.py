@@ -115,8 +115,8 @@ def class_of_config(config: Any) -> Any:
 def find_backbone(network: Any) -> Any:
     """The submodule of a network that returns ``last_hidden_state``; the network itself if there is none.
 
-    ``base_model`` is the network itself for a class whose ``base_model_prefix`` names no attribute. In Llama 4's composite
-    class the language model is then a network with a head of its own, in which the submodule is.
+    ``base_model`` is the network itself for a class whose ``base_model_prefix`` names no attribute. In Llama 4's
+    composite class the language model is then a network with a head of its own, in which the submodule is.
     """
     if network.base_model is not network:
         return network.base_model

@@ -69,6 +69,7 @@ FORMATS: Mapping[SourceKind, tuple[SourceFormat, ...]] = {
     "responses": ("jsonl", "json array", "csv", "parquet"),
     "pairs": ("jsonl", "json array", "csv", "parquet"),
     "rollouts": ("jsonl", "json array", "parquet"),
+    "whole text": ("plain text",),
 }
 """What is in a source -> the formats that it may have, besides Arrow, which is read wherever Parquet is."""
 FORMAT_BY_SUFFIX: dict[str, SourceFormat] = {
@@ -202,7 +203,7 @@ def _hash_file(path: Path) -> str:
 def accepted_formats(kind: SourceKind) -> str:
     """The formats of ``FORMATS`` for errors: "JSONL, a JSON array or Parquet"."""
     *names, last = (FORMAT_NAMES[source_format] for source_format in FORMATS[kind])
-    return f"{', '.join(names)} or {last}"
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 def source_path(name: str, kind: SourceKind) -> Path:
@@ -269,6 +270,20 @@ def read_records(path: Path, kind: SourceKind, named: Collection[str] = ()) -> I
     return read_plain_documents(path) if kind == "text" else read_plain_lines(path)
 
 
+def read_whole_text(name: str) -> str:
+    """The whole text of a file of plain text, unpacked and without a byte-order mark.
+
+    Args:
+        name: a path, "shipped:text", or "-" for standard input.
+
+    Raises:
+        SourceError: if the file is missing, empty, not UTF-8, or of another format.
+    """
+    path = source_path(name, "whole text")
+    detect_format(path, "whole text")
+    return "".join(line for _, line in read_text_lines(path, keep_ends=True))
+
+
 def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> SourceFormat:
     """The format of a source, by its first bytes, its suffix, or its first line that is not blank.
 
@@ -284,6 +299,11 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
         SourceError: if the format cannot be read, or is none of ``FORMATS[kind]``, with its name.
     """
     source_format = _detected_format(path, kind, named)
+    if kind == "whole text" and source_format != "plain text":
+        raise SourceError(
+            f"{source_label(path)} is {FORMAT_NAMES[source_format]}, and plain text is needed; write its texts to a "
+            ".txt file"
+        )
     if source_format not in (*FORMATS[kind], "arrow"):
         raise SourceError(
             f"{source_label(path)} is read as {FORMAT_NAMES[source_format]}, and {kind} come as "
