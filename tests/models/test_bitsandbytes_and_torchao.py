@@ -12,6 +12,7 @@ import torch
 from packed_checkpoints import save_packed
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
+from torch._dynamo.utils import counters as dynamo_counters
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from kleash.errors import ModelError
@@ -377,6 +378,8 @@ def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(
 def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(
     source: Path, tmp_path: Path
 ) -> None:
+    compiled = dict(dynamo_counters["frames"])
+
     def pack(weight: np.ndarray) -> Module:
         scale = 1 / np.abs(weight).mean()
         codes = np.clip(np.round(weight * scale), -1, 1).astype(np.int64) + 1
@@ -394,3 +397,4 @@ def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(
     inputs = torch.randn(5, pair.reference.network.model.layers[0].mlp.up_proj.in_features)
     outputs = [model.network.model.layers[0].mlp.up_proj(inputs) for model in (pair.policy, pair.reference)]
     assert (outputs[0] - outputs[1]).abs().max() < 0.02 * outputs[1].abs().max()
+    assert dynamo_counters["frames"] == compiled, "nothing is compiled, which needs a compiler for C++"

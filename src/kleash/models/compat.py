@@ -10,6 +10,7 @@ DeepSpeed: the modules in which its hooks are defined.
 """
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
@@ -45,6 +46,28 @@ def suppress_library_output() -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
+
+
+def run_uncompiled(network: Any) -> None:
+    """Let the BitNet layers of a network run as they are written, not compiled.
+
+    transformers compiles parts of them for each length of the input, which needs a C++ compiler on a CPU and takes
+    seconds each time.
+    """
+    for layer in network.modules():
+        if type(layer).__module__ == "transformers.integrations.bitnet":
+            layer.forward = _uncompiled(layer.forward)
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with what ``torch.compile`` decorates in it run as it is written."""
+
+    @functools.wraps(function)
+    def run(*positional: Any, **keywords: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return function(*positional, **keywords)
+
+    return run
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.checkpoints.files import list_weight_files, read_safetensors_header
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import summarise_error, use_exact_experts
+from kleash.models.compat import run_uncompiled, summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
 from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules, has_kernels
 from kleash.models.quantised.transformers_formats import (
@@ -177,15 +177,18 @@ def _load_base(
                 packed, network_class, skeleton, checkpoint.folder, dtype=dtype, device_map=device_map
             )
         else:
-            network, report = network_class.from_pretrained(
-                checkpoint.folder,
-                config=network_class.config,
-                dtype=dtype,
-                **_placement(device_map),
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported by _check_shapes instead
-            )
+            # some formats unpack weights by compiled functions
+            with torch.compiler.set_stance("force_eager"):
+                network, report = network_class.from_pretrained(
+                    checkpoint.folder,
+                    config=network_class.config,
+                    dtype=dtype,
+                    **_placement(device_map),
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported by _check_shapes instead
+                )
+            run_uncompiled(network)
     except ModelError:
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
