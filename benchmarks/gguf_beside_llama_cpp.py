@@ -127,7 +127,7 @@ def row_of(kind: str, llama: dict[str, Any], ours: dict[str, Any], tokens: np.nd
     columns = llama_cpp_columns(torch.from_numpy(llama[kind][0]), rows, targets)
     logp, logq = (torch.from_numpy(llama[name][0]).double().log_softmax(-1) for name in ("F32", kind))
     exact_of_llama = (logp.exp() * (logp - logq)).sum(-1)
-    lower, upper = kl_bounds(*logp_intervals(rows), logq)
+    lower, upper = kl_bounds(logp_intervals(rows), logq)
     inside = ((lower <= exact_of_llama + 1e-12) & (exact_of_llama <= upper + 1e-12)).float().mean()
     logp, logq = (torch.from_numpy(ours[name][0]).double().log_softmax(-1) for name in ("F32", kind))
     exact_of_ours = (logp.exp() * (logp - logq)).sum(-1)

@@ -15,7 +15,8 @@ from kleash.reports.comparison import describe_difference, differences_chart, ru
 from kleash.reports.figures import axis, log_axis
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns, write_report
-from kleash.reports.sweep import byte_axis, sweep_charts
+from kleash.reports.pictures import _near_each_other
+from kleash.reports.sweep import byte_axis, nearer_minus_farther, sweep_charts
 from kleash.reports.training_charts import run_charts
 from kleash.store.measurement_summary import all_warnings
 
@@ -177,3 +178,29 @@ def test_axes_of_a_sweep_have_ticks_for_any_candidates() -> None:
     low, high = byte_axis([4_130_000.0])["range"]
     assert 10**low < 4_130_000 < 10**high < 2 * 10**low
     assert "range" not in byte_axis([1e9, 1e10])
+
+
+def test_labels_of_candidates_at_one_place_do_not_lie_on_each_other() -> None:
+    sweep = synthetic_sweep()
+    first, *_ = sweep.candidates
+    candidates = tuple(
+        replace(first, number=number, name=f"q{number}", bytes_on_disk=4_130_000) for number in range(1, 6)
+    )
+    for chart in sweep_charts(replace(sweep, candidates=candidates, pairs=())):
+        trace = chart.figure["data"][-1]
+        places = [place for text, place in zip(trace["text"], trace["textposition"], strict=True) if text]
+        assert len(places) == len(set(places)) == 3
+        assert trace["hovertext"] == ["q1", "q2", "q3", "q4", "q5"]
+    points = [(1, 1e9, 0.01), (2, 1.01e9, 0.011), (3, 2e9, 0.01), (4, 1e9, 0.2), (5, 1e9, math.inf)]
+    assert [places for places, _, _ in _near_each_other(points)] == [[1, 2], [3], [4]]
+
+
+def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> None:
+    pair = synthetic_sweep().pairs[0]
+    turned = replace(
+        pair,
+        difference=replace(pair.difference, value=0.5, warnings=("few", "one")),
+        simultaneous_ci95=(0.4, 0.7),
+    )
+    number = nearer_minus_farther(turned, ("few",))
+    assert (number.value, number.ci95, number.warnings) == (-0.5, (-0.7, -0.4), ("one",))

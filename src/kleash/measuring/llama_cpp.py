@@ -41,6 +41,8 @@ from kleash.uncertainty import ratio_of_sums
 
 TILE_LOGITS = 1 << 22
 """Logits that are in memory at once: 16 MB in float32, and a few times that in float64."""
+COMPARED_LOGITS = 1 << 18
+"""Logits that are compared with the file at once: 2 MB in float64, so that results between stay in the CPU's cache."""
 CUTOFF = -16.0
 """Log-probabilities of the base at or below it are left out of llama.cpp's KL."""
 OnChunks = Callable[[int, int], None]
@@ -71,8 +73,9 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
             for start, logits in _logits_of_chunk(model, file.tokens[chunk], begin):
                 rows = file.read(chunk, start, start + len(logits))
                 targets = file.tokens[chunk, file.first + 1 + start :][: len(logits)]
-                columns.append(llama_cpp_columns(logits, rows, targets))
-                bounds.append(_bounds(logits, rows))
+                for part in compared_parts(logits):
+                    columns.append(llama_cpp_columns(logits[part], rows[part], targets[part]))
+                    bounds.append(base_logit_bounds(logits[part], rows[part]))
             if on_chunks is not None:
                 on_chunks(chunk + 1, chunks)
     return _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
@@ -205,11 +208,17 @@ def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Ite
             yield start, head_logits(hidden[start : start + step], model.head)[:, : model.vocab_size]
 
 
-def _bounds(logits: Tensor, rows: BaseLogitsRows) -> np.ndarray:
+def compared_parts(logits: Tensor) -> Iterator[slice]:
+    """Slices of rows that are compared at once."""
+    step = max(1, COMPARED_LOGITS // logits.shape[-1])
+    return (slice(start, start + step) for start in range(0, len(logits), step))
+
+
+def base_logit_bounds(logits: Tensor, rows: BaseLogitsRows) -> np.ndarray:
     """Bounds of KL(base ‖ policy) and KL(policy ‖ base), [4, rows]."""
     logq = logits.double().cpu().log_softmax(-1)
-    lowest, highest = logp_intervals(rows)
-    return torch.stack([*kl_bounds(lowest, highest, logq), *reverse_kl_bounds(lowest, highest, logq)]).numpy()
+    base = logp_intervals(rows)
+    return torch.stack([*kl_bounds(base, logq), *reverse_kl_bounds(base, logq)]).numpy()
 
 
 def _measurement(
@@ -219,7 +228,7 @@ def _measurement(
     bounds: np.ndarray,
     notes: tuple[str, ...],
 ) -> LogitsMeasurement:
-    """The record of a measurement from the values of its tokens; ``bounds`` [4, tokens] are as in ``_bounds``."""
+    """The record of a measurement from the values of its tokens; ``bounds`` [4, tokens] from ``base_logit_bounds``."""
     columns = concatenated_columns(parts)
     counts = np.full(len(columns.kld) // file.scored, file.scored)
 

@@ -1,5 +1,7 @@
 """Bounds of the KL divergence between a model and a base whose log-probabilities are stored in 16 bits a token."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -14,49 +16,63 @@ FLOAT32_STEPS = 4 * 2.0**-24
 """Relative rounding of the stored minimum, from four operations in float32."""
 
 
-def logp_intervals(rows: BaseLogitsRows) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows vocab"]]:
-    """The smallest and the largest log-probability of each token that its code allows, in float64.
+class LogpIntervals(NamedTuple):
+    """The smallest and the largest log-probability of each token that its code allows, and their exponentials."""
+
+    lowest: Float[Tensor, "rows vocab"]
+    highest: Float[Tensor, "rows vocab"]
+    p_lowest: Float[Tensor, "rows vocab"]
+    p_highest: Float[Tensor, "rows vocab"]
+
+
+def logp_intervals(rows: BaseLogitsRows) -> LogpIntervals:
+    """The log-probabilities that the codes allow, in float64.
 
     Where the codes of a row span 16 nats, the smallest for code 0 is -inf: it stands for every logit that is 16 nats or
     more below the largest.
     """
     scale = torch.from_numpy(rows.scale.astype(np.float64))[:, None]
     minimum = torch.from_numpy(rows.minimum.astype(np.float64))[:, None]
-    codes = torch.from_numpy(rows.codes.astype(np.int32)).double()
+    center = torch.from_numpy(rows.codes.astype(np.float64)).mul_(scale).add_(minimum)
     margin = CODE_ERROR * scale + FLOAT32_STEPS * (minimum.abs() + 1)
-    center = minimum + scale * codes
     is_clipped = scale > (1 - FLOAT32_STEPS) * RANGE / MAX_CODE
-    lowest = torch.where((codes == 0) & is_clipped, -torch.inf, center - margin)
-    return lowest, (center + margin).clamp(max=0)
+    is_open = torch.from_numpy(rows.codes == 0) & is_clipped
+    p_center = center.exp()
+    return LogpIntervals(
+        lowest=(center - margin).masked_fill_(is_open, -torch.inf),
+        highest=(center + margin).clamp_(max=0),
+        p_lowest=(p_center * (-margin).exp()).masked_fill_(is_open, 0),
+        p_highest=(p_center * margin.exp()).clamp_(max=1),
+    )
 
 
 def kl_bounds(
-    lowest: Float[Tensor, "rows vocab"],
-    highest: Float[Tensor, "rows vocab"],
-    logq: Float[Tensor, "rows vocab"],
+    base: LogpIntervals, logq: Float[Tensor, "rows vocab"]
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Bounds of KL(p ‖ q) for every p with log p between ``lowest`` and ``highest`` that sums to 1.
+    """Bounds of KL(p ‖ q) for every p whose log-probabilities are in the intervals of ``base`` and that sums to 1.
 
     Weak duality: for any number λ, a sum over tokens bounds f(p) = Σ p (log p - log q) subject to Σ p = 1,
 
         λ + Σ min_p h(p)  ≤  f  ≤  λ + Σ max_p h(p),      h(p) = p (log p - log q - λ),
 
     each over its own token's interval. h is convex, so its largest value is at an end and its smallest at
-    q exp(λ - 1), or the end next to it. λ is the KL of the centres plus 1, at which the bounds are narrow.
+    q exp(λ - 1), or the end next to it. λ is 1 and the KL of the normalised largest p, at which the bounds are narrow.
     """
-    center = torch.where(lowest.isfinite(), (lowest + highest) / 2, highest).log_softmax(-1)
-    multiplier = (center.exp() * (center - logq)).sum(-1, keepdim=True) + 1
-    ends = [_term(end, logq + multiplier) for end in (lowest, highest)]
-    inner = torch.minimum(torch.maximum(logq + multiplier - 1, lowest), highest)
-    lower = multiplier[:, 0] + _term(inner, logq + multiplier).sum(-1)
-    upper = multiplier[:, 0] + torch.maximum(*ends).sum(-1)
+    mass = base.p_highest.sum(-1, keepdim=True)
+    divergence = (base.p_highest * (base.highest - logq)).sum(-1, keepdim=True) / mass - mass.log()
+    shifted = logq + (divergence + 1)
+    at_lowest = (base.lowest - shifted).mul_(base.p_lowest).nan_to_num_(nan=0)  # h(0) = 0
+    at_highest = (base.highest - shifted).mul_(base.p_highest)
+    inner = (shifted - 1).clamp_(min=base.lowest, max=base.highest)
+    at_inner = inner.exp().mul_(inner.sub_(shifted))
+    multiplier = divergence[:, 0] + 1
+    lower = multiplier + at_inner.sum(-1)
+    upper = multiplier + torch.maximum(at_lowest, at_highest).sum(-1)
     return lower.clamp(min=0), upper
 
 
 def reverse_kl_bounds(
-    lowest: Float[Tensor, "rows vocab"],
-    highest: Float[Tensor, "rows vocab"],
-    logq: Float[Tensor, "rows vocab"],
+    base: LogpIntervals, logq: Float[Tensor, "rows vocab"]
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """Bounds of KL(q ‖ p), for the same p as in ``kl_bounds``; the upper one is inf if a token has no lowest value.
 
@@ -65,15 +81,10 @@ def reverse_kl_bounds(
     with x = log p in its token's interval; q x - e^x is concave with its largest value at x = log q.
     """
     q = logq.exp()
-    negentropy = _term(logq, torch.zeros_like(logq)).sum(-1)
-    inner = torch.minimum(torch.maximum(logq, lowest), highest)
-    largest_sum = (q * inner - inner.exp()).sum(-1)
-    ends = [torch.where(end.isfinite(), q * end - end.exp(), -torch.inf) for end in (lowest, highest)]
-    smallest_sum = torch.minimum(*ends).sum(-1)
-    return (negentropy - largest_sum - 1).clamp(min=0), negentropy - smallest_sum - 1
-
-
-def _term(logp: Tensor, shifted: Tensor) -> Tensor:
-    """p (log p - shifted), and 0 at p = 0."""
-    p = logp.exp()
-    return torch.where(p > 0, p * (torch.where(p > 0, logp, 0) - shifted), 0)
+    negentropy = (q * logq).sum(-1)
+    inner = logq.clamp(min=base.lowest, max=base.highest).mul_(q)
+    largest_sum = inner.sub_(q.clamp(min=base.p_lowest, max=base.p_highest)).sum(-1)
+    is_open = base.lowest.amin(-1).isneginf()
+    ends = [(q * x).sub_(p) for x, p in ((base.lowest, base.p_lowest), (base.highest, base.p_highest))]
+    upper = negentropy - torch.minimum(*ends).sum(-1) - 1
+    return (negentropy - largest_sum - 1).clamp(min=0), upper.masked_fill(is_open, torch.inf)

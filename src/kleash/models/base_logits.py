@@ -39,6 +39,10 @@ class BaseLogitsRows:
     codes: np.ndarray
     """[rows, vocab], uint16."""
 
+    def __getitem__(self, part: slice) -> "BaseLogitsRows":
+        """Some of the rows."""
+        return BaseLogitsRows(scale=self.scale[part], minimum=self.minimum[part], codes=self.codes[part])
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseLogitsFile:

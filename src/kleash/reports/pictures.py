@@ -27,6 +27,8 @@ DOTS_PER_INCH = 200
 ACCENT, MUTED, BAND, INK, GRID = "#0969da", "#bc4c00", "#b6d3f5", "#1f2328", "#d8dee4"
 MAX_NAME = 44
 """Characters of a name, of which the end is kept."""
+LABEL_HEIGHT, LABEL_WIDTH = 0.05, 0.05
+"""Share of the range of KLs, and logarithm of a ratio of sizes, within which labels of points lie on each other."""
 MAX_CANDIDATES = 40
 """Candidates in the key of a sweep's picture."""
 OTHER_FONTS = (
@@ -245,13 +247,14 @@ def _size_panel(axes: Any, sweep: Sweep) -> None:
         for place, candidate in enumerate(sweep.ranking[:MAX_CANDIDATES], start=1)
         if candidate.bytes_on_disk is not None
     ]
-    for place, candidate, size in points:
+    for _, candidate, size in points:
         number = candidate.numbers[sweep.rank_by]
         _dot(axes, number, size, color=ACCENT if candidate.is_on_pareto_front else MUTED)
-        if math.isfinite(number.value):
-            axes.annotate(
-                str(place), (size, number.value), xytext=(5, 4), textcoords="offset points", fontsize=8
-            )
+    for places, size, value in _near_each_other(
+        [(place, size, candidate.numbers[sweep.rank_by].value) for place, candidate, size in points]
+    ):
+        label = ", ".join(map(str, places))
+        axes.annotate(label, (size, value), xytext=(5, 4), textcoords="offset points", fontsize=8)
     front = sorted(
         (size, candidate.numbers[sweep.rank_by].value)
         for _, candidate, size in points
@@ -270,6 +273,28 @@ def _size_panel(axes: Any, sweep: Sweep) -> None:
 def _size_text(size: float) -> str:
     """A round number of bytes: "2 GB"."""
     return re.sub(r"\.0+ ", " ", format_bytes(int(size)))
+
+
+def _near_each_other(
+    points: Sequence[tuple[int, float, float]],
+) -> list[tuple[list[int], float, float]]:
+    """Points (place, size, KL) whose labels would lie on each other, as one: places, and the first's size and KL."""
+    values = [value for _, _, value in points if math.isfinite(value)]
+    height = LABEL_HEIGHT * (max(values, default=0) - min(values, default=0))
+    groups: list[tuple[list[int], float, float]] = []
+    for place, size, value in points:
+        if not math.isfinite(value):
+            continue
+        for places, other_size, other in groups:
+            if (
+                abs(value - other) <= height
+                and abs(math.log(max(size, 1) / max(other_size, 1))) < LABEL_WIDTH
+            ):
+                places.append(place)
+                break
+        else:
+            groups.append(([place], size, value))
+    return groups
 
 
 def _new_figure(width: float, height: float) -> Any:

@@ -1,7 +1,7 @@
 """The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ TICK_DIGITS = (
 )
 """Leading digits of the ticks of an axis of sizes: the first that give at least ``MIN_BYTE_TICKS``, or the last."""
 MIN_BYTE_TICKS = 3
+CHART_LINES, CHART_CHARACTERS = 16, 45
+"""Lines of text that fit above each other in a chart of KL against size, and letters beside each other on a phone."""
 COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates."""
 
@@ -79,7 +81,10 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         "charts": sweep_charts(sweep),
         "size": lambda candidate: format_bytes(candidate.bytes_on_disk),
         "bits": format_bits,
-        "pairs": [(pair, describe_pair(pair, names), simultaneous_number(pair)) for pair in sweep.pairs],
+        "pairs": [
+            (describe_pair(pair, names), nearer_minus_farther(pair, sweep.warnings))
+            for pair in sorted(sweep.pairs, key=lambda pair: _ranks(pair, ranking))
+        ],
         "headline": describe_ranking(sweep),
         "attributions": [
             {
@@ -114,23 +119,36 @@ def format_bits(candidate: SweepCandidate) -> str:
     return UNKNOWN if candidate.bits_per_weight is None else f"{candidate.bits_per_weight:.2f}"
 
 
-def simultaneous_number(pair: SweepPair) -> Number:
-    """The difference of a pair with its simultaneous interval in place of its own."""
+def nearer_minus_farther(pair: SweepPair, shared_warnings: Collection[str]) -> Number:
+    """The difference of a pair, at most 0, with its simultaneous interval and without warnings about all candidates."""
+    low, high = pair.simultaneous_ci95
+    is_first_nearer = pair.difference.value <= 0
     return Number(
-        value=pair.difference.value,
+        value=min(pair.difference.value, -pair.difference.value),
         unit=pair.difference.unit,
         standard_error=pair.difference.standard_error,
-        ci95=pair.simultaneous_ci95,
-        warnings=pair.difference.warnings,
+        ci95=(low, high) if is_first_nearer else (-high, -low),
+        warnings=tuple(warning for warning in pair.difference.warnings if warning not in shared_warnings),
     )
+
+
+def _nearer_and_farther(pair: SweepPair) -> tuple[int, int]:
+    """The numbers of the two candidates, the one with the smaller mean first."""
+    return (pair.first, pair.second) if pair.difference.value <= 0 else (pair.second, pair.first)
+
+
+def _ranks(pair: SweepPair, ranking: Sequence[SweepCandidate]) -> tuple[int, ...]:
+    """The places of a pair in the ranking."""
+    places = {candidate.number: place for place, candidate in enumerate(ranking)}
+    return tuple(places[number] for number in _nearer_and_farther(pair))
 
 
 def describe_pair(pair: SweepPair, names: dict[int, str]) -> str:
     """Which of two candidates is nearer to the reference, in words."""
+    nearer, farther = (names[number] for number in _nearer_and_farther(pair))
     if pair.is_tie:
-        return f"{names[pair.first]} and {names[pair.second]} are tied"
-    nearer, farther = (pair.first, pair.second) if pair.difference.value < 0 else (pair.second, pair.first)
-    return f"{names[nearer]} is nearer to the reference than {names[farther]}"
+        return f"{nearer} and {farther} are tied"
+    return f"{nearer} is nearer to the reference than {farther}"
 
 
 def describe_ranking(sweep: Sweep) -> str:
@@ -177,6 +195,39 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
+def _labels(
+    points: Sequence[tuple[SweepCandidate, float]], rank_by: str, *, is_logarithmic: bool
+) -> dict[int, tuple[str, str]]:
+    """The label of each candidate's dot and its place, by the candidate's number.
+
+    A label is above, beside or below its dot, on the side with more room. One that would lie on another is left out:
+    the name is shown when the pointer is on the dot, and in the table below the chart.
+    """
+    xs = [math.log(x) if is_logarithmic and x > 0 else x for _, x in points]
+    heights = [candidate.numbers[rank_by].value for candidate, _ in points]
+    logs = [math.log(value) for value in heights if value > 0]
+    to_lines = CHART_LINES / max(max(logs, default=0) - min(logs, default=0), math.log(10))
+    left, right = min(xs), max(xs)
+    taken: list[tuple[float, float, float]] = []
+    labels: dict[int, tuple[str, str]] = {}
+    for (candidate, _), x, value in zip(points, xs, heights, strict=True):
+        share = (x - left) / (right - left) if right > left else 0
+        side, text = ("left" if share > 0.5 else "right"), keep_end(candidate.name)
+        width = len(text) / CHART_CHARACTERS
+        start = share - width if side == "left" else share
+        line = math.log(value) * to_lines if value > 0 else -math.inf
+        labels[candidate.number] = ("", f"top {side}")
+        for place, offset in (("top", 1), ("middle", 0), ("bottom", -1)):
+            at = line + offset
+            if all(
+                abs(at - other) >= 1 or start > end or start + width < begin for other, begin, end in taken
+            ):
+                taken.append((at, start, start + width))
+                labels[candidate.number] = (escape(text), f"{place} {side}")
+                break
+    return labels
+
+
 def byte_axis(sizes: Sequence[float]) -> dict[str, Any]:
     """A logarithmic axis for numbers of bytes, with ticks such as "2 GB"."""
     positive = [size for size in sizes if size > 0]
@@ -218,7 +269,7 @@ def _scatter(
         return None
     points = sorted(points, key=lambda point: point[1])
     on_front = [point for point in points if point[0].is_on_pareto_front]
-    middle = (points[0][1] + points[-1][1]) / 2 if len(points) > 1 else math.inf
+    labels = _labels(points, sweep.rank_by, is_logarithmic=name == "size")
     data = [
         {
             "type": "scatter",
@@ -240,8 +291,10 @@ def _scatter(
                     name=label,
                     color=color,
                     mode="markers+text",
-                    text=[escape(keep_end(candidate.name)) for candidate, _ in chosen],
-                    textposition=["top left" if x > middle else "top right" for _, x in chosen],
+                    text=[labels[candidate.number][0] for candidate, _ in chosen],
+                    textposition=[labels[candidate.number][1] for candidate, _ in chosen],
+                    hovertext=[escape(keep_end(candidate.name, 40)) for candidate, _ in chosen],
+                    hovertemplate="%{hovertext}: %{y:.4~g}<extra></extra>",
                 )
             )
     numbers = [candidate.numbers[sweep.rank_by] for candidate, _ in points]
