@@ -239,7 +239,7 @@ def test_codes_of_torchao_are_unpacked(tmp_path: Path, metadata: Any, groups: in
     assert found_kind == kind
     packed = find_packed_modules(folder, "the policy")
     assert packed is not None
-    assert (packed.modules[0].parameter, packed.rounds_activations) == ("m.weight", False)
+    assert (packed.modules[0].parameter, packed.also_quantised) == ("m.weight", ())
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_codes_of_torchao_are_unpacked(tmp_path: Path, metadata: Any, groups: in
         ),
         ({"m.weight": "{"}, "its metadata of m.weight are not JSON"),
         ({"m.weight": "[]"}, "its metadata of m.weight have no type"),
-        (torchao_metadata("Int8Tensor", [1]), r"its block_structure is \[1\]"),
+        (torchao_metadata("Int8Tensor", [1]), r"its block_size is \[1\]"),
         (torchao_metadata("Int8Tensor", [1, 7]), "its module m has no tensor weight_scale"),
     ],
 )

@@ -24,7 +24,7 @@ from kleash.models.quantised.packed_modules import (
     read_headers,
 )
 from kleash.models.quantised.quanto import find_quanto_modules
-from kleash.models.quantised.scaled_weights import WeightScheme, find_scaled_modules
+from kleash.models.quantised.scaled_weights import BLOCK_SCALES, WeightScheme, find_scaled_modules
 from kleash.models.quantised.settings import (
     UnsupportedLayoutError,
     read_block,
@@ -61,12 +61,21 @@ KERNEL_PACKAGES = {
     "intel/auto-round": "auto_round",
     "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fbgemm_gpu",
+    "fp8": "kernels",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
 }
 """``quant_method`` → the package with which transformers runs packed weights on an accelerator."""
 MLX_METHODS = frozenset(("mlx", "metal"))
 """Names of MLX's layout: its own, and transformers' for the same with another name of the biases."""
+CACHE_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo")
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""Ends of the names of tensors by which stored keys and values are divided."""
+EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2")
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs with units for FP8; on older ones transformers decodes it."""
+FP8_BLOCK = (128, 128)
+"""Rows and columns of the blocks of fine-grained FP8 whose settings do not say."""
 MODELOPT_ALGORITHMS = frozenset(("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_AWQ"))
 
 
@@ -79,16 +88,17 @@ class PackedCheckpoint:
     modules: tuple[PackedModule, ...]
     headers: Mapping[str, TensorHeader]
     """Of all its tensors, by name."""
-    rounds_activations: bool
-    """Whether the format also quantises activations when the model is served."""
+    also_quantised: tuple[str, ...]
+    """What the format also quantises when the model is served: "activations", "the key-value cache"."""
     arrange: Callable[[str, Tensor], Iterator[tuple[str, Tensor]]] | None = None
     """Gives transformers' tensors for one that is not packed, by its name; None if it is stored as they are."""
 
     def describe(self, subject: str) -> str:
         """A note on how the model is run."""
         activations = (
-            "; the format also quantises activations in serving, which is not done here and not in the numbers"
-            if self.rounds_activations
+            f"; the format also quantises {' and '.join(self.also_quantised)} in serving, which is not done here and "
+            "not in the numbers"
+            if self.also_quantised
             else "; activations are not quantised"
         )
         count = len(self.modules)
@@ -132,15 +142,21 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
                 subject=subject, headers=headers, settings=settings, reader=reader, model_type=model_type
             )
             modules = FORMATS[method](tensors)
-            rounds_activations = _rounds_activations(settings, headers, reader)
+            rounded = _rounds_activations(settings, headers, reader)
     except UnsupportedLayoutError as error:
         raise ModelError(
             f"{subject} is quantised ({method}) in a layout that is not read: {error}; quantise or convert it to "
             "another layout, or save it dequantised"
         ) from error
-    if not modules and method == "fp8":
-        return None  # fine-grained FP8, which transformers decodes
+    if not modules and method == "fp8" and not _codes_alone(headers):
+        return None  # weights that transformers decodes, or that are not quantised
     if not modules and (method != "compressed-tensors" or _weight_groups(settings)):
+        codes = _codes_alone(headers)
+        if codes:
+            raise ModelError(
+                f"{subject} is quantised ({method}), and its matrices of codes have no scales, such as "
+                f"{codes[0][:120]} ({headers[codes[0]].dtype}); fetch or quantise the model again"
+            )
         raise ModelError(
             f"{subject} is quantised ({method}) according to its settings, and none of its tensors is packed; remove "
             "quantization_config from config.json if they are not quantised, or fetch the checkpoint again"
@@ -149,7 +165,10 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
         method=method,
         modules=tuple(modules),
         headers=headers,
-        rounds_activations=rounds_activations,
+        also_quantised=(
+            *(("activations",) if rounded else ()),
+            *(("the key-value cache",) if _rounds_cache(settings, headers) else ()),
+        ),
         arrange=arrange_tensors(headers, model_type) if method in MLX_METHODS else None,
     )
 
@@ -159,8 +178,19 @@ def has_kernels(folder: Path, device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     settings = read_quantisation_settings(folder)
-    package = KERNEL_PACKAGES.get("" if settings is None else str(settings.get("quant_method", "")).lower())
-    return package is not None and find_spec(package) is not None
+    method = "" if settings is None else str(settings.get("quant_method", "")).lower()
+    if settings is not None and method == "fp8":
+        has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+        if not settings.get("weight_block_size") or not has_units:
+            return False
+    return method in KERNEL_PACKAGES and find_spec(KERNEL_PACKAGES[method]) is not None
+
+
+def _codes_alone(headers: Mapping[str, TensorHeader]) -> list[str]:
+    """The names of the matrices of 8-bit numbers; none where tensors are scales."""
+    if any("scale" in name.rpartition(".")[2] for name in headers):
+        return []
+    return [name for name, header in headers.items() if header.dtype in EIGHT_BITS and len(header.shape) > 1]
 
 
 def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
@@ -238,7 +268,7 @@ def _compressed_modules(tensors: _PackedTensors) -> list[PackedModule]:
         WeightScheme(
             bits=read_integer(weights, "num_bits"),
             group_size=None if weights.get("group_size") is None else read_group_size(weights),
-            block=read_block(weights.get("block_structure")),
+            block=read_block(weights, "block_structure"),
         )
         for weights in (read_object(group, "weights") for group in groups)
         if weights
@@ -248,18 +278,24 @@ def _compressed_modules(tensors: _PackedTensors) -> list[PackedModule]:
 
 
 def _scaled_float_modules(tensors: _PackedTensors) -> list[PackedModule]:
-    """The modules of an FP8 or NVFP4 checkpoint of AutoFP8, FBGEMM or ModelOpt.
+    """The modules of an FP8 or NVFP4 checkpoint of AutoFP8, FBGEMM, ModelOpt, or with the blocks of DeepSeek-V3.
 
-    Fine-grained FP8 has tensors ``weight_scale_inv``, which transformers decodes.
+    transformers decodes fine-grained FP8 in which all experts of a layer are one tensor.
     """
     method = str(tensors.settings.get("quant_method")).lower()
     algorithm = str(tensors.settings.get("quant_algo", "FP8"))
     if method == "modelopt" and algorithm not in MODELOPT_ALGORITHMS:
         raise UnsupportedLayoutError(f"its quant_algo is {algorithm!r:.60}")
-    modules = group_by_module(tensors.subject, tensors.headers)
-    if any("weight_scale_inv" in module.headers for module in modules.values()):
+    has_joint_experts = any(
+        name.endswith("_scale_inv") and not name.endswith(f".{BLOCK_SCALES}") for name in tensors.headers
+    )
+    if has_joint_experts:
         return []
-    return find_scaled_modules(modules, method, [], tensors.reader)
+    modules = group_by_module(tensors.subject, tensors.headers)
+    has_blocks = any(BLOCK_SCALES in module.headers for module in modules.values())
+    block = read_block(tensors.settings, "weight_block_size") or FP8_BLOCK
+    schemes = [WeightScheme(bits=8, block=block)] if has_blocks else []
+    return find_scaled_modules(modules, method, schemes, tensors.reader)
 
 
 def _weight_groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -309,6 +345,13 @@ def _rounds_activations(
     return method in ("fp8", "fbgemm_fp8", "modelopt") or any(
         group.get("input_activations") or group.get("output_activations")
         for group in _weight_groups(settings)
+    )
+
+
+def _rounds_cache(settings: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> bool:
+    """Whether a format quantises stored keys and values when the model is served."""
+    return any(settings.get(name) for name in CACHE_SETTINGS) or any(
+        name.endswith(CACHE_SCALES) for name in headers
     )
 
 

@@ -10,11 +10,13 @@ The blocks are the whole matrix, rows, groups of columns in a row, or rectangles
 | ``weight_packed`` or ``weight`` (U8) | pairs of 4-bit floating-point numbers E2M1, the first in the lower bits |
 | ``weight`` (I8, F8_E4M3, F8_E5M2) | the numbers themselves |
 
-Scales stored as U8 are powers of two, 2^(s - 127). Those of 4-bit floating-point numbers are divided by
+The scales are ``weight_scale``, or ``weight_scale_inv`` in fine-grained FP8, which are factors as well. Scales stored
+as U8 or F8_E8M0 are powers of two, 2^(s - 127). Those of 4-bit floating-point numbers are divided by
 ``weight_global_scale``, or multiplied by ``weight_scale_2`` (ModelOpt). ModelOpt's AWQ multiplies the inputs of a
 matrix by ``pre_quant_scale``, which are factors of its columns here.
 
-Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_utils.py``.
+Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_utils.py``; DeepSeek-V3,
+``inference/fp8_cast_bf16.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,8 @@ from kleash.models.quantised.integers import (
 from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
 
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
-SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "U8")
+SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "U8")
+SCALES, BLOCK_SCALES = "weight_scale", "weight_scale_inv"
 DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
 COLUMN_FACTORS = "pre_quant_scale"
 PACKED_BITS = range(1, 9)
@@ -68,7 +71,7 @@ class BlockValues(NamedTuple):
 def find_scaled_modules(
     modules: Mapping[str, ModuleTensors], method: str, schemes: Sequence[WeightScheme], reader: TensorReader
 ) -> list[PackedModule]:
-    """The modules of a checkpoint that are stored with scales: those with a tensor ``weight_scale``.
+    """The modules of a checkpoint that are stored with scales: those with ``weight_scale`` or ``weight_scale_inv``.
 
     Args:
         modules: the tensors of the checkpoint.
@@ -82,7 +85,7 @@ def find_scaled_modules(
     return [
         describe_scaled_module(tensors, method, schemes, reader)
         for tensors in modules.values()
-        if "weight_scale" in tensors.headers or "weight_packed" in tensors.headers
+        if not tensors.headers.keys().isdisjoint((SCALES, BLOCK_SCALES, "weight_packed"))
     ]
 
 
@@ -104,7 +107,7 @@ def describe_scaled_module(
         shape = _read_shape(tensors, reader, stored[0])
         bits = _integer_bits(tensors, stored[1], shape[1], schemes)
         kind = f"int{bits}"
-    scales = tensors.shape("weight_scale", SCALE_TYPES, (0, 1, 2))
+    scales = tensors.shape(_scale_part(tensors), SCALE_TYPES, (0, 1, 2))
     block = _find_block(tensors, shape, scales, schemes)
     optional = ("weight_zero_point", "weight_g_idx", DIVISOR, FACTOR, "weight_shape", COLUMN_FACTORS)
     if COLUMN_FACTORS in tensors.headers:
@@ -112,15 +115,26 @@ def describe_scaled_module(
         tensors.require(
             factors == shape[1:], f"has {factors[0]} numbers in {COLUMN_FACTORS} for {shape[1]} columns"
         )
-    parts = (codes, "weight_scale", *(part for part in optional if part in tensors.headers))
+    parts = (codes, _scale_part(tensors), *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
         parameter=tensors.parameter or f"{tensors.name}.weight",
         shape=shape,
-        kind=f"{method} {kind}, {_block_words(shape, block)}",
+        kind=f"{' '.join(dict.fromkeys((method, kind)))}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),
         open=partial(_open, tensors, codes, shape, bits, block),
     )
+
+
+def _scale_part(tensors: ModuleTensors) -> str:
+    """The last part of the name of the tensor that holds the scales.
+
+    Raises:
+        ModelError: if there are two.
+    """
+    has_both = {SCALES, BLOCK_SCALES} <= tensors.headers.keys()
+    tensors.require(not has_both, f"has both {SCALES} and {BLOCK_SCALES}")
+    return BLOCK_SCALES if BLOCK_SCALES in tensors.headers else SCALES
 
 
 def _block_words(shape: tuple[int, ...], block: tuple[int, int]) -> str:
@@ -186,9 +200,21 @@ def _find_block(
         and columns % scales[1] == 0
         and (not sizes or columns // scales[1] in sizes),
         f"has scales of shape {list(scales)} for {rows} x {columns} weights"
-        + (f" in groups of {' or '.join(map(str, sorted(sizes)))}" if sizes else ""),
+        + (f" in {' or '.join(_scheme_words(schemes, columns))}" if schemes else ""),
     )
     return 1, columns // scales[1]
+
+
+def _scheme_words(schemes: Sequence[WeightScheme], columns: int) -> list[str]:
+    """The blocks of the settings in words, for errors."""
+    return sorted(
+        {
+            f"blocks of {scheme.block[0]} x {scheme.block[1]}"
+            if scheme.block
+            else f"groups of {scheme.group_size if scheme.group_size and scheme.group_size > 0 else columns}"
+            for scheme in schemes
+        }
+    )
 
 
 def _open(
@@ -257,7 +283,7 @@ def _column_blocks(tensors: ModuleTensors, reader: TensorReader, columns: int, b
 
 def _read_scales(tensors: ModuleTensors, reader: TensorReader, dtype: torch.dtype) -> Tensor:
     """The scales of a module in ``dtype``, with the factor of the whole matrix."""
-    stored = reader.read(tensors.full_name("weight_scale"))
+    stored = reader.read(tensors.full_name(_scale_part(tensors)))
     scales = decode_powers_of_two(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
     for part in (DIVISOR, FACTOR):
         if part in tensors.headers:

@@ -78,12 +78,13 @@ def read_group_size(settings: Mapping[str, Any]) -> int:
     return size
 
 
-def read_block(value: Any) -> tuple[int, int] | None:
-    """Rows and columns of a block; None if there is no setting.
+def read_block(settings: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    """Rows and columns of a block; None if there is no such setting.
 
     Raises:
         UnsupportedLayoutError: if it is not two positive integers.
     """
+    value = settings.get(name)
     if value is None:
         return None
     sizes = value.split("x") if isinstance(value, str) else value
@@ -91,7 +92,7 @@ def read_block(value: Any) -> tuple[int, int] | None:
         rows, columns = (int(size) for size in sizes)
         if 0 < rows <= MAX_GROUP_SIZE and 0 < columns <= MAX_GROUP_SIZE:
             return rows, columns
-    raise UnsupportedLayoutError(f"its block_structure is {value!r:.60}")
+    raise UnsupportedLayoutError(f"its {name} is {value!r:.60}")
 
 
 def read_object(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

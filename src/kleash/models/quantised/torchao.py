@@ -72,7 +72,7 @@ def find_torchao_modules(
         module, _, part = name.rpartition(".")
         names = {canonical: f"{module}._{part}_{suffix}" for canonical, suffix in PART_NAMES.items()}
         tensors = renamed_tensors(subject, module, names, headers, parameter=name)
-        block = read_block(attributes.get("block_size"))
+        block = read_block(attributes, "block_size")
         schemes = [] if block is None else [WeightScheme(bits=8, block=block)]
         packed = describe_scaled_module(tensors, "torchao", schemes, reader)
         modules.append(replace(packed, kind=packed.kind.replace("int8", _integer_type(attributes))))

@@ -70,7 +70,13 @@ def describe_quantisation(folder: Path, network: Any, subject: str) -> tuple[str
     """A note on how a quantised checkpoint runs, on decoded or on packed weights; none if it is not quantised."""
     method = _read_method(folder)
     if method is None:
-        return ()
+        small = {header.dtype for header in read_headers(folder).values()} & SMALL_FLOAT_TYPES
+        kinds = " and ".join(sorted(small))
+        return (
+            (f"{subject} has weights in {kinds} without scales, which were read as they are",)
+            if small
+            else ()
+        )
     if method == "bitnet":
         how = ", and its layers round activations to 8 bits, as the model was trained"
     elif is_packed(network):
