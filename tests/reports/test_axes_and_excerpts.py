@@ -12,7 +12,7 @@ from synthetic_run import synthetic_comparison, synthetic_sweep, write_synthetic
 from kleash.records import Measurement, Number, RunFolder
 from kleash.reports import heatmap
 from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
-from kleash.reports.figures import axis, log_axis
+from kleash.reports.figures import axis, log_axis, step_axis
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns, write_report
 from kleash.reports.pictures import _near_each_other
@@ -204,3 +204,8 @@ def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> N
     )
     number = nearer_minus_farther(turned, ("few",))
     assert (number.value, number.ci95, number.warnings) == (-0.5, (-0.7, -0.4), ("one",))
+
+
+def test_an_axis_of_few_steps_has_no_tick_twice() -> None:
+    assert step_axis([1, 2])["dtick"] == step_axis([])["dtick"] == 1
+    assert "dtick" not in step_axis(range(1, 40))

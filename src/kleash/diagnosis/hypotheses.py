@@ -105,7 +105,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
             table,
             "routing",
             routed,
-            f"{routed.share:.0%} of the tokens differ by about {routed.scale:.2g} nats, the others by rounding",
+            f"{routed.share:.0%} of the tokens have errors of logits of {routed.scale:.2g} nats, the others rounding",
         ),
         from_fit(
             table,

@@ -172,7 +172,7 @@ class RewardJob(OnlineJob):
     """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
     a token too. If not given: token in a loss, sequence in a reward."""
     beta: float = 0.05
-    """Nats of reward that one nat of KL costs; where a controller begins. 0 lets the policy off the leash."""
+    """Nats of reward that one nat of KL costs; where a controller begins. 0 is no KL penalty."""
     controller: str = "fixed"
     """What moves beta: fixed (nothing), ziegler, pid, or dual."""
     target_nats: float | None = None

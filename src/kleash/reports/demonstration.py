@@ -15,6 +15,7 @@ from kleash.reports.figures import (
     figure,
     finite_or_none,
     log_axis,
+    step_axis,
     whiskers,
 )
 from kleash.reports.formatting import as_sentence, format_percent, format_value, format_with_interval
@@ -157,7 +158,7 @@ def runs_metric_chart(
             height=300,
             x="step",
             y=y,
-            xaxis={"showgrid": False, "nticks": 6},
+            xaxis=step_axis([record.step for record in longest]),
             yaxis=log_axis(positive) if logarithmic and positive else {"nticks": 6, "rangemode": "tozero"},
             showlegend=True,
         ),

@@ -16,6 +16,8 @@ ACCENT, ACCENT_BAND, MUTED, INK, GRID = (
 )
 MIN_TICKS = 2
 """Powers of ten below which a logarithmic axis also has ticks between them."""
+MAX_STEP_TICKS = 6
+"""Ticks of an axis of training steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,15 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
         "linecolor": GRID,
         "zeroline": False,
         "ticks": "",
+        "exponentformat": "power",
         **options,
     }
+
+
+def step_axis(steps: Sequence[int]) -> dict[str, Any]:
+    """Options of an axis of training steps: few ticks, and only at whole steps."""
+    is_short = max(steps, default=0) - min(steps, default=0) < MAX_STEP_TICKS
+    return {"showgrid": False, **({"dtick": 1} if is_short else {"nticks": MAX_STEP_TICKS})}
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:

@@ -5,7 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, escape, figure, finite_or_none, log_axis
+from kleash.reports.figures import (
+    ACCENT,
+    INK,
+    MUTED,
+    Chart,
+    band,
+    escape,
+    figure,
+    finite_or_none,
+    log_axis,
+    step_axis,
+)
 from kleash.reports.formatting import format_value
 from kleash.store import StepRecord
 
@@ -159,7 +170,7 @@ def metric_chart(
             height=300,
             x="step",
             y=y,
-            xaxis={"showgrid": False, "nticks": 6, **({"tickformat": "d"} if len(history) < 6 else {})},
+            xaxis=step_axis([record.step for record in history]),
             yaxis=log_axis(positive)
             if logarithmic
             else {"nticks": 6, "rangemode": "normal" if has_negative else "nonnegative"},
