@@ -60,6 +60,8 @@ PRELOADED = (
     "trl.trainer.grpo_trainer",
     "trl.trainer.dpo_trainer",
 )
+MEASURED = "measured"
+"""Folder of the runs of checks."""
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
 CHECKS: dict[str, Callable[["Ranks"], object]] = {}
 
@@ -396,13 +398,15 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
     settings = {"prompts": str(prompts), "samples_per_prompt": 1, "max_new_tokens": 3, "batch_tokens": 24}
     for kind, dtype in (("llama", "float64"), ("qwen3", "bfloat16")):
         models = {role: str(ranks.folder / f"{kind}-{role}") for role in ("policy", "reference")}
-        job = MeasureJob(**models, **settings, dtype=dtype, out=str(ranks.folder / f"{kind}-one"))
+        job = MeasureJob(**models, **settings, dtype=dtype, out=str(ranks.folder / MEASURED / f"{kind}-one"))
         if ranks.rank == 0:
             measure(job)
         dist.barrier()
-        alone = Measurement.read(ranks.folder / f"{kind}-one")
+        alone = Measurement.read(ranks.folder / MEASURED / f"{kind}-one")
         for device_map in ("fsdp", "tensor"):
-            shared = replace(job, device_map=device_map, out=str(ranks.folder / f"{kind}-{device_map}"))
+            shared = replace(
+                job, device_map=device_map, out=str(ranks.folder / MEASURED / f"{kind}-{device_map}")
+            )
             store = dist.PrefixStore(f"{kind}-{device_map}", dist.distributed_c10d._get_default_store())
             result = measure(shared, ranks=RankGroup(ranks.rank, 2, store))
             assert result.counts.shards == alone.counts.shards > 2
@@ -531,4 +535,5 @@ def main(
 
 if __name__ == "__main__":
     import_what_checks_use()
-    main(fork_ranks(2), sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    store, models, *only = sys.argv[1:]
+    main(fork_ranks(2, [store, Path(models) / MEASURED]), store, Path(models), only)

@@ -826,5 +826,5 @@ def main(rank: int, store: str, out: str, only: list[str]) -> None:
 
 if __name__ == "__main__":
     store, folder, *only = sys.argv[1:]
-    own_rank = fork_ranks(4)
+    own_rank = fork_ranks(4, [store])
     main(own_rank, store, f"{folder}/rank{own_rank}.json", only)

@@ -235,7 +235,7 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
     store, folder, *only = sys.argv[1:]
     sharded_ranks.import_what_checks_use()
-    sharded_ranks.main(fork_ranks(2), store, Path(folder), only, CHECKS, Zero3Ranks)
+    sharded_ranks.main(fork_ranks(2, [store]), store, Path(folder), only, CHECKS, Zero3Ranks)
 
 
 if __name__ == "__main__":

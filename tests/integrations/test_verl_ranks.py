@@ -21,7 +21,7 @@ import verl.workers.utils.losses as losses
 from verl.plugin.platform import get_platform
 from verl.utils.tensordict_utils import chunk_tensordict
 from verl_engines import batch, engine_of, expected_update, loss_of, on_policy, tiny
-rank = fork_ranks(2)
+rank = fork_ranks(2, [sys.argv[1]])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 platform = type(get_platform())

@@ -23,7 +23,7 @@ from kleash.errors import CannotRunError
 from kleash.linear import Head, linear_kl, linear_kl_loss, zero3_as_dtensor
 from forked_ranks import fork_ranks
 
-rank = fork_ranks(2)
+rank = fork_ranks(2, [sys.argv[1]])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
