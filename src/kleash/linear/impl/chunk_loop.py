@@ -268,25 +268,24 @@ def evaluate_rows(
     """
     native = function.native is not None and uses_native(pair, options)
     plan = plan_chunks(pair, options, 0 if native else function.num_buffers, native=native)
-    # A call without rows has the number of the results, their dtypes and their shapes beyond the first axis.
-    none = torch.empty((0, pair.local_vocab_size), dtype=pair.p.dtype, device=pair.p.hidden.device)
-    empty = (
-        *function.fallback(none, none, *(x[:0] for x in inputs)),
-        *(of_logits(none, none) if of_logits else ()),
-    )
-    results = tuple(x.new_empty((pair.tokens, *x.shape[1:])) for x in empty)
     fast = fast_version(function, pair, plan, options)
+    results: tuple[Tensor, ...] | None = None
     for chunk in chunks(pair, plan, q_is_delta=function.accepts_delta):
         keywords = {"q_is_delta": chunk.q_is_delta} if function.accepts_delta else {}
         # All positions of a chunk are a slice here, so that these are views, and the results are written in place.
-        chunk_inputs, chunk_results = ([x[chunk.positions] for x in xs] for xs in (inputs, results))
+        chunk_inputs = [x[chunk.positions] for x in inputs]
         for block in logit_blocks(chunk, plan.block_rows):
             rows = chunk.zp[block], chunk.zq[block], *(x[block] for x in chunk_inputs)
             computed = fast(*rows, **keywords)
             computed = replace_failed_rows_(function, computed, rows, chunk.q_is_delta, pair.vocab_shards)
             computed = *computed, *(of_logits(rows[0], rows[1]) if of_logits else ())
-            for result, new in zip(chunk_results, computed, strict=True):
-                result[block] = new
+            if results is None:
+                results = tuple(x.new_empty((pair.tokens, *x.shape[1:])) for x in computed)
+            for result, new in zip(results, computed, strict=True):
+                result[chunk.positions][block] = new
+    if results is None:
+        none = torch.empty((0, pair.local_vocab_size), dtype=pair.p.dtype, device=pair.p.hidden.device)
+        return *function.fallback(none, none, *inputs), *(of_logits(none, none) if of_logits else ())
     return results
 
 
