@@ -303,6 +303,18 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
     weights = pair.policy.record().weights
     assert weights is not None
     assert weights.modules["model.layers.0.mlp.experts.gate_up_proj_blocks"] == "mxfp4 (U8)"
+    codes, scales = (f"model.layers.0.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales"))
+    for damaged in (
+        {**tensors, codes: tensors[codes][:, :, :1].contiguous()},
+        {**tensors, scales: tensors[scales].float()},
+        {name: tensor for name, tensor in tensors.items() if name != scales},
+        {name: tensor for name, tensor in tensors.items() if name != codes},
+    ):
+        save_file(damaged, packed / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(
+            ModelError, match=r"gate_up_proj_blocks \(.*do not fit the _scales .*16 bytes of codes"
+        ):
+            load_pair(str(packed), str(dense))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Quantised checkpoints that kleash does not unpack: a note on how they run, and why one cannot be loaded."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.quantised.packed_modules import read_headers
+from kleash.models.quantised.packed_modules import TensorHeader, read_headers
 from kleash.models.quantised.settings import read_quantisation_settings
 from kleash.models.text_towers import is_of_other_part
 
@@ -25,6 +27,7 @@ QUANTISATION_PARTS = frozenset(
     )
 )
 """Last parts of the names of tensors that weights or activations are multiplied by, or that hold codes."""
+MXFP4_BLOCK_BYTES = 16
 MATRIX_NAMES = (".weight", "_proj")
 """Ends of the names of tensors that are matrices of a network."""
 REQUIREMENTS = {
@@ -114,6 +117,8 @@ def check_stored_types(folder: Path, config: Any, subject: str, decoded: Collect
         ModelError: naming the first of them.
     """
     method = _read_method(folder)
+    if method == "mxfp4":
+        _check_mxfp4_parts(read_headers(folder), subject)
     if (
         decoded is None
         and method in import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
@@ -144,6 +149,31 @@ def check_stored_types(folder: Path, config: Any, subject: str, decoded: Collect
         )
 
 
+def _check_mxfp4_parts(headers: Mapping[str, TensorHeader], subject: str) -> None:
+    """Refuse a checkpoint in MXFP4 of which codes and scales do not fit together: a scale for 16 bytes of codes.
+
+    Raises:
+        ModelError: naming the first tensor.
+    """
+    stems = {name.rpartition("_")[0] for name in headers if name.endswith(("_blocks", "_scales"))}
+    for stem in sorted(stems):
+        codes, scales = (headers.get(f"{stem}_{part}") for part in ("blocks", "scales"))
+        if codes is None or scales is None or {codes.dtype, scales.dtype} != {"U8"}:
+            fits = False
+        else:
+            fits = list(codes.shape) == [*scales.shape, MXFP4_BLOCK_BYTES]
+        if not fits:
+            stored_codes, stored_scales = (
+                "not there" if header is None else f"{header.dtype} {list(header.shape)}"
+                for header in (codes, scales)
+            )
+            raise ModelError(
+                f"{subject} is quantised (mxfp4), and its {stem[:120]}_blocks ({stored_codes}) do not fit the _scales "
+                f"({stored_scales}): a scale (U8) belongs to {MXFP4_BLOCK_BYTES} bytes of codes; fetch the checkpoint "
+                "again"
+            )
+
+
 def check_unused_parts(names: Collection[str], folder: Path, subject: str) -> None:
     """Refuse a quantised checkpoint of which scales or codes were not used, without which it is another model.
 
@@ -172,11 +202,21 @@ def explain_refusal(folder: Path) -> str:
     if needs is None:
         reader = OTHER_PACKAGES.get(method, "its own software")
         return f"; it is quantised ({method}) in a layout that is read by {reader} and not here; save it dequantised"
+    if _are_installed(needs):
+        return f"; it is quantised ({method}), and transformers cannot decode its files; fetch the checkpoint again"
     hardware = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "this CPU"
     return (
         f"; it is quantised ({method}), for which transformers needs {needs} beside {hardware}; save it dequantised "
         "where it can be loaded"
     )
+
+
+def _are_installed(needs: str) -> bool:
+    """Whether the packages of an entry of ``REQUIREMENTS`` are there, which asks for no GPU."""
+    packages = re.findall(
+        r"[a-z][\w-]*", needs.partition("package")[2].removeprefix("s").replace(" and ", " ")
+    )
+    return "GPU" not in needs and all(find_spec(name.replace("-", "_")) is not None for name in packages)
 
 
 def _read_method(folder: Path) -> str | None:
