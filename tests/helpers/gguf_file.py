@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_layouts import LAYOUTS, add_layout_settings
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
@@ -21,9 +22,16 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gpt_oss": "gpt-oss",
+    "ministral3": "mistral3",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """transformers' model type → llama.cpp's architecture, where they differ."""
-INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
+INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", "ministral3")
+WITH_OFFSET = ("gemma", "gemma2", "gemma3_text")
+"""Model types whose norms have 1 added."""
 """Model types whose query and key projections are stored in the order of llama.cpp's rotary embedding."""
 Edit = Callable[[gguf.GGUFWriter], None]
 
@@ -103,7 +111,8 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -139,6 +148,7 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             add(config[name])
     if config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    add_layout_settings(writer, config)
 
 
 def older_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,17 +179,24 @@ def add_vocabulary(writer: gguf.GGUFWriter, folder: Path, rows: int, changed: Ma
     writer.add_add_bos_token(True)
 
 
+def written_tensors(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The tensors of a checkpoint in float32, in the layout that a file has."""
+    layout = LAYOUTS.get(config["model_type"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values = tensor.astype(np.float32)
+        yield from [(name, values)] if layout is None else layout(name, values, config)
+
+
 def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
     """The tensors of a checkpoint with their names in a GGUF file; experts of a layer are stacked."""
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.astype(np.float32)
+    for name, values in written_tensors(folder, config):
         if config["model_type"] in INTERLEAVED and re.search(r"\.[qk]_proj\.", name):
             kind = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             values = interleaved(values, config[kind])
-        if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        if config["model_type"] in WITH_OFFSET and name.endswith("norm.weight"):
             values = values + 1
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
         if expert is not None:
@@ -188,7 +205,8 @@ def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         stem, _, suffix = name.rpartition(".")
-        yield f"{names.get_name(stem)}.{suffix}", values
+        whole = names.get_name(name)
+        yield whole or (f"{names.get_name(stem)}.{suffix}" if names.get_name(stem) else name), values
     for name, weights in experts.items():
         merged = names.get_name(name.removesuffix(".weight"))
         yield f"{merged}.weight", np.stack([weights[number] for number in range(len(weights))])

@@ -3,14 +3,49 @@
 Source: llama.cpp, ``conversion/`` and ``src/models/``, which write and read the files.
 """
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any
 
+from torch import Tensor
+
 from kleash.errors import ModelError
+from kleash.models.gguf.block_tensors import (
+    BLOCK_TENSOR,
+    DENSE_BLOCK,
+    EXPERTS,
+    GEMMA4_BLOCK,
+    GEMMA4_OUTSIDE,
+    GLM4_BLOCK,
+    GPT_OSS_BLOCK,
+    LINEAR_ATTENTION,
+    MIXTRAL_EXPERTS,
+    NORMS_AROUND,
+    OUTSIDE_BLOCKS,
+    QK_NORMS,
+    SHARED_EXPERT,
+)
+from kleash.models.gguf.family_settings import (
+    ADJUSTED_SETTINGS,
+    Settings,
+    TensorSummary,
+    adjust_gemma2,
+    adjust_gemma3,
+    adjust_gemma4,
+    adjust_glm4,
+    adjust_gpt_oss,
+    adjust_ministral3,
+    adjust_phi3,
+    adjust_qwen35,
+    refuse_sliding_window,
+)
+from kleash.models.gguf.parameter_layouts import (
+    drop_shared_kv,
+    log_of_negated,
+    merge_gpt_oss_experts,
+    restore_linear_attention,
+)
 
 SHAPE_SETTINGS = {
     "context_length": "max_position_embeddings",
@@ -41,53 +76,26 @@ ROPE_SETTINGS = frozenset(
         "scaling.attn_factor",
         "scaling.yarn_beta_fast",
         "scaling.yarn_beta_slow",
+        "scaling.yarn_log_multiplier",
     )
 )
 """Settings that ``_rope`` reads."""
 SETTINGS_WITHOUT_EFFECT = frozenset(
-    ("vocab_size", "attention.key_length", "attention.value_length", "attention.causal", "pooling_type")
+    (
+        *("vocab_size", "attention.key_length", "attention.value_length", "attention.causal", "pooling_type"),
+        *ADJUSTED_SETTINGS,
+    )
 )
 """Settings that are checked or that change nothing here."""
-DENSE_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+GEMMA4_SETTINGS = {
+    "attention.sliding_window": "sliding_window",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
-"""Parts of a block → modules of a layer of a Llama."""
-QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-NORMS_AROUND = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-"""Norms before and after attention and MLP, as Gemma 2 has them."""
-EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
-    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
-}
-SHARED_EXPERT = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-MIXTRAL_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
-}
-OUTSIDE_BLOCKS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.([a-z0-9_]+)\.(weight|bias)")
-Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,48 +105,32 @@ class GGUFArchitecture:
     model_type: str
     """transformers' name of the configuration."""
     block: Mapping[str, str]
-    """Part of a block → module of a layer; "{expert}" stands for the number of an expert."""
+    """Part of a block → module of a layer, or part with its suffix → parameter; "{expert}" stands for the number of an
+    expert, and without it the experts of a layer are one parameter."""
+    outside: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Tensors outside of blocks → parameters, beside those of ``OUTSIDE_BLOCKS``."""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     """Settings beside those of ``SHAPE_SETTINGS`` → attribute of the configuration."""
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Attributes of the configuration that the architecture implies."""
-    adjust: Callable[[dict[str, Any], Settings], None] | None = None
-    """Changes the attributes where they follow from several settings."""
+    adjust: Callable[[dict[str, Any], Settings, TensorSummary], None] | None = None
+    """Changes the attributes where they follow from several settings, or from tensors."""
+    listed: frozenset[str] = frozenset()
+    """Settings of ``SHAPE_SETTINGS`` that may be a list with a number for each layer; ``adjust`` checks them."""
     interleaved_rope: bool = False
     """Whether rows of the query and key projections are stored in the order of llama.cpp's rotary embedding."""
     norm_offset: float = 0.0
     """What the file's norm weights have in excess of the parameters."""
-
-
-def _gemma_scale(attributes: dict[str, Any], settings: Settings) -> None:
-    """Scale of Gemma's attention: by the head's size, and in the 27B models by hidden size / heads."""
-    is_27b = attributes["num_hidden_layers"] in (46, 62)
-    per_head = attributes["hidden_size"] // attributes["num_attention_heads"]
-    attributes["query_pre_attn_scalar"] = per_head if is_27b else attributes["head_dim"]
-
-
-def _gemma2(attributes: dict[str, Any], settings: Settings) -> None:
-    _gemma_scale(attributes, settings)
-    # Absent caps are none in llama.cpp, and transformers has a default.
-    attributes.setdefault("attn_logit_softcapping", None)
-    attributes.setdefault("final_logit_softcapping", None)
-
-
-def _gemma3(attributes: dict[str, Any], settings: Settings) -> None:
-    _gemma_scale(attributes, settings)
-    attributes["rope_local_base_freq"] = settings.get("rope.freq_base_swa", 10_000.0)
-    if not attributes.get("sliding_window"):
-        attributes["layer_types"] = ["full_attention"] * attributes["num_hidden_layers"]
-
-
-def _phi3(attributes: dict[str, Any], settings: Settings) -> None:
-    # llama.cpp does not use the sliding window of Phi-3, and 0 stands for none.
-    attributes["sliding_window"] = attributes.get("sliding_window") or None
-
-
-def _without_sliding_window(attributes: dict[str, Any], settings: Settings) -> None:
-    if settings.get("attention.sliding_window"):
-        raise ModelError("its layers have a sliding window, which is read of other architectures only")
+    norms_without_offset: frozenset[str] = frozenset()
+    """Parts of a block whose norm weights are stored as they are."""
+    functions: Mapping[str, Callable[[Tensor], Tensor]] = field(
+        default_factory=dict[str, Callable[[Tensor], Tensor]]
+    )
+    """Part of a block → function of the decoded values in float32 that gives the parameter's."""
+    arrange: Callable[[dict[str, Tensor], Mapping[str, Any]], None] | None = None
+    """Changes decoded parameters into those of a checkpoint; arguments are the parameters and the attributes."""
+    config_has_rope_factors: bool = False
+    """Whether ``adjust`` turns the factors of the rotary embedding into attributes."""
 
 
 LLAMA = GGUFArchitecture(model_type="llama", block=DENSE_BLOCK, interleaved_rope=True)
@@ -150,8 +142,23 @@ GEMMA2 = GGUFArchitecture(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    adjust=_gemma2,
+    adjust=adjust_gemma2,
     norm_offset=1.0,
+)
+QWEN35 = GGUFArchitecture(
+    model_type="qwen3_5_text",
+    block=DENSE_BLOCK | QK_NORMS | {"post_attention_norm": "post_attention_layernorm"} | LINEAR_ATTENTION,
+    settings={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    adjust=adjust_qwen35,
+    norm_offset=1.0,
+    norms_without_offset=frozenset(("ssm_norm",)),
+    functions={"ssm_a": log_of_negated},
+    arrange=restore_linear_attention,
 )
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": LLAMA,
@@ -193,7 +200,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         block={name: module for name, module in DENSE_BLOCK.items() if not name.endswith("_norm")}
         | QK_NORMS
         | {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
-        adjust=_without_sliding_window,
+        adjust=refuse_sliding_window,
     ),
     "gemma2": GEMMA2,
     "gemma3": GGUFArchitecture(
@@ -203,17 +210,56 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
             "attention.sliding_window": "sliding_window",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        adjust=_gemma3,
+        adjust=adjust_gemma3,
         norm_offset=1.0,
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",
         block=DENSE_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         settings={"attention.sliding_window": "sliding_window"},
-        adjust=_phi3,
+        adjust=adjust_phi3,
+    ),
+    "gemma": GGUFArchitecture(model_type="gemma", block=DENSE_BLOCK, norm_offset=1.0),
+    "gemma4": GGUFArchitecture(
+        model_type="gemma4_text",
+        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS | GEMMA4_BLOCK,
+        outside=GEMMA4_OUTSIDE,
+        settings=GEMMA4_SETTINGS,
+        adjust=adjust_gemma4,
+        listed=frozenset(("feed_forward_length", "attention.head_count_kv")),
+        arrange=drop_shared_kv,
+        config_has_rope_factors=True,
+    ),
+    "glm4": GGUFArchitecture(model_type="glm4", block=GLM4_BLOCK, adjust=adjust_glm4),
+    "gpt-oss": GGUFArchitecture(
+        model_type="gpt_oss",
+        block=GPT_OSS_BLOCK,
+        settings={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        adjust=adjust_gpt_oss,
+        arrange=merge_gpt_oss_experts,
+    ),
+    "ministral3": GGUFArchitecture(
+        model_type="ministral3",
+        block=DENSE_BLOCK,
+        adjust=adjust_ministral3,
+        interleaved_rope=True,
+    ),
+    "mistral3": LLAMA,
+    "qwen35": QWEN35,
+    "qwen35moe": replace(
+        QWEN35,
+        model_type="qwen3_5_moe_text",
+        block={**QWEN35.block, **EXPERTS, **SHARED_EXPERT},
+        settings={**QWEN35.settings, **EXPERT_SETTINGS},
     ),
 }
-"""``general.architecture`` → mapping; a "llama" with experts is "mixtral"."""
+"""``general.architecture`` → mapping; a "llama" with experts is "mixtral", a "mistral3" with scaled queries
+"ministral3"."""
 
 
 def find_architecture(settings: Settings) -> tuple[str, GGUFArchitecture]:
@@ -225,7 +271,11 @@ def find_architecture(settings: Settings) -> tuple[str, GGUFArchitecture]:
     name = settings.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise ModelError("it does not name its general.architecture")
-    kind = "mixtral" if name == "llama" and settings.get("llama.expert_count") else name
+    kind = name
+    if name == "llama" and settings.get("llama.expert_count"):
+        kind = "mixtral"
+    elif name == "mistral3" and settings.get("mistral3.attention.temperature_scale"):
+        kind = "ministral3"
     if kind not in ARCHITECTURES:
         raise ModelError(
             f"it is of the architecture {name[:40]!r}, and kleash reads GGUF files of "
@@ -235,7 +285,7 @@ def find_architecture(settings: Settings) -> tuple[str, GGUFArchitecture]:
 
 
 def config_attributes(
-    name: str, architecture: GGUFArchitecture, settings: Settings, vocab_size: int, tied: bool
+    name: str, architecture: GGUFArchitecture, settings: Settings, tensors: TensorSummary
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The attributes of a transformers configuration, and the settings of the architecture that are not mapped.
 
@@ -243,8 +293,7 @@ def config_attributes(
         name: ``general.architecture``.
         architecture: its mapping.
         settings: of the file.
-        vocab_size: rows of the embedding.
-        tied: whether the file has no output matrix of its own.
+        tensors: of the file, with token_embd.weight; the embedding is tied if there is no output.weight.
 
     Raises:
         ModelError: if a setting is missing or has a value that transformers cannot express.
@@ -259,6 +308,8 @@ def config_attributes(
         if attribute == "intermediate_size" and "moe_intermediate_size" in attributes:
             continue
         value = attributes.get(attribute)
+        if key in architecture.listed and isinstance(value, list):
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ModelError(
                 f"its setting {name}.{key} is {str(value)[:60]}, and should be one number above 0"
@@ -271,10 +322,20 @@ def config_attributes(
         )
     if values.get("attention.causal", True) is not True:
         raise ModelError("its attention is not causal; kleash measures causal language models")
-    attributes |= {"vocab_size": vocab_size, "tie_word_embeddings": tied}
+    attributes["vocab_size"] = tensors.shapes["token_embd.weight"][0]
+    attributes["tie_word_embeddings"] = "output.weight" not in tensors.shapes
     attributes |= _rope(values, attributes) | dict(architecture.constants)
+    if attributes["num_hidden_layers"] > len(tensors.shapes):
+        raise ModelError(
+            f"it claims {attributes['num_hidden_layers']} layers and has {len(tensors.shapes)} tensors"
+        )
     if architecture.adjust is not None:
-        architecture.adjust(attributes, values)
+        try:
+            architecture.adjust(attributes, values, tensors)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"its settings have values that {name} cannot have ({error}); convert the model again"
+            ) from error
     known = {*names, *ROPE_SETTINGS, *SETTINGS_WITHOUT_EFFECT}
     return attributes, tuple(sorted(key for key in values if key not in known))
 
@@ -294,8 +355,11 @@ def _rope(values: Settings, attributes: Mapping[str, Any]) -> dict[str, Any]:
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
-            # llama.cpp multiplies the factor of the file by the one that transformers has as its default.
-            "attention_factor": values.get("rope.scaling.attn_factor", 1.0) * (0.1 * log(factor) + 1.0),
+            # llama.cpp multiplies the factor of the file by the one that transformers has as its default; a
+            # logarithmic multiplier divides it.
+            "attention_factor": values.get("rope.scaling.attn_factor", 1.0)
+            * (0.1 * log(factor) + 1.0)
+            / (0.1 * values.get("rope.scaling.yarn_log_multiplier", 0.0) * log(factor) + 1.0),
             "beta_fast": values.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": values.get("rope.scaling.yarn_beta_slow", 1.0),
         }
@@ -304,21 +368,28 @@ def _rope(values: Settings, attributes: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def parameter_names(name: str, architecture: GGUFArchitecture) -> Callable[[int], str] | None:
-    """The parameter that a tensor of a file stands for, as a function of the expert's number; None if there is none.
+def parameter_name(name: str, architecture: GGUFArchitecture) -> str | None:
+    """The parameter that a tensor of a file stands for; None if there is none.
 
     Args:
         name: of the tensor, such as "blk.3.attn_q.weight".
         architecture: of its file.
+
+    Returns:
+        Its name in a checkpoint, in which "{expert}" stands for the number of an expert.
     """
+    if name in architecture.outside:
+        return architecture.outside[name]
     stem, _, suffix = name.rpartition(".")
     if suffix in ("weight", "bias") and stem in OUTSIDE_BLOCKS:
-        return partial(_with_expert, f"{OUTSIDE_BLOCKS[stem]}.{suffix}")
+        return f"{OUTSIDE_BLOCKS[stem]}.{suffix}"
     match = BLOCK_TENSOR.fullmatch(name)
-    if match is None or match[2] not in architecture.block:
+    if match is None:
         return None
-    return partial(_with_expert, f"model.layers.{match[1]}.{architecture.block[match[2]]}.{match[3]}")
-
-
-def _with_expert(parameter: str, expert: int) -> str:
-    return parameter.replace("{expert}", str(expert))
+    number, part, suffix = match.groups()
+    layer = f"model.layers.{number}."
+    if f"{part}.{suffix}" in architecture.block:
+        return layer + architecture.block[f"{part}.{suffix}"]
+    if part not in architecture.block or suffix == "scale":
+        return None
+    return layer + architecture.block[part] + (f".{suffix}" if suffix else "")

@@ -12,7 +12,13 @@ from kleash.extras import import_extra
 from kleash.models.checkpoints.config_checks import ALWAYS_ALLOWED_SIZE, check_built_size
 from kleash.models.checkpoints.gguf_files import GGUFFiles, open_gguf
 from kleash.models.compat import summarise_error
-from kleash.models.gguf.architectures import GGUFArchitecture, config_attributes, find_architecture
+from kleash.models.gguf.architectures import (
+    GGUFArchitecture,
+    config_attributes,
+    find_architecture,
+)
+from kleash.models.gguf.block_tensors import BLOCK_NUMBER
+from kleash.models.gguf.family_settings import TensorSummary
 from kleash.models.gguf.tensor_decoding import ROPE_FACTORS, read_parameters, rope_factors
 from kleash.models.gguf.vocabulary import END_TOKENS
 
@@ -49,7 +55,8 @@ def load_gguf_network(
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
     config, network_class = _build_config(files, architecture, attributes, subject)
     resolved = torch.bfloat16 if isinstance(dtype, str) else dtype
-    parameters, unused = read_parameters(files.tensors, architecture, attributes, resolved)
+    tensors = [tensor for tensor in files.tensors if not _is_draft(tensor.name, name, files)]
+    parameters, unused = read_parameters(tensors, architecture, attributes, resolved)
     if unused:
         raise ModelError(
             f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "
@@ -57,7 +64,8 @@ def load_gguf_network(
         )
     network, report = _fill_network(network_class, config, parameters, resolved, device_map, subject)
     _check_complete(report, subject)
-    _divide_rope(network, files, subject)
+    if not architecture.config_has_rope_factors:
+        _divide_rope(network, files, subject)
     notes = [describe_types(files, subject)]
     if unmapped:
         notes.append(
@@ -87,12 +95,12 @@ def _attributes(
         raise ModelError(
             "its positions are scaled by two lists of factors (longrope), which is not read from GGUF files"
         )
-    tied = files.find("output.weight") is None
-    attributes, unmapped = config_attributes(name, architecture, files.settings, embedding.shape[0], tied)
-    if attributes["num_hidden_layers"] > len(files.tensors):
-        raise ModelError(
-            f"it claims {attributes['num_hidden_layers']} layers and has {len(files.tensors)} tensors"
-        )
+    factors = rope_factors(files.tensors)
+    summary = TensorSummary(
+        shapes={tensor.name: tensor.shape for tensor in files.tensors},
+        rope_factors=None if factors is None else tuple(factors.tolist()),
+    )
+    attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
     largest = max(ALWAYS_ALLOWED_SIZE, files.elements)
     for attribute, value in attributes.items():
         is_size = attribute not in ("rope_theta", "max_position_embeddings")
@@ -103,11 +111,20 @@ def _attributes(
         for tensor in files.tensors
         if tensor.name.endswith(".bias")
     }
-    if architecture.model_type in ("llama", "granite", "smollm3", "qwen3", "qwen3_moe", "olmo2"):
+    if architecture.model_type in ("llama", "granite", "smollm3", "qwen3", "qwen3_moe", "olmo2", "glm4"):
         attributes["attention_bias"] = bool(biases & {"attn_q", "attn_k", "attn_v", "attn_output"})
     if architecture.model_type in ("llama", "granite", "smollm3"):
         attributes["mlp_bias"] = bool(biases & {"ffn_up", "ffn_down", "ffn_gate"})
     return attributes | _special_tokens(files), unmapped
+
+
+def _is_draft(tensor: str, name: str, files: GGUFFiles) -> bool:
+    """Whether a tensor belongs to the layers that predict further tokens (MTP), which come after the others."""
+    drafts = files.settings.get(f"{name}.nextn_predict_layers", 0)
+    match = BLOCK_NUMBER.match(tensor)
+    if match is None or type(drafts) is not int:
+        return False
+    return drafts > 0 and int(match[1]) >= files.settings[f"{name}.block_count"] - drafts
 
 
 def _special_tokens(files: GGUFFiles) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.checkpoints.gguf_header import StoredTensor
-from kleash.models.gguf.architectures import GGUFArchitecture, parameter_names
+from kleash.models.gguf.architectures import GGUFArchitecture, parameter_name
 
 TILE_WEIGHTS = 1 << 20
 """Weights decoded at once by a thread: 4 MB in float32."""
@@ -82,29 +82,40 @@ def read_parameters(
     unused: list[str] = []
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for tensor in tensors:
-            find_name = parameter_names(tensor.name, architecture)
-            if find_name is None:
+            parameter = parameter_name(tensor.name, architecture)
+            if parameter is None:
                 unused += [tensor.name] if tensor.name != ROPE_FACTORS else []
                 continue
             rows = _row_order(tensor, architecture, attributes)
-            offset = architecture.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-            values = _decode(tensor, rows, offset, dtype, threads)
-            parameters |= dict(_by_parameter(tensor, find_name, values))
+            values = _decode(tensor, rows, _value_function(tensor.name, architecture), dtype, threads)
+            parameters |= dict(_by_parameter(tensor, parameter, values))
+    if architecture.arrange is not None:
+        architecture.arrange(parameters, attributes)
     return parameters, tuple(unused)
 
 
-def _by_parameter(
-    tensor: StoredTensor, find_name: Callable[[int], str], values: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+def _by_parameter(tensor: StoredTensor, parameter: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The parameters that a decoded tensor holds, each with its name: one for each expert, or a single one."""
-    if "_exps." in tensor.name:
-        yield from ((find_name(expert), weight) for expert, weight in enumerate(values))
+    if "{expert}" in parameter:
+        for expert, weight in enumerate(values):
+            yield parameter.replace("{expert}", str(expert)), weight
     elif tensor.name.endswith(
         "ffn_gate_inp_shexp.weight"
     ):  # a vector in the file, a matrix of one row in the network
-        yield find_name(0), values.reshape(1, -1)
+        yield parameter, values.reshape(1, -1)
     else:
-        yield find_name(0), values
+        yield parameter, values
+
+
+def _value_function(name: str, architecture: GGUFArchitecture) -> Callable[[Tensor], Tensor] | None:
+    """The function of a tensor's decoded values that gives the parameter's; None if they are the same."""
+    part = name.removeprefix("blk.").partition(".")[2].partition(".")[0]
+    if part in architecture.functions:
+        return architecture.functions[part]
+    has_offset = name.endswith("norm.weight") and part not in architecture.norms_without_offset
+    if has_offset and architecture.norm_offset:
+        return lambda values: values - architecture.norm_offset
+    return None
 
 
 def _row_order(
@@ -125,9 +136,13 @@ def _row_order(
 
 
 def _decode(
-    tensor: StoredTensor, rows: Tensor | None, offset: float, dtype: torch.dtype, threads: ThreadPoolExecutor
+    tensor: StoredTensor,
+    rows: Tensor | None,
+    function: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype,
+    threads: ThreadPoolExecutor,
 ) -> Tensor:
-    """Decode a tensor into ``dtype``; ``rows`` and ``offset`` as in ``_row_order`` and ``norm_offset``."""
+    """Decode a tensor into ``dtype``; ``rows`` and ``function`` as in ``_row_order`` and ``_value_function``."""
     columns = tensor.shape[-1]
     num_rows = tensor.elements // columns
     values = torch.empty(num_rows, columns, dtype=dtype)
@@ -136,8 +151,8 @@ def _decode(
     def fill(start: int) -> None:
         stop = min(start + step, num_rows)
         tile = torch.from_numpy(np.ascontiguousarray(decode_rows(tensor, start, stop)))
-        if offset:
-            tile = tile - offset
+        if function is not None:
+            tile = function(tile)
         values[slice(start, stop) if rows is None or num_rows == 1 else rows[start:stop]] = tile.to(dtype)
 
     _run_all(threads.map(fill, range(0, num_rows, step)))

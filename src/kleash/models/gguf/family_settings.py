@@ -1,0 +1,221 @@
+"""Attributes of a configuration that follow from several settings of a GGUF file, or from its tensors.
+
+Source: llama.cpp, ``conversion/`` and ``src/models/``, which write and read the settings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kleash.errors import ModelError
+
+ADJUSTED_SETTINGS = (
+    *("attention.sliding_window_pattern", "attention.temperature_scale", "attention.recurrent_layers"),
+    *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+    *("rope.dimension_sections", "full_attention_interval", "ssm.inner_size", "nextn_predict_layers"),
+)
+"""Settings that the functions here read."""
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSummary:
+    """What a configuration follows from beside the settings."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all tensors."""
+    rope_factors: tuple[float, ...] | None
+    """Divisors of the rotary frequencies, if the file has them."""
+
+
+def _gemma_scale(attributes: dict[str, Any], settings: Settings) -> None:
+    """Scale of Gemma's attention: by the head's size, and in the 27B models by hidden size / heads."""
+    is_27b = attributes["num_hidden_layers"] in (46, 62)
+    per_head = attributes["hidden_size"] // attributes["num_attention_heads"]
+    attributes["query_pre_attn_scalar"] = per_head if is_27b else attributes["head_dim"]
+
+
+def adjust_gemma2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Absent caps of logits are none."""
+    _gemma_scale(attributes, settings)
+    # transformers has a default, llama.cpp has none.
+    attributes.setdefault("attn_logit_softcapping", None)
+    attributes.setdefault("final_logit_softcapping", None)
+
+
+def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Layers with a window have another base of the rotary embedding."""
+    _gemma_scale(attributes, settings)
+    attributes["rope_local_base_freq"] = settings.get("rope.freq_base_swa", 10_000.0)
+    if not attributes.get("sliding_window"):
+        attributes["layer_types"] = ["full_attention"] * attributes["num_hidden_layers"]
+
+
+def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """The sliding window is not used."""
+    # llama.cpp does not use it, and 0 stands for none.
+    attributes["sliding_window"] = attributes.get("sliding_window") or None
+
+
+def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """A sliding window is refused."""
+    if settings.get("attention.sliding_window"):
+        raise ModelError("its layers have a sliding window, which is read of other architectures only")
+
+
+def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Every second layer has a sliding window; the bounds of YaRN are not rounded."""
+    if settings.get("rope.freq_base_swa", attributes["rope_theta"]) != attributes["rope_theta"]:
+        raise ModelError(
+            "its layers with a sliding window have another rope.freq_base_swa, which gpt-oss has not"
+        )
+    attributes["layer_types"] = _layer_types(settings, attributes["num_hidden_layers"], 2)
+    scaling: dict[str, Any] = attributes.pop("rope_scaling", None) or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False
+    attributes["rope_parameters"] = {**scaling, "rope_theta": attributes.pop("rope_theta")}
+
+
+def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Layers of two kinds, and layers that predict further tokens, which the model of text does not have."""
+    drafts = settings.get("nextn_predict_layers", 0)
+    if not 0 <= drafts < attributes["num_hidden_layers"]:
+        raise ModelError(
+            f"its nextn_predict_layers is {drafts}, and it has {attributes['num_hidden_layers']} layers"
+        )
+    attributes["num_hidden_layers"] = count = attributes["num_hidden_layers"] - drafts
+    interval = settings.get("full_attention_interval", 4)
+    recurrent = settings.get("attention.recurrent_layers")
+    if recurrent is None:
+        recurrent = [(number + 1) % interval != 0 for number in range(count)]
+    if not isinstance(recurrent, list) or len(recurrent) < count:
+        raise ModelError(f"its attention.recurrent_layers is no list of {count} layers")
+    attributes["layer_types"] = [
+        "linear_attention" if each else "full_attention" for each in recurrent[:count]
+    ]
+    heads = attributes.get("linear_num_value_heads", 0)
+    if not heads or settings.get("ssm.inner_size", 0) % heads:
+        raise ModelError(f"its ssm.inner_size is not that of {heads} heads (ssm.time_step_rank)")
+    attributes["linear_value_head_dim"] = settings["ssm.inner_size"] // heads
+    if "rope_scaling" in attributes:
+        raise ModelError("its positions are scaled, which is not read of Qwen 3.5")
+    rotary = attributes.pop("partial_rotary_factor", 1.0)
+    attributes["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": attributes.pop("rope_theta"),
+        "partial_rotary_factor": rotary,
+        # Text has one position for all three sections.
+        "mrope_section": list(settings.get("rope.dimension_sections", (11, 11, 10)))[:3],
+        "mrope_interleaved": True,
+    }
+
+
+def adjust_ministral3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Queries are multiplied by 1 + beta log(1 + floor(position / original context))."""
+    scaling = attributes.pop("rope_scaling", {})
+    if scaling.get("rope_type") != "yarn" or not scaling["original_max_position_embeddings"]:
+        raise ModelError(
+            "it has attention.temperature_scale without YaRN and rope.scaling.original_context_length, on which it "
+            "depends"
+        )
+    attributes["rope_parameters"] = {
+        **scaling,
+        "rope_theta": attributes.pop("rope_theta"),
+        "llama_4_scaling_beta": settings["attention.temperature_scale"],
+    }
+    attributes["sliding_window"] = None
+
+
+def adjust_glm4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Whether projections have biases; rows are in another order in models that read images."""
+    if settings.get("rope.dimension_sections") or settings.get("nextn_predict_layers"):
+        raise ModelError("it is the language model of GLM-4V or GLM-OCR, which are not read from GGUF files")
+
+
+def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Layers with a window and without one, with heads of two sizes, shared keys and values, and experts."""
+    count = attributes["num_hidden_layers"]
+    attributes["layer_types"] = types = _layer_types(settings, count, None)
+    attributes["global_head_dim"] = attributes["head_dim"]
+    attributes["head_dim"] = local = settings.get("attention.key_length_swa", attributes["head_dim"])
+    if {
+        settings.get("attention.value_length_swa", local),
+        settings.get("rope.dimension_count_swa", local),
+    } != {local}:
+        raise ModelError(
+            "its layers with a sliding window have heads of several sizes (attention.value_length_swa)"
+        )
+    _gemma4_heads(attributes, types, tensors)
+    _gemma4_mlp(attributes)
+    attributes["enable_moe_block"] = bool(attributes.get("num_experts"))
+    attributes.setdefault("final_logit_softcapping", None)
+    attributes.setdefault("hidden_size_per_layer_input", 0)
+    per_layer = tensors.shapes.get("per_layer_token_embd.weight", (attributes["vocab_size"],))
+    attributes["vocab_size_per_layer_input"] = per_layer[0]
+    if "rope_scaling" in attributes or attributes.pop("partial_rotary_factor", 1) != 1:
+        raise ModelError("its positions are scaled, which is not read of Gemma 4")
+    attributes["rope_parameters"] = {
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": settings.get("rope.freq_base_swa", 10_000.0),
+        },
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": _rotary_part(attributes["global_head_dim"], tensors),
+            "rope_theta": attributes.pop("rope_theta"),
+        },
+    }
+
+
+def _gemma4_heads(attributes: dict[str, Any], types: list[str], tensors: TensorSummary) -> None:
+    """Heads of keys and values: of all layers, and of those without a window."""
+    values = attributes["num_key_value_heads"]
+    heads = values if isinstance(values, list) else [values] * len(types)
+    if len(heads) != len(types):
+        raise ModelError(f"its attention.head_count_kv has {len(heads)} numbers for {len(types)} layers")
+    by_type = {kind: {n for n, each in zip(heads, types, strict=True) if each == kind} for kind in types}
+    if any(len(numbers) != 1 for numbers in by_type.values()) or len(by_type) != 2:
+        raise ModelError("its attention.head_count_kv differs within one kind of layers")
+    local, everywhere = (by_type[kind].pop() for kind in ("sliding_attention", "full_attention"))
+    first = types.index("full_attention")
+    attributes["attention_k_eq_v"] = f"blk.{first}.attn_v.weight" not in tensors.shapes
+    if local != everywhere and not attributes["attention_k_eq_v"]:
+        raise ModelError("its layers have different attention.head_count_kv and values of their own")
+    attributes["num_key_value_heads"] = local
+    attributes["num_global_key_value_heads"] = everywhere
+
+
+def _gemma4_mlp(attributes: dict[str, Any]) -> None:
+    """The width of the MLP, which is twice as large in layers with shared keys and values of some models."""
+    widths = attributes["intermediate_size"]
+    if not isinstance(widths, list):
+        return
+    unshared = attributes["num_hidden_layers"] - attributes.get("num_kv_shared_layers", 0)
+    width = widths[0] if widths else 0
+    for double in (False, True):
+        if widths == [width] * unshared + [width * (1 + double)] * (len(widths) - unshared):
+            attributes |= {"intermediate_size": width, "use_double_wide_mlp": double}
+            break
+    if isinstance(attributes["intermediate_size"], list) or len(widths) != attributes["num_hidden_layers"]:
+        raise ModelError(f"its feed_forward_length is {str(widths)[:60]}, which Gemma 4 cannot have")
+
+
+def _rotary_part(head_dim: int, tensors: TensorSummary) -> float:
+    """The part of a head that is rotated: factors are 1 where it is, and above 1e29 where it is not."""
+    factors = tensors.rope_factors
+    if factors is None:
+        return 1.0
+    rotated = sum(factor == 1 for factor in factors)
+    if len(factors) * 2 != head_dim or any(factor < 1e29 for factor in factors[rotated:]):
+        raise ModelError("its rope_freqs.weight is no list of 1 and 1e30 for half a head")
+    return 2 * rotated / head_dim
+
+
+def _layer_types(settings: Settings, count: int, period: int | None) -> list[str]:
+    """The kind of each layer; without a pattern in the file, every ``period``-th is without a sliding window."""
+    pattern = settings.get("attention.sliding_window_pattern", period)
+    if type(pattern) is int and pattern > 0:
+        pattern = [bool((number + 1) % pattern) for number in range(count)]
+    if not isinstance(pattern, list) or len(pattern) != count:
+        raise ModelError(f"its attention.sliding_window_pattern is no list of {count} layers")
+    return ["sliding_attention" if each else "full_attention" for each in pattern]
