@@ -50,7 +50,7 @@ def load_gguf_network(
     files = open_gguf(paths)
     try:
         name, architecture = find_architecture(files.settings)
-        attributes, unmapped = _attributes(files, name, architecture)
+        attributes, unmapped = read_attributes(files, name, architecture)
     except ModelError as error:
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
     config, network_class = _build_config(files, architecture, attributes, subject)
@@ -84,10 +84,14 @@ def describe_types(files: GGUFFiles, subject: str) -> str:
     )
 
 
-def _attributes(
+def read_attributes(
     files: GGUFFiles, name: str, architecture: GGUFArchitecture
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The attributes of the configuration, checked against the tensors."""
+    """The attributes of the configuration, checked against the tensors, and settings that are not mapped.
+
+    Raises:
+        ModelError: if a setting is missing, contradicts the tensors or cannot be expressed in transformers.
+    """
     embedding = files.find("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError("it has no matrix token_embd.weight")
