@@ -1,6 +1,6 @@
 """Rate of ``--engine ray`` with two workers, compared with two independent runs of half the prompts side by side.
 
-    python benchmarks/processes_ray.py --prompts 1200            # about 100 s of scoring on two cores
+    python benchmarks/processes_ray.py --prompts 2000            # about 100 s of scoring on two cores
     python benchmarks/processes_ray.py --prompts 60 --rounds 1   # a trial
 
 As ``processes.py`` does for torchrun: the shipped pair, tokens per second of ``measurement.json``, the ways in turn.
