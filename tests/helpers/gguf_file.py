@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "ministral3": "mistral3",
@@ -199,6 +200,10 @@ def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
         if config["model_type"] in WITH_OFFSET and name.endswith("norm.weight"):
             values = values + 1
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        projection = re.fullmatch(r"(model\.altup_\w*projections)\.(\d+)\.weight", name)
+        if projection is not None:
+            experts.setdefault(f"{projection[1]}.weight", {})[int(projection[2])] = values
+            continue
         if expert is not None:
             experts.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = values
             continue

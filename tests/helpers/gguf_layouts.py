@@ -4,6 +4,7 @@ Source: llama.cpp, conversion/gpt_oss.py, conversion/qwen.py and conversion/gemm
 """
 
 from collections.abc import Iterator, Mapping
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -67,7 +68,13 @@ def gemma4_tensors(name: str, values: np.ndarray, config: Mapping[str, Any]) -> 
         yield name, values
 
 
+def gemma3n_tensors(name: str, values: np.ndarray, config: Mapping[str, Any]) -> Arrays:
+    """Scales have a suffix; ``gguf_file`` stacks the projections of the alternating updates."""
+    yield (f"{name}.weight" if name.endswith("_scale") else name), values
+
+
 LAYOUTS = {
+    "gemma3n_text": gemma3n_tensors,
     "gpt_oss": gpt_oss_tensors,
     "qwen3_5_text": qwen35_tensors,
     "qwen3_5_moe_text": qwen35_tensors,
@@ -97,6 +104,20 @@ def add_layout_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> N
         writer.add_array(f"{arch}.attention.recurrent_layers", recurrent)
     elif kind == "gemma4_text":
         _add_gemma4(writer, config)
+    elif kind == "gemma3n_text":
+        _add_gemma3n(writer, config)
+
+
+def _add_gemma3n(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    pattern = config["activation_sparsity_pattern"]
+    quantiles = [NormalDist().inv_cdf(part) if part else float("-inf") for part in pattern]
+    writer.add_activation_sparsity_scale(quantiles)
+    writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+    writer.add_sliding_window(config["sliding_window"])
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

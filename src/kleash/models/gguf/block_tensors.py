@@ -58,6 +58,23 @@ GEMMA4_OUTSIDE = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
+GEMMA3N_BLOCK = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+GEMMA3N_OUTSIDE = GEMMA4_OUTSIDE | {
+    "altup_proj.weight": "model.altup_projections.{expert}.weight",
+    "altup_unembd_proj.weight": "model.altup_unembed_projections.{expert}.weight",
+}
 GLM4_BLOCK = DENSE_BLOCK | {
     "ffn_up": "mlp.gate_up_proj",
     "post_attention_norm": "post_self_attn_layernorm",

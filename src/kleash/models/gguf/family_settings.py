@@ -5,6 +5,7 @@ Source: llama.cpp, ``conversion/`` and ``src/models/``, which write and read the
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import erf, sqrt
 from typing import Any
 
 from kleash.errors import ModelError
@@ -13,6 +14,7 @@ ADJUSTED_SETTINGS = (
     *("attention.sliding_window_pattern", "attention.temperature_scale", "attention.recurrent_layers"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
     *("rope.dimension_sections", "full_attention_interval", "ssm.inner_size", "nextn_predict_layers"),
+    "activation_sparsity_scale",
 )
 """Settings that the functions here read."""
 Settings = Mapping[str, Any]
@@ -130,6 +132,28 @@ def adjust_glm4(attributes: dict[str, Any], settings: Settings, tensors: TensorS
     """Whether projections have biases; rows are in another order in models that read images."""
     if settings.get("rope.dimension_sections") or settings.get("nextn_predict_layers"):
         raise ModelError("it is the language model of GLM-4V or GLM-OCR, which are not read from GGUF files")
+
+
+def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Sparse activations, the rank of the low-rank branch (LAuReL), and layers of two kinds."""
+    count = attributes["num_hidden_layers"]
+    attributes["layer_types"] = _layer_types(settings, count, 5)
+    attributes["laurel_rank"] = tensors.shapes["blk.0.laurel_l.weight"][0]
+    attributes["vocab_size_per_layer_input"] = tensors.shapes["per_layer_token_embd.weight"][0]
+    attributes.setdefault("final_logit_softcapping", None)
+    scales = settings.get("activation_sparsity_scale")
+    if scales is not None:
+        # A file has quantiles of the normal distribution, in float32; transformers has their probabilities.
+        attributes["activation_sparsity_pattern"] = [
+            round(0.5 + 0.5 * erf(scale / sqrt(2)), 6) for scale in scales
+        ]
+    if "rope_scaling" in attributes or attributes.pop("partial_rotary_factor", 1) != 1:
+        raise ModelError("its positions are scaled, which is not read of Gemma 3n")
+    local = settings.get("rope.freq_base_swa", 10_000.0)
+    attributes["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        "full_attention": {"rope_type": "default", "rope_theta": attributes.pop("rope_theta")},
+    }
 
 
 def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
