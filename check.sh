@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
-# Processes of one thread use two cores better than threads; a third one works while others wait for processes of their own.
+# Processes of one thread use two cores better than threads; more than two work while others wait for processes of their own.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Without a cache of bytecode, each process would compile kleash and each pytest all tests.
@@ -20,19 +20,21 @@ step $bin/ruff check src tests benchmarks tools examples
 step $bin/python tools/check_undefined_names.py
 step $bin/python tools/check_names.py
 
-# Beside each other, so that two cores are never idle: imports, types, then shapes; and the tests that need a compiler, which
-# cannot look through runtime checks, or a browser, which wants a core for itself, then all others.
+# Beside each other, so that two cores are never idle: imports, types, then shapes and what compiles among their tests, which
+# cannot look through runtime checks; and the tests of the pages, for which the browser wants a core, then all others.
 log=$(mktemp)
 (
   step $bin/lint-imports --no-cache
-  step $bin/pyright
+  # A larger young generation saves an eighth of the time.
+  NODE_OPTIONS=--max-semi-space-size=128 step $bin/pyright
   step $bin/python -m pytest -q -m 'not compiler and not browser' $hook "${checked[@]}"
+  step $bin/python -m pytest -q -m compiler "${checked[@]}"
 ) >"$log" 2>&1 &
 types=$!
 trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
-step $bin/python -m pytest -q -m 'compiler or browser'
+step $bin/python -m pytest -q -m browser
 verdict=0
-step $bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' \
+step $bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m 'not browser' \
   "${checked[@]/#/--ignore=}" || verdict=$?
 wait $types || verdict=$?
 cat "$log"
