@@ -76,6 +76,19 @@ LAYOUTS = [
         "auto-round int4, groups of 32",
         id="auto-round-as-gptq",
     ),
+    *(
+        pytest.param(
+            pack,
+            {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "backend": backend},
+            "auto-round int4, groups of 32",
+            id=backend,
+        )
+        for backend, pack in (
+            ("auto_round:exllamav2", pack_gptq(4, 32, act_order=False, version=2, with_groups=False)),
+            ("auto_round:gptq:exllamav2", pack_gptq(4, 32, act_order=False, version=1)),
+            ("auto_round:awq:gemm", pack_awq(32)),
+        )
+    ),
     pytest.param(
         pack_awq(32),
         {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
@@ -295,6 +308,57 @@ def test_damaged_tensors_are_refused_with_their_module(
     )
     with pytest.raises(ModelError, match=f"{module} {reason}; fetch or quantise the model again"):
         load_pair(str(folder), str(gptq[1]))
+
+
+@pytest.mark.parametrize(("layout", "byte", "other"), [("gptq", 0x77, "gptq_v2"), ("gptq_v2", 0x88, "gptq")])
+def test_symmetric_weights_have_the_zero_points_of_their_layout(
+    gptq: tuple[Path, Path], tmp_path: Path, layout: str, byte: int, other: str
+) -> None:
+    folder = shutil.copytree(gptq[0], tmp_path / "symmetric")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"sym": True, "checkpoint_format": layout}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def store(byte: int) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        filled = {
+            name: torch.full((*tensor.shape, 4), byte, dtype=torch.uint8).view(torch.int32)[..., 0]
+            for name, tensor in tensors.items()
+            if name.endswith("qzeros")
+        }
+        filled = {name: tensor.contiguous() for name, tensor in filled.items()}
+        save_file({**tensors, **filled}, folder / "model.safetensors", metadata={"format": "pt"})
+
+    store(byte)
+    weights = load_pair(str(folder), str(gptq[1])).policy.network.state_dict()
+    up = "model.layers.0.mlp.up_proj"
+    tensors = load_file(folder / "model.safetensors")
+    codes = (tensors[f"{up}.qweight"][:, :, None] >> torch.arange(0, 32, 4)) & 15
+    groups = tensors[f"{up}.g_idx"].long()
+    expected = (codes.transpose(1, 2).flatten(0, 1) - 8) * tensors[f"{up}.scales"].float()[groups]
+    assert torch.equal(weights[f"{up}.weight"], expected.T)
+    store(0xFF - byte)
+    with pytest.raises(ModelError, match=f"symmetric.*; set checkpoint_format to {other} "):
+        load_pair(str(folder), str(gptq[1]))
+
+
+def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(source, tmp_path / "twice")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = ["a.safetensors", "b.safetensors"]
+    index = {"weight_map": dict.fromkeys(tensors, files[0]) | {"model.norm.weight": files[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, **index}))
+    norm = tensors.pop("model.norm.weight")
+    head = tensors["lm_head.weight"]
+    save_file(tensors, folder / files[0], metadata={"format": "pt"})
+    save_file({"model.norm.weight": norm, "lm_head.weight": head}, folder / files[1])
+    assert np.all(score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"] == 0)
+    save_file({"model.norm.weight": norm, "lm_head.weight": 2 * head}, folder / files[1])
+    with pytest.raises(
+        ModelError, match=r"tensor lm_head\.weight in a\.safetensors and in b\.safetensors, with"
+    ):
+        load_pair(str(folder), str(source))
 
 
 @pytest.mark.parametrize(

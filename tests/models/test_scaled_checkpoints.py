@@ -121,6 +121,17 @@ def floats_of_4_bits(group: int, kind: str) -> Case:
     return tensors, settings, FLOAT_4[codes] * spread(scales, 1, group), f"fp4, groups of {group}"
 
 
+def by_auto_round(case: Case, packing_format: str, **settings: Any) -> Case:
+    """The same tensors with the settings of AutoRound."""
+    tensors, _, weight, kind = case
+    settings |= {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:{packing_format}",
+        "act_bits": 8,
+    }
+    return tensors, settings, weight, kind
+
+
 def column_factors() -> Case:
     """ModelOpt's AWQ: inputs are multiplied by factors before the matrix, and so are its columns."""
     tensors, settings, weight, kind = floats_of_4_bits(16, "modelopt")
@@ -174,6 +185,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "mxfp4": lambda: floats_of_4_bits(32, "mxfp4"),
     "modelopt-nvfp4": lambda: floats_of_4_bits(16, "modelopt"),
     "modelopt-awq": column_factors,
+    "auto-round-nvfp4": lambda: by_auto_round(
+        floats_of_4_bits(16, "nvfp4"), "llm_compressor", data_type="nv_fp", bits=4, group_size=16
+    ),
+    "auto-round-mxfp4": lambda: by_auto_round(
+        floats_of_4_bits(32, "mxfp4"), "llm_compressor", data_type="mx_fp", bits=4, group_size=32
+    ),
+    "auto-round-fp8": lambda: by_auto_round(
+        floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows"), "fp8_static", data_type="fp", bits=8, group_size=-1
+    ),
 }
 
 
@@ -292,6 +312,14 @@ def test_damaged_tensors_are_refused_with_their_module(
             r"its block_structure is \[0\]",
         ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "its quant_algo is 'W4A8_AWQ'"),
+        (
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:llm_compressor",
+                "data_type": "mx_int",
+            },
+            "its packing_format is 'auto_round:llm_compressor' of 'mx_int'",
+        ),
     ],
 )
 def test_settings_that_are_not_read_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:

@@ -9,7 +9,11 @@ from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
-from kleash.models.checkpoints.files import list_weight_files, read_safetensors_header
+from kleash.models.checkpoints.files import (
+    check_repeated_tensors,
+    list_weight_files,
+    read_safetensors_header,
+)
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import run_uncompiled, summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
@@ -160,6 +164,7 @@ def _load_base(
     transformers = import_extra("transformers", "models")
     subject = f"the {role} {checkpoint.name}"
     check_config_sizes(subject, checkpoint.folder)
+    check_repeated_tensors(subject, checkpoint.folder)
     packed = _find_unpacked(checkpoint, subject, device, device_map)
     try:
         config = transformers.AutoConfig.from_pretrained(

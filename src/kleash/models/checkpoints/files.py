@@ -1,6 +1,7 @@
 """Reading the files of an untrusted checkpoint: JSON settings and safetensors headers, within limits."""
 
 import json
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ MAX_JSON_BYTES = 1 << 26
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses longer headers."""
 MAX_NAME_CHARACTERS = 200
+MAX_READ_BYTES = 1 << 24
 MAX_DIMENSIONS = 64
 """PyTorch's limit on the dimensions of a tensor."""
 BITS = {
@@ -146,3 +148,39 @@ def list_weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return [folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))
+
+
+def check_repeated_tensors(subject: str, folder: Path) -> None:
+    """Refuse a checkpoint of which two files hold a tensor of one name with different contents.
+
+    Args:
+        subject: the model, for errors.
+        folder: of the checkpoint.
+
+    Raises:
+        ModelError: naming the tensor and the files.
+    """
+    paths_by_name: dict[str, Path] = {}
+    for path in list_weight_files(folder):
+        for name in read_safetensors_header(path):
+            first = paths_by_name.setdefault(name, path)
+            if first != path and not _are_equal(name, first, path):
+                raise ModelError(
+                    f"{subject} has the tensor {name[:MAX_NAME_CHARACTERS]} in {first.name} and in {path.name}, with "
+                    "different contents; remove the file that does not belong to it, or fetch the checkpoint again"
+                )
+
+
+def _are_equal(name: str, *paths: Path) -> bool:
+    """Whether two files hold the same type, shape and bytes of a tensor."""
+    contents: list[tuple[Any, ...]] = []
+    for path in paths:
+        entries, _, start = _parse_header(path)
+        begin, end = entries[name]["data_offsets"]
+        digest = sha256()
+        with path.open("rb") as file:
+            file.seek(start + begin)
+            for offset in range(begin, end, MAX_READ_BYTES):
+                digest.update(file.read(min(MAX_READ_BYTES, end - offset)))
+        contents.append((entries[name]["dtype"], entries[name]["shape"], digest.digest()))
+    return contents[0] == contents[1]

@@ -16,8 +16,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kleash.errors import ModelError
 from kleash.models.quantised.integers import WORD_BITS, scale_groups, unpack_words
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
+from kleash.models.quantised.packed_modules import (
+    MAX_SHOWN_CHARACTERS,
+    ModuleTensors,
+    PackedModule,
+    RowDecoder,
+    TensorReader,
+)
 
 BITS = (2, 3, 4, 8)
 SCALE_TYPES = ("F16", "BF16", "F32")
@@ -36,6 +43,8 @@ class GPTQSettings:
     """Whether zero points are stored less one (version 1)."""
     has_overrides: bool
     """Whether some modules have other bits or groups."""
+    is_symmetric: bool = False
+    """Whether all zero points are 2^(bits - 1)."""
 
 
 def find_gptq_modules(modules: Mapping[str, ModuleTensors], settings: GPTQSettings) -> list[PackedModule]:
@@ -82,7 +91,7 @@ def _describe_module(tensors: ModuleTensors, settings: GPTQSettings) -> PackedMo
         kind=f"{settings.method} int{bits:.0f}, " + ("rows" if groups == 1 else f"groups of {group_size}"),
         parts=tuple(tensors.full_name(name) for name in names),
         row_multiple=WORD_BITS,
-        open=partial(_open, tensors, int(bits), group_size, settings.has_shifted_zeros),
+        open=partial(_open, tensors, int(bits), group_size, settings),
     )
 
 
@@ -102,12 +111,14 @@ def _open(
     tensors: ModuleTensors,
     bits: int,
     group_size: int,
-    has_shifted_zeros: bool,
+    settings: GPTQSettings,
     reader: TensorReader,
     dtype: torch.dtype,
 ) -> RowDecoder:
     """The decoder of a module's rows."""
     qweight, qzeros, scales = reader.read_parts(tensors, ("qweight", "qzeros", "scales"))
+    if settings.is_symmetric:
+        _check_symmetric_zeros(tensors, qzeros, bits, scales.shape[1], settings.has_shifted_zeros)
     columns = len(qweight) * WORD_BITS // bits
     groups = _read_groups(tensors, reader, columns, group_size, len(scales))
     mask = (1 << bits) - 1
@@ -116,11 +127,32 @@ def _open(
         codes = unpack_words(qweight[:, start:stop].T.contiguous(), bits, columns)
         first_word, last_word = start * bits // WORD_BITS, -(-stop * bits // WORD_BITS)
         zeros = unpack_words(qzeros[:, first_word:last_word].contiguous(), bits, stop - start).T
-        if has_shifted_zeros:
+        if settings.has_shifted_zeros:
             zeros = (zeros + 1) & mask
         return scale_groups(codes, zeros, scales[:, start:stop].T.to(dtype), groups)
 
     return decode
+
+
+def _check_symmetric_zeros(
+    tensors: ModuleTensors, qzeros: Tensor, bits: int, rows: int, has_shifted_zeros: bool
+) -> None:
+    """Refuse the zero points of symmetric weights that are 2^(bits - 1) only by the other version of the layout.
+
+    Raises:
+        ModelError: if all of them are.
+    """
+    stored, other = (1 << (bits - 1)) - 1, 1 << (bits - 1)
+    names = "gptq_v2 (AutoRound: packing_format to auto_round)"
+    if not has_shifted_zeros:
+        stored, other = other, stored
+        names = "gptq (AutoRound: packing_format to auto_round:auto_gptq)"
+    if bool((unpack_words(qzeros.contiguous(), bits, rows) == other).all()):
+        raise ModelError(
+            f"{tensors.subject} is symmetric (sym) by its quantization_config, whose layout stores its zero points as "
+            f"{stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format to "
+            f"{names}"
+        )
 
 
 def _read_groups(

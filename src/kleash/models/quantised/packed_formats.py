@@ -11,6 +11,11 @@ from torch import Tensor
 
 from kleash.errors import ModelError
 from kleash.models.checkpoints.files import read_json
+from kleash.models.quantised.auto_round import (
+    GPTQ_PACKINGS,
+    SCALED_PACKINGS,
+    read_auto_round_layout,
+)
 from kleash.models.quantised.awq import find_awq_modules
 from kleash.models.quantised.bitsandbytes import find_bitsandbytes_modules
 from kleash.models.quantised.gptq import GPTQSettings, find_gptq_modules
@@ -27,6 +32,7 @@ from kleash.models.quantised.quanto import find_quanto_modules
 from kleash.models.quantised.scaled_weights import BLOCK_SCALES, WeightScheme, find_scaled_modules
 from kleash.models.quantised.settings import (
     UnsupportedLayoutError,
+    describe_settings_place,
     read_block,
     read_group_size,
     read_integer,
@@ -37,7 +43,6 @@ from kleash.models.quantised.torchao import find_torchao_modules, rounds_activat
 
 GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
 """``checkpoint_format`` → whether zero points are stored less one."""
-AUTO_ROUND_GPTQ_LAYOUTS = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
 AWQ_LAYOUTS = {"gemm": False, "exllama": False, "ipex": False, "gemv": True}
 """``version`` → whether the files have the layout "gemv"; the others are kernels for files in the layout "gemm"."""
 COMPRESSED_FORMATS = frozenset(
@@ -159,7 +164,7 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
             )
         raise ModelError(
             f"{subject} is quantised ({method}) according to its settings, and none of its tensors is packed; remove "
-            "quantization_config from config.json if they are not quantised, or fetch the checkpoint again"
+            f"{describe_settings_place(folder)} if they are not quantised, or fetch the checkpoint again"
         )
     return PackedCheckpoint(
         method=method,
@@ -207,6 +212,7 @@ def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
             group_size=read_group_size(settings),
             has_shifted_zeros=GPTQ_LAYOUTS[layout],
             has_overrides=bool(settings.get("dynamic")),
+            is_symmetric=settings.get("sym") is True,
         ),
     )
 
@@ -231,11 +237,21 @@ def _awq_modules(tensors: _PackedTensors) -> list[PackedModule]:
 def _auto_round_modules(tensors: _PackedTensors) -> list[PackedModule]:
     """The modules of an AutoRound checkpoint, which is packed as GPTQ, AWQ or compressed-tensors do."""
     settings = tensors.settings
-    layout = str(settings.get("packing_format", "auto_round:auto_gptq"))
+    layout = read_auto_round_layout(settings)
     modules = group_by_module(tensors.subject, tensors.headers)
     if layout == "auto_round:auto_awq":
         return find_awq_modules(modules, "auto-round", read_group_size(settings), is_gemv=False)
-    if layout not in AUTO_ROUND_GPTQ_LAYOUTS:
+    if layout in SCALED_PACKINGS:
+        data_type = str(settings.get("data_type"))
+        if not data_type.startswith(SCALED_PACKINGS[layout]):
+            raise UnsupportedLayoutError(f"its packing_format is {layout!r:.60} of {data_type!r:.40}")
+        schemes: list[WeightScheme] = []  # scales of FP8 are of rows or of the matrix
+        if not data_type.startswith("fp"):
+            schemes += [
+                WeightScheme(bits=read_integer(settings, "bits"), group_size=read_group_size(settings))
+            ]
+        return find_scaled_modules(modules, "auto-round", schemes, tensors.reader)
+    if layout not in GPTQ_PACKINGS:
         raise UnsupportedLayoutError(f"its packing_format is {layout!r:.60}")
     return find_gptq_modules(
         modules,
@@ -243,8 +259,9 @@ def _auto_round_modules(tensors: _PackedTensors) -> list[PackedModule]:
             method="auto-round",
             bits=read_integer(settings, "bits"),
             group_size=read_group_size(settings),
-            has_shifted_zeros=AUTO_ROUND_GPTQ_LAYOUTS[layout],
+            has_shifted_zeros=GPTQ_PACKINGS[layout],
             has_overrides=bool(settings.get("extra_config")) or bool(settings.get("dynamic")),
+            is_symmetric=settings.get("sym") is True,
         ),
     )
 
@@ -342,6 +359,9 @@ def _rounds_activations(
         return settings.get("quantize_activations") is True
     if method == "bitsandbytes":
         return settings.get("load_in_8bit") is True
+    if FORMATS[method] is _auto_round_modules:
+        act_bits = settings.get("act_bits")
+        return isinstance(act_bits, int) and 0 < act_bits <= 8
     return method in ("fp8", "fbgemm_fp8", "modelopt") or any(
         group.get("input_activations") or group.get("output_activations")
         for group in _weight_groups(settings)

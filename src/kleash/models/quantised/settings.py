@@ -54,6 +54,17 @@ def read_quantisation_settings(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def describe_settings_place(folder: Path) -> str:
+    """Where the settings of ``read_quantisation_settings`` stand, for errors."""
+    config = read_json(folder / "config.json")
+    parts = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
+    for name in ("quantization_config", "compression_config", MLX_SETTINGS):
+        if any(part.get(name) for part in parts):
+            return f"{name} from config.json"
+    files = (*OLD_SETTINGS, QUANTO_SETTINGS, MODELOPT_SETTINGS)
+    return next((name for name in files if (folder / name).is_file()), "its settings")
+
+
 def read_integer(settings: Mapping[str, Any], *names: str) -> int:
     """The first of these settings that is there.
 

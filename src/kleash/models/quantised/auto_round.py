@@ -1,0 +1,34 @@
+"""The layouts of AutoRound, which are those of GPTQ, AWQ and compressed-tensors under names of its own.
+
+Source: auto-round, ``inference/backend.py`` and ``export/export_to_autoround``; of version 0.3, ``export.py``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+GPTQ_PACKINGS = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
+"""``packing_format`` of GPTQ → whether zero points are stored less one."""
+ALIASES = {
+    "auto": "auto_round:auto_gptq",
+    "auto_round:gptq": "auto_round:auto_gptq",
+    "auto_round:awq": "auto_round:auto_awq",
+}
+"""Other names of AutoRound for its ``packing_format``."""
+SCALED_PACKINGS = {"auto_round:llm_compressor": ("mx_fp", "nv_fp"), "auto_round:fp8_static": ("fp",)}
+"""``packing_format`` of compressed-tensors → beginnings of the ``data_type`` of weights that are read."""
+
+
+def read_auto_round_layout(settings: Mapping[str, Any]) -> str:
+    """The ``packing_format`` of an AutoRound checkpoint; versions before 0.5 name a ``backend`` instead.
+
+    Their own backends, such as "auto_round:exllamav2", store zero points as they are; those of GPTQ, such as
+    "auto_round:gptq:exllamav2", and of AWQ store them as these formats do.
+    """
+    layout, backend = settings.get("packing_format"), settings.get("backend")
+    if layout is None and isinstance(backend, str) and backend != "auto":
+        if "awq" in backend:
+            layout = "auto_round:auto_awq"
+        else:
+            layout = "auto_round:auto_gptq" if "gptq" in backend else "auto_round"
+    layout = str(layout or "auto")
+    return ALIASES.get(layout, layout)
