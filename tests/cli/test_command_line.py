@@ -361,7 +361,11 @@ def test_of_several_processes_the_first_prints_a_wrong_option(
     assert waits == [entry.FIRST_PRINTS_S]
 
 
-@pytest.mark.parametrize("words", [("merge", "OUT"), ("cache", "--out", "OUT")], ids=["merge", "cache"])
+@pytest.mark.parametrize(
+    "words",
+    [("merge", "OUT"), ("cache", "--out", "OUT"), ("logits", "OUT", "--policy", "P")],
+    ids=["merge", "cache", "logits"],
+)
 def test_a_command_of_one_process_is_refused_by_a_launcher(
     words: tuple[str, ...],
     tmp_path: Path,
@@ -379,6 +383,20 @@ def test_a_command_of_one_process_is_refused_by_a_launcher(
         assert main([str(tmp_path / word) if word == "OUT" else word for word in words]) == 2
         assert tuple(capsys.readouterr()) == ("", expected)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [("report", "A"), ("compare", "A", "B"), ("mismatch", "A"), ("doctor", "A"), ("audit", "A:b")]
+)
+def test_of_several_processes_the_first_reads_and_prints(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would otherwise print all of it, and write the same page."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, code, lines in (("0", 2, 1), ("1", 0, 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(list(words)) == code
+        assert capsys.readouterr().err.count("kleash: ") == lines
 
 
 @pytest.mark.usefixtures("default_signals")

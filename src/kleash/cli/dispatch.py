@@ -25,7 +25,7 @@ from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
-from kleash.launch_environment import require_one_process
+from kleash.launch_environment import launched_rank, require_one_process
 from kleash.store import Measurement
 from kleash.store.codec import to_json
 from kleash.store.gate import exit_code_of
@@ -36,6 +36,9 @@ SHIPPED_PAIR = (
 )
 """Note of a measurement of the shipped models."""
 
+FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob, AuditJob)
+"""Commands of which the first of several launched processes does the work; the others exit with 0 at once."""
+
 
 def run(command: Command) -> int:
     """Run a command and return its exit code.
@@ -43,6 +46,8 @@ def run(command: Command) -> int:
     Raises:
         KleashError: if the command fails.
     """
+    if isinstance(command, FIRST_RANK_ONLY) and launched_rank() != 0:
+        return 0
     match command:
         case MeasureJob():
             return _measure(command)

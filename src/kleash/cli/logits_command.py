@@ -6,6 +6,7 @@ import sys
 from kleash.cli.formats import print_formatted
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import LogitsJob
+from kleash.launch_environment import require_one_process
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 
 
@@ -15,6 +16,7 @@ def run_logits(job: LogitsJob) -> int:
     Raises:
         KleashError: if the job fails.
     """
+    require_one_process("kleash logits")
     from kleash.measuring import measure_base_logits, write_base_logits
 
     result = write_base_logits(job) if job.policy is None else measure_base_logits(job)
