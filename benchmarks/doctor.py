@@ -167,6 +167,19 @@ def shift(run: Run) -> Columns:
     )
 
 
+def column(run: Run) -> Columns:
+    """The engine's column has another base, probabilities, the other sign, other responses, or nothing but zeros."""
+    sequences, trainer, engine = run.healthy()
+    changes: Sequence[Callable[[Array], Array]] = (
+        lambda values: values / np.log(2),
+        np.exp,
+        np.negative,
+        lambda values: np.roll(values, PROMPTS),
+        np.zeros_like,
+    )
+    return Columns(sequences, trainer.policy, changes[run.variant % 5](engine.policy), trainer.reference)
+
+
 def mask(run: Run) -> Columns:
     """Padding after the responses, or the results of tools within them, count; the engine has 0 there."""
     random, sequences = run.random, run.draw()
@@ -307,6 +320,7 @@ PLANTS: Mapping[str, Callable[[Run], Columns]] = {
     "processed": processed,
     "truncation": truncation,
     "shift": shift,
+    "column": column,
     "mask": mask,
     "context": context,
     "weights": weights,

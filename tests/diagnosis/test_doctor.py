@@ -157,6 +157,45 @@ def test_a_fault_is_named_in_the_trainers_column_too(fault: str) -> None:
     assert findings and findings[0].cause == cause, findings
 
 
+OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
+    "base 2": ("logarithms to base 2", lambda logp: logp / np.log(2)),
+    "base 10": ("logarithms to base 10", lambda logp: logp / np.log(10)),
+    "probabilities": ("probabilities, not their logarithms", np.exp),
+    "negative": ("negative log-likelihoods", np.negative),
+    "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
+    "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
+    "reversed": ("do not depend on each other", lambda logp: logp[::-1]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_COLUMNS)
+def test_a_column_that_is_not_of_log_probabilities_is_named_by_what_it_holds(kind: str) -> None:
+    """Temperature or truncation would be likelier than any other cause of an unknown column."""
+    evidence, change = OTHER_COLUMNS[kind]
+    world = World(3)
+    trainer, engine = world.logp(world.logits), world.noisy(0.005)
+    for columns in ((trainer, change(engine)), (change(engine), trainer)):
+        (finding,) = diagnose(world.rollouts(*columns)).findings
+        assert finding.cause == "column" and evidence in finding.evidence
+
+
+@pytest.mark.parametrize("size", [0.001, 0.02, 0.1])
+def test_noise_of_one_size_on_all_log_probabilities_is_not_routing(size: float) -> None:
+    """Errors of logits leave a token unchanged that is nearly certain, so these were a share of tokens far out."""
+    world = World(3)
+    trainer = world.logp(world.logits)
+    noise = size * world.random.standard_normal(len(trainer))
+    finding = diagnose(world.rollouts(trainer, np.minimum(trainer + noise, 0))).findings[0]
+    assert finding.cause == "precision" and "nearly certain" in finding.evidence
+
+
+def test_errors_of_logits_below_those_of_another_model_are_precision() -> None:
+    """As of weights in 8 bits. They do not shrink along the response, and no share of the tokens is far out."""
+    world = World(3)
+    finding = diagnose(world.rollouts(world.logp(world.logits), world.noisy(0.06))).findings[0]
+    assert finding.cause == "precision" and "errors of logits of 0.0" in finding.evidence
+
+
 def test_a_low_temperature_is_named_without_models() -> None:
     """Where a token that is nearly certain still has some of the entropy of the other side."""
     world = World(2, temperature=0.5)
@@ -255,7 +294,7 @@ def test_placeholders_of_ordinary_size_are_named_by_their_repetition(value: floa
 
 def test_no_cause_is_named_beside_a_healthy_engine_that_is_likelier() -> None:
     world = World(2)
-    rollouts = world.rollouts(world.logp(world.logits), world.noisy(0.043))
+    rollouts = world.rollouts(world.logp(world.logits), world.noisy(0.0355))
     others = [
         cause for cause, share in shares_of_resamples(rollouts).items() if cause != HEALTHY and share > 0.05
     ]

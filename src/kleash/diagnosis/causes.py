@@ -36,6 +36,10 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
             meaning="one column is shifted by one or a few tokens",
             next_test="compare the logits that score a token: those at position t - 1 predict token t",
         ),
+        "column": Cause(
+            meaning="a column does not hold the natural log-probabilities of these tokens",
+            next_test="compare a few values by hand: log p of the token in nats, -0.69 for a probability of a half",
+        ),
         "mask": Cause(
             meaning="tokens are counted that the engine did not draw: padding, or the results of tools",
             next_test="set the response mask to 0 at padding and tool results, and compare the columns again",
@@ -53,8 +57,9 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
             next_test="score a response with the reference checkpoint on its own, adapters disabled",
         ),
         "precision": Cause(
-            meaning="one side rounds logits or log-probabilities more coarsely than its networks",
-            next_test="compute logits and softmax in float32 on both sides",
+            meaning="one side rounds logits or log-probabilities, or is quantised, more coarsely than --rounding says",
+            next_test="compute logits and softmax in float32 on both sides; then generate without quantised weights or "
+            "key-value cache",
         ),
         "routing": Cause(
             meaning="a share of the tokens has errors far above rounding, as if routed to other experts",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from kleash.diagnosis.causes import CAUSES, HEALTHY
+from kleash.diagnosis.column_hypotheses import column_hypotheses
 from kleash.diagnosis.hypotheses import Hypothesis, hypotheses_without_models
 from kleash.diagnosis.model_hypotheses import hypotheses_with_models
 from kleash.diagnosis.model_scores import ModelScores
@@ -62,6 +63,7 @@ def diagnose(
         notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
         hypotheses = hypotheses_without_models(table, largest_scale)
+        hypotheses += column_hypotheses(table, largest_scale)
         scores = None
         if pair is not None:
             scores = ModelScores.of(pair, rollouts, table, batch_tokens)

@@ -65,9 +65,25 @@ def measure_mismatch(
         values=_values(measured),
         renamed={} if names is None else measured.renamed(names),
         kl_by_file=by_file,
-        notes=(*read.notes, *note_on_one_sided_files(by_file)),
+        notes=(*read.notes, *note_on_one_sided_files(by_file), *_note_on_mean_weight(measured.mean_weight)),
         gate=gate,
     )
+
+
+CLEAR_STANDARD_ERRORS, SMALLEST_BIAS = 5.0, 0.01
+"""How far the mean weight is from 1 where a note is made: in standard errors, and in itself."""
+
+
+def _note_on_mean_weight(weight: Estimate) -> list[str]:
+    """A note if the columns are not log-probabilities of the same tokens under two similar distributions."""
+    bias = abs(weight.value - 1)
+    if not bias > max(SMALLEST_BIAS, CLEAR_STANDARD_ERRORS * weight.standard_error):
+        return []
+    note = (
+        f"the mean weight is {weight.value:.3g}; it is 1 if both columns are log-probabilities of the same tokens, and "
+        "neither is truncated or at another temperature: kleash doctor names the likely cause"
+    )
+    return [note]
 
 
 def _values(measured: Mismatch) -> dict[str, float]:

@@ -9,11 +9,13 @@ import torch
 
 from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.noise_models import (
+    LARGEST_COARSE_SCALE,
     MACHINE_EPSILON,
     Floats,
     NoiseFit,
     Residuals,
     coarse_rounding,
+    equal_noise,
     few_tokens_far_out,
     log_t,
     other_model,
@@ -113,7 +115,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
             few,
             f"{far} of {len(residuals.values)} tokens differ by more than a nat, the others by rounding",
         ),
-        *coarse_hypotheses(table, residuals, largest_scale),
+        *coarse_hypotheses(table, residuals, largest_scale, fault_scale),
         *shift_hypotheses(table, largest_scale),
         *mask_hypotheses(table, largest_scale),
         *lattice_hypotheses(table, largest_scale),
@@ -124,16 +126,31 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
     ]
 
 
-COARSE = 1.25
+COARSE = 1.5
 """Coarse rounding is at least so many times as large as that of the networks."""
+SMALLEST_EQUAL_NOISE = 3e-4
+"""Standard deviation in nats from which errors of one size in all log-probabilities are a hypothesis."""
 
 
-def coarse_hypotheses(table: TokenTable, residuals: Residuals, largest_scale: float) -> Iterator[Hypothesis]:
-    """Every token differs as by rounding that is coarser than that of the networks."""
-    fit = coarse_rounding(residuals, max(COARSE * largest_scale, DISTINCT * table.decimals_error, 1e-4))
-    if fit is not None:
+def coarse_hypotheses(
+    table: TokenTable, residuals: Residuals, largest_scale: float, fault_scale: float
+) -> Iterator[Hypothesis]:
+    """Every token differs as by errors of lower precision than that of the networks, in logits or log-probabilities."""
+    least_visible = DISTINCT * table.decimals_error
+    smallest = max(COARSE * largest_scale, least_visible, 1e-4)
+    fit = coarse_rounding(residuals, smallest, max(LARGEST_COARSE_SCALE, fault_scale))
+    if fit is not None and (np.abs(residuals.values) > residuals.scale(largest_scale)).any():
         evidence = f"errors of logits of {fit.scale:.2g} nats on all tokens, without a tail"
-        yield replace(from_fit(table, "precision", fit, evidence), is_superseded=True)
+        yield replace(
+            from_fit(table, "precision", fit, evidence), is_superseded=fit.scale <= LARGEST_COARSE_SCALE
+        )
+    noise = equal_noise(residuals, largest_scale, max(SMALLEST_EQUAL_NOISE, least_visible))
+    if noise is not None:
+        evidence = (
+            f"errors of log-probabilities of {noise.scale:.2g} nats on all tokens, also on those that are nearly "
+            "certain, which errors of logits leave unchanged"
+        )
+        yield from_fit(table, "precision", noise, evidence)
 
 
 def shift_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
@@ -350,7 +367,7 @@ def _temperature_fit(
         basis[usable] * weight[usable, None], residuals.values[usable] * weight[usable], rcond=None
     )[0]
     entropy = height / slope if slope else 0.0
-    if abs(slope) < SMALLEST_SLOPE or not 0 < entropy < 8:
+    if abs(slope) < SMALLEST_SLOPE or slope < SMALLEST_RATIO - 1 or not 0 < entropy < 8:
         return None
     values = residuals.values - basis @ np.array([slope, height])
     fits = (
@@ -365,6 +382,8 @@ def _temperature_fit(
 
 SMALLEST_SLOPE = 0.02
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+SMALLEST_RATIO = 0.1
+"""Ratio of the two temperatures from which they are a hypothesis."""
 ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
 """Powers of 1 - p that the mean of H is proportional to. At a temperature far below 1, where H is the Renyi entropy of
 the other side, a token that is nearly certain still has some."""

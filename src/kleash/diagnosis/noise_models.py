@@ -96,19 +96,46 @@ def rounding(residuals: Residuals, largest_scale: float) -> NoiseFit:
     return max(fits, key=lambda fit: fit.total)
 
 
-def coarse_rounding(residuals: Residuals, smallest_scale: float) -> NoiseFit | None:
-    """The fit of rounding errors above ``smallest_scale`` without heavy tails, as of logits in low precision.
+def coarse_rounding(residuals: Residuals, smallest_scale: float, largest_scale: float) -> NoiseFit | None:
+    """The fit of errors of logits between two scales without heavy tails, as of low precision.
 
-    None if rounding of logits to bfloat16 is not as coarse.
+    None if the scales are in the wrong order.
     """
-    if smallest_scale >= LARGEST_COARSE_SCALE:
+    if smallest_scale >= largest_scale:
         return None
     fits = (
         _contaminated(residuals, scale, OUTLIER_SHARE, freedom=freedom)
-        for scale in scales_between(smallest_scale, LARGEST_COARSE_SCALE)
+        for scale in scales_between(smallest_scale, largest_scale)
         for freedom in COARSE_TAILS
     )
     return max(fits, key=lambda fit: fit.total)
+
+
+def equal_noise(residuals: Residuals, largest_scale: float, smallest_noise: float) -> NoiseFit | None:
+    """The fit of errors of one size in all log-probabilities, also where a token is nearly certain.
+
+    None if the tokens at which rounding of the logits is smaller do not show them.
+
+    Args:
+        residuals: of the tokens.
+        largest_scale: of rounding of the logits, which is there as well.
+        smallest_noise: of the errors of the log-probabilities, in nats.
+    """
+    fits = [
+        (_contaminated(noisy, part * largest_scale, OUTLIER_SHARE), float(noise))
+        for noise in scales_between(smallest_noise, max(1.0, 2 * smallest_noise))
+        for noisy in [residuals._replace(extra=np.hypot(residuals.extra, noise))]
+        for part in (1e-3, 0.03, 0.1, 0.3, 1.0)
+    ]
+    fit, noise = max(fits, key=lambda pair: pair[0].total)
+    certain = np.abs(residuals.values[residuals.unit * fit.scale < noise / 3])
+    if np.sum(certain > noise / 2) < max(LEAST_VISIBLE, LEAST_VISIBLE_SHARE * len(certain)):
+        return None
+    return replace(fit, scale=noise, parameters=2)
+
+
+LEAST_VISIBLE, LEAST_VISIBLE_SHARE = 5, 0.2
+"""Tokens, and share of those with small errors of logits, that show an error of one size in all log-probabilities."""
 
 
 def other_model(
