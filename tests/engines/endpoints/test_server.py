@@ -75,7 +75,11 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("vllm", "counts", r"prompt_logprobs where \d+ were sent"),
         ("vllm", "fewer", r"lists 4 tokens( beside token \d+)? where 5 were asked for"),
         ("vllm", "nan", r"has nan as a log-probability"),
-        ("vllm", "logits", r"has \d\.\d+ as a log-probability"),
+        (
+            "vllm",
+            "logits",
+            r"has \d\.\d+ as a log-probability; see that it returns natural logarithms of probabilities",
+        ),
         ("vllm", "foreign", r"has token 100\d+, and the local model has 2560 tokens: it is of another model"),
         ("sglang", "counts", r"has \d+ input_token_logprobs where \d+ were sent"),
         ("sglang", "fewer", r"has 4 tokens at a position where 5 were sent or asked for"),

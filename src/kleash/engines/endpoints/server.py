@@ -224,8 +224,8 @@ def connect(
     reason = "; ".join(failures)
     if len(dialects) == 1:
         raise EndpointError(
-            f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; see that its model has the tokenizer "
-            "of the local one"
+            f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; see that it returns natural "
+            "logarithms of probabilities, and that its model has the tokenizer of the local one"
         )
     raise EndpointError(f"{client.subject} {NO_PROMPT_LOGPROBS_REASON} ({reason})")
 
