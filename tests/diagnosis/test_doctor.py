@@ -260,6 +260,12 @@ def test_few_decimals_are_a_note_and_no_finding(decimals: int) -> None:
     assert any("written with few decimals" in note for note in diagnosis.notes)
 
 
+def test_equal_neighbours_are_no_padding_where_columns_are_of_whole_numbers() -> None:
+    world = World(5)
+    trainer, engine = world.logp(world.logits).round(), world.noisy(0.01).round()
+    assert diagnose(world.rollouts(trainer, engine)).findings == ()
+
+
 @pytest.mark.parametrize(("rounding", "scale"), [("float32", 2e-7), ("float16", 1e-3), ("bfloat16", 0.01)])
 @pytest.mark.parametrize("seed", range(2))
 def test_rounding_is_healthy(rounding: str, scale: float, seed: int) -> None:

@@ -24,7 +24,7 @@ from kleash.diagnosis.noise_models import (
     token_unit,
 )
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
-from kleash.diagnosis.token_table import TokenTable
+from kleash.diagnosis.token_table import TokenTable, decimals_error
 
 DISTINCT = 3.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
@@ -177,6 +177,8 @@ def shift_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypoth
 def mask_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
     """Runs of equal values in a column are placeholders; the other tokens differ by rounding."""
     for name, column in (("engine", table.engine), ("trainer", table.trainer)):
+        if decimals_error(column) > MOST_DECIMALS_ERROR:
+            continue
         in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
         if not in_run.any() or in_run.all():
             continue
@@ -197,6 +199,8 @@ def mask_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothe
         )
 
 
+MOST_DECIMALS_ERROR = 0.01
+"""Rounding of a column, in nats, from which neighbours are often equal: with at most one decimal."""
 FLAGGED_NATS = 1e-3
 """Difference from which a token in a run of equal values is taken for a placeholder."""
 REPETITION_NATS = 16 * math.log(2)
