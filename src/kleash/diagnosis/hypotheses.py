@@ -129,7 +129,9 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
 COARSE = 1.5
 """Coarse rounding is at least so many times as large as that of the networks."""
 SMALLEST_EQUAL_NOISE = 3e-4
-"""Standard deviation in nats from which errors of one size in all log-probabilities are a hypothesis."""
+SMALLEST_EQUAL_SHARE = 0.03
+"""Standard deviations, in nats and as a share of healthy errors of logits, from which errors of one size in all
+log-probabilities are a hypothesis."""
 
 
 def coarse_hypotheses(
@@ -144,7 +146,8 @@ def coarse_hypotheses(
         yield replace(
             from_fit(table, "precision", fit, evidence), is_superseded=fit.scale <= LARGEST_COARSE_SCALE
         )
-    noise = equal_noise(residuals, largest_scale, max(SMALLEST_EQUAL_NOISE, least_visible))
+    smallest = max(SMALLEST_EQUAL_NOISE, SMALLEST_EQUAL_SHARE * largest_scale, least_visible)
+    noise = equal_noise(residuals, largest_scale, smallest)
     if noise is not None:
         evidence = (
             f"errors of log-probabilities of {noise.scale:.2g} nats on all tokens, also on those that are nearly "
