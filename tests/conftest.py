@@ -25,6 +25,8 @@ gc.set_threshold(20_000, 10, 10)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ray's 15 leaves a worker a hundredth of a processor beside the other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # The first example of a test pays for what torch loads lazily, which hypothesis' deadline calls flaky.
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100)

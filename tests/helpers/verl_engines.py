@@ -27,7 +27,11 @@ class Float64Angles(torch.nn.Module):
 
 
 def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    """A Llama of 8 dimensions whose distributions are not flat."""
+    """A Llama of 8 dimensions whose distributions are not flat, and which computes in its dtype throughout.
+
+    transformers has rotary angles, the softmax of eager attention and norms in float32, whose last bit depends on how rows are
+    packed and on the processor.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -40,11 +44,15 @@ def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=64,
         initializer_range=0.6,
-        attn_implementation="eager",
+        attn_implementation="sdpa",
         **more,
     )
     model = LlamaForCausalLM(config)
     model.model.rotary_emb = Float64Angles(model.model.rotary_emb.inv_freq)
+    for owner in (model.model, *model.model.layers):
+        for name in ("norm", "input_layernorm", "post_attention_layernorm"):
+            if hasattr(owner, name):
+                setattr(owner, name, torch.nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
     return model.to(dtype)
 
 
