@@ -29,8 +29,8 @@ class Float64Angles(torch.nn.Module):
 def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     """A Llama of 8 dimensions whose distributions are not flat, and which computes in its dtype throughout.
 
-    transformers has rotary angles, the softmax of eager attention and norms in float32, whose last bit depends on how rows are
-    packed and on the processor.
+    transformers has rotary angles, the softmax of eager attention and norms in float32, whose last bit depends on
+    how rows are packed and on the processor.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
