@@ -109,6 +109,7 @@ SPECIAL_CASES: dict[str, dict[str, Any]] = {
         },
     },
     "glm4v": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}},
     "llama4": {
         "vision_config": {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
     },

@@ -95,6 +95,24 @@ def test_a_layer_between_backbone_and_head_is_detected():
     assert anatomy.note is not None
 
 
+@pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
+def test_masked_logits_do_not_hide_that_the_head_gives_other_ones(mask):
+    whole = network()
+    forward = whole.forward
+
+    def masked(later: float, **inputs):
+        out = forward(**inputs)
+        out.logits[..., :3] = mask  # as Chameleon masks the tokens of images
+        out.logits[..., 3:] += later * inputs["input_ids"][:, -1:, None]
+        return out
+
+    whole.forward = lambda **inputs: masked(0.0, **inputs)
+    assert extract_head(whole, whole.base_model, probe(), "the policy").head.weight is None
+    whole.forward = lambda **inputs: masked(1e-3, **inputs)
+    with pytest.raises(ModelError, match="lets later tokens change the logits of earlier ones"):
+        extract_head(whole, whole.base_model, probe(), "the policy")
+
+
 def test_head_rows_beyond_the_networks_logits_are_truncated():
     whole = network()
     forward = whole.forward

@@ -255,6 +255,28 @@ def test_scales_that_nothing_is_multiplied_by_are_refused(gptq: tuple[Path, Path
         load_pair(str(folder), str(gptq[1]))
 
 
+def test_matrices_that_gpt2_has_transposed_are_packed_as_those_of_linear_layers(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "gpt2", n_embd=64)
+
+    def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        tensors, values = pack_gptq(4, 32, act_order=True, version=1)(weight.T)
+        return tensors, values.T
+
+    dense = tmp_path / "dense"
+    folder = save_packed(
+        source,
+        tmp_path / "packed",
+        pack,
+        GPTQ,
+        matches=lambda name: name.endswith(("c_attn.weight", "attn.c_proj.weight")),  # the second is a square
+        dense=dense,
+    )
+    pair = load_pair(str(folder), str(dense), dtype="float64")
+    for name, weight in pair.policy.network.state_dict().items():
+        assert torch.equal(weight, pair.reference.network.state_dict()[name]), name
+    assert score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"].min() > 1e-4
+
+
 def test_experts_that_are_packed_one_by_one_are_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,19 @@ def test_a_tower_is_measured_as_its_composite_model_reads_text(towers, family, t
     assert any("belong to parts of" in note for note in pair.notes)
 
 
+@pytest.mark.parametrize("family", ["granite_speech", "llava_next", "qwen2_5_vl", "unlimited_ocr"])
+def test_parts_are_left_out_by_the_names_of_their_settings_and_parameters(towers, family):
+    # An audio encoder; a parameter image_newline; names of the hub; names that transformers renames.
+    policy, reference = towers(family)
+    composites = load_composite(policy), load_composite(reference)
+    pair = load_pair(str(policy), str(reference), dtype="float64")
+    separator = 32 if family == "unlimited_ocr" else 0  # a vector whose name says nothing of images
+    assert pair.policy.parameters == text_parameters(composites[0]) + separator
+    np.testing.assert_allclose(
+        score(pair, SEQUENCES)["kl_policy_reference"], exact_kl(*composites), rtol=1e-6, atol=1e-6
+    )
+
+
 def composite_adapter(folder, composite, base):
     """A LoRA adapter on all linear layers of a composite model, the vision part's too, and the model with it."""
     from peft import LoraConfig, get_peft_model

@@ -23,6 +23,9 @@ TOLERANCE_ULPS = 4
 BLOCK_BYTES = 2**26
 """Rows of a head that are converted at once."""
 
+MASK_BELOW = -1e4
+"""Logits up to this one are masks of tokens that a network never gives, and not numbers that are rounded."""
+
 LENGTH_TOLERANCE, LENGTH_TOLERANCE_HALF = 1e-3, 5e-2
 """Largest relative difference between logits with and without later tokens that is rounding, in float32 and below."""
 
@@ -111,13 +114,18 @@ def find_max_padded_length(
 
 
 def _largest_difference(before: Tensor, after: Tensor) -> tuple[float, float]:
-    """The largest difference of logits that are finite in both, and the largest of these in ``before``."""
+    """The largest difference of logits that are finite in both, and the largest of these in ``before`` but masks."""
     difference, max_logit = 0.0, 0.0
     for row, other in zip(_rows(before), _rows(after), strict=True):
         finite = row.isfinite() & other.isfinite()
         difference = max(difference, float(torch.where(finite, row - other, 0).abs().amax()))
-        max_logit = max(max_logit, float(torch.where(finite, row, 0).abs().amax()))
+        max_logit = max(max_logit, float(torch.where(finite, _without_masks(row), 0).abs().amax()))
     return difference, max_logit
+
+
+def _without_masks(logits: Tensor) -> Tensor:
+    """Logits with 0 for those that are not finite, or that mask a token (Chameleon's for the tokens of images)."""
+    return torch.where(logits.isfinite() & (logits > MASK_BELOW), logits, 0)
 
 
 def logit_discrepancy(
@@ -127,7 +135,8 @@ def logit_discrepancy(
 
         tolerance = 4 ulp(max_v |z_v|) + sqrt(dim) u (|hidden| |W|ᵀ)_v |scale|
 
-    The first term is four units in the last place of the row's largest logit, in the network's dtype. The second is
+    The first term is four units in the last place of the row's largest logit, in the network's dtype; logits up to
+    ``MASK_BELOW`` do not count. The second is
     the rounding of a dot product of ``dim`` terms under a change of summation order, in the accumulator's precision
     (u is float32's, or float64's for a float64 network). Equal infinities and NaN in both agree.
 
@@ -153,7 +162,7 @@ def _largest_excess(network_logits: Tensor, logits: Tensor, rounding: Tensor | N
     rows = list(_rows(network_logits))
     roundings = [None] * len(rows) if rounding is None else list(_rows(rounding))
     for row, of_head, added in zip(rows, _rows(logits), roundings, strict=True):
-        max_logit = torch.where(row.isfinite(), row, 0).abs().amax()
+        max_logit = _without_masks(row).abs().amax()
         tolerance = TOLERANCE_ULPS * max_logit.to(dtype) * torch.finfo(row.dtype).eps
         if added is not None:
             tolerance = tolerance + added.to(dtype)

@@ -20,9 +20,11 @@ OTHER_CONFIG_NAMES = re.compile(
 """Names of sub-configurations of models that read or write more than text."""
 OTHER_PART_NAMES = re.compile(
     r"vision|visual|image|img|audio|video|speech|sound|vq|multi_?modal|mm_|projector|connector|aligner|merger|abstractor"
-    r"|resampler|perceiver|qformer|talker|token2wav|codec|protein"
+    r"|resampler|perceiver|qformer|talker|token2wav|codec|protein|generation_(embeddings|aligner|head)"
 )
-"""Attribute names of modules that read or write something other than text."""
+"""Attribute names of modules and parameters that read or write something other than text."""
+TEXT_CONFIG_NAMES = re.compile(r"text|llm|language|decoder|generator")
+"""Names of sub-configurations of the text part."""
 COMPOSITE_TEXT_NAME = re.compile(r"(^|\.)(language_model|text_model|llm)\.")
 """Part of a tensor's name in files that hold more than the text part."""
 META_PROBE = ((3, 4, 5, 6), (6, 5, 4, 3))
@@ -47,6 +49,15 @@ class NetworkClass:
 def has_other_parts(config: Any) -> bool:
     """Whether a configuration is of a model that reads or writes more than text."""
     return any(OTHER_CONFIG_NAMES.search(name) for name in getattr(config, "sub_configs", {}))
+
+
+def _names_other_part(config: Any, attribute: str) -> bool:
+    """Whether an attribute of a network, or its sub-configuration, is called what other parts than text are."""
+    sub_config = f"{attribute}_config"
+    is_configured = sub_config in getattr(config, "sub_configs", {})
+    return OTHER_PART_NAMES.search(attribute) is not None or (
+        is_configured and TEXT_CONFIG_NAMES.search(sub_config) is None
+    )
 
 
 def list_network_classes(
@@ -108,7 +119,9 @@ def list_network_classes(
 def is_of_other_part(config: Any, name: str) -> bool:
     """Whether a tensor that the text part of a model does not use belongs to another part, by its name."""
     before_layers = re.split(r"\.(?:layers|blocks|h)\.", name)[0]
-    return has_other_parts(config) and OTHER_PART_NAMES.search(before_layers) is not None
+    return has_other_parts(config) and any(
+        _names_other_part(config, part) for part in before_layers.split(".")
+    )
 
 
 def needs_other_parts(network: Any) -> bool:
@@ -122,29 +135,35 @@ def needs_other_parts(network: Any) -> bool:
     return False
 
 
-def leave_out_other_parts(network: Any) -> list[str]:
-    """Remove the modules that text does not run through from a network, and return their names."""
-    names = [name for name, _ in iterate_other_parts(network)]
+def leave_out_other_parts(network: Any, kind: type = torch.nn.Module) -> list[str]:
+    """Remove what text does not run through from a network: modules, or with ``kind`` parameters; return their names.
+
+    transformers initialises the parameters beside modules, so that they are removed only once it has done that.
+    """
+    names = [name for name, part in iterate_other_parts(network) if isinstance(part, kind)]
     for name in names:
         parent, _, attribute = name.rpartition(".")
         setattr(network.get_submodule(parent), attribute, None)
     return names
 
 
-def iterate_other_parts(network: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Iterate over the modules of a network that text does not run through, by their names.
+def iterate_other_parts(network: Any) -> Iterator[tuple[str, torch.nn.Module | torch.nn.Parameter]]:
+    """Iterate over the modules and parameters of a network that text does not run through, by their names.
 
-    They are the modules beside the language model and the embeddings whose names say what they read or write.
+    They are those beside the language model and the embeddings whose names say what they read or write.
     """
     text_modules = [network.get_decoder(), network.get_input_embeddings(), network.get_output_embeddings()]
     text_modules = [module for module in text_modules if module is not None]
     pending = [("", network)]
     while pending:
         prefix, parent = pending.pop()
+        for attribute, parameter in parent.named_parameters(recurse=False):
+            if _names_other_part(network.config, attribute):
+                yield f"{prefix}.{attribute}" if prefix else attribute, parameter
         for attribute, module in parent.named_children():
             name = f"{prefix}.{attribute}" if prefix else attribute
             holds_text = any(module is part or part in module.modules() for part in text_modules)
-            if not holds_text and OTHER_PART_NAMES.search(attribute):
+            if not holds_text and _names_other_part(network.config, attribute):
                 yield name, module
             elif not isinstance(module, torch.nn.ModuleList) and (
                 not any(module is part for part in text_modules) or module is network.base_model
@@ -156,7 +175,11 @@ def count_text_parameters(network: Any) -> int:
     """The number of a network's parameters without those of parts that text does not run through."""
     if not has_other_parts(network.config):
         return sum(p.numel() for p in network.parameters())
-    ids_of_other_parts = {id(p) for _, module in iterate_other_parts(network) for p in module.parameters()}
+    ids_of_other_parts = {
+        id(p)
+        for _, part in iterate_other_parts(network)
+        for p in ([part] if isinstance(part, torch.nn.Parameter) else part.parameters())
+    }
     return sum(p.numel() for p in network.parameters() if id(p) not in ids_of_other_parts)
 
 
@@ -180,15 +203,20 @@ def _tower_class(composite: Any) -> Any:
 def _load_tower(tower: Any, is_text_only: bool, folder: Any, **options: Any) -> tuple[Any, Any]:
     """``from_pretrained`` of a class of ``_tower_class``; the network has the composite class itself.
 
-    If ``is_text_only``, the names in the files are those of the text part alone, and get its prefix in the composite.
+    If ``is_text_only``, the names in the files are those of the text part alone, and get its prefix in the composite,
+    unless transformers itself knows the names of the files.
     """
+    mapping: dict[str, str] = {}
     if is_text_only:
         with torch.device("meta"):
             skeleton = tower._from_config(options["config"])
         decoder = next(name for name, module in skeleton.named_modules() if module is skeleton.get_decoder())
         if decoder.startswith("model."):
-            options["key_mapping"] = {rf"^model\.(?!{decoder[6:]}\.)": f"{decoder}."}
-    network, report = _load_renamed(tower, folder, **options)
+            mapping = {rf"^model\.(?!{decoder[6:]}\.)": f"{decoder}."}
+    network, report = _load_renamed(tower, folder, **options, **({"key_mapping": mapping} if mapping else {}))
+    if mapping and report["missing_keys"]:
+        network, report = _load_renamed(tower, folder, **options)
+    leave_out_other_parts(network, torch.nn.Parameter)
     network.__class__ = tower.__base__
     return network, report
 

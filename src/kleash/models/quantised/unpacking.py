@@ -62,7 +62,7 @@ def load_unpacked_network(
         network, report = load(
             None,
             config=config,
-            state_dict=dict(_read_parameters(packed, reader, network_class.config, resolved)),
+            state_dict=dict(_read_parameters(packed, reader, network_class.config, skeleton, resolved)),
             dtype=resolved,
             device_map=device_map,
             output_loading_info=True,
@@ -78,21 +78,36 @@ def load_unpacked_network(
 
 
 def _read_parameters(
-    packed: PackedCheckpoint, reader: TensorReader, config: Any, dtype: torch.dtype
+    packed: PackedCheckpoint, reader: TensorReader, config: Any, skeleton: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the ordinary checkpoint by name, without those of parts that text does not run through."""
     modules = {module.parameter: module for module in packed.modules}
     used_by_modules = {part for module in packed.modules for part in module.parts}
+    transposed = tuple(f".{name}" for name in _list_transposed_weights(skeleton))
     for name in [*(name for name in packed.headers if name not in used_by_modules), *modules]:
         part = name.rpartition(".")[2]
         if is_of_other_part(config, name) or part in ACTIVATION_TENSORS:
             continue
         if name in modules:
-            yield name, unpack(modules[name], reader, dtype)
+            weight = unpack(modules[name], reader, dtype)
+            yield name, weight.T.contiguous() if f".{name}".endswith(transposed) else weight
         elif packed.arrange is not None:
             yield from packed.arrange(name, reader.read(name))
         else:
             yield name, reader.read(name)
+
+
+def _list_transposed_weights(skeleton: Any) -> list[str]:
+    """The names of weights that a network has as [inputs, outputs]: those of GPT-2's ``Conv1D``.
+
+    Formats store them as [outputs, inputs]. The name of the base model is left out, since files may lack it.
+    """
+    prefix = f"{skeleton.base_model_prefix}."
+    return [
+        f"{name.removeprefix(prefix)}.weight"
+        for name, module in skeleton.named_modules()
+        if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    ]
 
 
 def _zero_biases(packed: PackedCheckpoint, reader: TensorReader, names: Iterable[str]) -> set[str]:
