@@ -218,7 +218,10 @@ def torchao_metadata(kind: str, block: list[int], **attributes: Any) -> dict[str
         (torchao_metadata("Float8Tensor", [1, COLUMNS], act_quant_kwargs=None), 1, "torchao fp8, rows"),
     ],
 )
-def test_codes_of_torchao_are_unpacked(tmp_path: Path, metadata: Any, groups: int, kind: str) -> None:
+@pytest.mark.parametrize("has_factors", [False, True])
+def test_codes_of_torchao_are_unpacked(
+    tmp_path: Path, metadata: Any, groups: int, kind: str, has_factors: bool
+) -> None:
     rng = np.random.default_rng(2)
     codes, zeros = rng.integers(-8, 8, size=(ROWS, COLUMNS)), rng.integers(-3, 3, size=(ROWS, groups))
     scales = rng.uniform(0.1, 0.2, size=(ROWS, groups)).astype(np.float32)
@@ -227,6 +230,9 @@ def test_codes_of_torchao_are_unpacked(tmp_path: Path, metadata: Any, groups: in
         zeros = 0 * zeros
     else:
         stored["_weight_zero_point"] = zeros.astype(np.int8)
+    factors = rng.uniform(0.5, 2, size=COLUMNS) if has_factors else np.ones(COLUMNS)
+    if has_factors:  # AWQ and SmoothQuant multiply the inputs by them
+        stored["_weight_act_pre_scale"] = factors = factors.astype(np.float32)
     folder = write_module(tmp_path, stored, TORCHAO, metadata)
     if "fp8" in kind:
         tensors = {f"m.{part}": torch.from_numpy(value) for part, value in stored.items()}
@@ -234,6 +240,7 @@ def test_codes_of_torchao_are_unpacked(tmp_path: Path, metadata: Any, groups: in
         save_file(tensors, folder / "model.safetensors", metadata=metadata)
     width = COLUMNS // groups
     expected = (codes - np.repeat(zeros, width, axis=1)) * np.repeat(scales.astype(np.float64), width, axis=1)
+    expected *= factors.astype(np.float64)
     weight, found_kind = unpacked(folder)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-15, atol=0)
     assert found_kind == kind

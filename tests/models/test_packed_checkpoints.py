@@ -244,13 +244,30 @@ def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
     assert any("are not used by its architecture" in note for note in notes) == (value != 0)
 
 
-def test_scales_that_nothing_is_multiplied_by_are_refused(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "act_fn.scales",  # AutoAWQ scales some activations
+        "down_proj.had_K",  # a rotation of the inputs
+        "down_proj.lora_A.weight",
+    ],
+)
+def test_tensors_that_a_matrix_has_beside_its_format_are_refused(
+    gptq: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
     folder = shutil.copytree(gptq[0], tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.act_fn.scales"] = torch.full((96,), 2.0)  # as AutoAWQ scales some activations
+    tensors[f"model.layers.0.mlp.{name}"] = torch.full((96,), 2.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"1 tensors of a quantisation .*, such as model\.layers\.0\.mlp\.act_fn\.scales"
+        ModelError, match=rf"1 tensors of a quantisation .*, such as model\.layers\.0\.mlp\.{re.escape(name)}"
+    ):
+        load_pair(str(folder), str(gptq[1]))
+    tensors.pop(f"model.layers.0.mlp.{name}")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"1 matrices both packed and not, such as model\.layers\.0\.mlp\.up_proj"
     ):
         load_pair(str(folder), str(gptq[1]))
 

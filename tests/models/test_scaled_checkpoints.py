@@ -132,6 +132,12 @@ def by_auto_round(case: Case, packing_format: str, **settings: Any) -> Case:
     return tensors, settings, weight, kind
 
 
+def with_settings(case: Case, **changes: Any) -> Case:
+    """The same tensors with other settings."""
+    tensors, settings, weight, kind = case
+    return tensors, settings | changes, weight, kind
+
+
 def column_factors() -> Case:
     """ModelOpt's AWQ: inputs are multiplied by factors before the matrix, and so are its columns."""
     tensors, settings, weight, kind = floats_of_4_bits(16, "modelopt")
@@ -185,6 +191,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "mxfp4": lambda: floats_of_4_bits(32, "mxfp4"),
     "modelopt-nvfp4": lambda: floats_of_4_bits(16, "modelopt"),
     "modelopt-awq": column_factors,
+    "modelopt-mixed": lambda: with_settings(
+        floats_of_4_bits(16, "modelopt"),
+        quant_algo="MIXED_PRECISION",
+        quantized_layers={"m": {"quant_algo": "NVFP4"}, "n": {"quant_algo": "FP8"}},
+    ),
     "auto-round-nvfp4": lambda: by_auto_round(
         floats_of_4_bits(16, "nvfp4"), "llm_compressor", data_type="nv_fp", bits=4, group_size=16
     ),
@@ -305,6 +316,11 @@ def test_damaged_tensors_are_refused_with_their_module(
         ),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its format is 'sparse-24-bitmask'"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "its transform_config rotates activations"),
+        ({"quant_method": "gptq", "rotation": "hadamard"}, "its rotation rotates activations"),
+        (
+            {"quant_method": "auto-round", "rotation_config": {"hadamard_type": "hadamard"}},
+            "its rotation_config rotates activations",
+        ),
         ({"config_groups": [1]}, "its config_groups is a list"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": None}}}}, "its num_bits is None"),
         (
@@ -312,6 +328,14 @@ def test_damaged_tensors_are_refused_with_their_module(
             r"its block_structure is \[0\]",
         ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "its quant_algo is 'W4A8_AWQ'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A16_AWQ"}},
+            },
+            "its quant_algo is 'W4A16_AWQ'",
+        ),
         (
             {
                 "quant_method": "auto-round",

@@ -206,7 +206,8 @@ def _load_base(
     else:
         notes = describe_quantisation(checkpoint.folder, network, subject)
     unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
-    check_unused_parts(unused_tensors, checkpoint.folder, subject)
+    packed_modules = () if packed is None else [module.name for module in packed.modules]
+    check_unused_parts(unused_tensors, checkpoint.folder, subject, packed_modules)
     if unused_tensors:
         count, first = len(unused_tensors), unused_tensors[0]
         notes += (f"{count} tensors of {subject} are not used by its architecture, such as {first}",)

@@ -1,6 +1,6 @@
 """Which packed format a checkpoint has, by its settings, and the modules that are stored in it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,8 @@ from kleash.models.quantised.quanto import find_quanto_modules
 from kleash.models.quantised.scaled_weights import BLOCK_SCALES, WeightScheme, find_scaled_modules
 from kleash.models.quantised.settings import (
     UnsupportedLayoutError,
+    check_modelopt_algorithms,
+    check_rotations,
     describe_settings_place,
     read_block,
     read_group_size,
@@ -81,7 +83,6 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability of the first NVIDIA GPUs with units for FP8; on older ones transformers decodes it."""
 FP8_BLOCK = (128, 128)
 """Rows and columns of the blocks of fine-grained FP8 whose settings do not say."""
-MODELOPT_ALGORITHMS = frozenset(("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_AWQ"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
     headers = read_headers(folder)
     model_type = str(read_json(folder / "config.json").get("model_type", ""))
     try:
+        check_rotations(settings)
         with TensorReader(headers) as reader:
             tensors = _PackedTensors(
                 subject=subject, headers=headers, settings=settings, reader=reader, model_type=model_type
@@ -166,6 +168,7 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
             f"{subject} is quantised ({method}) according to its settings, and none of its tensors is packed; remove "
             f"{describe_settings_place(folder)} if they are not quantised, or fetch the checkpoint again"
         )
+    _check_stored_once(modules, headers, subject)
     return PackedCheckpoint(
         method=method,
         modules=tuple(modules),
@@ -176,6 +179,24 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
         ),
         arrange=arrange_tensors(headers, model_type) if method in MLX_METHODS else None,
     )
+
+
+def _check_stored_once(
+    modules: Sequence[PackedModule], headers: Mapping[str, TensorHeader], subject: str
+) -> None:
+    """Refuse a checkpoint that holds a matrix both packed and as it is.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    repeated = [
+        each.parameter for each in modules if each.parameter in headers and each.parameter not in each.parts
+    ]
+    if repeated:
+        raise ModelError(
+            f"{subject} holds {len(repeated)} matrices both packed and not, such as {repeated[0][:120]}; fetch or "
+            "quantise the model again"
+        )
 
 
 def has_kernels(folder: Path, device: torch.device) -> bool:
@@ -279,8 +300,6 @@ def _compressed_modules(tensors: _PackedTensors) -> list[PackedModule]:
     unknown = sorted(set(map(str, formats)) - COMPRESSED_FORMATS)
     if unknown:
         raise UnsupportedLayoutError(f"its format is {unknown[0]!r:.60}")
-    if read_object(settings, "transform_config").get("config_groups"):
-        raise UnsupportedLayoutError("its transform_config rotates activations while the model runs")
     schemes = [
         WeightScheme(
             bits=read_integer(weights, "num_bits"),
@@ -300,9 +319,8 @@ def _scaled_float_modules(tensors: _PackedTensors) -> list[PackedModule]:
     transformers decodes fine-grained FP8 in which all experts of a layer are one tensor.
     """
     method = str(tensors.settings.get("quant_method")).lower()
-    algorithm = str(tensors.settings.get("quant_algo", "FP8"))
-    if method == "modelopt" and algorithm not in MODELOPT_ALGORITHMS:
-        raise UnsupportedLayoutError(f"its quant_algo is {algorithm!r:.60}")
+    if method == "modelopt":
+        check_modelopt_algorithms(tensors.settings)
     has_joint_experts = any(
         name.endswith("_scale_inv") and not name.endswith(f".{BLOCK_SCALES}") for name in tensors.headers
     )

@@ -1,5 +1,6 @@
 """The settings of quantised checkpoints: where they stand, and values that are checked before they are used."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 MLX_SETTINGS, ACTIVATIONS = "quantization", "quantize_activations"
 """Settings in the config.json of MLX, which do not name the format; others of its name stand beside them."""
 MODELOPT_SETTINGS, QUANTO_SETTINGS = "hf_quant_config.json", "quanto_qmap.json"
+ROTATION_SETTINGS = re.compile(r"rotation|hadamard|quarot|spinquant|transform_config")
+"""Names of settings of formats that also change activations while the model runs."""
+MODELOPT_ALGORITHMS = frozenset(
+    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+)
+"""``quant_algo`` of ModelOpt that is read."""
+MODELOPT_MIXED = "MIXED_PRECISION"
+"""``quant_algo`` of ModelOpt whose ``quantized_layers`` have algorithms of their own."""
 
 
 class UnsupportedLayoutError(Exception):
@@ -63,6 +72,18 @@ def describe_settings_place(folder: Path) -> str:
             return f"{name} from config.json"
     files = (*OLD_SETTINGS, QUANTO_SETTINGS, MODELOPT_SETTINGS)
     return next((name for name in files if (folder / name).is_file()), "its settings")
+
+
+def check_rotations(settings: Mapping[str, Any]) -> None:
+    """Refuse settings by which activations are rotated while the model runs, since the weights alone are another model.
+
+    Raises:
+        UnsupportedLayoutError: naming the setting.
+    """
+    for name, value in settings.items():
+        is_given = any(value.values()) if isinstance(value, dict) else bool(value)
+        if ROTATION_SETTINGS.search(name) and is_given:
+            raise UnsupportedLayoutError(f"its {name} rotates activations while the model runs")
 
 
 def read_integer(settings: Mapping[str, Any], *names: str) -> int:
@@ -116,3 +137,18 @@ def read_object(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise UnsupportedLayoutError(f"its {name} is a {type(value).__name__}")
     return value or {}
+
+
+def check_modelopt_algorithms(settings: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of ModelOpt with an algorithm that is not read.
+
+    Raises:
+        UnsupportedLayoutError: naming the algorithm.
+    """
+    algorithms = [settings.get("quant_algo", "FP8")]
+    if algorithms == [MODELOPT_MIXED]:
+        layers = read_object(settings, "quantized_layers")
+        algorithms = [read_object(layers, name).get("quant_algo") for name in layers] or algorithms
+    unknown = sorted(set(map(str, algorithms)) - MODELOPT_ALGORITHMS)
+    if unknown:
+        raise UnsupportedLayoutError(f"its quant_algo is {unknown[0]!r:.60}")

@@ -5,6 +5,8 @@ of "X.weight" are tensors "X._weight_qdata", "X._weight_scale" and "X._weight_ze
 
     W[o, i] = (q[o, i] - zeros[b]) scale[b]
 
+AWQ and SmoothQuant multiply the inputs of a matrix by "X._weight_act_pre_scale", which are factors of its columns here.
+
 Source: torchao, ``prototype/safetensors`` and ``quantization/quantize_/workflows``.
 """
 
@@ -14,12 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 from kleash.models.quantised.packed_modules import PackedModule, TensorHeader, TensorReader, renamed_tensors
-from kleash.models.quantised.scaled_weights import WeightScheme, describe_scaled_module
+from kleash.models.quantised.scaled_weights import COLUMN_FACTORS, WeightScheme, describe_scaled_module
 from kleash.models.quantised.settings import UnsupportedLayoutError, read_block
 
 PLAIN_CLASSES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 """Classes of tensors that hold a code in each element."""
-PART_NAMES = {"weight": "qdata", "weight_scale": "scale", "weight_zero_point": "zero_point"}
+PART_NAMES = {
+    "weight": "qdata",
+    "weight_scale": "scale",
+    "weight_zero_point": "zero_point",
+    COLUMN_FACTORS: "act_pre_scale",
+}
 """Names in ``scaled_weights`` → torchao's."""
 SMALL_INTEGERS = tuple(f"int{bits}" for bits in range(1, 8))
 ACTIVATION_SETTINGS = ("act_quant_kwargs", "activation_quantization")

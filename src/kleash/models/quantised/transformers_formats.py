@@ -174,21 +174,35 @@ def _check_mxfp4_parts(headers: Mapping[str, TensorHeader], subject: str) -> Non
             )
 
 
-def check_unused_parts(names: Collection[str], folder: Path, subject: str) -> None:
-    """Refuse a quantised checkpoint of which scales or codes were not used, without which it is another model.
+def check_unused_parts(
+    names: Collection[str], folder: Path, subject: str, packed_modules: Collection[str] = ()
+) -> None:
+    """Refuse a quantised checkpoint with tensors that were not used, without which it is another model.
+
+    They are scales or codes, and whatever a packed module has beside its format's tensors and a bias, such as factors
+    of its inputs.
 
     Args:
         names: of the tensors that were not used.
         folder: of the checkpoint.
         subject: the model, for errors.
+        packed_modules: names of the modules that were unpacked.
 
     Raises:
         ModelError: naming the first of them.
     """
-    parts = [name for name in names if name.rpartition(".")[2] in QUANTISATION_PARTS]
-    if parts and _read_method(folder) is not None:
+    modules = set(packed_modules)
+
+    def is_needed(name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        parts = module.split(".")
+        within = any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+        return part in QUANTISATION_PARTS or (within and part != "bias")
+
+    needed = [name for name in names if is_needed(name)]
+    if needed and _read_method(folder) is not None:
         raise ModelError(
-            f"{subject} has {len(parts)} tensors of a quantisation that were not used, such as {parts[0][:120]}, and "
+            f"{subject} has {len(needed)} tensors of a quantisation that were not used, such as {needed[0][:120]}, and "
             "its numbers would be wrong without them; save it dequantised where it can be loaded"
         )
 
