@@ -278,6 +278,17 @@ def test_stated_prompt_and_sample_ids_are_kept(pair: Pair, write):
 BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
 
 
+def test_texts_as_prompt_ids_are_numbered(pair: Pair, write):
+    """As data sets of preferences have them, whose prompt_id is a hash."""
+    ids = ("b", "a", "b", "")
+    records = [{**BASE, "prompt": f"The {each}", "prompt_id": each} for each in ids]
+    found = read_responses(write("a.jsonl", records), pair)
+    assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1), (2, 0)]
+    table = "prompt,response,prompt_id\nThe sea,was,b\nRain,was,a\nThe sea,is,b\n"
+    found = read_responses(write("a.csv", table), pair)
+    assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1)]
+
+
 def test_numbering_many_samples_takes_linear_time(pair: Pair, write):
     name = write("a.jsonl", [{"prompt_token_ids": [3], "response_token_ids": [5]}] * 16_000)
     seconds = []
@@ -318,6 +329,15 @@ BAD_RESPONSES = {
         [{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
         r"line 2: 'prompt_id' 1 stands for another prompt at .*line 1",
     ),
+    "one text for two": (
+        [{**BASE, "prompt_id": "a"}, {**BASE, "prompt": "Rain", "prompt_id": "a"}],
+        r"line 2: 'prompt_id' 'a' stands for another prompt at .*line 1",
+    ),
+    "a number and a text": (
+        [{**BASE, "prompt_id": 1}, {**BASE, "prompt_id": "1"}],
+        "line 2: expected every line that has a 'prompt_id' to have a number, or every one a text",
+    ),
+    "half an id": ([{**BASE, "prompt_id": "\ude00"}], "line 1: 'prompt_id' holds half a character"),
     "twice": ([{**BASE, "sample_id": 2}] * 2, "line 2: sample 2 of prompt 0 has been there before"),
     "large id": ([{**BASE, "prompt_id": 2**31}], "'prompt_id' to be from 0 to 2147483647"),
     "bool id": ([{**BASE, "sample_id": True}], "expected 'sample_id' to be a whole number and found 'true'"),

@@ -77,6 +77,7 @@ def test_samples_of_lm_evaluation_harness_are_read(read):
         {"arguments": {}},
         {"arguments": {"gen_args_0": {"arg_0": PROMPT, "arg_1": " Paris"}}},
         {"arguments": [[]]},
+        {"arguments": {"gen_args_0": {"arg_0": PROMPT}}, "resps": [["-123.5"]]},  # a rolling log-likelihood
     ],
 )
 def test_samples_without_generated_text_are_refused(read, values, unhooked):
@@ -156,6 +157,14 @@ def test_a_prompt_that_was_decoded_with_its_begin_token_gets_no_second_one(pair,
     plain, decoded, doubled = (sequence.prompt_ids for sequence in read_responses(str(path), pair))
     assert decoded == plain and plain[0] == pair.tokenizer.bos_token_id != plain[1]
     assert doubled == (plain[0], *plain)
+
+
+def test_texts_without_special_tokens_are_noted(tmp_path):
+    verl = {"input": PROMPT, "output": TEXTS[0], "gts": "A", "score": 1.0, "step": 3, "acc": True}
+    path = tmp_path / "3.jsonl"
+    path.write_text(json.dumps(verl) + "\n")
+    assert describe_source("responses", str(path))[-1].startswith("verl leaves special tokens out of 'input'")
+    assert not any("verl" in note for note in describe_source("prompts", str(path)))
 
 
 def test_notes_count_the_prompts_of_a_log(pair, tmp_path):

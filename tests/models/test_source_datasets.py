@@ -374,6 +374,33 @@ def test_responses_are_found_by_usual_or_named_columns(pair, write, record, valu
     assert [one.response_text.removesuffix("</s>").rstrip("\n") for one in read] == expected
 
 
+def test_lists_of_responses_in_a_csv_are_json(pair, write, unhooked):
+    header = "prompt,completions\nThe sea,"
+    lists = read_responses(write("a.csv", header + '"["" was"", "" is""]"\nA boat,[1] is cited\n'), pair)
+    assert [(one.prompt_text, one.response_text) for one in lists] == [
+        ("The sea", " was"),
+        ("The sea", " is"),
+        ("A boat", "[1] is cited"),
+    ]
+    with pytest.raises(
+        SourceError, match="line 2: expected 'completions' to be text, or a list of texts as JSON"
+    ):
+        list(read_responses(write("b.csv", header + "\"[' was', ' is']\"\n"), pair))
+
+
+def test_a_record_has_one_response(pair, write, unhooked):
+    name = write("a.jsonl", jsonl({"prompt": "P", "response": " a", "completion": " b"}))
+    with pytest.raises(SourceError, match="line 1: expected 'response' or 'completion' and found both"):
+        list(read_responses(name, pair))
+    (chosen,) = read_responses(name, pair, reading=options(response_column="completion"))
+    assert chosen.response_text == " b"
+
+
+def test_the_first_record_decides_the_columns(pair, write):
+    name = write("a.jsonl", jsonl({"question": "Q"}, {"prompt": "P", "question": "R"}, {"prompt": "S"}))
+    assert texts(name, pair) == ["Q", "R", "S"]
+
+
 def test_texts_are_found_by_usual_or_named_columns(pair, write):
     for record, values in (
         ({"content": "The sea"}, {}),

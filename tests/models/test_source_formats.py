@@ -1,5 +1,6 @@
 """Kinds of source files (CSV, Parquet, JSON arrays, standard input) and TRL's data set formats: read or refused."""
 
+import base64
 import copy
 import csv
 import gzip
@@ -19,10 +20,11 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from kleash.errors import KleashError, SourceError
-from kleash.models import read_prompts, read_responses, read_text
+from kleash.models import find_source, read_prompts, read_responses, read_text
 from kleash.models.sources import source_files
 from kleash.models.sources.documents import count_documents
-from kleash.models.sources.source_files import detect_format, read_records, read_whole_text, source_path
+from kleash.models.sources.source_files import read_records, read_whole_text, source_path
+from kleash.models.sources.source_formats import detect_format
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -99,6 +101,9 @@ def _path(name):
 
 
 def test_headers_of_a_csv_may_span_lines_and_follow_what_excel_writes(pair, write):
+    assert [
+        prompt.text for prompt in read_prompts(write("t.csv", "sep=\t\nprompt\tx\nThe sea\t1\n"), pair)
+    ] == ["The sea"]
     name = write("a.csv", 'sep=;\n\nprompt;"a note\nof two lines"\r\nThe sea;1\r\n"A;b";2\n')
     assert [prompt.text for prompt in read_prompts(name, pair)] == ["The sea", "A;b"]
     with pytest.raises(SourceError, match="line 5: expected 2 cells"):
@@ -181,6 +186,15 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.arrow", b"ARROW1\0\0", "is an Arrow file"),
         ("a.bz2", b"BZh91AY", "is packed by bzip2"),
         ("a.xz", b"\xfd7zXZ\0", "is packed by xz"),
+        ("a.lz4", b"\x04\x22\x4d\x18\x40", "is packed by lz4"),
+        ("a.7z", b"7z\xbc\xaf\x27\x1c", "is packed by 7-Zip"),
+        ("a.rar", b"Rar!\x1a\x07\x01\0", "is packed by rar"),
+        ("a.lzma", b"\x5d\0\0\x80\0", "is packed by lzma"),
+        ("a.Z", b"\x1f\x9d\x90", "is packed by compress"),
+        ("a.orc", b"ORC\0\x03", "is an ORC file"),
+        ("a.feather", b"FEA1\0\0\0\0", "is a Feather file of version 1"),
+        ("a.tar", bytes(257) + b"ustar\x0000", "is a tar archive; unpack it first"),
+        ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "is a tar archive; unpack it first"),
         ("a.yaml", "prompt: x\n", "is YAML by its suffix"),
         ("a.ipynb", "{}", "is a structured file of another kind by its suffix"),
     ],
@@ -188,6 +202,82 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
 def test_unsupported_formats_are_errors_with_their_name(pair, write, name, content, message, unhooked):
     with pytest.raises(SourceError, match=message):
         read_prompts(write(name, content), pair)
+
+
+def test_an_encrypted_parquet_file_is_refused_by_name(pair, write, tmp_path):
+    """pyarrow ends the process when it reads the metadata of encrypted columns behind a plain footer."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Client(encryption.KmsClient):
+        def __init__(self, config):
+            super().__init__()
+
+        def wrap_key(self, key, name):
+            return base64.b64encode(key)
+
+    factory, connection = encryption.CryptoFactory(Client), encryption.KmsConnectionConfig()
+    for has_plain_footer in (True, False):
+        configuration = encryption.EncryptionConfiguration(
+            footer_key="f", column_keys={"c": ["prompt"]}, plaintext_footer=has_plain_footer
+        )
+        properties = factory.file_encryption_properties(connection, configuration)
+        table, path = pa.table({"prompt": PROMPTS}), tmp_path / "a.parquet"
+        pq.write_table(table, path, encryption_properties=properties)
+        names = [str(path)]
+        if has_plain_footer:
+            names.append(write("b.parquet.gz", gzip.compress(path.read_bytes())))
+        for name in names:
+            with pytest.raises(SourceError, match=r"\.parquet(\.gz)? is encrypted; give a file that is not$"):
+                read_prompts(name, pair)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ('["The sea", "A boat"]', ["The sea", "A boat"]),
+        ('[\n "The sea",\n {"prompt": "A boat"}\n]', ["The sea", "A boat"]),
+        ("id,question\n3,The sea\n", ["The sea"]),
+        ("[INST] The sea [/INST]\n", ["[INST] The sea [/INST]"]),
+        ("[1, 2, 3]\n", ["[1, 2, 3]"]),
+        ("{{ name }} is it\n", ["{{ name }} is it"]),
+        ("ORCAS and seals\n", ["ORCAS and seals"]),
+    ],
+)
+def test_the_content_decides_the_format_without_a_suffix(pair, write, content, texts):
+    assert [prompt.text for prompt in read_prompts(write("prompts", content), pair)] == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "The sea', r"begins as JSON and cannot be read \(Unterminated string"),
+        ('{"prompt": "a"}{"prompt": "b"}', r"begins as JSON and cannot be read \(Extra data"),
+        ('[\n{"prompt": "a"},\n]\n', "mend it, or name the file .txt if it is plain text"),
+        ('{\n "prompt": "a",\n "b": 2\n}', "holds one object, with 'prompt', 'b'; give an array of objects"),
+    ],
+)
+def test_what_begins_as_json_is_no_plain_text(pair, write, content, message, unhooked):
+    with pytest.raises(SourceError, match=message):
+        read_prompts(write("prompts", content), pair)
+    assert len(read_prompts(write("prompts.txt", content), pair)) == len(content.splitlines())
+
+
+def test_two_values_of_one_name_are_refused(pair, write, unhooked):
+    for name, content in (
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}\n'),
+        ("a.json", '[{"prompt": "b", "prompt": "c"}]'),
+    ):
+        with pytest.raises(SourceError, match=r"\('prompt' is there twice\)"):
+            read_prompts(write(name, content), pair)
+
+
+def test_a_name_that_is_empty_is_no_folder(monkeypatch, write, tmp_path, unhooked):
+    """An unset variable of the shell does not read the data set in the current directory."""
+    write("a.jsonl", jsonl({"prompt": "a"}))
+    monkeypatch.chdir(tmp_path)
+    for name in ("", "  "):
+        with pytest.raises(SourceError, match="the name of the source is empty; give a file of JSONL"):
+            find_source(name, "prompts")
 
 
 def test_a_sentence_with_a_field_name_is_not_a_header(pair, write):
@@ -223,6 +313,16 @@ def test_null_keys_of_messages_in_parquet_are_removed(write):
     tool = {"role": "tool", "content": None, "name": "search"}
     (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])), "prompts")
     assert row.fields == {"messages": [USER, tool]}
+    calls = [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
+        for arguments in ({"a": 1}, {"b": "two"})
+    ]
+    rows = read_records(_path(write("b.parquet", [{"messages": [USER, call]} for call in calls])), "prompts")
+    assert [row.fields for row in rows] == [{"messages": [USER, call]} for call in calls]
 
 
 def test_a_prompt_ending_with_an_assistant_message_is_continued(pair, write):
@@ -444,7 +544,7 @@ def test_standard_input_may_have_any_format(pair, standard_input, content, where
         (b"", "standard input is empty"),
         (b"a\0b", "standard input, line 1: it holds a NUL byte"),
         (b"\x1f\x8b...", "standard input is packed by gzip"),
-        (None, "standard input is closed"),
+        (None, "^standard input is closed"),
     ],
 )
 def test_unreadable_standard_input_is_an_error(pair, standard_input, content, message, unhooked):

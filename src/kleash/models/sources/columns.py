@@ -146,8 +146,7 @@ def _is_needed(record: SourceRecord, choice: ColumnChoice) -> bool:
     if choice.is_named:
         _require_column(record, choice.columns[0], choice.field)
         return True
-    is_ready = any(fields.get(name) is not None for name in choice.ready)
-    return not is_ready and fields.get(choice.columns[0]) is not None
+    return fields.get(choice.columns[0]) is not None
 
 
 def _require_column(record: SourceRecord, name: str, field: str) -> None:

@@ -9,25 +9,20 @@ P and C are texts or lists of messages. Reference: "Dataset formats and types",
 https://huggingface.co/docs/trl/dataset_formats.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
-from typing import Any, NamedTuple
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple, NoReturn
 
 from kleash.errors import SourceError
-from kleash.models.compat import summarise_error
-from kleash.models.sandbox.process import render_chat
-from kleash.models.sources.source_records import SourceRecord, check_unicode, get_field, show_value
+from kleash.models.sources.chat_rendering import conversation_text
+from kleash.models.sources.columns import as_messages
+from kleash.models.sources.source_records import SourceRecord, get_field, show_value
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of records whose text refers to something that is no text."""
-RENDERING_OPTIONS = frozenset(
-    {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"}
-    | {"add_generation_prompt", "continue_final_message", "return_tensors", "return_dict", "tokenizer_kwargs"}
-    | {"return_assistant_tokens_mask"}
-)
-"""Arguments of ``apply_chat_template`` that are no variables of a template."""
+CONTENTS = ("content", "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+"""Keys of a message, one of which must have a value."""
 TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of messages."""
 
@@ -53,26 +48,46 @@ def text_or_messages(record: SourceRecord, name: str) -> TextOrMessages | None:
 def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
     """Check that there are messages and that each has a role and content; return them.
 
+    Conversations of ShareGPT become messages. Null keys of parts are left out, since templates ask whether a part has
+    the key "image".
+
     Raises:
-        SourceError: if the list is empty, a message lacks its role or content, or its content is a list with anything
-            but parts of text.
+        SourceError: if the list is empty, a message lacks its role or content, or its content is neither text nor a
+            list of parts of text.
     """
     if not messages:
         raise SourceError(f"{record.location}: {name!r} is empty; it needs at least one message")
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not ("content" in message or message.get("tool_calls"))
-        ):
-            raise SourceError(
-                f"{record.location}: expected each message to have a 'role' and 'content' and found "
-                f"{show_value(message)}"
-            )
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            _check_part(record, name, part)
-    return messages
+    return [_checked_message(record, name, message) for message in as_messages(messages)]
+
+
+def _checked_message(record: SourceRecord, name: str, message: Any) -> dict[str, Any]:
+    """A message, after checking its role and content."""
+    if (
+        not isinstance(message, dict)
+        or not isinstance(message.get("role"), str)
+        or not any(message.get(key) is not None for key in CONTENTS)
+    ):
+        raise SourceError(
+            f"{record.location}: expected each message to have a 'role' and 'content' and found "
+            f"{show_value(message)}"
+        )
+    content = message.get("content")
+    if not isinstance(content, list):
+        if not isinstance(content, str | None):
+            _refuse_content(record, name, content)
+        return message
+    for part in content:
+        _check_part(record, name, part)
+    parts = [{key: value for key, value in part.items() if value is not None} for part in content]
+    return {**message, "content": parts}
+
+
+def _refuse_content(record: SourceRecord, name: str, value: Any) -> NoReturn:
+    """Raise the error about a content, or an entry of one, that is no text and no part."""
+    raise SourceError(
+        f"{record.location}: expected the content of each message of {name!r} to be text, or a list of parts such "
+        f"as {{'type': 'text', 'text': '...'}}, and found {show_value(value)}"
+    )
 
 
 def _check_part(record: SourceRecord, name: str, part: Any) -> None:
@@ -82,10 +97,7 @@ def _check_part(record: SourceRecord, name: str, part: Any) -> None:
         SourceError: if it is no object, or an image, audio or video.
     """
     if not isinstance(part, dict):
-        raise SourceError(
-            f"{record.location}: expected the content of each message of {name!r} to be text, or a list of parts such "
-            f"as {{'type': 'text', 'text': '...'}}, and found {show_value(part)} in the list"
-        )
+        _refuse_content(record, name, part)
     media = [key for key in (*MEDIA_COLUMNS, "image_url", "input_audio") if part.get(key)]
     kind = part.get("type") or (media[0] if media else "text")
     if kind != "text":
@@ -170,38 +182,84 @@ def is_preference(record: SourceRecord) -> bool:
 def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
     """The responses of a record, each as a record with "prompt" and "response"; a preference pair gives two.
 
-    Messages that end with one of the assistant are a prompt and the response to it.
+    Messages that end with one of the assistant are a prompt and the response to it. Of an answer of several turns, such
+    as one with results of tools, what the assistant says in each is a response to everything before it.
 
     Raises:
         SourceError: if the record cannot be read as one of the formats.
     """
     fields = record.fields
-    if fields is None or "response" in fields or "response_token_ids" in fields:
-        responses = (fields or {}).get("response")
-        if isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses):
-            yield from (replace(record, fields={**(fields or {}), "response": text}) for text in responses)
-        else:
-            yield record
+    if fields is None:
+        yield record
+        return
+    if fields.get("response") is not None and fields.get("completion") is not None:
+        raise SourceError(
+            f"{record.location}: expected 'response' or 'completion' and found both; keep one, or choose by "
+            "--response-column"
+        )
+    if "response" in fields or "response_token_ids" in fields:
+        yield from _given_responses(record, fields)
         return
     if is_preference(record):
         pair = parse_preference(record)
         for answer in (pair.chosen, pair.rejected):
-            yield _with_response(record, pair.prompt, answer)
+            yield from _turns(record, pair.prompt, answer)
         return
     completion = text_or_messages(record, "completion")
     if completion is not None:
         prompt = text_or_messages(record, "prompt")
-        yield (
-            record
-            if prompt is None and isinstance(completion, str)
-            else _with_response(record, prompt, completion)
-        )
+        if prompt is None and isinstance(completion, str):
+            yield record
+        else:
+            yield from _turns(record, prompt, completion)
         return
     messages = text_or_messages(record, "messages")
     if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
         yield _with_response(record, messages[:-1], messages[-1:])
         return
     yield record
+
+
+def _given_responses(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
+    """The responses of a record with "response" or "response_token_ids": of a list of texts, each."""
+    responses = fields.get("response")
+    if isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses):
+        yield from (replace(record, fields={**fields, "response": text}) for text in responses)
+        return
+    name = "prompt" if fields.get("messages") is None else "messages"
+    has_messages = isinstance(responses, list) and isinstance(fields.get(name), list)
+    answer = text_or_messages(record, "response") if has_messages else None
+    if answer is None or fields.get("response_token_ids") is not None:
+        yield record
+    else:
+        yield from _turns(record, text_or_messages(record, name), answer)
+
+
+def _turns(
+    record: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages
+) -> Iterator[SourceRecord]:
+    """A record for each turn of the assistant in an answer; what users and tools say in it is no response."""
+    if isinstance(prompt, str | None) or isinstance(answer, str):
+        yield _with_response(record, prompt, answer)
+        return
+    before = list(prompt)
+    turns = [
+        (is_assistant, list(turn))
+        for is_assistant, turn in groupby(answer, lambda message: message["role"] == "assistant")
+    ]
+    if not any(is_assistant for is_assistant, _ in turns):
+        raise SourceError(
+            f"{record.location}: expected an answer of the assistant and found {show_value(answer)}; leave the record "
+            "out"
+        )
+    for is_assistant, turn in turns:
+        if is_assistant:
+            response = _with_response(record, before, turn)
+            if len(turns) > 1:
+                fields = {**(response.fields or {}), "prompt_token_ids": None}
+                response = replace(response, fields=fields, first_prompt=prompt)
+            yield response
+        before = [*before, *turn]
 
 
 def _with_response(
@@ -260,144 +318,3 @@ def is_conversation(record: SourceRecord) -> bool:
     return fields.get("text") is None and any(
         isinstance(fields.get(name), list) for name in ("messages", "prompt")
     )
-
-
-def conversation_text(
-    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
-) -> str:
-    """The text of a whole conversation: rendered, or its contents joined if ``chat_template`` is "raw".
-
-    Raises:
-        SourceError: as ``render_messages`` and ``join_contents``.
-    """
-    if chat_template == "raw":
-        return join_contents(record, messages, name)
-    return render_messages(record, messages, tokenizer, name)
-
-
-def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: str) -> str:
-    """The contents of messages, joined by blank lines.
-
-    Args:
-        record: the record that they come from, for errors.
-        messages: as ``check_messages`` returns them.
-        name: the field that they come from, for errors.
-
-    Raises:
-        SourceError: if a content is neither text nor a list of texts.
-    """
-    return "\n\n".join(_content_text(record, message.get("content"), name) for message in messages)
-
-
-def _content_text(record: SourceRecord, content: Any, name: str) -> str:
-    """The text of a message's content: text, or parts of the type "text"."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise SourceError(
-            f"{record.location}: expected the contents of {name!r} to be text and found {show_value(content)}; leave "
-            "--chat-template raw out, or give text"
-        )
-    return check_unicode(record, repr(name), "".join(map(str, texts)))
-
-
-def render_answer(
-    record: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
-) -> str:
-    """The text that the chat template adds to a prompt for an answer, up to and including the end token.
-
-    Raises:
-        SourceError: if the template renders the prompt differently when the answer follows.
-    """
-    prompt_text = render_messages(record, prompt, tokenizer, "prompt", generate=True)
-    whole_text = render_messages(record, prompt + answer, tokenizer, "completion")
-    if not whole_text.startswith(prompt_text):
-        raise SourceError(
-            f"{record.location}: the chat template writes the prompt in another way once it is answered, so the answer "
-            "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
-        )
-    text, eos = whole_text[len(prompt_text) :], tokenizer.eos_token
-    if eos and eos in text and not text[text.rindex(eos) + len(eos) :].strip():
-        return text[: text.rindex(eos) + len(eos)]
-    return text
-
-
-def render_messages(
-    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
-) -> str:
-    """The text of messages, rendered by the tokenizer's chat template.
-
-    Args:
-        record: the record that they come from, for errors.
-        messages: as ``check_messages`` returns them.
-        tokenizer: its chat template is used.
-        name: the field that they come from, for errors.
-        generate: whether to end where the assistant continues: after the generation prompt, or within the last message
-            if it is the assistant's.
-
-    Raises:
-        SourceError: if there is no template, or it raises an error.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise SourceError(
-            f"{record.location}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
-            "'prompt' as text, or a tokenizer that has one"
-        )
-    options = _template_options(record)
-    continues_last = generate and messages[-1]["role"] == "assistant"
-    try:
-        text = render_chat(
-            tokenizer,
-            messages,
-            add_generation_prompt=generate and not continues_last,
-            continue_final_message=continues_last,
-            **options,
-        )
-    except Exception as error:  # a template is code of the checkpoint and can raise any exception
-        raise SourceError(
-            f"{record.location}: the chat template refuses the messages: {summarise_error(error)}"
-        ) from error
-    return check_unicode(record, repr(name), text)
-
-
-def _template_options(record: SourceRecord) -> dict[str, Any]:
-    """The tools of a record, and the variables of its chat template: TRL's "tools" and "chat_template_kwargs".
-
-    Raises:
-        SourceError: if the tools are no list of objects, the variables no object, or one of them an option.
-    """
-    fields = record.columns or record.fields or {}
-    options: dict[str, Any] = {}
-    tools, variables = (_parsed(fields.get(name)) for name in ("tools", "chat_template_kwargs"))
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise SourceError(
-                f"{record.location}: expected 'tools' to be a list of JSON schemas and found {show_value(tools)}; "
-                "leave the column out"
-            )
-        options["tools"] = [_without_nulls(tool) for tool in tools]
-    if variables:
-        if not isinstance(variables, dict) or RENDERING_OPTIONS.intersection(variables):
-            raise SourceError(
-                f"{record.location}: expected 'chat_template_kwargs' to be an object with variables of the chat "
-                f"template and found {show_value(variables)}"
-            )
-        options |= {name: value for name, value in variables.items() if value is not None}
-    return options
-
-
-def _parsed(value: Any) -> Any:
-    """A value, of JSON if it is a text that is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value without the null keys that Parquet adds to objects of a column."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

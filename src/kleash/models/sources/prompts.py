@@ -9,13 +9,12 @@ from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import Prompt, hash_tokens
+from kleash.models.sources.chat_rendering import join_contents, render_messages
 from kleash.models.sources.dataset_formats import (
     check_messages,
     check_text_only,
     is_preference,
-    join_contents,
     parse_preference,
-    render_messages,
     text_or_messages,
 )
 from kleash.models.sources.source_files import find_source
@@ -240,10 +239,11 @@ def _from_text(
 
 def _messages(record: SourceRecord, chat_template: str | None) -> tuple[dict[str, Any], ...] | None:
     """The messages that a prompt was rendered from; None if it is read as text or token ids."""
-    fields = {"prompt": record.text} if record.fields is None else record.fields
-    if fields.get("prompt_token_ids") is not None or chat_template == "raw":
+    if record.fields is None:
+        return ({"role": "user", "content": record.text},) if chat_template == "apply" else None
+    if record.fields.get("prompt_token_ids") is not None or chat_template == "raw":
         return None
-    prompt = fields.get("messages") or fields.get("prompt")
+    prompt = text_or_messages(record, "messages") or text_or_messages(record, "prompt")
     if prompt is None and is_preference(record):
         prompt = parse_preference(record).prompt
     if isinstance(prompt, str) and chat_template == "apply":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 import numpy as np
@@ -11,10 +11,9 @@ from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
+from kleash.models.sources.chat_rendering import join_contents, render_answer
 from kleash.models.sources.dataset_formats import (
     expand_responses,
-    join_contents,
-    render_answer,
     text_or_messages,
 )
 from kleash.models.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
@@ -22,9 +21,11 @@ from kleash.models.sources.rollout_logs import expand_logs
 from kleash.models.sources.source_files import find_source
 from kleash.models.sources.source_records import (
     SourceRecord,
+    check_unicode,
     describe_fields,
     get_field,
     is_finite_number,
+    shorten,
     show_value,
 )
 
@@ -75,36 +76,43 @@ class _IdAssigner:
     """Assigns prompt and sample ids to responses, and checks those that records state."""
 
     prompt_ids: dict[str, int] = field(default_factory=dict[str, int])
-    """Assigned prompt ids by the hash of the prompt."""
+    """Assigned prompt ids by the hash of the prompt, or by the text that records state."""
     prompts: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
     """Hash of the prompt, and location of its first record, by prompt id."""
     sample_ids: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     """Sample ids in use, by prompt id."""
     next_sample_ids: dict[int, int] = field(default_factory=dict[int, int])
     """By prompt id: every smaller sample id is in use."""
-    has_prompt_ids: bool | None = None
-    """Whether the records state prompt ids; None before the first."""
+    kind: type | None = None
+    """Type of the prompt ids that records state: int, str, or NoneType if they state none; None before the first."""
 
-    def assign(self, record: SourceRecord, prompt_hash: str) -> tuple[int, int]:
-        """Prompt id and sample id of a record: those that it states, or the next free ones.
+    def assign(self, record: SourceRecord, prompt_hash: str, first_hash: str | None) -> tuple[int, int]:
+        """Prompt id and sample id of a record: those that it states, or the next free ones; texts are numbered.
+
+        Args:
+            record: the record.
+            prompt_hash: hash of its prompt.
+            first_hash: hash of the prompt of the first of several turns; None of a response alone.
 
         Raises:
             SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
         """
-        prompt, sample = (_read_id(record, name) for name in ("prompt_id", "sample_id"))
-        if self.has_prompt_ids is None:
-            self.has_prompt_ids = prompt is not None
-        if self.has_prompt_ids is not (prompt is not None):
+        text, sample = _text_id(record), _read_id(record, "sample_id")
+        number = _read_id(record, "prompt_id") if text is None else None
+        kind = str if text is not None else type(number)
+        self.kind = self.kind or kind
+        if self.kind is not kind:
+            expected = "to have a 'prompt_id', or none of them"
+            if type(None) not in (self.kind, kind):
+                expected = "that has a 'prompt_id' to have a number, or every one a text"
+            raise SourceError(f"{record.location}: expected every line {expected}")
+        group = text or first_hash or prompt_hash
+        prompt = self.prompt_ids.setdefault(group, len(self.prompt_ids)) if number is None else number
+        known_hash, location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
+        if known_hash != prompt_hash and first_hash is None:
             raise SourceError(
-                f"{record.location}: expected every line to have a 'prompt_id', or none of them"
-            )
-        if prompt is None:
-            group = prompt_hash if record.first_prompt is None else hash_tokens(record.first_prompt)
-            prompt = self.prompt_ids.setdefault(group, len(self.prompt_ids))
-        first_hash, first_location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
-        if first_hash != prompt_hash and record.first_prompt is None:
-            raise SourceError(
-                f"{record.location}: 'prompt_id' {prompt} stands for another prompt at {first_location}"
+                f"{record.location}: 'prompt_id' {number if text is None else shorten(text)} stands for another prompt "
+                f"at {location}"
             )
         used = self.sample_ids.setdefault(prompt, set())
         if sample is None:
@@ -125,7 +133,7 @@ def _response(
     response_ids, response_text, retokenised = _answer(record, pair, finish_reason, chat_template)
     check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
-    prompt_id, sample_id = assigner.assign(record, prompt_hash)
+    prompt_id, sample_id = assigner.assign(record, prompt_hash, _first_hash(record, pair, chat_template))
     return TokenSequence(
         prompt_id=prompt_id,
         sample_id=sample_id,
@@ -140,6 +148,15 @@ def _response(
         retokenised=retokenised,
         location=record.location,
     )
+
+
+def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> str | None:
+    """The hash of the prompt of the first of several turns; None of a response alone."""
+    first = record.first_prompt
+    if isinstance(first, list):
+        fields = {**(record.fields or {}), "prompt": first, "messages": None}
+        first, _ = tokenise_prompt(replace(record, fields=fields), pair, chat_template)
+    return None if first is None else hash_tokens(first)
 
 
 def _answer(
@@ -229,6 +246,12 @@ def _temperature(record: SourceRecord) -> float | None:
             f"{record.location}: expected 'temperature' to be a number from 0 on and found {show_value(value)}"
         )
     return None if value is None else float(value)
+
+
+def _text_id(record: SourceRecord) -> str | None:
+    """The prompt id of a record if it is a text."""
+    value = (record.fields or {}).get("prompt_id")
+    return check_unicode(record, "'prompt_id'", value) if isinstance(value, str) else None
 
 
 def _read_id(record: SourceRecord, name: str) -> int | None:

@@ -173,7 +173,7 @@ def _sample(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceReco
     if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], list):
         texts = texts[0]
     is_generated = isinstance(texts, list) and bool(texts) and all(isinstance(text, str) for text in texts)
-    if prompt is None or not is_generated or isinstance(options, str):
+    if prompt is None or not is_generated or not isinstance(options, dict):
         raise SourceError(
             f"{record.location}: expected a sample of lm-evaluation-harness with generated text in 'resps' and found "
             f"{show_value(fields['resps'])}; only tasks that generate (generate_until) have responses"

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from kleash.jobs.reading import DatasetOptions, SourceKind
-from kleash.models.sources.columns import describe_choices
+from kleash.models.sources.columns import describe_choices, named_columns
 from kleash.models.sources.dataset_formats import expand_responses, is_preference
 from kleash.models.sources.rollout_logs import expand_logs
 from kleash.models.sources.source_files import Source, find_source
@@ -13,6 +13,12 @@ from kleash.models.sources.source_records import SourceRecord
 
 NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
 """What a chat template renders, by the kind of a source."""
+VERL_COLUMNS = frozenset(("input", "output", "gts", "score", "step"))
+"""Columns of verl's log of rollouts."""
+VERL_NOTE = (
+    "verl leaves special tokens out of 'input' and 'output', so the models read other tokens than in the rollout if "
+    "its prompts were rendered by a chat template"
+)
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """Usual names of columns with a system prompt."""
 
@@ -40,7 +46,7 @@ def describe_source(
         SourceError: if a record cannot be read.
     """
     source = find_source(name, kind, options)
-    notes = [*source.notes, *describe_choices(source.columns()), *_unread_columns(source)]
+    notes = [*source.notes, *describe_choices(source.columns()), *_first_record_notes(source)]
     template = source.reading.chat_template
     if not getattr(tokenizer, "chat_template", None) and template != "raw":
         return tuple(notes)
@@ -51,15 +57,18 @@ def describe_source(
     return (*notes, *_template_notes(forms, NOUNS.get(kind, "prompts"), template, is_text=kind == "text"))
 
 
-def _unread_columns(source: Source) -> list[str]:
-    """A note for each column of the first record with a system prompt, which is not read."""
+def _first_record_notes(source: Source) -> list[str]:
+    """Notes about a system prompt beside the first record, which is not read, and about the program that wrote it."""
     record = None if source.kind == "rollouts" else next(source.raw_records(), None)
     fields = (record and record.fields) or {}
-    return [
+    notes = [
         f"the column {name!r} is not read; put it into the messages, as the first, of the role system"
         for name in SYSTEM_COLUMNS
         if isinstance(fields.get(name), str) and fields[name].strip()
     ]
+    if source.kind == "responses" and fields.keys() >= VERL_COLUMNS and not named_columns(source.reading):
+        notes.append(VERL_NOTE)
+    return notes
 
 
 def _form(record: SourceRecord) -> Literal["messages", "text", "token ids"]:

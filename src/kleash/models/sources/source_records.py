@@ -35,8 +35,37 @@ class SourceRecord:
     """Values by their names in the source, where ``fields`` has others."""
     is_rendered: bool = False
     """Whether a chat template wrote the text, with all its special tokens."""
-    first_prompt: tuple[int, ...] | None = None
-    """Token ids before the first response of a conversation of several; such conversations share a prompt id."""
+    first_prompt: tuple[int, ...] | list[dict[str, Any]] | None = None
+    """Token ids or messages before the first response of a conversation of several, which share a prompt id."""
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: if it is no JSON, or an object in it has two values of one name.
+        RecursionError: if it is nested too deeply.
+    """
+    return _DECODER.decode(text)
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these names and values."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shorten(next(name for name in names if names.count(name) > 1))} is there twice")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the null keys that Parquet adds to objects of a column."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRecord]:
@@ -50,7 +79,7 @@ def read_jsonl(path: Path) -> Iterator[SourceRecord]:
             continue
         location = f"{source_label(path)}, line {number}"
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
         except (ValueError, RecursionError) as error:
             raise SourceError(
                 f"{location}: expected a JSON object and found {shorten(text)} ({summarise_error(error)})"
@@ -155,6 +184,25 @@ def shorten(text: str) -> str:
 def show_value(value: Any) -> str:
     """The first 60 characters of a value as JSON, for error messages."""
     return shorten(json.dumps(value, default=str))
+
+
+def check_names(names: list[str], label: str) -> None:
+    """Check that no two columns have the same name; columns without a name are left out.
+
+    Raises:
+        SourceError: if two have.
+    """
+    duplicate_names = sorted({name for name in names if name and names.count(name) > 1})
+    if duplicate_names:
+        raise SourceError(f"{label} has the column {shorten(duplicate_names[0])} more than once; keep one")
+
+
+def is_message_list(value: Any) -> bool:
+    """Whether a value is a list of messages: objects with a role, or a speaker as in ShareGPT's conversations."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(
+        isinstance(entry, dict) and ("role" in entry or "from" in entry) for entry in value
+    )
 
 
 def is_finite_number(value: Any) -> bool:

@@ -1,145 +1,35 @@
-"""Readers of CSV, Parquet, Arrow and JSON arrays, a record for each row."""
+"""Readers of Parquet, Arrow and JSON arrays, a record for each row."""
 
-import csv
-import json
-import re
 import shutil
-import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.models.compat import summarise_error
-from kleash.models.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
 from kleash.models.sources.compression import FREE_BYTES, LARGEST_RATIO, compression_of, open_unpacked
 from kleash.models.sources.source_records import (
     SourceRecord,
+    check_names,
+    is_message_list,
+    parse_json,
     read_text_lines,
     shorten,
     show_value,
     source_label,
+    without_nulls,
 )
 
-DELIMITERS = ",;\t|"
-JSON_COLUMNS = frozenset(
-    {
-        *("messages", "prompt_token_ids", "response_token_ids", "logprobs"),
-        *("prompt_id", "sample_id", "temperature"),
-    }
-)
-"""Columns of a CSV whose cells are JSON: lists and numbers."""
-TEXT_OR_MESSAGES_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", *CONVERSATIONS})
-"""Columns whose cells are text, or a list of messages as JSON."""
-PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'")
-EXCEL_SEPARATOR = re.compile(r"sep=.")
-"""First line of a CSV that Excel wrote to say what separates its cells."""
-COLUMN_NAME = re.compile(r"(\w[\w.-]*)?")
-"""A column's name; empty for an index that pandas writes."""
+SIGNATURE_BYTES = 28
+"""Bytes of the signature of an encrypted Parquet file whose footer is not (parquet-format, Encryption.md, 5.2)."""
 TABLE_BATCH_ROWS = 256
 """Rows of a Parquet or Arrow file that are held in memory at once as records."""
 ARROW_FILE = b"ARROW1"
 """First bytes of Arrow's file format."""
 ARROW_STREAM = b"\xff\xff\xff\xff"
 """First bytes of Arrow's stream format."""
-
-
-def find_delimiter(text: str, named: Collection[str] = (), *, names_only: bool = False) -> str | None:
-    """The delimiter of a CSV's header; None if no cell of it is the name of a known column.
-
-    Args:
-        text: the first line.
-        named: names of columns that options give, which are known besides the usual ones.
-        names_only: whether every cell must look like a name, and one be a field's or a named column's, or two of usual
-            names, so that a sentence with a known word is no header.
-    """
-    for delimiter in DELIMITERS:
-        try:
-            cells = next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter, strict=True), [])
-        except csv.Error:
-            continue
-        names = [cell.strip() for cell in cells]
-        usual = sum(name.lower() in USUAL_COLUMNS for name in names)
-        if names_only and not all(COLUMN_NAME.fullmatch(cell) for cell in cells):
-            continue
-        if any(name in FIELDS or name in named for name in names) or usual > int(names_only):
-            return delimiter
-    return None
-
-
-def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
-    """Read the rows of a CSV with a header, each as a record of text by column.
-
-    Cells of ``JSON_COLUMNS`` are parsed as JSON; empty ones are null. Columns without a name, such as the index that
-    pandas writes, are left out.
-
-    Args:
-        path: the file. The delimiter is a comma, a semicolon, a tab or a bar: the one that gives a known column.
-        named: names of columns that options give. Without them, the header must contain a usual name.
-
-    Raises:
-        SourceError: if the header contains no known column or one twice, if a row has another number of cells than the
-            header, or if the file is not UTF-8.
-    """
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # the default refuses documents above 131 072 characters
-    label = source_label(path)
-    lines = (text for _, text in read_text_lines(path, keep_ends=True))
-    first, header_line = _header(lines)
-    if "\r" in first.rstrip("\r\n"):
-        raise SourceError(f"{label} ends its lines with carriage returns alone; save it with line feeds")
-    delimiter = find_delimiter(first.rstrip("\r\n"), named)
-    if delimiter is None and named:  # the error about the missing column then lists those that are there
-        delimiter = max(DELIMITERS, key=first.count)
-    if delimiter is None:
-        raise SourceError(
-            f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is known; say which "
-            "is read (--prompt-column, --response-column, --text-column), or name the file .txt if it is plain text"
-        )
-    header = [cell.strip() for cell in next(csv.reader(first.splitlines(keepends=True), delimiter=delimiter))]
-    _check_names(header, label)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    while True:
-        number = header_line + reader.line_num + 1
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise SourceError(
-                f"{label}, line {header_line + reader.line_num}: it is not CSV ({error})"
-            ) from error
-        if cells is None:
-            return
-        if not cells:
-            continue
-        location = f"{label}, line {number}"
-        if len(cells) != len(header):
-            raise SourceError(
-                f"{location}: expected {len(header)} cells, as in the header, and found {len(cells)}"
-            )
-        fields = {
-            name: _cell(name, cell, location, name in named)
-            for name, cell in zip(header, cells, strict=True)
-            if name
-        }
-        yield SourceRecord(number=number, location=location, text="", fields=fields)
-
-
-def _header(lines: Iterator[str]) -> tuple[str, int]:
-    """The header of a CSV, with the lines that its quoted names span, and the number of its last line.
-
-    Blank lines before it are skipped, and the line "sep=;" that Excel reads.
-    """
-    header, count = "", 0
-    for line in lines:
-        count += 1
-        if header or not (line.strip() == "" or EXCEL_SEPARATOR.fullmatch(line.strip())):
-            header += line
-            if header.count('"') % 2 == 0:
-                break
-    return header, count
 
 
 def read_parquet(path: Path) -> Iterator[SourceRecord]:
@@ -150,9 +40,11 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
         MissingExtraError: if pyarrow is not installed.
     """
     parquet, label = import_extra("pyarrow.parquet", "models"), source_label(path)
-    with _reading(label, "cannot be read as Parquet"), parquet.ParquetFile(_seekable(path, label)) as file:
+    source = _seekable(path, label)
+    with _reading(label, "cannot be read as Parquet"), parquet.ParquetFile(source) as file:
+        _check_not_encrypted(file.metadata, source, label)
         _check_unpacked_size(file.metadata, label)
-        _check_names(file.schema_arrow.names, label)
+        check_names(file.schema_arrow.names, label)
         yield from _rows(file.iter_batches(batch_size=TABLE_BATCH_ROWS, use_threads=False), label)
 
 
@@ -176,19 +68,8 @@ def read_arrow(path: Path) -> Iterator[SourceRecord]:
             else:
                 reader = ipc.open_file(file)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            _check_names(reader.schema.names, label)
+            check_names(reader.schema.names, label)
             yield from _rows(_checked_slices(batches), label)
-
-
-def _check_names(names: list[str], label: str) -> None:
-    """Check that no two columns have the same name; columns without a name are left out.
-
-    Raises:
-        SourceError: if two have.
-    """
-    duplicate_names = sorted({name for name in names if name and names.count(name) > 1})
-    if duplicate_names:
-        raise SourceError(f"{label} has the column {shorten(duplicate_names[0])} more than once; keep one")
 
 
 def _checked_slices(batches: Iterator[Any]) -> Iterator[Any]:
@@ -243,6 +124,22 @@ def _seekable(path: Path, label: str) -> Any:
     return pyarrow.BufferReader(content.getvalue())
 
 
+def _check_not_encrypted(metadata: Any, source: Any, label: str) -> None:
+    """Check that a Parquet file has no encrypted columns, whose metadata end the process when pyarrow reads them.
+
+    The footer of such a file has a signature after its metadata.
+
+    Raises:
+        SourceError: if it has.
+    """
+    with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
+        file.seek(-8, 2)
+        footer_bytes = int.from_bytes(file.read(4), "little")
+        file.seek(0)
+    if footer_bytes == metadata.serialized_size + SIGNATURE_BYTES:
+        raise SourceError(f"{label} is encrypted; give a file that is not")
+
+
 def _check_unpacked_size(metadata: Any, label: str) -> None:
     """Check that no column of a Parquet file unpacks to more than its size makes plausible.
 
@@ -269,7 +166,7 @@ def read_json_array(path: Path) -> Iterator[SourceRecord]:
     label = source_label(path)
     text = "\n".join(line for _, line in read_text_lines(path))
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{label} is neither JSONL nor a JSON array ({summarise_error(error)})") from error
     if not isinstance(content, list):
@@ -291,52 +188,18 @@ def _names_of(content: dict[str, Any]) -> str:
     return ", ".join([*names[:4], f"{len(names) - 4} more"] if len(names) > 4 else names) or "no names"
 
 
-def _cell(name: str, cell: str, location: str, is_named: bool) -> Any:
-    """The value of a cell of a CSV: JSON, a list of messages, text, or None.
-
-    Args:
-        name: of its column.
-        cell: its text.
-        location: for errors.
-        is_named: whether an option names the column.
-    """
-    if name in JSON_COLUMNS:
-        if not cell.strip():
-            return None
-        try:
-            return json.loads(cell)
-        except (ValueError, RecursionError) as error:
-            raise SourceError(
-                f"{location}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
-            ) from error
-    if (is_named or name.lower() in TEXT_OR_MESSAGES_COLUMNS) and cell.lstrip().startswith("["):
-        if PYTHON_MESSAGES.match(cell):
-            raise SourceError(
-                f"{location}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as "
-                "JSONL or Parquet"
-            )
-        try:
-            value = json.loads(cell)
-        except (ValueError, RecursionError):
-            return cell
-        if _is_message_list(value):
-            return value
-    return cell if cell or name != "finish_reason" else None
-
-
-def _is_message_list(value: Any) -> bool:
-    """Whether a value is a list of messages: objects with a role, or a speaker as in ShareGPT's conversations."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(
-        isinstance(entry, dict) and ("role" in entry or "from" in entry) for entry in value
-    )
-
-
 def _drop_null_keys(value: Any) -> Any:
-    """A column's value; null keys of messages, which Parquet adds, are removed except "content"."""
-    if _is_message_list(value):
-        return [
-            {name: part for name, part in entry.items() if part is not None or name == "content"}
-            for entry in value
-        ]
-    return value
+    """A column's value; null keys of messages and of objects in them, which Parquet adds, are removed.
+
+    "content" remains.
+    """
+    if not is_message_list(value):
+        return value
+    return [
+        {
+            name: without_nulls(part)
+            for name, part in entry.items()
+            if part is not None or name in ("content", "value")
+        }
+        for entry in value
+    ]

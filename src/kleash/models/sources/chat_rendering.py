@@ -1,0 +1,227 @@
+"""The text of conversations: rendered by a chat template, or their contents joined."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kleash.errors import SourceError
+from kleash.models.compat import summarise_error
+from kleash.models.sandbox.process import SandboxLimitError, render_chat
+from kleash.models.sources.source_records import SourceRecord, check_unicode, show_value, without_nulls
+
+RENDERING_OPTIONS = frozenset(
+    {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"}
+    | {"add_generation_prompt", "continue_final_message", "return_tensors", "return_dict", "tokenizer_kwargs"}
+    | {"return_assistant_tokens_mask"}
+)
+"""Arguments of ``apply_chat_template`` that are no variables of a template."""
+
+
+def conversation_text(
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
+) -> str:
+    """The text of a whole conversation: rendered, or its contents joined if ``chat_template`` is "raw".
+
+    Raises:
+        SourceError: as ``render_messages`` and ``join_contents``.
+    """
+    if chat_template == "raw":
+        return join_contents(record, messages, name)
+    return render_messages(record, messages, tokenizer, name)
+
+
+def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: str) -> str:
+    """The contents of messages, joined by blank lines.
+
+    Args:
+        record: the record that they come from, for errors.
+        messages: as ``check_messages`` returns them.
+        name: the field that they come from, for errors.
+
+    Raises:
+        SourceError: if a content is neither text nor a list of texts.
+    """
+    return "\n\n".join(_content_text(record, message.get("content"), name) for message in messages)
+
+
+def _content_text(record: SourceRecord, content: Any, name: str) -> str:
+    """The text of a message's content: text, or parts of the type "text"."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise SourceError(
+            f"{record.location}: expected the contents of {name!r} to be text and found {show_value(content)}; leave "
+            "--chat-template raw out, or give text"
+        )
+    return check_unicode(record, repr(name), "".join(map(str, texts)))
+
+
+def render_answer(
+    record: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
+) -> str:
+    """The text that the chat template adds to a prompt for an answer, up to and including the end token.
+
+    Raises:
+        SourceError: if the template renders the prompt differently when the answer follows.
+    """
+    prompt_text = render_messages(record, prompt, tokenizer, "prompt", generate=True)
+    whole_text = render_messages(record, prompt + answer, tokenizer, "completion")
+    if not whole_text.startswith(prompt_text):
+        raise SourceError(
+            f"{record.location}: the chat template writes the prompt in another way once it is answered, so the answer "
+            "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
+        )
+    text, eos = whole_text[len(prompt_text) :], tokenizer.eos_token
+    if eos and eos in text and not text[text.rindex(eos) + len(eos) :].strip():
+        return text[: text.rindex(eos) + len(eos)]
+    return text
+
+
+def render_messages(
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
+) -> str:
+    """The text of messages, rendered by the tokenizer's chat template.
+
+    A content of text parts is given to a template that takes texts as one text, and a text as a part to a template that
+    takes parts.
+
+    Args:
+        record: the record that they come from, for errors.
+        messages: as ``check_messages`` returns them.
+        tokenizer: its chat template is used.
+        name: the field that they come from, for errors.
+        generate: whether to end where the assistant continues: after the generation prompt, or within the last message
+            if it is the assistant's.
+
+    Raises:
+        SourceError: if there is no template, it raises an error, or it prints parts as Python does.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise SourceError(
+            f"{record.location}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
+            "'prompt' as text, or a tokenizer that has one"
+        )
+    options = _template_options(record)
+    continues_last = generate and messages[-1]["role"] == "assistant"
+    render = partial(
+        render_chat,
+        tokenizer,
+        add_generation_prompt=generate and not continues_last,
+        continue_final_message=continues_last,
+        **options,
+    )
+    try:
+        text = _render_in_its_form(messages, render)
+    except Exception as error:  # a template is code of the checkpoint and can raise any exception
+        raise SourceError(
+            f"{record.location}: the chat template refuses the messages: {summarise_error(error)}"
+        ) from error
+    if _prints_parts(text, messages):
+        raise SourceError(
+            f"{record.location}: the chat template prints the parts of a content of {name!r} as Python does; give the "
+            "content as text"
+        )
+    return check_unicode(record, repr(name), text)
+
+
+def _render_in_its_form(messages: list[dict[str, Any]], render: Callable[[Any], str]) -> str:
+    """The rendered messages, whose contents have the form that the template takes: text, or a list of parts.
+
+    A template that takes the other form raises, prints parts as Python does, or leaves texts out. The form is that of
+    the messages, unless the template shows the contents in another one alone.
+
+    Raises:
+        Exception: that of the template for the messages as they are.
+    """
+    forms = [messages]
+    for form in (
+        [_with_text(message) for message in messages],
+        [_with_parts(message) for message in messages],
+    ):
+        if form not in forms:
+            forms.append(form)
+    results: list[str | Exception] = []
+    for form in forms:
+        try:
+            text = render(form)
+        except Exception as error:  # of the template, which may take another form
+            if isinstance(error.__cause__, SandboxLimitError):
+                raise
+            results.append(error)
+            continue
+        if _shows_contents(text, messages):
+            return text
+        results.append(text)
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its parts of text as one text."""
+    content = message.get("content")
+    return {**message, "content": _joined_parts(content)} if isinstance(content, list) else message
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text as a part."""
+    content = message.get("content")
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    )
+
+
+def _joined_parts(parts: list[Any]) -> str:
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def _shows_contents(text: str, messages: list[dict[str, Any]]) -> bool:
+    """Whether a rendered text has what the user and the system say, which templates at most trim, and no parts."""
+    contents = [message.get("content") for message in messages if message["role"] in ("system", "user")]
+    texts = [_joined_parts(content) if isinstance(content, list) else content for content in contents]
+    return not _prints_parts(text, messages) and all(
+        content.strip() in text for content in texts if content is not None
+    )
+
+
+def _prints_parts(text: str, messages: list[dict[str, Any]]) -> bool:
+    """Whether a rendered text has the parts of a content as Python prints them."""
+    contents = [message.get("content") for message in messages]
+    return any(content and isinstance(content, list) and str(content) in text for content in contents)
+
+
+def _template_options(record: SourceRecord) -> dict[str, Any]:
+    """The tools of a record, and the variables of its chat template: TRL's "tools" and "chat_template_kwargs".
+
+    Raises:
+        SourceError: if the tools are no list of objects, the variables no object, or one of them an option.
+    """
+    fields = record.columns or record.fields or {}
+    options: dict[str, Any] = {}
+    tools, variables = (_parsed(fields.get(name)) for name in ("tools", "chat_template_kwargs"))
+    if tools:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise SourceError(
+                f"{record.location}: expected 'tools' to be a list of JSON schemas and found {show_value(tools)}; "
+                "leave the column out"
+            )
+        options["tools"] = [without_nulls(tool) for tool in tools]
+    if variables:
+        if not isinstance(variables, dict) or RENDERING_OPTIONS.intersection(variables):
+            raise SourceError(
+                f"{record.location}: expected 'chat_template_kwargs' to be an object with variables of the chat "
+                f"template and found {show_value(variables)}"
+            )
+        options |= {name: value for name, value in variables.items() if value is not None}
+    return options
+
+
+def _parsed(value: Any) -> Any:
+    """A value, of JSON if it is a text that is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

@@ -1,0 +1,184 @@
+"""What chat templates make of conversations: the form of contents, ShareGPT's names, and refused contents."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kleash.errors import SourceError
+from kleash.models import read_prompts, read_responses
+from kleash.models.sources.prompts import tokenise_prompts
+
+TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
+CONCATENATED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+)
+ATTRIBUTES = (
+    "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}{{ part.text + '' }}{% endfor %}{{ '\n' }}"
+    "{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if 'image' in part %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '\n' }}{% endfor %}"
+)
+TEMPLATES = {
+    "text": TEXT,
+    "concatenated": CONCATENATED,
+    "parts": PARTS,
+    "attributes": ATTRIBUTES,
+    "both": BOTH,
+}
+END = "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def part(text, **keys):
+    return {"type": "text", "text": text, **keys}
+
+
+def said(content, role="user", **keys):
+    return {"role": role, "content": content, **keys}
+
+
+@pytest.fixture
+def read(pair, tmp_path):
+    """Reads a record as prompts or responses, with a chat template."""
+
+    def of(record, template=TEXT, kind=read_prompts):
+        tokenizer = copy.copy(pair.tokenizer)
+        tokenizer.chat_template = template + END
+        path = tmp_path / "a.jsonl"
+        path.write_text(json.dumps(record) + "\n")
+        return list(kind(str(path), replace(pair, tokenizer=tokenizer)))
+
+    return of
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_contents_are_given_in_the_form_that_the_template_takes(read, name):
+    """As text, as parts, or as both in one conversation, the same text is rendered."""
+    conversations = (
+        [said("Be kind", "system"), said("Hi there")],
+        [said([part("Be kind")], "system"), said([part("Hi "), part("there", image=None)])],
+        [said("Be kind", "system"), said([part("Hi there")])],
+    )
+    for messages in conversations:
+        (prompt,) = read({"messages": messages}, TEMPLATES[name])
+        assert prompt.text == "system: Be kind\nuser: Hi there\nassistant: ", messages
+
+
+def test_a_template_that_leaves_out_thoughts_is_followed(read):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
+    )
+    messages = [said("Hi"), said("<think>so</think>Yes", "assistant"), said("Why?")]
+    (prompt,) = read({"messages": messages}, template)
+    assert prompt.text == "user: Hi\nassistant: Yes\nuser: Why?\nassistant: "
+
+
+def test_the_error_of_a_template_is_that_about_the_messages_as_they_are(read):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEXT
+    with pytest.raises(SourceError, match="line 1: the chat template refuses the messages: no system"):
+        read({"messages": [said([part("Be")], "system"), said("Hi")]}, template)
+
+
+def test_parts_that_are_printed_as_python_does_are_refused(read):
+    template = "{% for m in messages %}{% if m['content'] is not string %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    with pytest.raises(
+        SourceError, match="line 1: the chat template prints the parts of a content of 'messages'"
+    ):
+        read({"messages": [said([part("Hi")])]}, template)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (
+            said({"parts": ["Hi"]}),
+            "expected the content of each message of 'messages' to be text, or a list of parts",
+        ),
+        (said(3), "to be text, or a list of parts such as .* and found '3'"),
+        (said(["Hi"]), "and found '\"Hi\"'"),
+        (said(None), "expected each message to have a 'role' and 'content'"),
+        ({"role": "user", "parts": [{"text": "Hi"}]}, "expected each message to have a 'role' and 'content'"),
+        ({"from": "human", "value": None}, "expected each message to have a 'role' and 'content'"),
+    ],
+)
+def test_contents_of_other_kinds_are_refused(read, message, problem, unhooked):
+    with pytest.raises(SourceError, match=f"line 1: .*{problem}"):
+        read({"messages": [message]})
+
+
+def test_shared_conversations_are_messages_whatever_their_column_is_called(read):
+    human, gpt = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}
+    for record in ({"messages": [human]}, {"prompt": [human]}, {"conversations": [human]}):
+        (prompt,) = read(record)
+        assert prompt.text == "user: Hi\nassistant: "
+        assert prompt.messages == (said("Hi"),)
+    for record in (
+        {"messages": [human, gpt]},
+        {"prompt": [human], "completion": [gpt]},
+        {"prompt": [human], "response": [gpt]},
+    ):
+        (response,) = read(record, kind=read_responses)
+        assert (response.prompt_text, response.response_text) == ("user: Hi\nassistant: ", "Yes\n")
+    pair_of_answers = {"prompt": [human], "chosen": [gpt], "rejected": [{"from": "gpt", "value": "No"}]}
+    assert [one.response_text for one in read(pair_of_answers, kind=read_responses)] == ["Yes\n", "No\n"]
+
+
+def test_every_turn_of_the_assistant_is_a_response_to_what_came_before(read):
+    """What tools and users say between them is no response, and the turns are one cluster."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    tool, answer = said("42", "tool"), said("It is 42", "assistant")
+    expected = [
+        ("user: Hi\nassistant: ", "\n"),
+        ("user: Hi\nassistant: \ntool: 42\nassistant: ", "It is 42\n"),
+    ]
+    for record in (
+        {"prompt": [said("Hi")], "completion": [call, tool, answer]},
+        {"messages": [said("Hi")], "response": [call, tool, answer]},
+        {"prompt": [said("Hi")], "completion": [call, tool, answer, said("Thanks")]},
+    ):
+        responses = read(record, kind=read_responses)
+        assert [(one.prompt_text, one.response_text) for one in responses] == expected
+        assert [(one.prompt_id, one.sample_id) for one in responses] == [(0, 0), (0, 1)]
+    pairs = {"prompt": [said("Hi")], "chosen": [call, tool, answer], "rejected": [said("No", "assistant")]}
+    responses = read(pairs, kind=read_responses)
+    assert [one.response_text for one in responses] == ["\n", "It is 42\n", "No\n"]
+    assert {one.prompt_id for one in responses} == {0}
+    with pytest.raises(SourceError, match="line 1: expected an answer of the assistant and found"):
+        read({"prompt": [said("Hi")], "completion": [tool]}, kind=read_responses)
+
+
+PUBLISHED = (
+    "llama3",
+    "gemma",
+    "gemma3",
+    "qwen2_5",
+    "qwen3",
+    "phi3",
+    "deepseekv3",
+    "gptoss",
+    "cohere",
+    "glm4moe",
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates_give_the_tokens_of_transformers(pair, name):
+    trl = pytest.importorskip("trl")
+    tokenizer = copy.copy(pair.tokenizer)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
+    pair = replace(pair, policy=policy, reference=reference, tokenizer=tokenizer)
+    conversations = [[said("Hi")], [said("Hi"), said("Yes", "assistant"), said("Why?")]]
+    if name != "gemma":  # it has no system role
+        conversations.append([said("Be kind", "system"), said("Hi")])
+    for messages, prompt in zip(conversations, tokenise_prompts(conversations, pair), strict=True):
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(prompt.token_ids) == tokens
