@@ -18,9 +18,10 @@ from transformers import Qwen3MoeConfig
 
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
-from kleash.models.quantised import packed_formats, unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules, has_kernels
+from kleash.models.quantised import transformers_formats, unpacking
+from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
+from kleash.models.quantised.transformers_formats import has_kernels
 from kleash.models.sequences import TokenSequence
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq"}
@@ -471,7 +472,7 @@ def test_packed_weights_run_on_an_accelerator_that_has_the_package(
     gptq: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not has_kernels(gptq[0], torch.device("cuda"))
-    monkeypatch.setitem(packed_formats.KERNEL_PACKAGES, "gptq", "json")
+    monkeypatch.setitem(transformers_formats.KERNEL_PACKAGES, "gptq", "json")
     assert has_kernels(gptq[0], torch.device("cuda"))
     assert not has_kernels(gptq[0], torch.device("cpu"))
     assert not has_kernels(gptq[1], torch.device("cuda"))

@@ -17,12 +17,13 @@ from kleash.models.checkpoints.files import (
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import run_uncompiled, summarise_error, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
-from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules, has_kernels
+from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
 from kleash.models.quantised.transformers_formats import (
     check_stored_types,
     check_unused_parts,
     describe_quantisation,
     explain_refusal,
+    has_kernels,
     is_packed,
 )
 from kleash.models.quantised.unpacking import load_unpacked_network

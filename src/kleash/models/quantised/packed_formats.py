@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kleash.errors import ModelError
@@ -61,26 +59,12 @@ COMPRESSED_FORMATS = frozenset(
     )
 )
 """Formats of compressed-tensors that ``scaled_weights`` reads."""
-KERNEL_PACKAGES = {
-    "gptq": "gptqmodel",
-    "awq": "gptqmodel",
-    "auto-round": "auto_round",
-    "intel/auto-round": "auto_round",
-    "compressed-tensors": "compressed_tensors",
-    "fbgemm_fp8": "fbgemm_gpu",
-    "fp8": "kernels",
-    "bitsandbytes": "bitsandbytes",
-    "torchao": "torchao",
-}
-"""``quant_method`` → the package with which transformers runs packed weights on an accelerator."""
 MLX_METHODS = frozenset(("mlx", "metal"))
 """Names of MLX's layout: its own, and transformers' for the same with another name of the biases."""
 CACHE_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo")
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """Ends of the names of tensors by which stored keys and values are divided."""
 EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2")
-FP8_CAPABILITY = (8, 9)
-"""Compute capability of the first NVIDIA GPUs with units for FP8; on older ones transformers decodes it."""
 FP8_BLOCK = (128, 128)
 """Rows and columns of the blocks of fine-grained FP8 whose settings do not say."""
 
@@ -197,19 +181,6 @@ def _check_stored_once(
             f"{subject} holds {len(repeated)} matrices both packed and not, such as {repeated[0][:120]}; fetch or "
             "quantise the model again"
         )
-
-
-def has_kernels(folder: Path, device: torch.device) -> bool:
-    """Whether transformers can run a checkpoint packed on a device: on accelerators, with the format's package."""
-    if device.type == "cpu":
-        return False
-    settings = read_quantisation_settings(folder)
-    method = "" if settings is None else str(settings.get("quant_method", "")).lower()
-    if settings is not None and method == "fp8":
-        has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-        if not settings.get("weight_block_size") or not has_units:
-            return False
-    return method in KERNEL_PACKAGES and find_spec(KERNEL_PACKAGES[method]) is not None
 
 
 def _codes_alone(headers: Mapping[str, TensorHeader]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints that kleash does not unpack: a note on how they run, and why one cannot be loaded."""
+"""Quantised checkpoints that kleash does not unpack: which run packed, how they run, and why one cannot be loaded."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -67,6 +67,34 @@ OTHER_PACKAGES = {
     "squeezellm": "vLLM on an NVIDIA GPU",
 }
 """``quant_method`` that transformers does not know → what reads such a checkpoint."""
+
+KERNEL_PACKAGES = {
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "auto-round": "auto_round",
+    "intel/auto-round": "auto_round",
+    "compressed-tensors": "compressed_tensors",
+    "fbgemm_fp8": "fbgemm_gpu",
+    "fp8": "kernels",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+}
+"""``quant_method`` → the package with which transformers runs packed weights on an accelerator."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs with units for FP8; on older ones transformers decodes it."""
+
+
+def has_kernels(folder: Path, device: torch.device) -> bool:
+    """Whether transformers can run a checkpoint packed on a device: on accelerators, with the format's package."""
+    if device.type == "cpu":
+        return False
+    settings = read_quantisation_settings(folder)
+    method = "" if settings is None else str(settings.get("quant_method", "")).lower()
+    if settings is not None and method == "fp8":
+        has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+        if not settings.get("weight_block_size") or not has_units:
+            return False
+    return method in KERNEL_PACKAGES and find_spec(KERNEL_PACKAGES[method]) is not None
 
 
 def describe_quantisation(folder: Path, network: Any, subject: str) -> tuple[str, ...]:
