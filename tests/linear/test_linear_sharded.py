@@ -52,6 +52,15 @@ for run in (
     dist.all_reduce(loss.detach())
     torch.testing.assert_close(loss.detach(), right.loss.detach())
 
+compiled = torch.compile(
+    lambda weight: linear_kl_loss(hidden_p[mine], Head(weight), hidden_q[mine], Head(other), weights=weights[mine]).loss,
+    backend="eager",
+    fullgraph=True,
+)
+sharded.grad = None
+compiled(sharded).backward()    # is gathered there
+torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
 class Student(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -121,18 +130,58 @@ dist.destroy_process_group()
 print("equal", flush=True)
 """
 
+RANK_WITHOUT_ROWS = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from kleash.linear import Head, linear_kl_loss, log_probabilities, token_statistics, token_statistics_and_top
+from forked_ranks import fork_ranks
 
-def test_two_processes_with_a_sharded_weight_equal_one(tmp_path):
-    """Each process has half of the tokens, as in data, sequence or context parallelism."""
+rank = fork_ranks(3, [sys.argv[1]])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=3)
+torch.manual_seed(0)
+hidden_p, hidden_q, weight, other = (torch.randn(n, 8, dtype=torch.float64) for n in (6, 6, 4, 4))
+bias, weights, token_ids = torch.randn(4).double(), torch.linspace(-1, 2, 6).double(), torch.tensor([3, 0, 1, 2, 3, 1])
+model = torch.nn.Linear(8, 4, dtype=torch.float64)
+with torch.no_grad():
+    model.weight.copy_(weight), model.bias.copy_(bias)
+fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+assert len(model.weight.to_local()) == (2, 2, 0)[rank]
+stored = Head(model.weight, model.bias)
+whole = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+
+logp, logq = (hidden_p @ whole[0].T + whole[1]).log_softmax(-1), (hidden_q @ other.T).log_softmax(-1)
+kl = (logp.exp() * (logp - logq)).sum(-1)
+(kl * weights).sum().backward()
+mine = (slice(0, 5), slice(5, 5), slice(5, 6))[rank]     # the second rank has no tokens, the third no rows
+given = hidden_p[mine], stored, hidden_q[mine], Head(other)
+linear_kl_loss(*given, weights=weights[mine]).loss.backward()
+for parameter, right in ((model.weight, whole[0]), (model.bias, whole[1])):
+    torch.testing.assert_close(parameter.grad.full_tensor(), right.grad)
+torch.testing.assert_close(token_statistics(*given, token_ids[mine]).kl_pq, kl.detach()[mine])
+top = token_statistics_and_top(*given, token_ids[mine], top=2).top_p.probability
+torch.testing.assert_close(top, logp.detach().exp()[mine].topk(2).values)
+torch.testing.assert_close(log_probabilities(hidden_p[mine], stored).detach(), logp.detach()[mine])
+dist.barrier()
+dist.destroy_process_group()
+print("equal", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("worker", "ranks"), [(WORKER, 2), (RANK_WITHOUT_ROWS, 3)])
+def test_processes_with_a_sharded_weight_equal_one(tmp_path, worker, ranks):
+    """Each process has a part of the tokens, as in data, sequence or context parallelism."""
     paths = os.pathsep.join([str(Path(forked_ranks.__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WORKER, str(tmp_path / "store")],
+        [sys.executable, "-W", "ignore", "-c", worker, str(tmp_path / "store")],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stdout.count("equal")) == (0, 2), done.stderr[-2000:]
+    assert (done.returncode, done.stdout.count("equal")) == (0, ranks), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def stored_pair(
     error, specs = None, [*NO_SPECS, UNSHARDED]
     try:
         head_p, head_q = heads_of_rank(head_p, head_q, stored)
-        check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
+        check_each((hidden_p, head_p), (hidden_q, head_q), temperature, stored)
         number = hidden_p.itemsize + 16 * hidden_q.itemsize
         specs = specs_of_rank((hidden_p, head_p), (hidden_q, head_q), stored, number)
         specs.append(temperature_bits(temperature))
@@ -195,11 +195,23 @@ def check_on_all_ranks(pair: HeadPair, check: Callable[[], None]) -> None:
     pair.storage.raise_together(error)
 
 
-def check_each(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor) -> None:
-    """Check each model, the temperature, and that the hidden states are of the same tokens."""
+def check_each(
+    p: tuple[Tensor, Head],
+    q: tuple[Tensor, Head],
+    temperature: float | Tensor,
+    has_part: tuple[bool, bool] = (False, False),
+) -> None:
+    """Check each model, the temperature, and that the hidden states are of the same tokens.
+
+    Args:
+        p: hidden states and this rank's head.
+        q: hidden states and this rank's head.
+        temperature: of the call.
+        has_part: whether this rank has only a part of the rows of p's and of q's head, which may be no row.
+    """
     check_temperature(temperature, p[0])
-    check_model("p", *p)
-    check_model("q", *q)
+    check_model("p", *p, has_part=has_part[0])
+    check_model("q", *q, has_part=has_part[1])
     check_same_tokens(p[0], q[0])
     check_has_data(p[0])
 
@@ -209,9 +221,9 @@ def checked_shards(
 ) -> ShardedVocab:
     """The ranks that share the vocabulary, if the arguments of all of them agree."""
     error, specs = None, NO_SPECS
+    has_part = p[1].vocabulary_group is not None, q[1].vocabulary_group is not None
     try:
-        check_each(p, q, temperature)
-        has_part = p[1].vocabulary_group is not None, q[1].vocabulary_group is not None
+        check_each(p, q, temperature, has_part)
         specs = specs_of_rank(p, q, has_part, p[0].numel() // max(1, p[0].shape[-1]))
     except KleashError as local_error:
         error = local_error
@@ -282,8 +294,11 @@ def check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
         raise CannotRunError("a temperature cannot require a gradient; detach it")
 
 
-def check_model(name: str, hidden: Tensor, head: Head) -> None:
-    """Check that hidden states and head have matching shapes, floating-point dtypes and one device."""
+def check_model(name: str, hidden: Tensor, head: Head, *, has_part: bool = False) -> None:
+    """Check that hidden states and head have matching shapes, floating-point dtypes and one device.
+
+    The head has a row at least, unless this rank ``has_part`` of its rows only.
+    """
     if hidden.dim() == 0:
         raise ShapeError(f"hidden states of {name} are [..., dim], and a single number was given")
     for what, tensor in (("hidden states", hidden), ("weight", head.weight), ("bias", head.bias)):
@@ -302,7 +317,7 @@ def check_model(name: str, hidden: Tensor, head: Head) -> None:
         )
     if head.weight is None and head.bias is not None and len(head.bias) != width:
         raise ShapeError(f"logits of {name} cover {width} tokens and its head's bias {len(head.bias)}")
-    if head.vocabulary(hidden) == 0 and head.vocabulary_group is None:
+    if head.vocabulary(hidden) == 0 and not has_part:
         raise ShapeError(f"the head of {name} covers no token at all")
 
 

@@ -113,12 +113,11 @@ def _plain(tensor: Tensor | None, group: Any) -> Tensor | None:
 
 def _full(tensor: Tensor | None) -> Tensor | None:
     """A DTensor's full tensor, whose gradient is the sum over the ranks; any other tensor as it is."""
-    full_tensor: Any = getattr(tensor, "full_tensor", None)
-    if full_tensor is None or tensor is None:
+    if tensor is None or not hasattr(type(tensor), "full_tensor"):  # of the type: torch.compile does not see it else
         return tensor
-    if not getattr(tensor, "requires_grad", False):
-        return full_tensor()
+    sharded: Any = tensor
+    if not sharded.requires_grad:
+        return sharded.full_tensor()
     from torch.distributed.tensor import Partial
 
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    return full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    return sharded.full_tensor(grad_placements=[Partial()] * sharded.device_mesh.ndim)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from kleash.errors import CannotRunError, KleashError, OptionError, VocabularyMismatchError
+from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head_storage import STORING_RANKS, HeadStorage, all_gather_numbers, raise_together
 from kleash.linear.vocab_shards import ShardedVocab
 
@@ -188,6 +188,7 @@ def exchange_storage(
         KleashError: ``error``, if there is one.
         CannotRunError: if another rank has an error, or other arguments.
         VocabularyMismatchError: if the ranks store different numbers of rows of the two heads.
+        ShapeError: if no rank stores any row.
     """
     rows = agreed_specs(group, device, STORAGE_SPECS, specs, error, STORING_RANKS)
     stored = [counts for counts in rows if UNSHARDED not in counts]
@@ -196,6 +197,8 @@ def exchange_storage(
             f"the ranks store {stored[0]} rows of p's head and {stored[1]} of q's; shard both alike, over one "
             "vocabulary"
         )
+    if not any(stored[0]):
+        raise ShapeError("the ranks store no row of the head, which covers no token at all")
     return HeadStorage(group, stored[0], device)
 
 

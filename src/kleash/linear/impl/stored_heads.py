@@ -242,8 +242,8 @@ def _plan(request: Request, needed: Needed, tokens: int, *, gather_rows: bool) -
 
 
 def _requires_gathered_rows(pair: HeadPair, needed: Needed) -> bool:
-    """Whether tokens cannot be moved: a model has logits only, or a trained head is whole on each rank."""
-    return any(
+    """Whether tokens cannot be moved: a rank has no rows, a model has logits only, or a trained head is whole."""
+    return 0 in storage_of(pair).rows or any(
         model.head.weight is None or (model.storage is None and (flags.weight or flags.bias))
         for model, flags in ((pair.p, needed.p), (pair.q, needed.q))
     )
