@@ -9,13 +9,18 @@ from kleash.errors import RankError
 
 
 def launched_rank() -> int:
-    """The rank of this process; 0 if it was started alone."""
-    return _variable("RANK", 0)
+    """The rank of this process; 0 if it was started alone, also with a ``RANK`` left over from another program."""
+    return _variable("RANK", 0) if launched_world_size() > 1 else 0
 
 
 def launched_world_size() -> int:
     """The number of processes that were started; 1 if this one was started alone."""
     return max(1, _variable("WORLD_SIZE", 1))
+
+
+def launched_max_restarts() -> int:
+    """How often torchrun starts the processes again after a failure."""
+    return _variable("TORCHELASTIC_MAX_RESTARTS", 0)
 
 
 def require_one_process(command: str) -> None:

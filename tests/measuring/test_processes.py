@@ -1,4 +1,4 @@
-"""torchrun on real processes: one is killed, and another number of processes goes on to the same result."""
+"""torchrun on real processes: one is killed, all are started again, and go on to the result of one process."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from kleash.records import MeasureJob, RunFolder
 
 
 def launch(world_size: int, *words: str) -> "subprocess.Popen[str]":
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "kleash", "measure", *words],
+        [sys.executable, *launcher, "--nproc-per-node", str(world_size), "-m", "kleash", "measure", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -38,7 +38,7 @@ def workers_of(launcher: "subprocess.Popen[str]") -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_torchrun_loses_a_rank_and_two_others_finish_with_the_same_result(
+def test_torchrun_loses_a_rank_and_starts_all_again_to_the_same_result(
     pair: tuple[Path, Path], prompts: Path, tmp_path: Path
 ) -> None:
     alone, out = tmp_path / "alone", tmp_path / "run"
@@ -47,28 +47,23 @@ def test_torchrun_loses_a_rank_and_two_others_finish_with_the_same_result(
     measure(MeasureJob(**options, out=str(alone)))
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
-    slow = [*words, "--out", str(out)]
-    launcher = launch(2, *slow)
+    launcher = launch(2, *words, "--out", str(out))
     for _ in range(24_000):
         if any((out / "sequences").glob("part-*")):
             break
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.005)
     os.kill(workers_of(launcher)[1], signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=100)
-    assert launcher.returncode == 1
+    before = {path: path.stat().st_mtime_ns for path in (out / "sequences").glob("part-*")}
+    assert 1 <= len(RunFolder(out).finished_shards()) < len(list((alone / "sequences").iterdir()))
+    assert not (out / "measurement.json").exists()
+
+    output, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, errors
     advice = f"finished shards are on disk: resume with --resume --out {out}"
     assert [line for line in errors.splitlines() if line.startswith("kleash: ")] == [
         f"kleash: terminated by SIGTERM; {advice}"
     ]
-    assert not (out / "measurement.json").exists()
-    before = {path: path.stat().st_mtime_ns for path in (out / "sequences").glob("part-*")}
-    finished = RunFolder(out).finished_shards()
-    assert 1 <= len(finished) < len(list((alone / "sequences").iterdir()))
-
-    launcher = launch(2, *slow, "--resume")
-    output, errors = launcher.communicate(timeout=100)
-    assert launcher.returncode == 0, errors
     assert output.count("KL(policy || reference) per token: ") == 1, output
     assert errors.count("resuming after") == 1, errors
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())

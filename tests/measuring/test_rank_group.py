@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kleash.errors import CannotRunError, Interrupted, ModelError, RankError
-from kleash.measuring import RankGroup, launched_ranks, rank_group
+from kleash.measuring import RankGroup, rank_group
 from kleash.measuring.rank_group import LocalStore
 
 
@@ -207,11 +207,3 @@ def test_a_store_that_is_gone_is_a_sentence() -> None:
         RankError, match=r"cannot be reached \(Connection reset by peer\): the first process or"
     ):
         RankGroup(1, 2, GoneStore()).peek("x")
-
-
-def test_a_launcher_without_an_address_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RankError, match="WORLD_SIZE is 2, and the other ranks cannot be reached"):
-        launched_ranks()

@@ -113,7 +113,9 @@ def _plain(tensor: Tensor | None, group: Any) -> Tensor | None:
 
 def _full(tensor: Tensor | None) -> Tensor | None:
     """A DTensor's full tensor, whose gradient is the sum over the ranks; any other tensor as it is."""
-    if tensor is None or not hasattr(type(tensor), "full_tensor"):  # of the type: torch.compile does not see it else
+    if tensor is None or not hasattr(
+        type(tensor), "full_tensor"
+    ):  # of the type: torch.compile does not see it else
         return tensor
     sharded: Any = tensor
     if not sharded.requires_grad:

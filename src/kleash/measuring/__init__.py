@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from kleash.measuring.llama_cpp import measure_base_logits, write_base_logits
     from kleash.measuring.merging import merge
     from kleash.measuring.progress import ProgressReporter
-    from kleash.measuring.rank_group import RankGroup, launched_ranks
+    from kleash.measuring.rank_group import RankGroup
     from kleash.measuring.reference_cache import cache_reference
+    from kleash.measuring.rendezvous import launched_ranks
     from kleash.measuring.run import measure, measure_part
     from kleash.measuring.sweep_run import sweep
 
@@ -45,8 +46,9 @@ MODULES = {
     "progress": ("ProgressReporter",),
     "llama_cpp": ("measure_base_logits", "write_base_logits"),
     "merging": ("merge",),
-    "rank_group": ("RankGroup", "launched_ranks"),
+    "rank_group": ("RankGroup",),
     "reference_cache": ("cache_reference",),
+    "rendezvous": ("launched_ranks",),
     "run": ("measure", "measure_part"),
     "sweep_run": ("sweep",),
 }

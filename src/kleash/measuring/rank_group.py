@@ -6,18 +6,14 @@ wait is without an end.
 """
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from itertools import count
 from threading import Event, Lock, Thread
 from typing import Any, Protocol, runtime_checkable
 
 from kleash.errors import Interrupted, KleashError, RankError
-from kleash.launch_environment import launched_rank, launched_world_size
 
 POLL_S = 0.05
 """Seconds from one look at the store to the next, while waiting."""
@@ -29,8 +25,6 @@ POST_S = 2.0
 """Seconds for which a rank that fails waits for the sentence of one that has failed before."""
 LEAVE_S = 10.0
 """Seconds for which the rank that hosts the store waits for the others at the end."""
-
-_calls = count()
 
 
 @runtime_checkable
@@ -104,6 +98,8 @@ class RankGroup:
         *,
         node: str | None = None,
         hosts_store: bool = False,
+        start: str = "",
+        launcher_store: KeyValueStore | None = None,
     ) -> None:
         """Describe this process.
 
@@ -113,11 +109,17 @@ class RankGroup:
             store: shared by all.
             node: name of its machine; None for the host's name.
             hosts_store: whether the store ends with this process.
+            start: names this start of the processes; their launcher may repeat it after a failure.
+            launcher_store: what all starts share; None if there is one start.
         """
         self.rank, self.world_size = rank, world_size
-        self._store: KeyValueStore = store if store is not None else LocalStore()
+        self.store: KeyValueStore = store if store is not None else LocalStore()
         self._node = node if node is not None else platform.node()
         self._hosts_store = hosts_store
+        self._start, self._launcher_store = (
+            start,
+            launcher_store if launcher_store is not None else LocalStore(),
+        )
         self._heartbeats: dict[int, tuple[int, float]] = {}
         """Rank -> the count of its heartbeats, and the time at which that was first seen."""
         self._last_heartbeat_check = 0.0
@@ -167,7 +169,7 @@ class RankGroup:
         """The values of all ranks, in the order of the ranks. All call it."""
         self.post(f"{name}/{self.rank}", value)
         names = [f"{name}/{rank}" for rank in range(self.world_size)]
-        self.wait_for(lambda: self._call(lambda: self._store.check(names)))
+        self.wait_for(lambda: self._call(lambda: self.store.check(names)))
         return [self.peek(key) for key in names]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
@@ -175,29 +177,40 @@ class RankGroup:
         if self.is_first:
             self.post(name, value)
             return value
-        self.wait_for(lambda: self._call(lambda: self._store.check([name])))
+        self.wait_for(lambda: self._call(lambda: self.store.check([name])))
         return self.peek(name)
 
     def post(self, name: str, value: Any) -> None:
         """Let the others read a value."""
-        self._call(lambda: self._store.set(name, json.dumps(value)))
+        self._call(lambda: self.store.set(name, json.dumps(value)))
 
     def peek(self, name: str) -> Any:
         """A value that was posted; None if there is none yet."""
-        if not self._call(lambda: self._store.check([name])):
+        if not self._call(lambda: self.store.check([name])):
             return None
-        return json.loads(self._call(lambda: self._store.get(name)))
+        return json.loads(self._call(lambda: self.store.get(name)))
 
     def take(self, name: str) -> Any:
         """A value that was posted, which is then gone; None if there is none yet."""
         value = self.peek(name)
         if value is not None:
-            self._call(lambda: self._store.delete_key(name))
+            self._call(lambda: self.store.delete_key(name))
         return value
+
+    def record_begun(self, folder: str) -> None:
+        """Let later starts of these processes know that this one has begun the run in a folder."""
+        self._call(lambda: self._launcher_store.set(f"begun/{folder}", self._start))
+
+    def has_begun_before(self, folder: str) -> bool:
+        """Whether an earlier start of these processes began the run in a folder, so that this one goes on with it."""
+        name = f"begun/{folder}"
+        if not self._call(lambda: self._launcher_store.check([name])):
+            return False
+        return self._call(lambda: self._launcher_store.get(name)) != self._start.encode()
 
     def add(self, name: str, amount: int = 1) -> int:
         """Add to a counter of all ranks and return its new value."""
-        return self._call(lambda: self._store.add(name, amount))
+        return self._call(lambda: self.store.add(name, amount))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds.
@@ -308,33 +321,3 @@ class RankGroup:
 def _stopped(failure: dict[str, Any]) -> str:
     """The sentence about the failure of another rank."""
     return f"rank {failure['rank']} stopped: {failure['sentence']}"
-
-
-def launched_ranks() -> RankGroup:
-    """The ranks that torchrun, ``accelerate launch`` or srun started; this process alone if there are no others.
-
-    Raises:
-        RankError: if the store that the launcher names cannot be reached.
-    """
-    world_size = launched_world_size()
-    if world_size == 1:
-        return RankGroup()
-    import torch.distributed as dist
-
-    try:
-        rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=SILENCE_S))  # pyright: ignore[reportPrivateImportUsage]
-        store, rank, world_size = next(iter(rendezvous))
-    except (RuntimeError, OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-        raise RankError(
-            f"WORLD_SIZE is {world_size}, and the other ranks cannot be reached at {address} ({reason}); start all of "
-            "them by torchrun, or unset RANK and WORLD_SIZE"
-        ) from error
-    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankGroup(
-        rank,
-        world_size,
-        dist.PrefixStore(f"kleash/{next(_calls)}", store),  # pyright: ignore[reportPrivateImportUsage]
-        hosts_store=launched_rank() == 0 and not agent_has_store,
-    )

@@ -161,9 +161,10 @@ def opened_run(
         check_ranks_can_share(job, ranks)
         stack.enter_context(process_group(job, ranks))
         folder = RunFolder(folder_of(job), writer=ranks.rank)
+        is_resumed = job.resume or (ranks.is_first and ranks.has_begun_before(str(folder.root.absolute())))
         if ranks.is_first:
             require_trackers(job.report_to)
-            folder.check(resume=job.resume)
+            folder.check(resume=is_resumed)
             folder.require_unlocked()
         for sentence in job.without_effect():
             reporter.note(sentence)
@@ -176,7 +177,7 @@ def opened_run(
             reporter.note(sentence)
         header = header_of(job, pair, digest)
         require_same_on_all_ranks(job, header, ranks)
-        stack.enter_context(_opened_folder(folder, header, job, ranks))
+        stack.enter_context(_opened_folder(folder, header, ranks, resume=is_resumed))
         if workers is None:
             threads = stack.enter_context(threads_for_scoring(pair, len(ranks.ranks_on_node)))
             if threads is not None:
@@ -216,7 +217,7 @@ def folder_of(job: MeasureJob) -> Path:
 
 @contextmanager
 def _opened_folder(
-    folder: RunFolder, header: RunHeader, job: MeasureJob, ranks: RankGroup
+    folder: RunFolder, header: RunHeader, ranks: RankGroup, *, resume: bool
 ) -> Generator[None]:
     """Context in which the folder is locked: the first rank opens it, then the others join.
 
@@ -224,7 +225,8 @@ def _opened_folder(
         RunFolderError: if it cannot be written, or a rank on another machine does not see it.
     """
     if ranks.is_first:
-        with folder.writing(header, resume=job.resume):
+        with folder.writing(header, resume=resume):
+            ranks.record_begun(str(folder.root.absolute()))
             ranks.broadcast("open", True)
             yield
         return

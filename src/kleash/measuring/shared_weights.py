@@ -5,6 +5,7 @@ Under tensor parallelism all ranks compute the same tokens: the first rank does 
 each call of the engine to the others, which make it, too, and drop the result.
 """
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed
 
 from kleash.engines import Engine, Shard, ShardResult
-from kleash.errors import OptionError
+from kleash.errors import OptionError, RankError
 from kleash.jobs import MeasureJob
 from kleash.measuring.rank_group import RankGroup
 from kleash.models import Pair, TokenSequence
@@ -36,6 +37,7 @@ def process_group(job: MeasureJob, ranks: RankGroup) -> Generator[None]:
 
     Raises:
         OptionError: if there is one process, or the run is divided into parts.
+        RankError: if another rank is gone.
     """
     if job.device_map not in PARALLEL_MAPS:
         yield
@@ -53,9 +55,20 @@ def process_group(job: MeasureJob, ranks: RankGroup) -> Generator[None]:
     started_here = not dist.is_initialized()
     if started_here:
         on_cpu = resolve_device("auto", None).type == "cpu"
-        dist.init_process_group("gloo" if on_cpu else None)
+        # Not the store of the launcher itself: of an earlier start of the processes, it has addresses that are gone.
+        store = dist.PrefixStore("collectives", ranks.store) if isinstance(ranks.store, dist.Store) else None
+        dist.init_process_group(
+            "gloo" if on_cpu else None, store=store, rank=ranks.rank, world_size=ranks.world_size
+        )
     try:
         yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0]  # without gloo's place in its source
+        raise RankError(
+            f"a rank that has a part of the models is gone ({reason}); start the run again with --resume"
+        ) from error
     finally:
         if started_here:
             dist.destroy_process_group()

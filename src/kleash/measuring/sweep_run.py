@@ -91,8 +91,10 @@ def sweep(
         if not ranks.is_first:
             return _sweep(job, out, NullProgressReporter(), ranks, new_ranks)
         require_trackers(job.report_to)
-        _check_folder(out, resume=job.resume)
+        if not ranks.has_begun_before(str(out.absolute())):
+            _check_folder(out, resume=job.resume)
         with folder_lock(out, ADVICE_IF_LOCKED), kept_cluster(job):
+            ranks.record_begun(str(out.absolute()))
             result = _sweep(job, out, reporter, ranks, new_ranks)
     except KeyboardInterrupt as stop:
         raise Interrupted(
