@@ -136,7 +136,7 @@ def test_a_sharded_weight_is_gathered():
     class Sharded:
         """What a DTensor does, without its process group."""
 
-        shape, dim, dtype = W.shape, W.dim, W.dtype
+        shape, dim, dtype, requires_grad = W.shape, W.dim, W.dtype, False
 
         def __len__(self):
             return len(W)

@@ -320,13 +320,13 @@ def test_what_several_processes_cannot_share_is_refused(
 
 
 def test_a_folder_that_another_machine_does_not_see_is_named(
-    job: MeasureJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "VISIBLE_S", 0.1)
 
     def join(group: RankGroup) -> None:
         folder = RunFolder(tmp_path / f"disk-of-{group.rank}", writer=group.rank)
-        with group.running(), run._opened_folder(folder, HEADER, job, group):
+        with group.running(), run._opened_folder(folder, HEADER, group, resume=False):
             group.gather("never", 0)
 
     there = in_threads(2, join, nodes=2)[1].exception()

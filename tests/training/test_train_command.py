@@ -198,7 +198,8 @@ def test_only_the_first_process_prints(
 ) -> None:
     result = TrainingFolder(run).result()
     monkeypatch.setattr("kleash.training.algorithms.trainer_of", lambda job: lambda job, run_log: result)
-    monkeypatch.setenv("RANK", "1")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     assert main(["train", "ppo", "--out", str(run)]) == 0  # nor does it look at what lies there
     assert capsys.readouterr() == ("", "")
 
