@@ -4,8 +4,9 @@
 
 It prints its port. An address is ``http://127.0.0.1:PORT/DIALECT/FAULT/v1``: the dialect is "vllm", "sglang", "llama",
 "llamacpp" or "proxy" (vLLM's answers behind another owner); the fault is a name of ``FAULTS``, or "none". A fault with
-a number, "500-2", occurs in the first so many requests of that address. The shapes are those of vLLM 0.18's
-``protocol.py``, SGLang 0.5's ``io_struct.py`` and llama-cpp-python 0.3.36's ``llama.py``.
+a number, "500-2", occurs in the first so many requests of that address. The shapes are those of vLLM 0.33
+(``logprobs.py`` and ``entrypoints/openai``), SGLang 0.5.23 (``tokenizer_manager.py`` and
+``logprob_result_processor.py``) and llama-cpp-python 0.3.36 (``llama.py``).
 """
 
 import gzip
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,13 +29,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FAULTS = (
     "truncated", "429", "500", "401", "400", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
     "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
-    "swapped", "retrained", "reflected", "error200", "gzip", "full",
+    "swapped", "retrained", "reflected", "error200", "object200", "gzip", "full", "adapter", "renamed", "float16",
+    "negative", "integer", "choices", "zeros", "chunk", "endless",
 )  # fmt: skip
 """What may go wrong. "later" is one failure in the sixth request, after which a server that is "retrained" has another
 model; one that is "swapped" has it from the fifth on. "models" and "nomodels" are about the list; "full" refuses what
-is longer than its context. "gzip" is no fault."""
+is longer than its context. "renamed" swaps the texts of two tokens, and "zeros" leaves 30 tokens a probability. "gzip",
+"adapter" (a second model over the first) and "float16" are no faults."""
 OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama": "me", "llamacpp": "llamacpp", "proxy": "someone"}
 ZERO = -9999.0
+RENAMED = {2001: 2002, 2002: 2001}
 CONTEXT = 40
 """Of a server with the fault "full"; the probe is shorter."""
 
@@ -93,10 +98,16 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(404, {"error": "no such path"})
         if fault == "nomodels":
             return self.send(404, {"detail": "Not Found"})
-        entry: dict[str, Any] = {"id": self.server.model.name, "object": "model", "owned_by": OWNERS[dialect]}
+        name = self.server.model.name
+        entry: dict[str, Any] = {"id": name, "object": "model", "owned_by": OWNERS[dialect]}
         if dialect in ("vllm", "sglang", "proxy"):
-            entry["max_model_len"] = CONTEXT if fault == "full" else 400
-        entries = [entry, {**entry, "id": "other"}] if fault == "models" else [entry]
+            length = CONTEXT if fault == "full" else 400
+            entry |= {"created": 1, "root": name, "parent": None, "max_model_len": length}
+        more = {
+            "models": [{**entry, "id": "other"}],
+            "adapter": [{**entry, "id": "lora", "root": "/lora", "parent": name, "max_model_len": None}],
+        }
+        entries = [entry, *more.get(fault, [])]
         return self.send(200, {"object": "list", "data": entries})
 
     def do_POST(self) -> None:
@@ -158,6 +169,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, {"choices": key, "meta_info": key})
         elif fault == "error200":
             self.send(200, {"error": {"message": f"overloaded, {key}"}})
+        elif fault == "object200":
+            self.send(200, {"object": "error", "message": f"no prompt, {key}", "code": 400})
+        elif fault == "chunk":
+            self.send_chunks([b"-5\r\n{}\r\n"])
+        elif fault == "endless":
+            self.send_chunks([b"100000\r\n" + bytes(2**20) + b"\r\n"] * 40)
         else:
             return False
         return True
@@ -182,6 +199,14 @@ class Handler(BaseHTTPRequestHandler):
             packed = gzip.compress(content) if fault == "gzip" else content
             self.send_bytes(status, packed, retry_after, "gzip" if fault == "gzip" else None)
 
+    def send_chunks(self, chunks: list[bytes]) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with suppress(ConnectionError):
+            for chunk in chunks:
+                self.wfile.write(chunk)
+
     def send_bytes(
         self, status: int, content: bytes, retry_after: str | None = None, encoding: str | None = None
     ) -> None:
@@ -200,9 +225,9 @@ class Handler(BaseHTTPRequestHandler):
             requested = len(body["prompt"]) + body["max_tokens"]
             if fault == "full" and requested > CONTEXT:
                 return self.send(400, {"error": {"message": f"{requested} tokens exceed {CONTEXT}"}})
-            return self.vllm(fault, body)
+            return self.vllm("other" if body["model"] == "lora" else fault, body)
         if dialect == "sglang" and path == "/generate":
-            return self.sglang(fault, body)
+            return self.sglang("other" if body.get("lora_path") == "lora" else fault, body)
         if dialect in ("llama", "llamacpp") and path == "/v1/completions":
             return self.llama(fault, body)
         return {"choices": [{"text": ""}]}
@@ -211,56 +236,79 @@ class Handler(BaseHTTPRequestHandler):
         logp = self.server.model.log_probabilities(tuple(ids))
         if fault == "other":
             return torch.log_softmax(0.8 * logp, dim=-1)
-        return logp + 3 if fault == "logits" else logp
+        if fault == "zeros":
+            least = logp.topk(30).values[:, -1:]
+            return torch.log_softmax(logp.masked_fill(logp < least, -math.inf), dim=-1)
+        return logp + {"logits": 3, "negative": -40}.get(fault, 0)
 
     def value(self, fault: str, logp: torch.Tensor) -> float:
-        number = float(logp)
-        if fault == "nan":
-            return math.nan
+        number = float(logp.half() if fault == "float16" else logp)
+        if fault in ("nan", "integer"):
+            return math.nan if fault == "nan" else 10**400
         return ZERO if number == -math.inf else number
 
     def text(self, fault: str, token: int) -> str:
+        if fault == "renamed":
+            token = RENAMED.get(token, token)
         return "wrong" if fault == "texts" else self.server.model.tokenizer.decode([token])
 
     def vllm(self, fault: str, body: Mapping[str, Any]) -> Any:
+        """A row has the prompt's token with its rank, then the likeliest; a token that is both has its place there."""
         ids, top = body["prompt"], body["prompt_logprobs"]
         rows: list[Any] = [None]
         for index, logp in enumerate(self.rows(fault, ids)[:-1]):
             token = ids[index + 1]
             best = logp.topk(min(top, len(logp))).indices.tolist()
             best = best[:-1] if fault == "fewer" else best
+            ranks = {token: int((logp >= logp[token]).sum())}
+            ranks |= {each: place for place, each in enumerate(best, 1)}
             rows.append(
                 {
                     str(each + (10**6 if fault == "foreign" else 0)): {
                         "logprob": self.value(fault, logp[each]),
-                        "rank": int((logp >= logp[each]).sum()),
+                        "rank": rank,
                         "decoded_token": self.text(fault, each),
                     }
-                    for each in dict.fromkeys([token, *best])
+                    for each, rank in ranks.items()
                 }
             )
         rows = rows[:-1] if fault == "counts" else rows
-        return {"choices": [{"index": 0, "text": "x", "logprobs": None, "prompt_logprobs": rows}]}
+        choice: dict[str, Any] = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
+        choice |= {"stop_reason": None, "token_ids": None, "prompt_logprobs": rows, "prompt_token_ids": None}
+        return {
+            "id": "cmpl-0",
+            "object": "text_completion",
+            "model": body["model"],
+            "choices": [choice, {**choice, "index": 1}] if fault == "choices" else [choice],
+            "usage": {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1},
+        }
 
     def sglang(self, fault: str, body: Mapping[str, Any]) -> Any:
+        """Its JSON has null for infinities and NaN, and token 0 in place of the one with the largest id."""
         ids, top, start = body["input_ids"], body["top_logprobs_num"], body["logprob_start_len"]
         log_probabilities = self.rows(fault, ids)
-        own: list[Any] = [[None, ids[start], None]]
+        last = log_probabilities.shape[-1] - 1
+        own: list[Any] = [[None, ids[start], self.text(fault, ids[start])]]
         likeliest: list[Any] = [None]
         for index in range(start + 1, len(ids)):
             logp = log_probabilities[index - 1]
             shift = 10**6 if fault == "foreign" else 0
 
-            def entry(token: int, logp: torch.Tensor = logp, shift: int = shift) -> list[Any]:
-                return [self.value(fault, logp[token]), token + shift, self.text(fault, token)]
+            def entry(token: int, written: int, logp: torch.Tensor = logp, shift: int = shift) -> list[Any]:
+                value = self.value(fault, logp[token])
+                null = math.isnan(value) or value == ZERO
+                return [None if null else value, written + shift, self.text(fault, written)]
 
-            own.append(entry(ids[index]))
+            own.append(entry(ids[index], ids[index] if ids[index] < last else 0))
             best = logp.topk(min(top, len(logp))).indices.tolist()
-            likeliest.append([entry(token) for token in (best[:-1] if fault == "fewer" else best)])
+            likeliest.append([entry(each, each) for each in (best[:-1] if fault == "fewer" else best)])
         if fault == "counts":
             own, likeliest = own[:-2], likeliest[:-2]
-        meta = {"input_token_logprobs": own, "input_top_logprobs": likeliest, "prompt_tokens": len(ids)}
-        return {"text": "", "meta_info": meta}
+        meta: dict[str, Any] = {"id": "0", "finish_reason": {"type": "length", "length": 0}}
+        meta |= {"prompt_tokens": len(ids), "completion_tokens": 0}
+        meta |= {"input_token_logprobs": own, "output_token_logprobs": []}
+        meta |= {"input_top_logprobs": likeliest, "output_top_logprobs": []}
+        return {"text": "", "output_ids": [], "meta_info": meta}
 
     def llama(self, fault: str, body: Mapping[str, Any]) -> Any:
         """As llama-cpp-python: a begin token is added, and left out of the lists; without one they are shifted."""

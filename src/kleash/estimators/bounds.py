@@ -49,11 +49,11 @@ class KLBounds(NamedTuple):
     """Likewise under ``q``."""
 
 
-class _Interval(NamedTuple):
-    """Lower and upper bounds of log-probabilities."""
+class LogpInterval(NamedTuple):
+    """Lower and upper bounds of log-probabilities, in float64."""
 
-    low: Tensor
-    high: Tensor
+    low: Float64[Tensor, "*batch head"]
+    high: Float64[Tensor, "*batch head"]
 
 
 @validated
@@ -104,17 +104,23 @@ def kl_bounds(
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
     _require_heads(head_logp, head_logq)
     with torch.no_grad():
-        p, q = _interval(head_logp, error_nats), _interval(head_logq, error_nats)
-        lower, upper = (
-            _smallest_contributions(record, p, q).sum(-1),
-            _largest_contributions(record, p, q).sum(-1),
-        )
-        if tail is not None:
-            rest_p, rest_q = _mass_outside(p), _mass_outside(q)
-            lower = lower + _smallest_contributions(record, rest_p, rest_q).squeeze(-1)
-            upper = upper + _largest_tail(record, rest_p, rest_q, tail).squeeze(-1)
+        p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
+        lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)
         mass_p, mass_q = (x.to(torch.float64).exp().sum(-1) for x in (head_logp, head_logq))
-        return KLBounds(record.finish(lower), record.finish(upper), mass_p, mass_q)
+        return KLBounds(lower, upper, mass_p, mass_q)
+
+
+def bounds_of_intervals(
+    p: LogpInterval, q: LogpInterval, *, divergence: Divergence, tail: Tail | None
+) -> tuple[Float64[Tensor, "*batch"], Float64[Tensor, "*batch"]]:
+    """Lower and upper bound of a divergence, as of ``kl_bounds``, for heads of which intervals are known."""
+    lower = _smallest_contributions(divergence, p, q).sum(-1)
+    upper = _largest_contributions(divergence, p, q).sum(-1)
+    if tail is not None:
+        rest_p, rest_q = _mass_outside(p), _mass_outside(q)
+        lower = lower + _smallest_contributions(divergence, rest_p, rest_q).squeeze(-1)
+        upper = upper + _largest_tail(divergence, rest_p, rest_q, tail).squeeze(-1)
+    return divergence.finish(lower), divergence.finish(upper)
 
 
 @validated
@@ -168,22 +174,22 @@ def _largest_logp_outside(logp: Tensor, inside: Tensor) -> Tensor:
     return torch.maximum(torch.where(inside, -inf, logp).amax(-1), logp.amin(-1))
 
 
-def _interval(logp: Tensor, error_nats: float | None) -> _Interval:
-    """The log-probabilities plus and minus their largest errors, in float64."""
-    error = (
-        rounding_nats(logp) if error_nats is None else torch.full_like(logp, error_nats, dtype=torch.float64)
-    )
+def logp_interval(
+    logp: Float[Tensor, "*batch head"], error_nats: float | Float64[Tensor, "*batch head"] | None = None
+) -> LogpInterval:
+    """The log-probabilities minus and plus their largest errors; by default those of ``rounding_nats``."""
+    error = rounding_nats(logp) if error_nats is None else torch.as_tensor(error_nats, dtype=torch.float64)
     logp, error = logp.to(torch.float64), error.to(torch.float64)
-    return _Interval(logp - error, logp + error)
+    return LogpInterval(logp - error, logp + error)
 
 
-def _mass_outside(head: _Interval) -> _Interval:
+def _mass_outside(head: LogpInterval) -> LogpInterval:
     """The log mass outside the head, as one more token; NaN if the head's mass exceeds 1 by more than rounding."""
     smallest, largest = (1 - x.exp().sum(-1, keepdim=True) for x in (head.high, head.low))
-    return _Interval(smallest.clamp(min=0).log(), torch.where(largest < 0, torch.nan, largest).log())
+    return LogpInterval(smallest.clamp(min=0).log(), torch.where(largest < 0, torch.nan, largest).log())
 
 
-def _smallest_contributions(record: Divergence, p: _Interval, q: _Interval) -> Tensor:
+def _smallest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval) -> Tensor:
     """The smallest contributions of tokens within both intervals: p and q as close as possible."""
     p_above, p_below = p.low > q.high, p.high < q.low
     nearest_p = torch.where(p_above, p.low, p.high)
@@ -192,12 +198,12 @@ def _smallest_contributions(record: Divergence, p: _Interval, q: _Interval) -> T
     return torch.where(unknown, torch.nan, contributions(record, nearest_p, nearest_q))
 
 
-def _largest_contributions(record: Divergence, p: _Interval, q: _Interval) -> Tensor:
+def _largest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval) -> Tensor:
     """The largest contributions, at a corner of both intervals, since the function is convex."""
     return torch.maximum(contributions(record, p.high, q.low), contributions(record, p.low, q.high))
 
 
-def _largest_tail(record: Divergence, p: _Interval, q: _Interval, tail: Tail) -> Tensor:
+def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Tail) -> Tensor:
     """The largest contribution of the tokens outside the head, from their masses and the bounds of their ratios.
 
     A convex function lies below its chord, so it is reached if all of the mass sits on the two extreme ratios (see

@@ -118,6 +118,8 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         f"the {role} is {endpoint.model} behind {address} ({endpoint.dialect.name}), which lists {endpoint.top} "
         "tokens at each position; its weights and settings cannot be checked"
     )
+    if endpoint.precision.name != "float32":
+        note += f"; it writes log-probabilities in {endpoint.precision.name}, which loosens the bounds"
     if endpoint.dialect.context_tokens > 1:
         note += "; it gives no log-probability of the first token after the begin token, which is left out"
     models = {role: served_model(endpoint, role, local), local_role: local}

@@ -4,6 +4,8 @@ import math
 
 import pytest
 from tiny_models import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
@@ -48,6 +50,11 @@ def test_other_counts_are_refused(entries: dict[int, float], token: int, message
         position_from_ids(entries, token, top=3, vocab_size=100)
 
 
+def test_the_rank_of_a_listed_token_is_that_in_the_list() -> None:
+    tied = {7: -0.5, 3: -1.5, 9: -1.5}  # vLLM gives the place in the list, or counts equal tokens
+    assert [position_from_ids(tied, token, 3, 100, rank=2).rank for token in tied] == [0, 1, 1]
+
+
 def test_a_rank_shows_that_a_likelier_token_is_missing() -> None:
     with pytest.raises(AnswerError, match="lists 2 tokens beside token 9 where 3 were asked for"):
         position_from_ids(LISTED, 9, top=3, vocab_size=100, rank=5)
@@ -87,6 +94,21 @@ def test_texts_are_tokens_where_only_one_token_has_them(vocabulary: VocabularyTe
     assert vocabulary.id_of(" the") == sea
     assert vocabulary.id_of("") is None  # parts of characters
     assert vocabulary.piece_of(319) == ""  # padding of the head
+
+
+def test_a_text_that_a_part_of_a_character_also_has_is_no_token() -> None:
+    """Byte-level tokenizers have tokens of a space and the first bytes of a quotation mark."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġâ"]
+    vocabulary = {piece: token_id for token_id, piece in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "â")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    space, part = tokenizer.convert_tokens_to_ids(["Ġ", "Ġâ"])
+    texts = VocabularyTexts(tokenizer=tokenizer, size=257)
+    assert texts.piece_of(space) == " " and texts.piece_of(part) == " \N{REPLACEMENT CHARACTER}"
+    assert texts.id_of(" ") is None  # llama-cpp-python writes both as " "
+    assert texts.id_of("x") == tokenizer.convert_tokens_to_ids("x")
 
 
 def test_texts_of_unknown_tokens_loosen_the_bound(vocabulary: VocabularyTexts) -> None:

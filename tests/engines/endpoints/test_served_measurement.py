@@ -411,6 +411,8 @@ def test_options_that_a_server_cannot_meet(options: dict[str, Any], message: str
         ("http://127.0.0.1:1/v1?key=secret", "has more than a host, a port and a path"),
         ("http://127.0.0.1:port/v1", "is not an address"),
         ("http:///v1", "is not an address"),
+        ("http://127.0.0.1:1/prefix-é/v1", "is not an address"),
+        ("http://127.0.0.1:1/v1?", "is not an address"),
     ],
 )
 def test_addresses_that_hold_a_key_or_no_host(

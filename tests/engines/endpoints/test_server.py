@@ -4,10 +4,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kleash.engines.endpoints import Endpoint, JSONClient, connect, find_model
+from kleash.engines.endpoints.answer_precision import LogprobPrecision
 from kleash.errors import EndpointError, OptionError
 from kleash.models import TokenizerMismatchError, TokenSequence
 from kleash.shipped import shipped_folder
@@ -30,7 +32,9 @@ def pauses() -> list[float]:
 def connected(server: str, tokenizer: PreTrainedTokenizerBase, pauses: list[float]) -> Connect:
     """Connects to a dialect with a fault; pauses between retries are noted and not made."""
 
-    def run(dialect: str, fault: str = "none", *, model: str | None = None, **options: Any) -> Endpoint:
+    def run(
+        dialect: str, fault: str = "none", *, model: str | None = None, top: int = 5, **options: Any
+    ) -> Endpoint:
         def pause(seconds: float) -> bool:
             pauses.append(seconds)
             return False
@@ -41,7 +45,7 @@ def connected(server: str, tokenizer: PreTrainedTokenizerBase, pauses: list[floa
             key_variable="KLEASH_POLICY_API_KEY",
             **{"api_key": KEY, "retries": 2, "pause": pause, **options},
         )
-        return connect(client, find_model(client, model), tokenizer=tokenizer, vocab_size=2560, top=5)
+        return connect(client, find_model(client, model), tokenizer=tokenizer, vocab_size=2560, top=top)
 
     return run
 
@@ -67,7 +71,11 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("vllm", "500", r"answered 500: .* \(tried 3 times\)"),
         ("vllm", "long", r"answered 429: 'slow down' and asks for a pause of 7200 s"),
         ("vllm", "401", r"refuses the request with 401 \(KLEASH_POLICY_API_KEY\); check the key"),
-        ("vllm", "400", r"refuses the request with 400: 'no, \\x1b\[31mBearer \*\*\*'"),
+        (
+            "vllm",
+            "400",
+            r"refuses the request with 400: 'no, \\x1b\[31mBearer \*\*\*'; a smaller --top-logprobs or --window",
+        ),
         ("vllm", "redirect", r"sends to another address \(https://elsewhere.example/v1\); give that one"),
         ("vllm", "reflected", r"has 'Bearer \*\*\*' in place of choices"),
         ("sglang", "reflected", r"has 'Bearer \*\*\*' in place of meta_info"),
@@ -83,7 +91,14 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("vllm", "foreign", r"has token 100\d+, and the local model has 2560 tokens: it is of another model"),
         ("sglang", "counts", r"has \d+ input_token_logprobs where \d+ were sent"),
         ("sglang", "fewer", r"has 4 tokens at a position where 5 were sent or asked for"),
-        ("sglang", "nan", r"has nan as a log-probability"),
+        ("sglang", "nan", r"has null in place of all log-probabilities of a position, as for NaN"),
+        ("vllm", "negative", r"lists probabilities that sum to at most \d\.\d+e-\d+ at scored token 0"),
+        ("sglang", "negative", r"lists probabilities that sum to at most"),
+        ("vllm", "integer", r"has 10{39} as a log-probability"),
+        ("vllm", "choices", r"has 2 choices where 1 were sent or asked for"),
+        ("vllm", "chunk", r"broke off its answer \(ValueError\) \(tried 3 times\)"),
+        ("vllm", "endless", r"sends an answer of more than 16 MiB; see that the address is that of an infer"),
+        ("vllm", "object200", r"answered with an error: 'no prompt, Bearer \*\*\*' \(tried 3 times\)"),
         ("sglang", "foreign", r"has token 100\d+, and the local model"),
         ("sglang", "truncated", r"broke off its answer"),
         ("llama", "counts", r"tokens in its lists where \d+ were sent"),
@@ -127,6 +142,44 @@ def test_another_tokenizer_is_refused(connected: Connect, dialect: str) -> None:
         connected(dialect, "texts")
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_token_of_another_text_is_found_in_the_answer_that_first_has_it(
+    connected: Connect, dialect: str
+) -> None:
+    endpoint = connected(dialect, "renamed")  # the probe has none of the two tokens
+    endpoint.score(sequence((0, 10), (11, 12)))
+    with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .*token 2001 is '.*' there"):
+        endpoint.score(sequence((0, 10), (2001, 12)))
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_an_adapter_is_asked_for_by_its_name(connected: Connect, dialect: str) -> None:
+    base, adapter = (connected(dialect, "adapter", model=name) for name in ("policy", "lora"))
+    assert base.context_length == adapter.context_length == 400  # which the list has for the base alone
+    assert base.probe_logps == connected(dialect).probe_logps
+    assert min(abs(a - b) for a, b in zip(base.probe_logps, adapter.probe_logps, strict=True)) > 1e-6
+
+
+def test_the_last_token_of_the_vocabulary_is_scored(connected: Connect) -> None:
+    window = sequence((0, 10), (2559, 11))
+    by_vllm, by_sglang = (connected(dialect).score(window).token_logp for dialect in ("vllm", "sglang"))
+    assert by_vllm.tolist() == by_sglang.tolist()
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_listed_tokens_without_probability(connected: Connect, dialect: str) -> None:
+    """vLLM writes their log-probabilities as -9999, and SGLang as null."""
+    likeliest = int(connected(dialect).score(sequence((0, 10), (11,))).top1[0])
+    answer = connected(dialect, "zeros", top=50).score(sequence((0, 10), (likeliest,)))
+    assert (answer.listed_logp[0, :30] > -20).all() and (answer.listed_logp[0, 30:] == -np.inf).all()
+    assert answer.unlisted_most[0] == -np.inf
+
+
+def test_the_precision_is_that_of_the_numbers(connected: Connect) -> None:
+    assert connected("vllm").precision == LogprobPrecision()
+    assert connected("vllm", "float16").precision.name == "float16"
+
+
 def test_a_model_that_the_server_lacks_is_named(connected: Connect) -> None:
     with pytest.raises(EndpointError, match="has no model 'policy-2'; it has policy"):
         connected("vllm", model="policy-2")
@@ -165,6 +218,15 @@ def test_an_address_that_nobody_answers(pauses: list[float]) -> None:
         )
         with pytest.raises(EndpointError, match=r"cannot be reached: Connection refused \(tried 2 times\)"):
             find_model(client, None)
+
+
+def test_a_server_without_https_is_not_asked_again(server: str, pauses: list[float]) -> None:
+    client = JSONClient(url=server.replace("http", "https"), subject="the server", key_variable="KEY")
+    with pytest.raises(
+        EndpointError, match=r"does not answer as a server of https \(.*; see whether its address be"
+    ):
+        find_model(client, None)
+    assert not pauses
 
 
 def test_a_closed_client_sends_no_more(connected: Connect) -> None:

@@ -1,10 +1,12 @@
 """How inference servers are asked for the log-probabilities of given tokens, and how they answer."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from kleash.engines.endpoints.http_client import MAX_ANSWER_BYTES
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
     ListedLogprobs,
@@ -16,6 +18,9 @@ from kleash.engines.endpoints.listed_logprobs import (
     read_logprob,
     read_token_id,
 )
+
+ENTRY_BYTES = 2**10
+"""Of a listed token in an answer, at most on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,13 @@ class Query:
     """Number of likeliest tokens to list at each position."""
     model: str
     """The model's name on the server."""
+    is_adapter: bool = False
+    """Whether the server lists it as an adapter of another model."""
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Bytes that no answer exceeds."""
+        return MAX_ANSWER_BYTES + len(self.token_ids) * (self.top + 1) * ENTRY_BYTES
 
     @property
     def first(self) -> int:
@@ -54,6 +66,11 @@ class Dialect(Protocol):
     """Tokens at the beginning of a sequence of which the server gives no log-probability."""
     reserved_tokens: ClassVar[int]
     """Tokens of its context length that a sequence cannot have. The last token of a sequence is sent too."""
+
+    @property
+    def vocabulary(self) -> VocabularyTexts:
+        """The texts of the local model's tokens."""
+        ...
 
     def request(self, query: Query) -> ServerRequest:
         """The request for a query."""
@@ -95,7 +112,7 @@ class VLLM:
 
     def read(self, answer: Any, query: Query) -> ListedLogprobs:
         """The log-probabilities in an answer; raises AnswerError."""
-        choice = _first_choice(answer)
+        choice = _only_choice(answer)
         rows = choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
         if not isinstance(rows, list):
             raise AnswerError("has no prompt_logprobs")
@@ -111,7 +128,7 @@ class VLLM:
                 if isinstance(fields.get("decoded_token"), str):
                     texts[token_id] = fields["decoded_token"]
                 if token_id == token and isinstance(fields.get("rank"), int) and fields["rank"] > 0:
-                    rank = fields["rank"] - 1
+                    rank = fields["rank"] - 1  # which counts other tokens of the same probability
             positions.append(position_from_ids(entries, token, query.top, self.vocabulary.size, rank))
         return ListedLogprobs.of(positions, texts)
 
@@ -120,7 +137,8 @@ class VLLM:
 class SGLang:
     """SGLang's ``/generate`` with ``return_logprob``: lists of [log-probability, token id, text].
 
-    The lists begin at ``logprob_start_len`` and end with the last token of the prompt; the first entry may be null.
+    The lists begin at ``logprob_start_len`` and end with the last token of the prompt; the first entry may be null. A
+    log-probability of -inf is written as null. The token of the largest id is scored, and written as token 0.
     """
 
     name: ClassVar[str] = "SGLang"
@@ -138,6 +156,7 @@ class SGLang:
             "logprob_start_len": query.first - 1,
             "top_logprobs_num": query.top,
             "return_text_in_logprobs": True,
+            **({"lora_path": query.model} if query.is_adapter else {}),
         }
         return ServerRequest(path="/generate", body=body)
 
@@ -157,11 +176,13 @@ class SGLang:
         for token, own_entry, row in zip(
             tokens, token_rows[-query.scored :], top[-query.scored :], strict=True
         ):
-            token_id, token_logp = self._entry(own_entry, texts)
-            if token_id != token:
-                raise AnswerError(f"scores token {token_id} where token {token} was sent")
             entries = dict(self._entry(entry, texts) for entry in _list(row, "input_top_logprobs"))
             _check_count(len(entries), min(query.top, self.vocabulary.size), "tokens at a position")
+            if all(logp == -math.inf for logp in entries.values()):
+                raise AnswerError("has null in place of all log-probabilities of a position, as for NaN")
+            token_id, token_logp = self._entry(own_entry, {} if token == self.vocabulary.size - 1 else texts)
+            if token_id not in (token, 0 if token == self.vocabulary.size - 1 else token):
+                raise AnswerError(f"scores token {token_id} where token {token} was sent")
             entries.setdefault(token, token_logp)
             positions.append(position_from_ids(entries, token, query.top, self.vocabulary.size))
         return ListedLogprobs.of(positions, texts)
@@ -176,7 +197,7 @@ class SGLang:
         token_id = read_token_id(values[1], self.vocabulary.size)
         if len(values) > 2 and isinstance(values[2], str):
             texts[token_id] = values[2]
-        return token_id, read_logprob(values[0])
+        return token_id, -math.inf if values[0] is None else read_logprob(values[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +250,7 @@ class EchoServer:
 
     def read(self, answer: Any, query: Query) -> ListedLogprobs:
         """The log-probabilities in an answer; raises AnswerError."""
-        choice = _first_choice(answer)
+        choice = _only_choice(answer)
         logprobs = _mapping(choice.get("logprobs"), "logprobs")
         texts, token_rows, top = (
             _list(logprobs.get(name), name) for name in ("tokens", "token_logprobs", "top_logprobs")
@@ -277,7 +298,7 @@ class EchoServer:
 
     def read_next_token(self, answer: Any) -> dict[str, float]:
         """Text -> log-probability of the likeliest tokens after a text; raises AnswerError."""
-        logprobs = _mapping(_first_choice(answer).get("logprobs"), "logprobs")
+        logprobs = _mapping(_only_choice(answer).get("logprobs"), "logprobs")
         rows = _list(logprobs.get("top_logprobs"), "top_logprobs")
         if not rows:
             raise AnswerError("has no log-probabilities of the token that it generated")
@@ -331,9 +352,8 @@ def _check_count(count: int, expected: int, what: str) -> None:
         raise AnswerError(f"has {count} {what} where {expected} were sent or asked for")
 
 
-def _first_choice(answer: Any) -> Mapping[str, Any]:
-    """The first of ``choices``; raises AnswerError."""
+def _only_choice(answer: Any) -> Mapping[str, Any]:
+    """The one entry of ``choices``; raises AnswerError."""
     choices = _list(_mapping(answer, "an answer").get("choices"), "choices")
-    if not choices:
-        raise AnswerError("has no choices")
+    _check_count(len(choices), 1, "choices")
     return _mapping(choices[0], "choices")

@@ -201,7 +201,7 @@ class EndpointEngine:
             tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
             with suppress_library_output(), torch.inference_mode():
                 batch_columns = self._columns_of_batch(hidden, tokens, answer)
-            self._check_mass(batch_columns, [sequences[index] for index in batch])
+            self._check_bounds(batch_columns, [sequences[index] for index in batch])
             for name, values in batch_columns.items():
                 columns[name][rows] = values
         for name in ("rank_reference", f"top1_{self.endpoint_role}"):
@@ -226,7 +226,13 @@ class EndpointEngine:
             options=LinearOptions(buffer_bytes=buffer_bytes if hidden.device.type == "cpu" else None),
         )
         bounds = divergence_bounds(
-            hidden, head, answer, tokens, endpoint_role=served, buffer_bytes=buffer_bytes
+            hidden,
+            head,
+            answer,
+            tokens,
+            endpoint_role=served,
+            precision=self.endpoint.precision,
+            buffer_bytes=buffer_bytes,
         )
         rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank
         order = np.argsort(-answer.listed_logp, axis=-1, kind="stable")[:, : self.top]
@@ -247,11 +253,11 @@ class EndpointEngine:
             f"top_probability_{local}": top_local.probability.float().cpu().numpy(),
         }
 
-    def _check_mass(self, columns: Mapping[str, np.ndarray], batch: Sequence[TokenSequence]) -> None:
-        """Check that the server's probabilities sum to at most 1.
+    def _check_bounds(self, columns: Mapping[str, np.ndarray], batch: Sequence[TokenSequence]) -> None:
+        """Check that there is a distribution that agrees with the server's lists.
 
         Raises:
-            EndpointError: with the first sequence and position where they do not.
+            EndpointError: with the first sequence and position where there is none.
         """
         is_wrong = np.isnan(columns["kl_policy_reference_lower"])
         if not is_wrong.any():
@@ -261,7 +267,8 @@ class EndpointEngine:
             if position < len(sequence.response_ids):
                 raise EndpointError(
                     f"{self.endpoint.client.subject} gives probabilities for {sequence.name}, response token "
-                    f"{position}, that sum to more than 1; see that it returns log-probabilities and not logits"
+                    f"{position}, that no distribution over {self.local_model.vocab_size} tokens has; see that it "
+                    "returns log-probabilities and that its model has as many tokens"
                 )
             position -= len(sequence.response_ids)
 

@@ -19,12 +19,15 @@ from kleash.errors import EndpointError, OptionError
 
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of passing faults: the request is sent again."""
+REFUSED_SIZES = frozenset({400, 413})
+"""Statuses of requests for more tokens or lists than a server gives."""
 FIRST_PAUSE_SECONDS = 0.5
 """Pause before the first retry; each later one is twice as long, and all vary at random by half."""
 MAX_PAUSE_SECONDS = 30.0
 MAX_RETRY_AFTER_SECONDS = 300.0
 """A server that asks for a longer pause ends the run, which can be resumed later."""
-MAX_ANSWER_BYTES = 2**30
+MAX_ANSWER_BYTES = 2**24
+"""Of an answer whose length does not depend on the request."""
 MAX_QUOTED = 300
 """Characters of a server's own message that are quoted in an error."""
 BLOCK_BYTES = 2**16
@@ -45,6 +48,10 @@ class _PassingError(Exception):
     def __init__(self, sentence: str, retry_after: float | None = None) -> None:
         super().__init__(sentence)
         self.retry_after = retry_after
+
+
+class _TooLongError(Exception):
+    """An answer that is longer than one to this request can be."""
 
 
 def check_url(url: str, option: str) -> str:
@@ -71,7 +78,8 @@ def check_url(url: str, option: str) -> str:
             f"{option} {shown} has more than a host, a port and a path, and an address is written to the run's files; "
             "give keys in the environment variables KLEASH_POLICY_API_KEY and KLEASH_REFERENCE_API_KEY"
         )
-    if not host or any(character.isspace() for character in url):
+    is_path = parts.path.isascii() and parts.path.isprintable()
+    if not host or not is_path or any(character.isspace() or character in "?#" for character in url):
         raise OptionError(f"{option} {url!r} is not an address; give http://host:port/v1")
     return url.rstrip("/")
 
@@ -127,20 +135,21 @@ class JSONClient:
         """
         return self._request("GET", path, None)
 
-    def post(self, path: str, body: Any) -> Any:
-        """The answer to a POST of ``body`` as JSON to ``path``.
+    def post(self, path: str, body: Any, *, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
+        """The answer to a POST of ``body`` as JSON to ``path``, of at most ``max_bytes``.
 
         Raises:
-            EndpointError: if the server cannot be reached, refuses the request, or fails ``retries`` + 1 times.
+            EndpointError: if the server cannot be reached, refuses the request, sends a longer answer, or fails
+                ``retries`` + 1 times.
         """
-        return self._request("POST", path, json.dumps(body).encode())
+        return self._request("POST", path, json.dumps(body).encode(), max_bytes)
 
-    def _request(self, method: str, path: str, body: bytes | None) -> Any:
+    def _request(self, method: str, path: str, body: bytes | None, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
         for attempt in range(self.retries + 1):
             if self._is_closed.is_set():
                 break
             try:
-                return self._attempt(method, path, body)
+                return self._attempt(method, path, body, max_bytes)
             except _PassingError as fault:
                 if self._is_closed.is_set():
                     break
@@ -165,7 +174,7 @@ class JSONClient:
                     break
         raise EndpointError(f"the request to {self.subject} was cancelled")
 
-    def _attempt(self, method: str, path: str, body: bytes | None) -> Any:
+    def _attempt(self, method: str, path: str, body: bytes | None, max_bytes: int) -> Any:
         """One attempt of a request, which ends within the time limit whatever the server does."""
         address = urlsplit(self.url + path)
         headers = {"Accept": "application/json", "Content-Type": "application/json", "Connection": "close"}
@@ -178,8 +187,13 @@ class JSONClient:
             try:
                 connection.request(method, address.path, body=body, headers=headers)
                 with connection.getresponse() as response:
-                    content = _unpacked(_read_all(response), response.headers)
-            except (OSError, HTTPException, _PassingError) as error:
+                    content = _unpacked(_read_all(response, max_bytes), response.headers, max_bytes)
+            except _TooLongError as error:
+                raise EndpointError(
+                    f"{self.subject} sends an answer of more than {max_bytes >> 20} MiB; see that the address is that "
+                    "of an inference server, or lower --top-logprobs"
+                ) from error
+            except (OSError, HTTPException, ValueError, OverflowError, _PassingError) as error:
                 if is_late.is_set() or isinstance(error, TimeoutError):
                     raise self._late() from error
                 if isinstance(error, _PassingError):
@@ -206,6 +220,11 @@ class JSONClient:
             ) from error
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                raise EndpointError(
+                    f"{self.subject} does not answer as a server of https ({error.reason or reason}); see whether its "
+                    "address begins with http://"
+                ) from error
             raise _PassingError(f"cannot be reached: {reason}") from error
         return connection
 
@@ -248,7 +267,7 @@ class JSONClient:
                 raise _PassingError(
                     f"answered with {len(content)} bytes that are not JSON, or only a part of it"
                 ) from error
-            if isinstance(answer, dict) and answer.get("error") and not answer.keys() & ANSWER_FIELDS:
+            if _is_error(answer):
                 raise _PassingError(
                     f"answered with an error{_quoted_message(content)}", _retry_after(headers)
                 )
@@ -262,6 +281,8 @@ class JSONClient:
             sentence = f"sends to another address ({headers.get('Location', 'not named')}); give that one"
         else:
             sentence = f"refuses the request with {status}{_quoted_message(content)}"
+            if status in REFUSED_SIZES:
+                sentence += "; a smaller --top-logprobs or --window asks for less"
         raise EndpointError(self._redacted(f"{self.subject} {sentence}"))
 
     def _without_key(self, content: bytes) -> bytes:
@@ -283,40 +304,51 @@ def _shut_down(connected: socket.socket) -> None:
         connected.shutdown(socket.SHUT_RDWR)
 
 
-def _read_all(response: HTTPResponse) -> bytes:
+def _read_all(response: HTTPResponse, max_bytes: int) -> bytes:
     """The whole body of a response.
 
     Raises:
-        _PassingError: if it is longer than ``MAX_ANSWER_BYTES``, or ends before its announced length.
+        _TooLongError: if it is longer than ``max_bytes``.
+        _PassingError: if it ends before its announced length.
     """
     blocks: list[bytes] = []
     size = 0
     while block := response.read(BLOCK_BYTES):
         blocks.append(block)
         size += len(block)
-        if size > MAX_ANSWER_BYTES:
-            raise _PassingError(f"sends an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        if size > max_bytes:
+            raise _TooLongError
     if response.length:
         raise _PassingError(f"broke off its answer after {size} bytes")
     return b"".join(blocks)
 
 
-def _unpacked(content: bytes, headers: HTTPMessage) -> bytes:
+def _unpacked(content: bytes, headers: HTTPMessage, max_bytes: int) -> bytes:
     """The body of a response that may be compressed by gzip or deflate, which some proxies do without being asked.
 
     Raises:
-        _PassingError: if it cannot be unpacked, or is longer than ``MAX_ANSWER_BYTES``.
+        _TooLongError: if it is longer than ``max_bytes``.
+        _PassingError: if it cannot be unpacked.
     """
     if headers.get("Content-Encoding", "").strip().lower() not in ("gzip", "x-gzip", "deflate"):
         return content
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
-        unpacked = unpacker.decompress(content, MAX_ANSWER_BYTES)
+        unpacked = unpacker.decompress(content, max_bytes)
     except zlib.error as error:
         raise _PassingError(f"sends an answer that cannot be unpacked ({error})") from error
-    if unpacker.unconsumed_tail or not unpacker.eof:
-        raise _PassingError("sends a compressed answer that is incomplete or too long")
+    if unpacker.unconsumed_tail:
+        raise _TooLongError
+    if not unpacker.eof:
+        raise _PassingError("sends a compressed answer that is incomplete")
     return unpacked
+
+
+def _is_error(answer: Any) -> bool:
+    """Whether a JSON value is an error in place of an answer, as of a proxy or of older versions of vLLM."""
+    if not isinstance(answer, dict) or answer.keys() & ANSWER_FIELDS:
+        return False
+    return bool(answer.get("error")) or answer.get("object") == "error"
 
 
 def _quoted_message(content: bytes) -> str:

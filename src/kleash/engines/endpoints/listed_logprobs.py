@@ -121,7 +121,7 @@ def position_from_ids(
         raise AnswerError(f"lists {expected - 1} tokens beside token {token} where {expected} were asked for")
     top1 = max(listed, key=lambda token_id: listed[token_id])
     unlisted_most = -math.inf if len(listed) >= vocab_size else min(listed.values())
-    if rank is None and token in listed:
+    if token in listed:  # then all that are likelier are, too
         rank = sum(logp > entries[token] for logp in listed.values())
     return Position(
         token_logp=entries[token],
@@ -195,8 +195,8 @@ def read_logprob(value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise AnswerError(f"has {str(value)[:40]!r} in place of a log-probability")
-    if math.isnan(value) or value > ROUNDING_NATS:
-        raise AnswerError(f"has {value} as a log-probability")
+    if not value <= ROUNDING_NATS:  # also NaN
+        raise AnswerError(f"has {str(value)[:40]} as a log-probability")
     return -math.inf if value <= ZERO_PROBABILITY else min(float(value), 0.0)
 
 
@@ -267,10 +267,15 @@ class VocabularyTexts:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """Piece -> token id, for the pieces that only one token has."""
+        """Piece -> token id, for the pieces that only one token has.
+
+        A part of a character has the text without it: llama-cpp-python writes the two bytes of a space and the
+        beginning of a quotation mark as the space alone.
+        """
         special = set(self.tokenizer.all_special_ids)
         ids: dict[str, int | None] = {}
         for token_id, piece in enumerate(self._pieces):
-            if piece and REPLACEMENT not in piece and token_id not in special:
-                ids[piece] = None if piece in ids else token_id
+            text = piece.replace(REPLACEMENT, "")
+            if text and token_id not in special:
+                ids[text] = None if text in ids or text != piece else token_id
         return {piece: token_id for piece, token_id in ids.items() if token_id is not None}

@@ -1,8 +1,12 @@
 """A connection to an inference server: which model and dialect it has, and whether its tokens are the local model's."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kleash.engines.endpoints.answer_precision import LogprobPrecision, check_totals, find_precision
 from kleash.engines.endpoints.dialects import (
     DIALECTS,
     NO_PROMPT_LOGPROBS,
@@ -36,6 +40,11 @@ NO_PROMPT_LOGPROBS_REASON = (
     "vLLM, SGLang or llama-cpp-python"
 )
 
+ANSWER_ADVICE = (
+    "see that it returns natural logarithms of probabilities, and that its model has the tokenizer of the "
+    "local one"
+)
+
 
 class ListedModel(NamedTuple):
     """A model in a server's list."""
@@ -45,6 +54,8 @@ class ListedModel(NamedTuple):
     """By which the dialect is known; "" if the server has no list."""
     context_length: int | None
     """Largest number of tokens that the server reads; None if it does not say."""
+    is_adapter: bool = False
+    """Whether it is listed as an adapter of another model."""
 
 
 def find_model(client: JSONClient, model: str | None) -> ListedModel:
@@ -78,9 +89,12 @@ def find_model(client: JSONClient, model: str | None) -> ListedModel:
     if model is not None and model not in models:
         raise EndpointError(f"{client.subject} has no model {model!r}; it has {names}")
     name = next(iter(models)) if model is None else model
-    length = models[name].get("max_model_len")
+    entry = models[name]
+    parent = models.get(str(entry.get("parent")))
+    is_adapter = parent is not None and parent is not entry
+    length = entry.get("max_model_len") or (parent or entry).get("max_model_len")  # an adapter may lack it
     is_length = isinstance(length, int) and not isinstance(length, bool) and length > 0
-    return ListedModel(name, str(models[name].get("owned_by", "")), length if is_length else None)
+    return ListedModel(name, str(entry.get("owned_by", "")), length if is_length else None, is_adapter)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,9 +109,13 @@ class Endpoint:
     """Number of likeliest tokens listed at each position."""
     context_length: int | None
     """Largest number of tokens that the server reads; None if it does not say."""
+    precision: LogprobPrecision
+    """Of the log-probabilities that the server writes."""
     probe: Query
     probe_logps: tuple[float, ...]
     """Log-probabilities of the probe's scored tokens when the server was connected, in nats."""
+    checked_texts: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """Token ids and texts of the server that were found to be those of the local tokenizer."""
 
     def require_same_model(self) -> None:
         """Score the probe again.
@@ -108,7 +126,9 @@ class Endpoint:
         try:
             answer = _ask(self.client, self.dialect, self.probe)
         except AnswerError as error:
-            raise EndpointError(f"{self.client.subject}: the answer to the probe {error}") from error
+            raise EndpointError(
+                f"{self.client.subject}: the answer to the probe {error}; {ANSWER_ADVICE}"
+            ) from error
         change = probe_change(self.probe_logps, answer.token_logp.tolist())
         if change > PROBE_NATS:
             raise EndpointError(
@@ -144,20 +164,27 @@ class Endpoint:
 
         Raises:
             EndpointError: if the server cannot be reached, or its answer is not about this sequence.
+            TokenizerMismatchError: if a token has another text than here.
             NonFiniteError: if a response token has no finite log-probability.
         """
-        query = Query(
+        query = replace(
+            self.probe,
             token_ids=(*sequence.prompt_ids, *sequence.response_ids),
             scored=len(sequence.response_ids),
-            top=self.top,
-            model=self.model,
         )
+        vocabulary = self.dialect.vocabulary
         try:
             answer = _ask(self.client, self.dialect, query)
+            check_totals(answer, np.asarray(sequence.response_ids), vocabulary.size, self.precision)
         except AnswerError as error:
-            raise EndpointError(f"{self.client.subject}: the answer for {sequence.name} {error}") from error
+            raise EndpointError(
+                f"{self.client.subject}: the answer for {sequence.name} {error}; {ANSWER_ADVICE}"
+            ) from error
         except UnsendableError as error:
             raise EndpointError(f"{self.client.subject} cannot score {sequence.name}: {error}") from error
+        texts = answer.texts.items() - self.checked_texts
+        check_texts(self.client, vocabulary, dict(texts))
+        self.checked_texts.update(texts)
         for position, logp in enumerate(answer.token_logp.tolist()):
             if logp == -float("inf"):
                 raise NonFiniteError(
@@ -170,7 +197,7 @@ class Endpoint:
 def _ask(client: JSONClient, dialect: Dialect, query: Query) -> ListedLogprobs:
     """Send a query and read the answer; raises AnswerError and EndpointError."""
     request = dialect.request(query)
-    return dialect.read(client.post(request.path, request.body), query)
+    return dialect.read(client.post(request.path, request.body, max_bytes=query.max_answer_bytes), query)
 
 
 def connect(
@@ -190,7 +217,7 @@ def connect(
             other positions.
         TokenizerMismatchError: if its tokens are not those of the tokenizer.
     """
-    name, owner, context_length = listed_model
+    name, owner, context_length, is_adapter = listed_model
     if owner == NO_PROMPT_LOGPROBS:
         raise EndpointError(f"{client.subject} is llama.cpp's own server, which {NO_PROMPT_LOGPROBS_REASON}")
     vocabulary = VocabularyTexts(tokenizer=tokenizer, size=vocab_size)
@@ -199,9 +226,17 @@ def connect(
     failures: list[str] = []
     for kind in dialects:
         scored = len(token_ids) - kind.context_tokens
-        query = Query(token_ids=token_ids, scored=scored, top=min(top, vocab_size), model=name)
+        query = Query(
+            token_ids=token_ids,
+            scored=scored,
+            top=min(top, vocab_size),
+            model=name,
+            is_adapter=is_adapter,
+        )
         try:
             dialect, answer = _probe(client, kind(vocabulary=vocabulary), query)
+            precision = find_precision(answer)
+            check_totals(answer, np.asarray(token_ids[query.first :]), vocab_size, precision)
         except AnswerError as error:
             failures.append(f"as {kind.name}, its answer to the probe {error}")
         except UnsendableError as error:
@@ -211,21 +246,21 @@ def connect(
                 raise
             failures.append(str(error))
         else:
-            check_texts(client, vocabulary, answer)
+            check_texts(client, vocabulary, answer.texts)
             return Endpoint(
                 client=client,
                 dialect=dialect,
                 model=name,
                 top=query.top,
                 context_length=context_length,
+                precision=precision,
                 probe=query,
                 probe_logps=tuple(answer.token_logp.tolist()),
             )
     reason = "; ".join(failures)
     if len(dialects) == 1:
         raise EndpointError(
-            f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; see that it returns natural "
-            "logarithms of probabilities, and that its model has the tokenizer of the local one"
+            f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; {ANSWER_ADVICE}"
         )
     raise EndpointError(f"{client.subject} {NO_PROMPT_LOGPROBS_REASON} ({reason})")
 
@@ -239,7 +274,7 @@ def _probe(client: JSONClient, dialect: Dialect, query: Query) -> tuple[Dialect,
     if isinstance(dialect, EchoServer):
         begin = int(query.token_ids[0] == dialect.vocabulary.tokenizer.bos_token_id)
         words = query.token_ids[begin:]
-        request = dialect.request(Query(token_ids=words, scored=1, top=query.top, model=query.model))
+        request = dialect.request(replace(query, token_ids=words, scored=1))
         dialect = dialect.counting_begin_token(client.post(request.path, request.body), len(words))
     answer = _ask(client, dialect, query)
     if isinstance(dialect, EchoServer):
@@ -280,21 +315,19 @@ def check_alignment(client: JSONClient, dialect: EchoServer, query: Query, answe
                 )
 
 
-def check_texts(client: JSONClient, vocabulary: VocabularyTexts, answer: ListedLogprobs) -> None:
-    """Check that the server's tokens have the texts of the local tokenizer.
+def check_texts(client: JSONClient, vocabulary: VocabularyTexts, texts: Mapping[int, str]) -> None:
+    """Check that the server's tokens, texts by ids, have the texts of the local tokenizer.
 
     Raises:
         TokenizerMismatchError: with the first that differ.
     """
-    different = {
-        token_id: text for token_id, text in answer.texts.items() if not vocabulary.matches(token_id, text)
-    }
+    different = {token_id: text for token_id, text in texts.items() if not vocabulary.matches(token_id, text)}
     if different:
         examples = "; ".join(
             f"token {token_id} is {text[:40]!r} there and {vocabulary.text_of(token_id)!r} here"
             for token_id, text in list(different.items())[:3]
         )
         raise TokenizerMismatchError(
-            f"{client.subject} has another tokenizer: {len(different)} of {len(answer.texts)} tokens differ "
+            f"{client.subject} has another tokenizer: {len(different)} of {len(texts)} tokens differ "
             f"({examples}); compare models of one tokenizer"
         )
