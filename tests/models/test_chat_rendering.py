@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kleash.errors import SourceError
-from kleash.models import read_prompts, read_responses
+from kleash.jobs.reading import ReadOptions
+from kleash.models import describe_source, read_prompts, read_responses
 from kleash.models.sources.prompts import tokenise_prompts
 
 TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
@@ -153,6 +154,35 @@ def test_every_turn_of_the_assistant_is_a_response_to_what_came_before(read):
     assert {one.prompt_id for one in responses} == {0}
     with pytest.raises(SourceError, match="line 1: expected an answer of the assistant and found"):
         read({"prompt": [said("Hi")], "completion": [tool]}, kind=read_responses)
+
+
+IM = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|im_start|>user\nHi<|im_end|>\nassistant: ",
+        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n",
+        "user\nHi\nassistant\n",  # decoded without special tokens
+        "<s>A text with its begin token",
+    ],
+)
+def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, tmp_path, text):
+    """As logs of lm-evaluation-harness and SkyRL have them."""
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = IM + END
+    pair = replace(pair, tokenizer=tokenizer)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi user"}) + "\n" + json.dumps({"prompt": text}) + "\n")
+    plain, rendered = read_prompts(str(path), pair)
+    assert plain.token_ids == tuple(tokenizer("Hi user")["input_ids"])
+    assert rendered.token_ids[:2] != (tokenizer.bos_token_id,) * 2
+    notes = describe_source("prompts", str(path), tokenizer=tokenizer)
+    assert "1 of the 2 prompts are plain text that begins as the policy's chat template does" in notes
+    with pytest.raises(SourceError, match=r"line 2: a chat template has rendered the prompt '.*' already"):
+        read_prompts(str(path), pair, reading=ReadOptions(chat_template="apply"))
 
 
 PUBLISHED = (

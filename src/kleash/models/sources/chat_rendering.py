@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from kleash.errors import SourceError
@@ -189,6 +189,33 @@ def _prints_parts(text: str, messages: list[dict[str, Any]]) -> bool:
     """Whether a rendered text has the parts of a content as Python prints them."""
     contents = [message.get("content") for message in messages]
     return any(content and isinstance(content, list) and str(content) in text for content in contents)
+
+
+def is_rendered(text: str, tokenizer: Any) -> bool:
+    """Whether a plain text begins as the tokenizer's chat template begins, or has a special token that it writes.
+
+    Such are the prompts in a log of a program that rendered them, with or without their special tokens.
+    """
+    beginnings, special_tokens = _beginning_of_template(tokenizer)
+    return text.startswith(beginnings) or any(token in text for token in special_tokens)
+
+
+@lru_cache(maxsize=4)
+def _beginning_of_template(tokenizer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a chat template writes before a user's message: as texts, and the special tokens in it but the first."""
+    mark = "kleash"
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": mark}])
+    except Exception:  # a template is code of the checkpoint and can raise any exception
+        return (), ()
+    bos = tokenizer.bos_token or ""
+    before = text.partition(mark)[0].removeprefix(bos)
+    special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    without_special_tokens = before
+    for token in special_tokens:
+        without_special_tokens = without_special_tokens.replace(token, "")
+    beginnings = [beginning for beginning in (before, without_special_tokens) if beginning.strip()]
+    return (*beginnings, *([bos] if bos else [])), tuple(token for token in special_tokens if token in before)
 
 
 def _template_options(record: SourceRecord) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import Prompt, hash_tokens
-from kleash.models.sources.chat_rendering import join_contents, render_messages
+from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_messages
 from kleash.models.sources.dataset_formats import (
     check_messages,
     check_text_only,
@@ -223,6 +223,11 @@ def _from_text(
             raise SourceError(
                 f"{record.location}: --chat-template apply renders it by the chat template of the policy's tokenizer, "
                 "which has none; leave that out, or give a --tokenizer with one"
+            )
+        if is_rendered(text, tokenizer):
+            raise SourceError(
+                f"{record.location}: a chat template has rendered the prompt {shorten(text)} already, and "
+                "--chat-template apply renders prompts that are plain; leave that out"
             )
         message = {"role": "user", "content": text}
         return _from_messages(record, [message], tokenizer, "prompt", chat_template)

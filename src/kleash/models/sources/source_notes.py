@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from kleash.jobs.reading import DatasetOptions, SourceKind
+from kleash.models.sources.chat_rendering import is_rendered
 from kleash.models.sources.columns import describe_choices, named_columns
 from kleash.models.sources.dataset_formats import expand_responses, is_preference
 from kleash.models.sources.rollout_logs import expand_logs
@@ -53,7 +54,7 @@ def describe_source(
     records = source.records()
     if kind == "responses":
         records = (response for record in expand_logs(records) for response in expand_responses(record))
-    forms = Counter(_form(record) for record in islice(records, limit))
+    forms = Counter(_form(record, tokenizer) for record in islice(records, limit))
     return (*notes, *_template_notes(forms, NOUNS.get(kind, "prompts"), template, is_text=kind == "text"))
 
 
@@ -71,17 +72,23 @@ def _first_record_notes(source: Source) -> list[str]:
     return notes
 
 
-def _form(record: SourceRecord) -> Literal["messages", "text", "token ids"]:
+def _form(record: SourceRecord, tokenizer: Any) -> Literal["messages", "text", "rendered text", "token ids"]:
     """What the prompt or document of a record is."""
     fields = record.fields
     if fields is None:
-        return "text"
+        return _form_of_text(record.text, tokenizer)
     if fields.get("prompt_token_ids") is not None:
         return "token ids"
     has_text = fields.get("text") is not None or isinstance(fields.get("prompt"), str)
     if not has_text and is_preference(record) and fields.get("prompt") is None:
         has_text = isinstance(fields["chosen"], str)
-    return "text" if has_text else "messages"
+    return _form_of_text(fields.get("prompt"), tokenizer) if has_text else "messages"
+
+
+def _form_of_text(text: Any, tokenizer: Any) -> Literal["text", "rendered text"]:
+    """Whether a plain prompt was rendered by the chat template of the tokenizer; other texts are not looked at."""
+    has_template = isinstance(text, str) and getattr(tokenizer, "chat_template", None)
+    return "rendered text" if has_template and is_rendered(text, tokenizer) else "text"
 
 
 def _template_notes(forms: Counter[str], noun: str, template: str | None, *, is_text: bool) -> list[str]:
@@ -103,6 +110,10 @@ def _template_notes(forms: Counter[str], noun: str, template: str | None, *, is_
         return notes
     if messages:
         notes.append(f"{some(messages)} {list_of_messages}, rendered by the policy's chat template")
+    if forms["rendered text"] and not is_text:
+        notes.append(
+            f"{some(forms['rendered text'])} plain text that begins as the policy's chat template does"
+        )
     if not plain or is_text:
         return notes
     if template == "apply":
