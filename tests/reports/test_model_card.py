@@ -14,7 +14,7 @@ from huggingface_hub.repocard_data import (
 )
 
 from kleash.records import Measurement, Number
-from kleash.reports.model_card import model_card, published_name
+from kleash.reports.model_card import card_section, model_card, published_name
 from kleash.store.measurement import ModelRecord
 
 HOSTILE = (
@@ -103,6 +103,13 @@ def test_a_section_says_what_was_measured_against_what(run: tuple[Path, Measurem
         in card
     )
     assert "- Only 40 clusters: the interval leans on few prompts." in card
+    text = "over the prefixes of the text data/corpus.txt, runs/7/tuned"
+    section = card_section(
+        replace(named(run[1], "runs/7/tuned", text="data/corpus.txt"), estimand=text, warnings=(text,))
+    )
+    assert "Over the prefixes of the text corpus.txt, tuned." in section
+    assert "- Over the prefixes of the text corpus.txt, tuned." in section
+    assert section.count("data/") == section.count("runs/") == 1  # in the command
 
 
 def test_bounds_are_named_as_bounds(run: tuple[Path, Measurement]) -> None:

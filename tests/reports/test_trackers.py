@@ -1,9 +1,11 @@
 """A measurement or a sweep in experiment trackers: its numbers and settings, and no harm to it if a tracker fails."""
 
+import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,44 @@ def test_a_tracker_gets_every_number_with_its_interval_and_the_settings(
     assert not PartialState._shared_state, (
         "the program's own use of Accelerate begins as if this had not been"
     )
+
+
+class PrintingService(Service):
+    """A service that prints, as trackio does when a run begins and ends."""
+
+    def as_module(self, name: str) -> types.ModuleType:
+        module = super().as_module(name)
+        module.finish = self.finish  # type: ignore[attr-defined]
+        return module
+
+    def init(self, **more: Any) -> Service:
+        print("* project initialized")
+        return super().init(**more)
+
+    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
+        print("* logged")
+        super().log(values, step)
+
+    def finish(self) -> None:
+        print("* run finished")
+        super().finish()
+
+
+@pytest.mark.usefixtures("no_state")
+def test_what_a_tracker_prints_is_no_output_of_the_command(
+    run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    service = PrintingService()
+    monkeypatch.setitem(sys.modules, "trackio", service.as_module("trackio"))
+    code = main(["report", str(run[0]), "--format", "json", "--report-to", "trackio"])
+    printed = capsys.readouterr()
+    assert code == 0 and json.loads(printed.out)["counts"]["tokens"] == run[1].counts.tokens
+    assert [line for line in printed.err.splitlines() if line.startswith("*")] == [
+        "* project initialized",
+        "* logged",
+        "* run finished",
+    ]
+    assert service.finished == 1
 
 
 def test_the_state_of_a_program_that_uses_accelerate_stays(

@@ -102,12 +102,15 @@ def card_section(measurement: Measurement) -> str:
     """The section of a model card: what was measured in a sentence, the table, warnings, and the command."""
     summary: Summary = summarize(measurement)
     table = replace(summary.tables[0], header=("Statistic", *summary.tables[0].header[1:]))
-    warnings = [f"- {escape_text(as_sentence(warning))}" for warning in all_warnings(measurement)]
+    warnings = [
+        f"- {escape_text(as_sentence(_with_published_names(warning, measurement)))}"
+        for warning in all_warnings(measurement)
+    ]
     parts = [
         "## Drift from the reference",
         card_sentence(measurement),
         markdown_table(table),
-        escape_text(as_sentence(measurement.estimand)),
+        escape_text(as_sentence(_with_published_names(measurement.estimand, measurement))),
         *(["Warnings:", "\n".join(warnings)] if warnings else []),
         f"Measured with kleash {escape_text(measurement.kleash)}. The command that repeats it:",
         code_block(measure_command(measurement.job)),
@@ -151,6 +154,14 @@ def source_of(job: Mapping[str, Any]) -> tuple[str, str]:
         if job.get(kind) is not None:
             return kind, str(job[kind])
     return "prompts", str(job.get("prompts") or "shipped:prompts")
+
+
+def _with_published_names(text: str, measurement: Measurement) -> str:
+    """A sentence, in which models and the source are called as they are published."""
+    _, source = source_of(measurement.job)
+    for path in (source, *(model.path for model in measurement.models.values())):
+        text = text.replace(path, published_name(path))
+    return text
 
 
 def published_name(path: str) -> str:

@@ -2,8 +2,9 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,28 @@ def open_trackers(
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         try:
-            opened.append(
-                _tensorboard(settings, folder, after)
-                if name == TENSORBOARD
-                else _accelerate_tracker(name, settings, folder)
-            )
+            with redirect_stdout(sys.stderr):
+                tracker = (
+                    _tensorboard(settings, folder, after)
+                    if name == TENSORBOARD
+                    else _accelerate_tracker(name, settings, folder)
+                )
         except BaseException:
             for tracker in opened:
                 tracker.close()
             raise
+        opened.append(Tracker(log=_printing_apart(tracker.log), close=_printing_apart(tracker.close)))
     return opened
+
+
+def _printing_apart(function: Callable[..., object]) -> Callable[..., object]:
+    """The function, which prints on standard error: standard output is that of the command, perhaps JSON."""
+
+    def call(*args: Any) -> object:
+        with redirect_stdout(sys.stderr):
+            return function(*args)
+
+    return call
 
 
 def _tensorboard(settings: Mapping[str, object], folder: Path, after: int) -> Tracker:
@@ -98,7 +111,7 @@ def _missing(name: str) -> MissingExtraError:
 
 def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path) -> Tracker:
     try:
-        import_extra(name, "train")
+        module = import_extra(name, "train")
     except MissingExtraError as error:
         raise _missing(name) from error
     tracking = import_extra("accelerate.tracking", "train")
@@ -111,7 +124,9 @@ def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path)
         raise CannotRunError(
             f"the tracker {name} cannot be started: {_reason(error)}; set it up, or leave it out"
         ) from error
-    return Tracker(log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=tracker.finish)
+    # Accelerate finishes a run of trackio without its knowledge, which finishes it again when the process ends.
+    close = getattr(module, "finish", tracker.finish) if name == "trackio" else tracker.finish
+    return Tracker(log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=close)
 
 
 def _start_tracker(kind: Any, name: str, folder: Path) -> Any:
