@@ -74,7 +74,7 @@ class ClusterError(KleashError, RuntimeError):
 
 
 class TrackerWarning(UserWarning):
-    """A tracker did not get a measurement, which is on disk."""
+    """A tracker did not get a result or a step, which is on disk."""
 
 
 class Interrupted(KeyboardInterrupt):

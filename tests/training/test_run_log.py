@@ -8,7 +8,7 @@ import pytest
 from histories import bent, healthy
 from tracker_service import Service
 
-from kleash.errors import CannotRunError, MissingExtraError, UnknownNameError
+from kleash.errors import CannotRunError, MissingExtraError, TrackerWarning, UnknownNameError
 from kleash.records import DPOJob, PPOJob, Sample, StepRecord, read_samples, read_steps
 from kleash.reports.trackers import open_trackers
 from kleash.training import Advice, RunLog
@@ -202,6 +202,34 @@ def test_unreachable_tracker_is_one_sentence_and_closes_the_others(
     ):
         open_trackers(("wandb", "trackio"), {}, tmp_path)
     assert first.finished == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [("log", "did not get step 2 and gets no"), ("finish", "may lack the last")]
+)
+def test_a_tracker_that_fails_ends_no_training(
+    part: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no network\nsecond line")
+
+    broken, working = Service(), Service()
+    monkeypatch.setitem(sys.modules, "wandb", broken.as_module("wandb"))
+    monkeypatch.setitem(sys.modules, "trackio", working.as_module("trackio"))
+    run_log = run_log_of(tmp_path, report_to=("wandb", "trackio"))
+    run_log.step(1, {"beta": 0.5})
+    monkeypatch.setattr(broken, part, fail)
+    with pytest.warns(
+        TrackerWarning, match=rf"the tracker wandb {words}.* \(no network\); all steps are in"
+    ) as caught:
+        run_log.step(2, {"beta": 0.25})
+        run_log.step(3, {"beta": 0.125})
+        run_log.close()
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    assert (
+        [step for step, _ in working.logged] == [record.step for record in read_steps(tmp_path)] == [1, 2, 3]
+    )
+    assert working.finished == 1
 
 
 def test_duplicate_tracker_logs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kleash.cli.steps import Steps
-from kleash.cli.terminal import Terminal, remark, say
+from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.jobs import TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_REFERENCE
@@ -22,9 +22,10 @@ def run_train(job: TrainJob) -> int:
     from kleash.training import train
 
     if job.quiet or launched_rank() != 0:
-        result = train(job)
+        with trackers_as_sentences():
+            result = train(job)
     else:
-        with Steps(job.steps) as steps:
+        with trackers_as_sentences(), Steps(job.steps) as steps:
             for sentence in job.without_effect():
                 steps.note(sentence)
             if job.policy == SHIPPED_REFERENCE:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ LAUNCHER_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COM
 class Tracker:
     """A destination of metrics."""
 
+    name: str
     log: Callable[[Mapping[str, float], int], object]
     """Send the metrics of a step."""
     close: Callable[[], object]
@@ -59,7 +60,9 @@ def open_trackers(
             for tracker in opened:
                 tracker.close()
             raise
-        opened.append(Tracker(log=_printing_apart(tracker.log), close=_printing_apart(tracker.close)))
+        opened.append(
+            replace(tracker, log=_printing_apart(tracker.log), close=_printing_apart(tracker.close))
+        )
     return opened
 
 
@@ -89,7 +92,7 @@ def _tensorboard(settings: Mapping[str, object], folder: Path, after: int) -> Tr
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Tracker(log=log, close=writer.close)
+    return Tracker(name=TENSORBOARD, log=log, close=writer.close)
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -122,11 +125,11 @@ def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path)
         tracker.store_init_configuration(_plain(settings))
     except Exception as error:  # any exception of the tracker's own code
         raise CannotRunError(
-            f"the tracker {name} cannot be started: {_reason(error)}; set it up, or leave it out"
+            f"the tracker {name} cannot be started: {reason_of(error)}; set it up, or leave it out"
         ) from error
     # Accelerate finishes a run of trackio without its knowledge, which finishes it again when the process ends.
     close = getattr(module, "finish", tracker.finish) if name == "trackio" else tracker.finish
-    return Tracker(log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=close)
+    return Tracker(name=name, log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=close)
 
 
 def _start_tracker(kind: Any, name: str, folder: Path) -> Any:
@@ -198,13 +201,13 @@ def _send(
                     tracker.close()
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
-                f"the tracker {name} did not get the {kind} ({_reason(error)}), which is in {folder}; send it "
+                f"the tracker {name} did not get the {kind} ({reason_of(error)}), which is in {folder}; send it "
                 f"with kleash report {folder} --report-to {name}"
             )
     return failures
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of an error of a tracker, or its type if it has no words."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

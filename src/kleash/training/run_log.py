@@ -1,13 +1,14 @@
 """The log of a training run: writes each step to disk, terminal and trackers, and monitors reward hacking."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kleash.errors import RunFolderError
+from kleash.errors import RunFolderError, TrackerWarning
 from kleash.jobs import TrainJob
-from kleash.reports.trackers import Tracker, open_trackers
+from kleash.reports.trackers import Tracker, open_trackers, reason_of
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
 from kleash.store.metrics import metric_of, spelt
@@ -153,8 +154,7 @@ class RunLog:
         for warning in () if self._warned else step_warnings(values):
             self.note(warning)
             self._warned = True
-        for tracker in self._trackers:
-            tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
+        self._send(step, {spelt(name, self.job.metric_names): value for name, value in values.items()})
         self.display.stepped(record)
         acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
@@ -163,11 +163,33 @@ class RunLog:
         """Show a note, such as the checkpoint that the run resumes from."""
         self.display.note(sentence)
 
+    def _send(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a step to the trackers; one that fails gets no further steps, and the training continues."""
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(metrics, step)
+            except Exception as error:  # any exception of the tracker's own code
+                self._trackers.remove(tracker)
+                warnings.warn(
+                    f"the tracker {tracker.name} did not get step {step} and gets no further ones "
+                    f"({reason_of(error)}); all steps are in {self.folder / STEPS}",
+                    TrackerWarning,
+                    stacklevel=3,
+                )
+
     def close(self) -> None:
         """Close the trackers."""
-        for tracker in self._trackers:
-            tracker.close()
-        self._trackers = []
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # any exception of the tracker's own code
+                warnings.warn(
+                    f"the tracker {tracker.name} may lack the last steps ({reason_of(error)}); all steps are in "
+                    f"{self.folder / STEPS}",
+                    TrackerWarning,
+                    stacklevel=2,
+                )
 
 
 def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:
