@@ -76,6 +76,13 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
             "400",
             r"refuses the request with 400: 'no, \\x1b\[31mBearer \*\*\*'; a smaller --top-logprobs or --window",
         ),
+        (
+            "proxy",
+            "400",
+            r"gives no log-probabilities of given tokens, which .* \(as vLLM, it refuses .* 400: .*; as echo .* 400",
+        ),
+        ("proxy", "500", r"server answered 500: .* \(tried 3 times\); see that it runs"),
+        ("proxy", "401", r"server refuses the request with 401 \(KLEASH_POLICY_API_KEY\); check the key$"),
         ("vllm", "redirect", r"sends to another address \(https://elsewhere.example/v1\); give that one"),
         ("vllm", "reflected", r"has 'Bearer \*\*\*' in place of choices"),
         ("sglang", "reflected", r"has 'Bearer \*\*\*' in place of meta_info"),

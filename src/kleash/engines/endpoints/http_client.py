@@ -19,8 +19,6 @@ from kleash.errors import EndpointError, OptionError
 
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of passing faults: the request is sent again."""
-REFUSED_SIZES = frozenset({400, 413})
-"""Statuses of requests for more tokens or lists than a server gives."""
 FIRST_PAUSE_SECONDS = 0.5
 """Pause before the first retry; each later one is twice as long, and all vary at random by half."""
 MAX_PAUSE_SECONDS = 30.0
@@ -35,6 +33,10 @@ SHORTEST_KEY = 8
 """Characters of a key that is removed from answers."""
 ANSWER_FIELDS = frozenset({"choices", "meta_info", "data"})
 """Fields of answers. One without them that has an error is a failure, as of a proxy that answers with 200."""
+
+
+class RefusedRequestError(EndpointError):
+    """A request that a server does not understand, or that asks for more than it gives."""
 
 
 class _PassingError(Exception):
@@ -281,8 +283,7 @@ class JSONClient:
             sentence = f"sends to another address ({headers.get('Location', 'not named')}); give that one"
         else:
             sentence = f"refuses the request with {status}{_quoted_message(content)}"
-            if status in REFUSED_SIZES:
-                sentence += "; a smaller --top-logprobs or --window asks for less"
+            raise RefusedRequestError(self._redacted(f"{self.subject} {sentence}"))
         raise EndpointError(self._redacted(f"{self.subject} {sentence}"))
 
     def _without_key(self, content: bytes) -> bytes:

@@ -15,7 +15,7 @@ from kleash.engines.endpoints.dialects import (
     EchoServer,
     Query,
 )
-from kleash.engines.endpoints.http_client import JSONClient
+from kleash.engines.endpoints.http_client import JSONClient, RefusedRequestError
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
     ListedLogprobs,
@@ -35,15 +35,13 @@ ALIGNMENT_PREFIXES = (0.4, 0.6, 0.8)
 """Shares of the probe after which the two are compared."""
 LIKELY_NATS = -4.0
 """Tokens below this log-probability are not compared."""
-NO_PROMPT_LOGPROBS_REASON = (
-    "gives log-probabilities of generated tokens only, and kleash needs those of given tokens: serve the model with "
-    "vLLM, SGLang or llama-cpp-python"
-)
+SERVERS_ADVICE = "serve the model with vLLM, SGLang or llama-cpp-python"
 
 ANSWER_ADVICE = (
     "see that it returns natural logarithms of probabilities, and that its model has the tokenizer of the "
     "local one"
 )
+REFUSAL_ADVICE = "a smaller --top-logprobs or --window asks for less"
 
 
 class ListedModel(NamedTuple):
@@ -182,6 +180,8 @@ class Endpoint:
             ) from error
         except UnsendableError as error:
             raise EndpointError(f"{self.client.subject} cannot score {sequence.name}: {error}") from error
+        except RefusedRequestError as error:
+            raise EndpointError(f"{error}; {REFUSAL_ADVICE}") from error
         texts = answer.texts.items() - self.checked_texts
         check_texts(self.client, vocabulary, dict(texts))
         self.checked_texts.update(texts)
@@ -219,11 +219,15 @@ def connect(
     """
     name, owner, context_length, is_adapter = listed_model
     if owner == NO_PROMPT_LOGPROBS:
-        raise EndpointError(f"{client.subject} is llama.cpp's own server, which {NO_PROMPT_LOGPROBS_REASON}")
+        raise EndpointError(
+            f"{client.subject} is llama.cpp's own server, which gives log-probabilities of generated tokens only, and "
+            f"kleash needs those of given tokens: {SERVERS_ADVICE}"
+        )
     vocabulary = VocabularyTexts(tokenizer=tokenizer, size=vocab_size)
     token_ids = tokenizer(PROBE)["input_ids"]
     dialects = [DIALECTS[owner]] if owner in DIALECTS else [VLLM, EchoServer]
     failures: list[str] = []
+    without_answer: list[EndpointError] = []
     for kind in dialects:
         scored = len(token_ids) - kind.context_tokens
         query = Query(
@@ -241,10 +245,13 @@ def connect(
             failures.append(f"as {kind.name}, its answer to the probe {error}")
         except UnsendableError as error:
             failures.append(f"as {kind.name}, {error}")
-        except EndpointError as error:
+        except RefusedRequestError as error:
             if len(dialects) == 1:
-                raise
-            failures.append(str(error))
+                raise EndpointError(f"{error}; {REFUSAL_ADVICE}") from error
+            failures.append(f"as {kind.name}, it {str(error).removeprefix(client.subject + ' ')}")
+        except EndpointError as error:
+            without_answer.append(error)
+            failures.append(f"as {kind.name}, it {str(error).removeprefix(client.subject + ' ')}")
         else:
             check_texts(client, vocabulary, answer.texts)
             return Endpoint(
@@ -257,12 +264,16 @@ def connect(
                 probe=query,
                 probe_logps=tuple(answer.token_logp.tolist()),
             )
+    if len(without_answer) == len(dialects):  # no server, a refused key, or an error that each request has
+        raise without_answer[0]
     reason = "; ".join(failures)
     if len(dialects) == 1:
         raise EndpointError(
             f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; {ANSWER_ADVICE}"
         )
-    raise EndpointError(f"{client.subject} {NO_PROMPT_LOGPROBS_REASON} ({reason})")
+    raise EndpointError(
+        f"{client.subject} gives no log-probabilities of given tokens, which kleash needs: {SERVERS_ADVICE} ({reason})"
+    )
 
 
 def _probe(client: JSONClient, dialect: Dialect, query: Query) -> tuple[Dialect, ListedLogprobs]:
