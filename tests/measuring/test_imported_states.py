@@ -13,13 +13,14 @@ import torch
 from engine_files import layer_outputs, sglang_response, write_logps, write_vllm
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from kleash.cli import main
 from kleash.errors import Interrupted
 from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
 from kleash.measuring.imported_states import ImportedStates
-from kleash.models import TokenSequence
+from kleash.models import Loading, TokenSequence, load_reference
+from kleash.models.cache.layer_states import find_final_norm, layer_states
 
 TEXTS = [
     "The sea was calm and the boat went out before the sun had come up over the hills.",
@@ -237,7 +238,7 @@ def test_a_wrong_list_of_layers_is_named(
     assert message in refusal(files, layers=stated)
 
 
-@pytest.mark.parametrize(("shift", "words"), [(1, "1 earlier"), (-2, "2 later"), (5, "5 earlier")])
+@pytest.mark.parametrize(("shift", "words"), [(1, "1 earlier"), (-2, "2 later"), (16, "16 earlier")])
 def test_shifted_rows_are_named(shift: int, words: str, files: Path, refusal: Callable[..., str]) -> None:
     path = edit(without_logps(files), lambda states: states.roll(shift, 0), 2)
     assert refusal(files) == (
@@ -260,11 +261,12 @@ def test_log_probabilities_at_another_temperature_are_named(
     assert "log-probabilities are those at temperature 0.7; save them at temperature 1" in refusal(files)
 
 
+@pytest.mark.parametrize("shift", [1, 12])
 def test_shifted_log_probabilities_are_named(
-    pair: Pair, requests: list[list[int]], files: Path, refusal: Callable[..., str]
+    shift: int, pair: Pair, requests: list[list[int]], files: Path, refusal: Callable[..., str]
 ) -> None:
-    write_logps(files, pair[1], requests, shift=1)
-    assert "log-probabilities are shifted: each is that of the token 1 later" in refusal(files)
+    write_logps(files, pair[1], requests, shift=shift)
+    assert f"log-probabilities are shifted: each is that of the token {shift} later" in refusal(files)
 
 
 def test_another_head_is_named(
@@ -285,15 +287,64 @@ def test_another_model_is_named(
     assert f"differs from the hidden states of {pair[1]} by" in line and "at every layer" in line
 
 
-def test_single_wrong_rows_are_named(files: Path, refusal: Callable[..., str]) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_single_wrong_rows_are_named(share: float, files: Path, refusal: Callable[..., str]) -> None:
     def exchange(states: torch.Tensor) -> torch.Tensor:
-        states[9] = states[4].clone()
+        states[9] += share * (states[4] - states[9])
         return states
 
-    path = edit(files, exchange, 1)
+    path = edit(without_logps(files), exchange, 1)
     line = refusal(files)
     assert line.startswith("1 of ") and f"rows of {path} are not those of" in line
     assert "the first being row 9" in line
+
+
+def test_states_of_another_request_are_named(
+    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    other = [*requests[0][:4], 77, *requests[0][5:]]
+    files = write_vllm(tmp_path / "files", pair[1], [*requests, other])
+    paths = [files / "cmpl-000.safetensors", files / "cmpl-004.safetensors"]
+    first, second = map(load_file, paths)
+    save_file({**first, "token_ids": second["token_ids"]}, paths[0])
+    save_file({**second, "token_ids": first["token_ids"]}, paths[1])
+    assert f"{paths[1]} holds the hidden states of the tokens of {paths[0]}" in refusal(files)
+
+
+def test_a_layer_that_does_little_is_told_from_the_one_before(
+    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    """Its hidden states differ by less than the largest rounding error."""
+    network = AutoModelForCausalLM.from_pretrained(pair[1])
+    with torch.no_grad():
+        for weight in (network.model.layers[1].self_attn.o_proj, network.model.layers[1].mlp.down_proj):
+            weight.weight.mul_(1e-4)
+    reference = Path(shutil.copytree(pair[1], tmp_path / "reference"))
+    network.save_pretrained(reference)
+    files = write_vllm(tmp_path / "files", reference, requests, layers=(0, 1))
+    line = refusal(files, reference=reference, layers="0,2")
+    assert "holds the hidden states after layers 0,1 and --layers is 0,2" in line
+
+
+def test_the_layers_of_a_network_that_lists_its_hidden_states_without_the_embeddings(tmp_path: Path) -> None:
+    """Mamba in transformers 5 begins its list after the first layer."""
+    config = MambaConfig(vocab_size=320, hidden_size=32, state_size=8, num_hidden_layers=3)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = load_reference(str(tmp_path), None, Loading()).reference
+    inputs: list[torch.Tensor] = []
+    for layer in (*model.backbone.layers, model.backbone.norm_f):
+        layer.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0]))
+    states = layer_states(model, find_final_norm(model, range(8)), range(8, 20))
+    assert len(states.layers) == 4
+    for computed, expected in zip(states.layers, inputs[-4:], strict=True):
+        assert torch.equal(computed, expected)
+
+
+def test_another_order_of_axes_is_named(files: Path, refusal: Callable[..., str]) -> None:
+    edit(files, lambda states: states.transpose(1, 2))
+    assert "of shape [tokens, dim, layers]; expected [tokens, layers, dim]" in refusal(files)
 
 
 def test_single_wrong_log_probabilities_are_named(files: Path, refusal: Callable[..., str]) -> None:
@@ -344,7 +395,7 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
         (lambda p: save(p, torch.zeros(9, 3, 32), torch.arange(9)), "holds 3 layers of 32 numbers"),
         (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16 and"),
         (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "holds 8 rows of hidden states (shape [8, 2, 32])"),
-        (lambda p: save(p, torch.zeros(2, 9, 32), torch.arange(9)), "for 9 tokens; let the engine save it again, as ["),
+        (lambda p: save(p, torch.zeros(2, 9, 32), torch.arange(9)), "which is [layers, tokens, dim] for 9 tokens"),
         (lambda p: save(p, torch.zeros(9, 2, 0), torch.arange(9)), "holds 2 layers of 0 numbers"),
         (lambda p: (p.unlink(), p.mkdir()), "is not a regular file"),
         (lambda p: (p.unlink(), p.symlink_to("gone")), "is not a regular file"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.cache.saved_records import SavedRequest
-from kleash.models.cache.state_causes import SHIFTS, SMALLEST_SHIFT_ROWS
+from kleash.models.cache.state_causes import SMALLEST_SHIFT_ROWS
 from kleash.models.heads import head_logits
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence
@@ -64,7 +64,8 @@ def explain_logps(
             "temperature 1, before any processing"
         )
     computed = token_logps(hidden, model.head, sequence.response_ids)
-    for shift in SHIFTS[1:]:
+    widest = len(logps) - max(SMALLEST_SHIFT_ROWS, len(logps) // 2)
+    for shift in (sign * size for size in range(1, widest + 1) for sign in (-1, 1)):
         count = len(logps) - abs(shift)
         shifted = np.abs(logps[max(0, -shift) :][:count] - computed[max(0, shift) :][:count])
         shifted = shifted[~np.isnan(shifted)]

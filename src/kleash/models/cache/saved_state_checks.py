@@ -1,6 +1,7 @@
 """Checks of saved hidden states against their model: layers, final norm, rows, log-probabilities."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Float
@@ -17,9 +18,12 @@ from kleash.models.cache.layer_states import (
 from kleash.models.cache.saved_logps import explain_logps, logps_agree, token_logps
 from kleash.models.cache.saved_records import SavedRequest
 from kleash.models.cache.saved_states import SavedStates, check_rows
-from kleash.models.cache.state_causes import StateComparison, explain_states
+from kleash.models.cache.state_causes import StateComparison, explain_rows, explain_states
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence
+
+EXCHANGED_REQUESTS = 16
+"""Requests of one length whose tokens are tried for the rows of another."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -103,11 +107,31 @@ class SavedStateChecker:
         )
         errors = comparison.errors()
         if not errors_agree(errors, self.model.dtype) or comparison.is_after_norm():
-            raise ModelError(explain_states(comparison))
+            raise ModelError(
+                explain_states(comparison) or self._explain_exchange(comparison) or explain_rows(comparison)
+            )
         wrong_list = comparison.wrong_layer_list()
         if wrong_list is not None:
             raise ModelError(wrong_list)
         return float(errors.median())
+
+    def _explain_exchange(self, comparison: StateComparison) -> str | None:
+        """A sentence if the rows of a request are those of another request's tokens; None if they are not."""
+        length = len(comparison.rows)
+        requests = (
+            other
+            for other in self.saved.requests()
+            if other.rows == comparison.request.rows and other != comparison.request
+        )
+        for other in islice(requests, EXCHANGED_REQUESTS):
+            token_ids = self.saved.token_ids(other)[:length]
+            exchanged = replace(comparison, computed=layer_states(self.model, self.norm, token_ids))
+            if errors_agree(exchanged.errors(), self.model.dtype):
+                return (
+                    f"{comparison.request} holds the hidden states of the tokens of {other}: hidden states and tokens "
+                    "were exchanged; let the engine save both again"
+                )
+        return None
 
     def check_copy(self, first: SavedRequest, hidden: Tensor, copy: SavedRequest, other: Tensor) -> None:
         """Check that two requests with the same tokens have the same final hidden states.

@@ -123,6 +123,10 @@ class SavedStates:
         Raises:
             ModelError: if they cannot be of that model.
         """
+        if self.dim != dim and self.num_layers == dim:
+            raise ModelError(
+                f"{self._first} holds hidden states of shape [tokens, dim, layers]; expected [tokens, layers, dim]"
+            )
         if self.dim != dim:
             raise ModelError(
                 f"{self._first} holds hidden states of {self.dim} numbers and those of {name} have {dim}; give the "
@@ -201,6 +205,11 @@ class SavedStates:
             raise ModelError(
                 f"{path} holds hidden states of shape {shape} and token ids of shape {token_shape}; expected "
                 "[tokens, layers, dim] and [tokens]"
+            )
+        if shape[0] != token_shape[0] == shape[1]:
+            raise ModelError(
+                f"{path} holds hidden states of shape {shape}, which is [layers, tokens, dim] for "
+                f"{token_shape[0]} tokens; expected [tokens, layers, dim]"
             )
         if shape[0] != token_shape[0]:
             raise ModelError(

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.models.cache.layer_states import (
-    ROW_TOLERANCE,
+    ROW_TOLERANCES,
     STATE_TOLERANCES,
     FinalNorm,
     LayerStates,
@@ -18,10 +18,13 @@ from kleash.models.cache.layer_states import (
 )
 from kleash.models.cache.saved_records import SavedRequest
 
-SHIFTS = (0, *(sign * count for count in range(1, 9) for sign in (-1, 1)))
-"""Tokens by which rows or log-probabilities may be shifted; 0 first."""
+SMALL_SHIFTS = 8
+"""Tokens of a shift that is tried in any case."""
 SMALLEST_SHIFT_ROWS = 4
 """Rows that must overlap for a shift to be told from chance."""
+NEARER = 0.5
+"""Rows are those of another layer if their median error to it is less than this share of that to the stated layer. The
+error of rounding is as large to both, however little a layer does."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,32 +66,49 @@ class StateComparison:
         best = min(range(len(errors)), key=lambda layer: float(errors[layer].quantile(0.9)))
         return best if errors_agree(errors[best], self.dtype) else None
 
+    def nearest_layer(self, column: int, stated: int) -> int | None:
+        """The layer after which the rows of a column are: the stated one, unless another is much nearer."""
+        normed = self.norm(self.rows[:, column])
+        errors = [row_errors(normed, self.norm(layer)) for layer in self.computed.layers]
+        medians = [float(error.median()) for error in errors]
+        if not errors_agree(errors[stated], self.dtype):
+            return self.matching_layer(column)
+        best = min(range(len(medians)), key=lambda layer: medians[layer])
+        return best if medians[best] < NEARER * medians[stated] else stated
+
+    def shifts(self) -> list[int]:
+        """Numbers of tokens by which the rows may be shifted, the smallest first: all small ones, and those by which a
+        single row is nearest to one of the model's."""
+        last = self.rows[:, -1]
+        length = len(last)
+        picks = [length // 4, length // 2, 3 * length // 4]
+        candidates: set[int] = {*range(-SMALL_SHIFTS, SMALL_SHIFTS + 1)}
+        for states in (last,) if self.layers is None else (last, self.norm(last)):
+            distances = torch.cdist(states[picks].double(), self.computed.final.double())
+            candidates |= {best - row for row, best in zip(picks, distances.argmin(-1).tolist(), strict=True)}
+        overlap = min(SMALLEST_SHIFT_ROWS, length)
+        return sorted((shift for shift in candidates if length - abs(shift) >= overlap), key=_by_size)
+
     def wrong_layer_list(self) -> str | None:
         """A sentence if the rows of some layer are those of another; None if the list is right."""
         layers = self.layers or ()
-        actual = [
-            layer
-            if rows_agree(self.norm(self.rows[:, column]), self.norm(self.computed.layers[layer]), self.dtype)
-            else self.matching_layer(column)
-            for column, layer in enumerate(layers)
-        ]
+        actual = [self.nearest_layer(column, layer) for column, layer in enumerate(layers)]
         if all(layer is None or layer == stated for layer, stated in zip(actual, layers, strict=True)):
             return None
         return _wrong_layers(self.request, actual, layers)
 
 
-def explain_states(comparison: StateComparison) -> str:
-    """A sentence with the cause of final hidden states that are not the model's."""
+def explain_states(comparison: StateComparison) -> str | None:
+    """A sentence with the cause of rows that are the model's, but of another place; None if they are not."""
     request, rows, computed, layers = (
         comparison.request,
         comparison.rows,
         comparison.computed,
         comparison.layers,
     )
-    dtype, name, errors = comparison.dtype, comparison.name, comparison.errors()
+    dtype, name = comparison.dtype, comparison.name
     last, depth = rows[:, -1], len(computed.layers) - 1
-    wide = [shift for shift in SHIFTS if len(rows) - abs(shift) >= min(SMALLEST_SHIFT_ROWS, len(rows))]
-    for shift in wide:
+    for shift in comparison.shifts():
         where = _shift_clause(shift)
         if errors_agree(_shifted_errors(last, computed.final, shift), dtype):
             if layers is None:
@@ -110,7 +130,18 @@ def explain_states(comparison: StateComparison) -> str:
             columns = [comparison.matching_layer(column, shift) for column in range(rows.shape[1])]
             return _wrong_layers(request, columns, layers)
         return f"{request}: {where}; let the engine save it again"
-    wrong = (errors > ROW_TOLERANCE).nonzero().flatten().tolist()
+    return None
+
+
+def explain_rows(comparison: StateComparison) -> str:
+    """A sentence about rows of which some or all are not the model's."""
+    request, dtype, name, errors = (
+        comparison.request,
+        comparison.dtype,
+        comparison.name,
+        comparison.errors(),
+    )
+    wrong = (errors > ROW_TOLERANCES[dtype]).nonzero().flatten().tolist()
     if errors.quantile(0.5) <= STATE_TOLERANCES[dtype] and wrong:
         return (
             f"{len(wrong)} of {len(errors)} rows of {request} are not those of {name}, the first being row "
@@ -135,6 +166,10 @@ def _shifted_errors(rows: Tensor, expected: Tensor, shift: int) -> Tensor:
     """Errors of row t against the expected row t + shift, where both exist."""
     count = len(rows) - abs(shift)
     return row_errors(rows[max(0, -shift) :][:count], expected[max(0, shift) :][:count])
+
+
+def _by_size(shift: int) -> tuple[int, int]:
+    return abs(shift), shift
 
 
 def _shift_clause(shift: int) -> str:
