@@ -1,6 +1,7 @@
 """Simultaneous differences: the critical value of max-t, its limits, false rankings, and letters."""
 
 import math
+import re
 from itertools import combinations, permutations
 
 import numpy as np
@@ -83,6 +84,32 @@ def test_a_candidate_that_copies_another_does_not_raise_the_critical_value() -> 
     assert result.pairs[0].simultaneous_ci95 == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("noise", [1e-3, 1e-8])
+def test_differences_far_smaller_than_what_candidates_share_are_compared(noise: float) -> None:
+    values = means_of_clusters(4, 60, [0.0, 0.0, 0.0, 8 * noise], noise)
+    result = simultaneous_differences(values, np.ones_like(values))
+    expected = simultaneous_differences((values - values[:, :1]) / noise, np.ones_like(values))
+    assert result.letters == ("a", "a", "a", "b")
+    assert result.critical_value == pytest.approx(expected.critical_value, rel=0.012)
+
+
+def test_a_candidate_of_another_size_leaves_the_critical_value_of_the_others() -> None:
+    """Beside a candidate with 10^12 times their noise, the others keep the correlations of their differences."""
+    values = means_of_clusters(5, 60, [0.0, 0.0, 0.0, 0.0])
+    values[:, 1:3] = values[:, :1] + 1e-3 * (values[:, 1:3] - 1)
+    far = np.column_stack([values, 1e12 * np.random.default_rng(1).standard_normal(60)])
+    near = simultaneous_differences(values, np.ones_like(values)).critical_value
+    draws = np.random.default_rng(2).standard_normal((20_000, 60))
+    pairs = list(combinations(range(5), 2))
+    differences = np.stack([far[:, i] - far[:, j] for i, j in pairs], axis=1)
+    differences -= differences.mean(axis=0)
+    t = draws @ (differences / np.linalg.norm(differences, axis=0))
+    t /= np.sqrt(np.random.default_rng(3).chisquare(59, (20_000, 1)) / 59)
+    expected = np.quantile(np.abs(t).max(axis=1), 0.95)
+    result = simultaneous_differences(far, np.ones_like(far)).critical_value
+    assert near < result == pytest.approx(expected, rel=0.015)
+
+
 @pytest.mark.parametrize("clusters", [30, 300])
 def test_tied_candidates_are_seldom_ranked_and_different_ones_are(clusters: int) -> None:
     false_rankings = missed = 0
@@ -129,6 +156,19 @@ def test_letters_are_shared_exactly_by_ties() -> None:
                 for letter in sorted(set("".join(letters)))
             ]
             assert not any(a <= b for a, b in permutations(groups, 2))
+            for group in groups:  # none can be left out
+                others = [other for other in groups if other is not group]
+                assert any(not any({i, j} <= other for other in others) for i in group for j in group)
+
+
+def test_ties_without_an_order_have_few_letters() -> None:
+    """120 candidates of which each is different from one other have 2^60 largest groups."""
+    pairs = list(combinations(range(120), 2))
+    different = {(i, i + 1) for i in range(0, 120, 2)}
+    letters = compact_letters(list(map(float, range(120))), different)
+    groups = [set(re.findall(r"[a-zA-Z]|\(\d+\)", text)) for text in letters]
+    assert all(bool(groups[i] & groups[j]) == ((i, j) not in different) for i, j in pairs)
+    assert len(set.union(*groups)) < 120
 
 
 def test_letters_go_with_the_means_and_need_not_be_transitive() -> None:

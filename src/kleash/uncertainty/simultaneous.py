@@ -7,7 +7,7 @@ from itertools import combinations
 from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
-from jaxtyping import Float64, Real
+from jaxtyping import Bool, Float64, Real
 
 from kleash.errors import ShapeError
 from kleash.uncertainty.estimate import Estimate
@@ -158,9 +158,11 @@ def _differences(
     estimates = [
         paired_difference(sums[:, i], counts[:, i], sums[:, j], counts[:, j], unit=unit) for i, j in indices
     ]
-    clusters = int((counts > 0).any(axis=1).sum())
-    critical_value = _critical_value(sums, counts, indices, clusters, seed)
-    widening = critical_value / student_t_quantile(0.975, clusters - 1) if clusters > 1 else math.nan
+    active = (counts > 0).any(axis=1)
+    varying = [pair for pair, estimate in zip(indices, estimates, strict=True) if estimate.standard_error > 0]
+    critical_value = _critical_value(sums[active], counts[active], varying, seed)
+    degrees_of_freedom = int(active.sum()) - 1
+    widening = critical_value / student_t_quantile(0.975, degrees_of_freedom) if varying else math.nan
     pairs = tuple(
         PairDifference(first=i, second=j, estimate=estimate, simultaneous_ci95=_widened(estimate, widening))
         for (i, j), estimate in zip(indices, estimates, strict=True)
@@ -184,42 +186,39 @@ def _critical_value(
     sums: Float64[np.ndarray, "clusters candidates"],
     counts: Float64[np.ndarray, "clusters candidates"],
     indices: Sequence[tuple[int, int]],
-    clusters: int,
     seed: int,
 ) -> float:
-    """The 95 % quantile of the largest |t| over the pairs; NaN if no pair has a standard error."""
+    """The 95 % quantile of the largest |t| over these pairs; NaN without a pair.
+
+    With influences U = Q R, the differences of normal variables with covariance U^T U are those of z R, z standard
+    normal: R keeps also a difference that is many digits smaller than what the two candidates share.
+
+    Args:
+        sums: of clusters of which each has a token.
+        counts: likewise.
+        indices: the pairs of candidates, of finite sums, whose difference has a standard error above 0.
+        seed: of the draws.
+    """
+    if not indices:
+        return math.nan
+    used = sorted({index for pair in indices for index in pair})
+    first, second = (
+        np.searchsorted(used, indices_of_pairs) for indices_of_pairs in zip(*indices, strict=True)
+    )
+    sums, counts = sums[:, used], counts[:, used]
     totals = counts.sum(axis=0)
-    usable = np.isfinite(sums).all(axis=0) & (totals > 0)
-    places = np.cumsum(usable) - 1
-    usable_pairs = [(places[i], places[j]) for i, j in indices if usable[i] and usable[j]]
-    if clusters < 2 or not usable_pairs:
-        return math.nan
-    first, second = (np.array(indices_of_pairs) for indices_of_pairs in zip(*usable_pairs, strict=True))
-    sums, counts, totals = sums[:, usable], counts[:, usable], totals[usable]
     influences = (sums - sums.sum(axis=0) / totals * counts) / totals
-    largest = np.abs(influences).max()
-    if not largest > 0:
-        return math.nan
-    covariance = (influences / largest).T @ (influences / largest)
-    variances = covariance[first, first] + covariance[second, second] - 2 * covariance[first, second]
-    distinct = variances > 1e-12 * np.maximum(covariance[first, first], covariance[second, second])
-    if not distinct.any():
-        return math.nan
-    first, second, deviations = first[distinct], second[distinct], np.sqrt(variances[distinct])
+    influences /= np.abs(influences).max()
+    deviations = np.linalg.norm(influences[:, first] - influences[:, second], axis=0)
+    factor = np.linalg.qr(influences, mode="r")
     generator = np.random.default_rng(seed)
     largest_t = np.empty(DRAWS)
     step = max(1, MAX_VALUES // len(first))
     for start in range(0, DRAWS, step):
-        drawn = generator.multivariate_normal(
-            np.zeros(len(covariance)),
-            covariance,
-            min(step, DRAWS - start),
-            method="eigh",
-            check_valid="ignore",
-        )
+        drawn = generator.standard_normal((min(step, DRAWS - start), len(factor))) @ factor
         differences = np.abs(drawn[:, first] - drawn[:, second]) / deviations
         largest_t[start : start + step] = differences.max(axis=1)
-    degrees_of_freedom = clusters - 1
+    degrees_of_freedom = len(sums) - 1
     largest_t /= np.sqrt(generator.chisquare(degrees_of_freedom, DRAWS) / degrees_of_freedom)
     single = student_t_quantile(0.975, degrees_of_freedom)
     bonferroni = student_t_quantile(1 - 0.025 / len(first), degrees_of_freedom)
@@ -230,37 +229,79 @@ def compact_letters(means: Sequence[float], different: Iterable[tuple[int, int]]
     """A compact letter display: two candidates share a letter exactly if they are not called different.
 
     Letters are given in the order of the smallest mean that has them, so that "a" belongs to the best candidates. A
-    candidate may have several, since ties are not transitive.
+    candidate may have several, since ties are not transitive; none can be left out.
 
     Args:
         means: of each candidate; NaN comes last.
         different: the pairs of indices that are called different.
     """
-    groups = [frozenset(range(len(means)))]
-    for i, j in different:
-        split = [
-            part
-            for group in groups
-            for part in ((group - {i}, group - {j}) if i in group and j in group else (group,))
-        ]
-        groups = _without_subsets(split)
     order = sorted(range(len(means)), key=lambda index: (math.isnan(means[index]), means[index], index))
     ranks = {index: rank for rank, index in enumerate(order)}
-    groups.sort(key=lambda group: sorted(ranks[index] for index in group))
+    are_tied = np.ones((len(means), len(means)), dtype=bool)
+    for i, j in different:
+        are_tied[ranks[i], ranks[j]] = are_tied[ranks[j], ranks[i]] = False
+    groups = sorted(_groups_of_ties(are_tied))
     letters = _letter_names(len(groups))
     return tuple(
-        "".join(letter for letter, group in zip(letters, groups, strict=True) if index in group)
+        "".join(letter for letter, group in zip(letters, groups, strict=True) if ranks[index] in group)
         for index in range(len(means))
     )
 
 
-def _without_subsets(groups: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """The groups that are not contained in another one, each once."""
-    maximal: list[frozenset[int]] = []
-    for group in sorted(set(groups), key=lambda group: (-len(group), sorted(group))):
-        if not any(group <= other for other in maximal):
-            maximal.append(group)
-    return maximal
+def _groups_of_ties(are_tied: Bool[np.ndarray, "candidates candidates"]) -> list[list[int]]:
+    """Few groups of candidates that are all tied with each other, such that each tied pair is in one of them.
+
+    Each pair that is in no group yet, the farthest of a candidate first, is extended to a group that no candidate can
+    be added to; groups of which all pairs are in others are then left out. The least number of groups cannot be found
+    in reasonable time.
+
+    Args:
+        are_tied: whether two candidates are, in the order of the ranking; true on the diagonal.
+    """
+    groups: list[list[int]] = []
+    memberships = np.zeros(are_tied.shape, dtype=np.int64)  # groups that each pair is in
+    for first in range(len(are_tied)):
+        for second in range(len(are_tied) - 1, first - 1, -1):
+            if not are_tied[first, second] or memberships[first, second]:
+                continue
+            group = sorted(_largest_group(first, second, are_tied, memberships == 0))
+            groups.append(group)
+            memberships[np.ix_(group, group)] += 1
+    for group in reversed(list(groups)):
+        block = np.ix_(group, group)
+        if (memberships[block] > 1).all():
+            memberships[block] -= 1
+            groups.remove(group)
+    return groups
+
+
+def _largest_group(
+    first: int,
+    second: int,
+    are_tied: Bool[np.ndarray, "candidates candidates"],
+    is_open: Bool[np.ndarray, "candidates candidates"],
+) -> set[int]:
+    """A group of tied candidates with these two, to which none can be added.
+
+    The next member is the one with the most open pairs with those before.
+
+    Args:
+        first: a candidate.
+        second: one that is tied with it, or the same.
+        are_tied: as in ``_groups_of_ties``.
+        is_open: whether a pair is in no other group.
+    """
+    group = {first, second}
+    common = are_tied[first] & are_tied[second]
+    gains = is_open[first].astype(np.int64) + is_open[second]
+    common[[first, second]] = False
+    while common.any():
+        member = int(np.argmax(np.where(common, gains, -1)))
+        group.add(member)
+        common = common & are_tied[member]
+        common[member] = False
+        gains = gains + is_open[member]
+    return group
 
 
 def _letter_names(count: int) -> list[str]:
