@@ -208,9 +208,13 @@ def read_base_logits(path: Path) -> Any:
     from kleash.models.base_logits import open_base_logits
 
     file = open_base_logits(path)
-    rows = [file.read(chunk, 0, file.scored) for chunk in range(len(file.tokens))]
+    rows = [file.read(chunk, 0, file.scored) for chunk in range(file.chunks)]
     arrays = [array for part in rows for array in (part.scale, part.minimum, part.codes)]
-    return file.context, hash(file.tokens.tobytes()), hash(tuple(array.tobytes() for array in arrays))
+    return (
+        file.context,
+        hash(tuple(file.tokens(chunk).tobytes() for chunk in range(file.chunks))),
+        hash(tuple(array.tobytes() for array in arrays)),
+    )
 
 
 def logits_case(folder: Path) -> tuple[bytes, int, Callable[[Path], Any]]:

@@ -24,7 +24,8 @@ import torch
 from harness import write_result
 
 from kleash.measuring.llama_cpp import TILE_LOGITS, base_logit_bounds, compared_parts, llama_cpp_columns
-from kleash.models.base_logits import encode_rows, open_base_logits, write_header
+from kleash.models.base_logit_bounds import impossible_row, logp_intervals
+from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits, write_header
 from kleash.models.cache.hidden_states import HiddenStateStore
 
 VOCAB, CONTEXT, DIM = 151_936, 512, 1024
@@ -62,7 +63,7 @@ def read_logits(path: Path) -> None:
     """Read all rows of a file of base logits, as many at once as a measurement does."""
     file = open_base_logits(path)
     step = max(1, TILE_LOGITS // file.vocab_size)
-    for chunk in range(len(file.tokens)):
+    for chunk in range(file.chunks):
         for start in range(0, file.scored, step):
             file.read(chunk, start, min(start + step, file.scored))
 
@@ -112,6 +113,13 @@ def rates(paths: list[Path], kleash: Callable[[], None], rounds: int) -> dict[st
     return figures
 
 
+def checked_bounds(logits: torch.Tensor, rows: BaseLogitsRows) -> np.ndarray:
+    """The bounds of some rows, whose sums are checked first."""
+    base = logp_intervals(rows)
+    assert impossible_row(base) is None
+    return base_logit_bounds(logits, base)
+
+
 def computing_rates(path: Path, rounds: int) -> dict[str, Any]:
     """MB/s of the file at which rows in memory are compared with logits."""
     file = open_base_logits(path)
@@ -123,7 +131,7 @@ def computing_rates(path: Path, rounds: int) -> dict[str, Any]:
         "llama_cpp_statistics": lambda: [
             llama_cpp_columns(logits[part], rows[part], targets[part]) for part in compared_parts(logits)
         ],
-        "bounds": lambda: [base_logit_bounds(logits[part], rows[part]) for part in compared_parts(logits)],
+        "bounds": lambda: [checked_bounds(logits[part], rows[part]) for part in compared_parts(logits)],
     }
     measured: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):

@@ -14,12 +14,13 @@ from gguf_file import write_gguf
 from tiny_models import double_logits, tiny_pair
 
 from kleash.cli import main
-from kleash.errors import KleashError, ModelError, OptionError, SourceError
+from kleash.errors import KleashError, ModelError, NonFiniteError, OptionError, SourceError
 from kleash.measuring import measure_base_logits, write_base_logits
 from kleash.measuring.llama_cpp import llama_cpp_columns
 from kleash.measuring.llama_cpp_summary import LlamaCppColumns, format_llama_cpp
-from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
+from kleash.models.base_logit_bounds import impossible_row, kl_bounds, logp_intervals, reverse_kl_bounds
 from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits
+from kleash.models.heads import head_logits
 from kleash.records import LogitsJob
 
 CONTEXT = 32
@@ -98,6 +99,87 @@ def test_the_exact_kl_lies_between_its_bounds_at_every_token(spread: float) -> N
     assert ((lower <= value + 1e-12) & (value <= upper + 1e-12))[allowed].all()
 
 
+def stored_by(logits: torch.Tensor, span: float) -> BaseLogitsRows:
+    """The rows that llama.cpp (span 16) or ik_llama.cpp (24) writes, by their formulas in float32."""
+    values = logits.numpy()
+    most = values.max(-1, keepdims=True)
+    least = np.maximum(values.min(-1, keepdims=True), most - np.float32(span))
+    log_sum = np.log(np.exp(values - most).astype(np.float64).sum(-1, keepdims=True)).astype(np.float32)
+    scale = (most - least) / np.float32(65535)
+    codes = np.where(values > least, np.rint((1 / scale) * (values - least)), 0).astype(np.uint16)
+    return BaseLogitsRows(scale=scale[:, 0], minimum=(least - most - log_sum)[:, 0], codes=codes)
+
+
+@pytest.mark.parametrize("span", [16.0, 24.0])
+@pytest.mark.parametrize("center", [0.0, -125.0, 1e4])
+def test_bounds_hold_where_the_range_of_codes_is_rounded_and_where_q_is_0(span: float, center: float) -> None:
+    """16 below a logit of -120 is a number whose last digit float32 rounds."""
+    generator = torch.Generator().manual_seed(2)
+    logits = center + 6 * torch.randn(100, 400, generator=generator)
+    logits[50:] = center - 30 * torch.rand(50, 400, generator=generator)
+    stored = stored_by(logits, span)
+    base = logp_intervals(stored)
+    logp = logits.double().log_softmax(-1)
+    assert ((base.lowest <= logp) & (logp <= base.highest)).all() and impossible_row(base) is None
+    moved = logits + 0.1 * torch.randn(100, 400, generator=generator)
+    forbidden = moved.masked_fill(torch.rand(100, 400, generator=generator) < 0.01, -torch.inf)
+    unlikely = moved.masked_fill(
+        (stored_codes := torch.from_numpy(stored.codes.astype(int))) == 0, -torch.inf
+    )
+    assert (stored_codes == 0).sum() > 100
+    for values in (moved, forbidden, unlikely):
+        logq = values.double().log_softmax(-1)
+        exact = (logp.exp() * (logp - logq)).sum(-1)
+        reverse = (logq.exp() * (logq - logp)).nan_to_num(nan=0).sum(-1)
+        for (lower, upper), kl in (
+            (kl_bounds(base, logq), exact),
+            (reverse_kl_bounds(base, logq), reverse),
+        ):
+            assert ((lower <= kl + 1e-12) & (kl <= upper + 1e-12)).all()
+    # what only tokens of code 0 lack is 0 in another base of the same codes
+    lower, upper = kl_bounds(base, unlikely.double().log_softmax(-1))
+    is_open = base.lowest.isneginf().any(-1)
+    assert lower[is_open].isfinite().all() and is_open.sum() > 20
+    assert reverse_kl_bounds(base, unlikely.double().log_softmax(-1))[1].isfinite().all()
+    lower = kl_bounds(base, forbidden.double().log_softmax(-1))[0]
+    assert lower.isinf().sum() > 50
+
+
+def test_a_code_that_changes_what_probabilities_sum_to_is_named(
+    written: tuple[Path, ...], tmp_path: Path
+) -> None:
+    policy, _, path = written
+    file = open_base_logits(path)
+    row_bytes = 2 * file.row_values
+    place = 20 + 4 * file.chunks * CONTEXT + row_bytes * (2 * file.scored + 5)
+    token = int(np.argmin(np.abs(file.read(2, 5, 6).codes[0].astype(int) - 50_000)))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, place + 8 + 2 * token, 65_535)
+    (tmp_path / "changed.kld").write_bytes(data)
+    with pytest.raises(SourceError, match=r"sum to between .* not to 1, at scored position 5 of chunk 2"):
+        measure_base_logits(LogitsJob(logits=str(tmp_path / "changed.kld"), policy=str(policy)))
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(math.nan, True), (math.inf, True), (-math.inf, False)])
+def test_logits_that_are_no_numbers_are_refused(
+    written: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch, value: float, is_refused: bool
+) -> None:
+    def changed_logits(*arguments: Any) -> torch.Tensor:
+        logits = head_logits(*arguments)
+        logits[3, 7] = value
+        return logits
+
+    monkeypatch.setattr("kleash.measuring.llama_cpp.head_logits", changed_logits)
+    job = LogitsJob(logits=str(written[2]), policy=str(written[0]), limit=1)
+    if is_refused:
+        with pytest.raises(NonFiniteError, match="the policy gives NaN or infinite logits"):
+            measure_base_logits(job)
+    else:
+        numbers = measure_base_logits(job).per_token
+        assert numbers["kl_reference_policy_upper"].value == math.inf
+        assert math.isfinite(numbers["kl_policy_reference_lower"].value)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A policy, a reference, and the reference's base logits of a text."""
@@ -118,8 +200,8 @@ def test_a_file_has_the_second_half_of_each_chunk_after_the_begin_token(written:
     _, reference, path = written
     file = open_base_logits(path)
     assert (file.context, file.first, file.scored, file.vocab_size) == (CONTEXT, 16, 15, 320)
-    assert file.tokens[0, 0] == 0 and file.tokens[1, 0] != 0
-    ids = [0, *file.tokens[1, 1:].tolist()]
+    assert file.tokens(0)[0] == 0 and file.tokens(1)[0] != 0
+    ids = [0, *file.tokens(1)[1:].tolist()]
     expected = double_logits(reference, ids)[16:31].log_softmax(-1)
     lowest, highest, *_ = logp_intervals(file.read(1, 0, 15))
     assert ((lowest - 1e-5 <= expected) & (expected <= highest + 1e-5)).all()
@@ -131,7 +213,7 @@ def test_a_policy_is_measured_against_the_file(written: tuple[Path, ...]) -> Non
     result = measure_base_logits(LogitsJob(logits=str(path), policy=str(policy)))
     file = open_base_logits(path)
     forward, reverse, ratio = [], [], []
-    for chunk in file.tokens.tolist():
+    for chunk in (file.tokens(number).tolist() for number in range(file.chunks)):
         ids = [0, *chunk[1:]]
         logp, logq = (double_logits(folder, ids)[16:31].log_softmax(-1) for folder in (reference, policy))
         forward += (logp.exp() * (logp - logq)).sum(-1).tolist()
@@ -162,21 +244,30 @@ def test_a_reference_against_its_own_file_is_within_the_codes(written: tuple[Pat
 
 
 def test_a_gguf_says_whether_a_begin_token_is_put(written: tuple[Path, ...], tmp_path: Path) -> None:
+    """Files of Llama 3 say nothing, and llama.cpp puts one before their texts."""
     _, reference, path = written
 
-    def edit(writer: Any) -> None:
-        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
-        writer.add_add_bos_token(False)
+    def set_begin(adds: bool | None, pre: str) -> Any:
+        def edit(writer: Any) -> None:
+            for key in ("add_bos_token", "pre"):
+                writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
+            writer.add_tokenizer_pre(pre)
+            if adds is not None:
+                writer.add_add_bos_token(adds)
 
-    with_begin = write_gguf(reference, tmp_path / "with.gguf")
-    without = write_gguf(reference, tmp_path / "without.gguf", edit=edit)
-    values = [
-        measure_base_logits(
-            LogitsJob(logits=str(path), policy=str(model), tokenizer=str(reference), limit=2)
-        ).per_token["llama_cpp_kld"]
-        for model in (with_begin, without)
-    ]
-    assert abs(values[0].value) < 3e-4 < values[1].value
+        return edit
+
+    cases = {
+        (True, "gpt-2"): True,
+        (False, "llama-bpe"): False,
+        (None, "llama-bpe"): True,
+        (None, "gpt-2"): False,
+    }
+    for number, ((adds, pre), expected) in enumerate(cases.items()):
+        model = write_gguf(reference, tmp_path / f"{number}.gguf", edit=set_begin(adds, pre))
+        job = LogitsJob(logits=str(path), policy=str(model), tokenizer=str(reference), limit=2)
+        kld = abs(measure_base_logits(job).per_token["llama_cpp_kld"].value)
+        assert (kld < 3e-4) == expected, (adds, pre)
 
 
 def test_the_statistics_are_those_of_llama_cpp() -> None:
@@ -210,6 +301,18 @@ def test_the_statistics_are_those_of_llama_cpp() -> None:
         **{name: getattr(columns, name)[:99] for name in ("nll", "nll_base", "kld", "dp", "same_top")}
     )
     assert format_llama_cpp(few) == ""
+
+
+def test_perplexities_beyond_float64_are_infinite() -> None:
+    huge = np.linspace(0, 2000, 150).astype(np.float32)
+    columns = LlamaCppColumns(
+        nll=huge, nll_base=huge / 2, kld=huge.astype(np.float64), dp=huge / 1e4, same_top=huge > 5
+    )
+    text = format_llama_cpp(columns)
+    assert "Mean PPL(Q)                   :        inf ±        inf" in text
+    assert "Mean PPL(Q)-PPL(base)         :        inf ± " in text
+    constant = LlamaCppColumns(**{**vars(columns), "nll": np.zeros_like(huge)})
+    assert "Cor(ln(PPL(Q)), ln(PPL(base))):    nan%" in format_llama_cpp(constant)
 
 
 def test_quantiles_of_many_tokens_are_rounded_as_those_of_llama_cpp() -> None:
@@ -251,6 +354,7 @@ def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> 
         ("<i", 20, 320, "a token beyond its vocabulary of 320"),
         ("<f", 20 + 4 * 256, math.nan, "has the scale nan and the smallest"),
         ("<f", 24 + 4 * 256, 3.0, "the smallest log-probability 3 at scored position 0 of chunk 0"),
+        ("<f", 24 + 4 * 256, -30.0, "the smallest log-probability -30 at scored position 0 of chunk 0"),
     ],
 )
 def test_hostile_files_are_refused(
@@ -262,6 +366,17 @@ def test_hostile_files_are_refused(
     path.write_bytes(data)
     with pytest.raises(SourceError, match=reason):
         open_base_logits(path).read(0, 0, 15)
+
+
+def test_a_file_of_holes_takes_no_memory(tmp_path: Path) -> None:
+    """31 GB of zeros that no disk holds: tokens are read a chunk at a time."""
+    context, vocab, chunks = 4, 1, 1_100_000_000
+    path = tmp_path / "sparse.kld"
+    with path.open("wb") as file:
+        file.write(b"_logits_" + struct.pack("<3i", context, vocab, chunks) + struct.pack("<i", 9))
+        file.truncate(20 + chunks * (4 * context + 2 * 6))
+    with pytest.raises(SourceError, match="a token beyond its vocabulary of 1"):
+        open_base_logits(path)
 
 
 def test_damaged_files_are_refused_in_a_sentence(

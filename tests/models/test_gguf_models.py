@@ -21,6 +21,7 @@ from kleash.models.checkpoints.gguf_header import read_gguf_header
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.gguf.architectures import ARCHITECTURES
 from kleash.models.gguf.tensor_decoding import decode_rows
+from kleash.models.gguf.vocabulary import begin_token
 from kleash.models.pair_tokenizers import load_tokenizers
 from kleash.models.sequences import TokenSequence
 from kleash.records import CacheJob, MeasureJob
@@ -505,3 +506,32 @@ def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path:
     write_gguf(folder, coarse, "Q8_0")
     with pytest.raises(RunFolderError, match="the fingerprint of the policy"):
         measure(job(out=str(tmp_path / "run"), reference_cache=str(cache), resume=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "stored", "begin", "expected"),
+    [
+        ("llama", None, None, None, 1),
+        ("llama", None, None, 2, 2),
+        ("llama", None, False, 2, None),
+        ("gpt2", "llama-bpe", None, 3, 3),
+        ("gpt2", "tekken", None, 3, 3),
+        ("gpt2", "pixtral", None, 3, 3),
+        ("gpt2", "qwen2", None, 3, None),
+        ("gpt2", "qwen2", True, 3, 3),
+        ("gpt2", "llama-bpe", False, 3, None),
+        ("gpt2", None, None, 3, None),
+        ("gpt2", "llama-bpe", None, None, 11),
+        ("gemma4", "gemma4", False, 3, 3),
+        ("gpt2", "gemma4", False, 3, 3),
+        ("t5", None, None, 3, None),
+        ("llama", None, True, 2**32 - 1, None),
+    ],
+)
+def test_the_begin_token_is_that_of_llama_cpp(
+    model: str, pre: str | None, stored: bool | None, begin: int | None, expected: int | None
+) -> None:
+    """By src/llama-vocab.cpp of llama.cpp, version of August 2026."""
+    values = {"model": model, "pre": pre, "add_bos_token": stored, "bos_token_id": begin}
+    settings = {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
+    assert begin_token({**settings, "tokenizer.ggml.tokens": ["a"] * 20}) == expected

@@ -35,9 +35,10 @@ def run_logits(job: LogitsJob) -> int:
 def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -> None:
     """Print llama.cpp's statistics and kleash's, or what was written."""
     if isinstance(result, WrittenLogits):
+        noun = "chunk" if result.chunks == 1 else "chunks"
         say(
             console,
-            f"{result.chunks} chunks of {result.context} tokens over {result.vocabulary} logits are written to "
+            f"{result.chunks} {noun} of {result.context} tokens over {result.vocabulary} logits are written to "
             f"{result.path}: {result.bytes:,} bytes",
         )
         say(console, f"use it with: kleash logits {result.path} --policy MODEL")

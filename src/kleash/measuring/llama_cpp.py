@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, SourceError
+from kleash.errors import ModelError, NonFiniteError, SourceError
 from kleash.jobs import LogitsJob
 from kleash.measuring.llama_cpp_summary import (
     LlamaCppColumns,
@@ -19,7 +19,13 @@ from kleash.measuring.llama_cpp_summary import (
     format_llama_cpp,
 )
 from kleash.models import Loading, Model, Pair, TokenSequence
-from kleash.models.base_logit_bounds import kl_bounds, logp_intervals, reverse_kl_bounds
+from kleash.models.base_logit_bounds import (
+    LogpIntervals,
+    impossible_row,
+    kl_bounds,
+    logp_intervals,
+    reverse_kl_bounds,
+)
 from kleash.models.base_logits import (
     BaseLogitsFile,
     BaseLogitsRows,
@@ -30,6 +36,7 @@ from kleash.models.base_logits import (
 )
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.gguf.vocabulary import begin_token
 from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
@@ -58,24 +65,27 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
     Raises:
         SourceError: if the file is damaged.
         ModelError: if the policy cannot be loaded, or has fewer logits than the file.
-        NonFiniteError: if the policy's hidden states are NaN or infinite.
+        NonFiniteError: if the policy's hidden states or logits are NaN or infinite.
     """
     file = open_base_logits(Path(job.logits).expanduser())
     pair = _load(job, "policy", str(job.policy), job.revision_policy)
     model, notes = _with_vocabulary(pair.policy, file)
     begin = _begin_token(str(job.policy), job.revision_policy, pair)
-    chunks = len(file.tokens) if job.limit is None else min(job.limit, len(file.tokens))
+    chunks = file.chunks if job.limit is None else min(job.limit, file.chunks)
     _check_context(model, file.context)
     columns: list[LlamaCppColumns] = []
     bounds: list[np.ndarray] = []
     with threads_for_scoring(pair):
         for chunk in range(chunks):
-            for start, logits in _logits_of_chunk(model, file.tokens[chunk], begin):
+            tokens = file.tokens(chunk)
+            for start, logits in _logits_of_chunk(model, tokens, begin):
                 rows = file.read(chunk, start, start + len(logits))
-                targets = file.tokens[chunk, file.first + 1 + start :][: len(logits)]
+                targets = tokens[file.first + 1 + start :][: len(logits)]
                 for part in compared_parts(logits):
                     columns.append(llama_cpp_columns(logits[part], rows[part], targets[part]))
-                    bounds.append(base_logit_bounds(logits[part], rows[part]))
+                    base = logp_intervals(rows[part])
+                    _check_sums(file, chunk, start + part.start, base)
+                    bounds.append(base_logit_bounds(logits[part], base))
             if on_chunks is not None:
                 on_chunks(chunk + 1, chunks)
     return _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
@@ -145,17 +155,12 @@ def _read_tokens(job: LogitsJob, pair: Pair, begin: int | None) -> list[int]:
 def _begin_token(name: str, revision: str | None, pair: Pair) -> int | None:
     """The token that llama.cpp puts in place of the first of each chunk; None for none.
 
-    A GGUF file says it. Of other models, it is the begin token that the tokenizer puts before a text.
+    The settings of a GGUF file say it. Of other models, it is the begin token that the tokenizer puts before a text.
     """
     checkpoint = find_checkpoint(name, revision)
-    begin = pair.tokenizer.bos_token_id
     if checkpoint.gguf:
-        settings = open_gguf(checkpoint.gguf).settings
-        begin = settings.get("tokenizer.ggml.bos_token_id", begin)
-        # Without a word in the file, llama.cpp adds it for SentencePiece and not for byte-pair encodings.
-        adds = settings.get("tokenizer.ggml.add_bos_token", settings.get("tokenizer.ggml.model") == "llama")
-        return begin if adds else None
-    return begin if puts_begin_token(pair.tokenizer) else None
+        return begin_token(open_gguf(checkpoint.gguf).settings)
+    return pair.tokenizer.bos_token_id if puts_begin_token(pair.tokenizer) else None
 
 
 def _with_vocabulary(model: Model, file: BaseLogitsFile) -> tuple[Model, tuple[str, ...]]:
@@ -189,6 +194,9 @@ def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Ite
     """The logits [rows, vocab] at the scored positions of a chunk, its second half, with the number of the first row.
 
     A few rows at a time, counted from the first scored position.
+
+    Raises:
+        NonFiniteError: if a hidden state or a row's largest logit is NaN or infinite.
     """
     first = len(tokens) // 2
     ids = [int(token) for token in tokens]
@@ -205,7 +213,13 @@ def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Ite
     step = max(1, TILE_LOGITS // model.vocab_size)
     for start in range(0, len(hidden), step):
         with torch.inference_mode():
-            yield start, head_logits(hidden[start : start + step], model.head)[:, : model.vocab_size]
+            logits = head_logits(hidden[start : start + step], model.head)[:, : model.vocab_size]
+        if not bool(logits.amax(-1).isfinite().all()):  # -inf is the logit of a probability of 0
+            raise NonFiniteError(
+                f"the {model.role} gives NaN or infinite logits at a position from {first + start} on of a chunk; "
+                "try --dtype float32, or look at the checkpoint"
+            )
+        yield start, logits
 
 
 def compared_parts(logits: Tensor) -> Iterator[slice]:
@@ -214,10 +228,24 @@ def compared_parts(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
-def base_logit_bounds(logits: Tensor, rows: BaseLogitsRows) -> np.ndarray:
+def _check_sums(file: BaseLogitsFile, chunk: int, start: int, base: LogpIntervals) -> None:
+    """Check that the probabilities of each row can sum to 1.
+
+    Raises:
+        SourceError: with the chunk and the position of a row of which they cannot.
+    """
+    row = impossible_row(base)
+    if row is not None:
+        low, high = float(base.p_lowest[row].sum()), float(base.p_highest[row].sum())
+        raise SourceError(
+            f"{file.path} has probabilities that sum to between {low:.6g} and {high:.6g}, and not to 1, at scored "
+            f"position {start + row} of chunk {chunk}; write the file again"
+        )
+
+
+def base_logit_bounds(logits: Tensor, base: LogpIntervals) -> np.ndarray:
     """Bounds of KL(base ‖ policy) and KL(policy ‖ base), [4, rows]."""
     logq = logits.double().cpu().log_softmax(-1)
-    base = logp_intervals(rows)
     return torch.stack([*kl_bounds(base, logq), *reverse_kl_bounds(base, logq)]).numpy()
 
 

@@ -62,8 +62,7 @@ def llama_cpp_text(folder: Path) -> str:
             f"--format llama.cpp needs KL(reference || policy) of every token, which {folder} does not have: one model "
             "is behind a server; its numbers are printed by --format csv"
         )
-    with np.errstate(invalid="ignore", over="ignore"):  # of tokens that a model gives the probability 0
-        text = format_llama_cpp(columns)
+    text = format_llama_cpp(columns)
     if not text:
         raise OptionError(
             f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(columns.kld)}; its numbers "
@@ -84,8 +83,12 @@ def _columns_of_part(part: Mapping[str, np.ndarray]) -> LlamaCppColumns:
     )
 
 
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def format_llama_cpp(columns: LlamaCppColumns) -> str:
-    """The statistics as llama-perplexity prints them, line by line; "" for fewer than 100 tokens."""
+    """The statistics as llama-perplexity prints them, line by line; "" for fewer than 100 tokens.
+
+    What float32 or float64 cannot hold is inf or nan, as there.
+    """
     count = len(columns.kld)
     if count < LEAST_VALUES:
         return ""
@@ -122,12 +125,12 @@ def _perplexity_lines(columns: LlamaCppColumns) -> list[str]:
     (nll, nll_error), (base, base_error) = _mean(columns.nll), _mean(columns.nll_base)
     count = len(columns.nll)
     products = (columns.nll * columns.nll_base).astype(np.float64)
-    covariance = float((products.mean() - nll * base) / (count - 1))
-    correlation = covariance / (nll_error * base_error) if nll_error and base_error else math.nan
-    ratio_error = math.sqrt(max(0.0, nll_error**2 + base_error**2 - 2 * covariance))
-    q, p, ratio = (float(np.exp(mean)) for mean in (nll, base, nll - base))
+    covariance = np.float64((products.mean() - nll * base) / (count - 1))
+    correlation = covariance / (np.float64(nll_error) * base_error)
+    ratio_error = np.sqrt(np.maximum(0.0, nll_error**2 + base_error**2 - 2 * covariance))
+    q, p, ratio = np.exp(np.array([nll, base, nll - base]))
     q_error, p_error = q * nll_error, p * base_error
-    difference_error = math.sqrt(max(0.0, q_error**2 + p_error**2 - 2 * q * p * covariance))
+    difference_error = np.sqrt(np.maximum(0.0, q_error**2 + p_error**2 - 2 * q * p * covariance))
     return [
         "====== Perplexity statistics ======",
         f"Mean PPL(Q)                   : {q:10.6f} ± {q_error:10.6f}",

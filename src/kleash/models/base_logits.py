@@ -5,9 +5,11 @@
 
 Position k of a chunk predicts token k + 1, after the chunk's tokens up to k, the first of which llama.cpp replaces by
 the begin token if the model has one. A code c stands for the log-probability minimum + c · scale; logits of 16 or more
-below the largest have code 0. Source: llama.cpp, ``tools/perplexity/perplexity.cpp``, ``log_softmax``.
+(in ik_llama.cpp 24) below the largest have code 0. Source: llama.cpp, ``tools/perplexity/perplexity.cpp``, and
+ik_llama.cpp, ``examples/perplexity/perplexity.cpp``, ``log_softmax``.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,12 @@ from kleash.errors import ModelError, SourceError
 MAGIC = b"_logits_"
 HEADER_BYTES = 20
 MAX_CONTEXT, MAX_VOCAB = 1 << 22, 1 << 24
-RANGE = 16.0
-"""Nats below the largest logit that codes can express."""
+TOKENS_AT_ONCE = 1 << 20
+RANGE, IK_RANGE = 16.0, 24.0
+"""Nats below the largest logit that codes can express: in files of llama.cpp, and of ik_llama.cpp."""
 MAX_CODE = 65535
+LARGEST_ERROR = 1e-3
+"""Error of a row's largest log-probability, which is a sum of numbers in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +57,7 @@ class BaseLogitsFile:
     context: int
     """Tokens in a chunk."""
     vocab_size: int
-    tokens: np.ndarray
-    """[chunks, context], int32: the text."""
+    chunks: int
 
     @property
     def first(self) -> int:
@@ -70,23 +74,33 @@ class BaseLogitsFile:
         """16-bit values in a row."""
         return row_values(self.vocab_size)
 
+    def tokens(self, chunk: int) -> np.ndarray:
+        """The text of a chunk, [context], int32.
+
+        Raises:
+            SourceError: if the file has become shorter.
+        """
+        return self._values("<i4", HEADER_BYTES + 4 * self.context * chunk, self.context, chunk)
+
     def read(self, chunk: int, start: int, stop: int) -> BaseLogitsRows:
         """Read positions ``start`` to ``stop`` of those that are scored in a chunk.
 
         Raises:
             SourceError: if a scale or minimum is impossible, or the file has become shorter.
         """
-        offset = HEADER_BYTES + self.tokens.nbytes + 2 * self.row_values * (chunk * self.scored + start)
-        count = (stop - start) * self.row_values
-        with self.path.open("rb") as file:
-            values = np.fromfile(file, dtype="<u2", count=count, offset=offset)
-        if values.size != count:
-            raise SourceError(f"{self.path} ends within chunk {chunk}; write it again")
+        offset = HEADER_BYTES + 4 * self.context * self.chunks
+        offset += 2 * self.row_values * (chunk * self.scored + start)
+        values = self._values("<u2", offset, (stop - start) * self.row_values, chunk)
         rows = values.reshape(stop - start, self.row_values)
         numbers = np.ascontiguousarray(rows[:, :4]).view("<f4")
         scale, minimum = numbers[:, 0].copy(), numbers[:, 1].copy()
+        with np.errstate(invalid="ignore"):  # the largest log-probability is between that of equal ones and 0
+            largest = minimum + MAX_CODE * scale.astype(np.float64)
         is_valid = (
-            (scale >= 0) & (scale <= 1.01 * RANGE / MAX_CODE) & (minimum <= 0) & (minimum >= -2 * RANGE - 32)
+            (scale >= 0)
+            & (scale <= 1.01 * IK_RANGE / MAX_CODE)
+            & (largest <= LARGEST_ERROR)
+            & (largest >= -math.log(self.vocab_size) - LARGEST_ERROR)
         )
         if not is_valid.all():
             row = int(np.flatnonzero(~is_valid)[0])
@@ -95,6 +109,21 @@ class BaseLogitsFile:
                 f"scored position {start + row} of chunk {chunk}, which llama.cpp does not write; write the file again"
             )
         return BaseLogitsRows(scale=scale, minimum=minimum, codes=rows[:, 4 : 4 + self.vocab_size])
+
+    def _values(self, dtype: str, offset: int, count: int, chunk: int) -> np.ndarray:
+        """Numbers at a place of the file.
+
+        Raises:
+            SourceError: if it ends before.
+        """
+        try:
+            with self.path.open("rb") as file:
+                values = np.fromfile(file, dtype=dtype, count=count, offset=offset)
+        except OSError as error:
+            raise SourceError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if values.size != count:
+            raise SourceError(f"{self.path} ends within chunk {chunk}; write it again")
+        return values
 
 
 def row_values(vocab_size: int) -> int:
@@ -130,12 +159,16 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
                     f"{path} should have {expected} bytes, for {chunks} chunks of {context} tokens and a vocabulary "
                     f"of {vocab_size}, and has {size}; write it again"
                 )
-            tokens = np.fromfile(file, dtype="<i4", count=chunks * context).reshape(chunks, context)
+            for start in range(0, chunks * context, TOKENS_AT_ONCE):
+                count = min(TOKENS_AT_ONCE, chunks * context - start)
+                tokens = np.fromfile(file, dtype="<i4", count=count)
+                if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab_size:
+                    raise SourceError(
+                        f"{path} has a token beyond its vocabulary of {vocab_size}; write it again"
+                    )
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise SourceError(f"{path} has a token beyond its vocabulary of {vocab_size}; write it again")
-    return BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, tokens=tokens)
+    return BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, chunks=chunks)
 
 
 def write_header(file: BinaryIO, tokens: np.ndarray, vocab_size: int) -> None:

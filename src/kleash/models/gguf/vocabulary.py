@@ -24,6 +24,15 @@ SPACE_LETTER = "\u0120"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Settings that name tokens at which llama.cpp ends a response."""
+PRE_WITH_BEGIN = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
+    *("midm-2.0", "lfm2", "jina-v5-nano", "tekken", "chameleon"),
+)
+"""Pre-tokenizers of byte-pair encodings with which texts begin with the begin token, if the file does not say it."""
+PRE_WITH_BEGIN_ALWAYS = ("gemma4", "granite-embed-multi-311m")
+"""Those with which they do, whatever the file says."""
+DEFAULT_BEGIN = {"llama": 1, "bert": 101, "gpt2": 11}
+"""llama.cpp's begin token for files that name none, by ``tokenizer.ggml.model``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +49,8 @@ class GGUFVocabulary:
     """Log-probabilities of SentencePiece; empty if the file has none."""
     special_ids: Mapping[str, int]
     """Setting such as "bos_token_id" → token id."""
-    add_bos: bool | None
-    """Whether texts begin with the begin token; None if the file does not say it."""
+    add_bos: bool
+    """Whether llama.cpp puts the begin token before a text."""
     chat_template: str | None
 
 
@@ -81,7 +90,6 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
             raise ModelError(
                 f"{subject} names token {token_id} as {name} and has {len(tokens)} tokens; convert it again"
             )
-    add_bos = settings.get("tokenizer.ggml.add_bos_token")
     template = settings.get("tokenizer.chat_template")
     return GGUFVocabulary(
         subject=subject,
@@ -90,9 +98,31 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
         merges=merges,
         scores=scores,
         special_ids={name: value for name, value in special_ids.items() if value < len(tokens)},
-        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        add_bos=adds_begin_token(settings),
         chat_template=template if isinstance(template, str) else None,
     )
+
+
+def adds_begin_token(settings: Mapping[str, Any]) -> bool:
+    """Whether llama.cpp puts the begin token before a text: as the file says, or as it does without a word in it.
+
+    Source: llama.cpp, ``src/llama-vocab.cpp``, ``load``.
+    """
+    model, pre = settings.get("tokenizer.ggml.model"), settings.get("tokenizer.ggml.pre")
+    stored = settings.get("tokenizer.ggml.add_bos_token")
+    if model == "gemma4" or (model == "gpt2" and pre in PRE_WITH_BEGIN_ALWAYS):
+        return True
+    if isinstance(stored, bool):
+        return stored
+    return model in ("llama", "bert") or (model == "gpt2" and pre in PRE_WITH_BEGIN)
+
+
+def begin_token(settings: Mapping[str, Any]) -> int | None:
+    """The token that llama.cpp puts before a text, or in place of the first of a chunk; None for none."""
+    model = str(settings.get("tokenizer.ggml.model"))
+    begin = settings.get("tokenizer.ggml.bos_token_id", DEFAULT_BEGIN.get(model))
+    has_token = type(begin) is int and 0 <= begin < len(settings.get("tokenizer.ggml.tokens", ()))
+    return begin if has_token and adds_begin_token(settings) else None
 
 
 def _list_of(settings: Mapping[str, Any], name: str, kind: type, subject: str) -> list[Any]:
@@ -241,11 +271,10 @@ def _notes(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> list[str]:
             notes.append(
                 f"{vocabulary.subject} has the {name} {text!r} and {owner} {getattr(tokenizer, name, None)!r}"
             )
-    if vocabulary.add_bos is not None:
-        adds = puts_begin_token(tokenizer)
-        if adds != vocabulary.add_bos:
-            notes.append(
-                f"{owner} {'puts the' if adds else 'puts no'} begin token before a text and llama.cpp, by the "
-                f"settings of {vocabulary.subject}, {'puts none' if adds else 'puts one'}; {owner} is followed"
-            )
+    adds = puts_begin_token(tokenizer)
+    if adds != vocabulary.add_bos:
+        notes.append(
+            f"{owner} {'puts the' if adds else 'puts no'} begin token before a text and llama.cpp, by the "
+            f"settings of {vocabulary.subject}, {'puts none' if adds else 'puts one'}; {owner} is followed"
+        )
     return notes
