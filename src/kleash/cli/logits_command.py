@@ -38,7 +38,7 @@ def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -
         noun = "chunk" if result.chunks == 1 else "chunks"
         say(
             console,
-            f"{result.chunks} {noun} of {result.context} tokens over {result.vocabulary} logits are written to "
+            f"wrote {result.chunks} {noun} of {result.context} tokens over {result.vocabulary} logits to "
             f"{result.path}: {result.bytes:,} bytes",
         )
         say(console, f"use it with: kleash logits {result.path} --policy MODEL")

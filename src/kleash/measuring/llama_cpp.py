@@ -78,7 +78,7 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
     with threads_for_scoring(pair):
         for chunk in range(chunks):
             tokens = file.tokens(chunk)
-            for start, logits in _logits_of_chunk(model, tokens, begin):
+            for start, logits in _logits_of_chunk(model, chunk, tokens, begin):
                 rows = file.read(chunk, start, start + len(logits))
                 targets = tokens[file.first + 1 + start :][: len(logits)]
                 for part in compared_parts(logits):
@@ -110,11 +110,11 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
     try:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
             write_header(file, tokens, model.vocab_size)
-            for number, chunk in enumerate(tokens):
-                for _, logits in _logits_of_chunk(model, chunk, begin):
+            for chunk, chunk_tokens in enumerate(tokens):
+                for _, logits in _logits_of_chunk(model, chunk, chunk_tokens, begin):
                     file.write(encode_rows(logits).tobytes())
                 if on_chunks is not None:
-                    on_chunks(number + 1, len(tokens))
+                    on_chunks(chunk + 1, len(tokens))
         size = unfinished.stat().st_size
         unfinished.replace(path)
     except OSError as error:
@@ -190,7 +190,9 @@ def _check_context(model: Model, context: int) -> None:
         )
 
 
-def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Iterator[tuple[int, Tensor]]:
+def _logits_of_chunk(
+    model: Model, chunk: int, tokens: np.ndarray, begin: int | None
+) -> Iterator[tuple[int, Tensor]]:
     """The logits [rows, vocab] at the scored positions of a chunk, its second half, with the number of the first row.
 
     A few rows at a time, counted from the first scored position.
@@ -202,12 +204,13 @@ def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Ite
     ids = [int(token) for token in tokens]
     ids[0] = ids[0] if begin is None else begin
     sequence = TokenSequence(
-        prompt_id=0,
+        prompt_id=chunk,
         sample_id=0,
         prompt_ids=tuple(ids[: first + 1]),
         response_ids=tuple(ids[first + 1 :]),
         prompt_text="",
         response_text="",
+        location=f"chunk {chunk}",
     )
     hidden = checked_reader(model)([sequence])
     step = max(1, TILE_LOGITS // model.vocab_size)
@@ -216,7 +219,7 @@ def _logits_of_chunk(model: Model, tokens: np.ndarray, begin: int | None) -> Ite
             logits = head_logits(hidden[start : start + step], model.head)[:, : model.vocab_size]
         if not bool(logits.amax(-1).isfinite().all()):  # -inf is the logit of a probability of 0
             raise NonFiniteError(
-                f"the {model.role} gives NaN or infinite logits at a position from {first + start} on of a chunk; "
+                f"the {model.role} gives NaN or infinite logits in chunk {chunk}, from position {first + start} on; "
                 "try --dtype float32, or look at the checkpoint"
             )
         yield start, logits
