@@ -1,14 +1,18 @@
 """``kleash sweep``: candidates against one reference, their ranking, and what happens to those that fail."""
 
 import json
+import re
+import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
+from kleash.cli.sweeping import print_sweep
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
@@ -141,6 +145,35 @@ def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(
     ]
     other_weights = SweepJob(**{**vars(job), "resume": True, "candidates": (str(folder / "third"),)})
     assert other_weights.folder_of(1) != job.folder_of(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [({"temperature": 0.5}, "--temperature was 1.0 and is now 0.5"), ({"text": "copy"}, "--text was")],
+)
+def test_other_options_leave_the_sweep_as_it_is(
+    job: SweepJob, result: Sweep, tmp_path: Path, options: dict[str, object], difference: str
+) -> None:
+    """The cache of the reference fits these options, and no candidate's run does."""
+    if options.get("text"):
+        options = {"text": str(shutil.copy(str(job.text), tmp_path / "copy.txt"))}
+    written = (Path(str(job.out)) / "sweep.json").read_bytes()
+    with pytest.raises(RunFolderError, match=f"01-far holds another run: {difference}.*give another --out"):
+        sweep(SweepJob(**{**vars(job), **options, "resume": True}))
+    assert (Path(str(job.out)) / "sweep.json").read_bytes() == written
+
+
+def test_a_long_name_does_not_narrow_the_numbers_in_the_terminal(
+    result: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = [
+        replace(candidate, name="/" + 300 * "x" + Path(candidate.name).name)
+        for candidate in result.candidates
+    ]
+    print_sweep(replace(result, candidates=tuple(long)), Path("sweep.html"))
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"nats +\d\.\d+ to \d\.\d+ ", printed)) == 3
+    assert max(map(len, printed[: printed.index("not measured")].splitlines())) < 180
 
 
 def test_candidates_of_one_last_name_in_another_order_leave_the_sweep_as_it_is(

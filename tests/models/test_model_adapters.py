@@ -71,6 +71,14 @@ def test_an_adapter_against_its_base_is_loaded_once_and_switched(base, adapter):
     assert pair.policy.fingerprint != pair.reference.fingerprint
 
 
+def test_the_size_of_an_adapter_is_that_of_its_base_and_its_own(base, adapter):
+    pair = load_pair(str(adapter), str(base))
+    stored = [load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")]
+    sizes = [sum(tensor.numel() for tensor in tensors.values()) for tensors in stored]
+    assert pair.reference.weights.bytes == 4 * sizes[0]
+    assert pair.policy.weights.bytes == 4 * sum(sizes) and pair.policy.weights.bits_per_weight == 32
+
+
 def test_the_reference_may_be_the_adapter(base, adapter):
     agree(load_pair(str(base), str(adapter)), base, (None, adapter))
 

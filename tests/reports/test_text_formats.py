@@ -14,7 +14,14 @@ from synthetic_run import synthetic_comparison, synthetic_sweep
 
 from kleash.records import Diagnosis, LogitsMeasurement, Measurement, MismatchRecord, Number
 from kleash.reports.formatting import make_visible
-from kleash.reports.text_formats import CSV_COLUMNS, escape_text, markdown_code, to_csv, to_markdown
+from kleash.reports.text_formats import (
+    CSV_COLUMNS,
+    escape_text,
+    markdown_code,
+    markdown_table,
+    to_csv,
+    to_markdown,
+)
 from kleash.store.likely_causes import LikelyCause
 from kleash.store.mismatch_record import LABELS
 from kleash.store.number_rows import NumberRow, number_rows
@@ -253,6 +260,12 @@ def test_hostile_texts_outside_of_tables_are_shown_as_they_stand(run: tuple[Path
 
 def test_a_mention_of_a_person_is_none() -> None:
     assert "@everyone" not in escape_text("@everyone") and "&#8203;" in escape_text("@everyone")
+
+
+def test_sentences_in_a_table_are_aligned_to_the_left() -> None:
+    rows = ((Name("q4"), "1.5", "the policy lacks 1 of its weights, which would be random: model.layers.0"),)
+    lines = markdown_table(SummaryTable(header=("candidate", "KL", "reason"), rows=rows)).splitlines()
+    assert lines[1] == "| --- | ---: | --- |"
 
 
 def test_every_kind_of_result_has_a_markdown_table(results: list[Any]) -> None:

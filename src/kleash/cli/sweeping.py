@@ -22,6 +22,7 @@ from kleash.reports.attribution import (
     format_share,
     largest_first,
     name_of_candidate,
+    names_of_candidates,
     shown_attributions,
 )
 from kleash.reports.formatting import format_bytes
@@ -143,11 +144,12 @@ def _table(sweep: Sweep) -> Table:
     )
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    names = names_of_candidates(sweep)
     for candidate in sweep.ranking:
         value, interval, _, unit = cells(candidate.numbers[sweep.rank_by])
         quantile = candidate.numbers.get(f"{sweep.rank_by}_{QUANTILE}")
         table.add_row(
-            candidate.name,
+            names[candidate.number],
             candidate.letters,
             f"{value} {unit}",
             interval or "unknown",

@@ -33,8 +33,10 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.attribution import Attribution
 from kleash.store.codec import decode
+from kleash.store.job_folder import require_same
 from kleash.store.locks import LOCK, folder_lock
 from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
+from kleash.version import __version__
 
 T = TypeVar("T")
 
@@ -74,8 +76,8 @@ def sweep(
     Raises:
         SourceError: if the text or the responses cannot be read.
         ModelError: if the reference cannot be loaded, or no candidate can be found.
-        RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set, or the run of
-            another model in the folder of a candidate.
+        RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set, or one of
+            other options, or the run of another model in the folder of a candidate.
         RankError: if another rank fails or is lost.
         ClusterError: if the Ray cluster of ``job.engine`` cannot be reached.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
@@ -130,7 +132,7 @@ def _sweep(
     """``sweep`` in a locked folder."""
     with ranks.running():
         if ranks.is_first:
-            _check_order(job, out)
+            _check_runs(job, out)
             _check_candidates(job, reporter)
             _cache_reference(job, out, reporter)
         ranks.broadcast("cached", True)
@@ -160,8 +162,8 @@ def _sweep(
     return result
 
 
-def _check_order(job: SweepJob, out: Path) -> None:
-    """Check that no candidate's folder holds the run of another model, as after a change of their order.
+def _check_runs(job: SweepJob, out: Path) -> None:
+    """Check that the candidates' folders hold no run of another model, as after a change of order, or of other options.
 
     Raises:
         RunFolderError: if one does.
@@ -169,14 +171,19 @@ def _check_order(job: SweepJob, out: Path) -> None:
     for number, name in enumerate(job.candidates, start=1):
         folder = RunFolder(out / job.folder_of(number))
         try:
-            measured = folder.header().settings.get("policy", name) if folder.begun else name
+            header = folder.header() if folder.begun else None
         except RunFolderError:  # damaged: said when it is this candidate's turn
+            header = None
+        if header is None:
             continue
+        measured = header.settings.get("policy", name)
         if measured != name:
             raise RunFolderError(
                 f"{folder.root} holds the run of {measured}, and candidate {number} is now {name}; name the candidates "
                 "in the order of before, new ones at the end, or give another --out"
             )
+        settings = job.measure_job(number, out).settings()
+        require_same(folder.root, header, replace(header, kleash=__version__, settings=settings))
 
 
 def _check_candidates(job: SweepJob, reporter: ProgressReporter) -> None:

@@ -5,9 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kleash.errors import ModelError
-from kleash.models.checkpoints.files import list_weight_files, read_json, read_safetensors_header
+from kleash.models.checkpoints.files import (
+    ADAPTER_WEIGHTS,
+    list_weight_files,
+    read_json,
+    read_safetensors_header,
+)
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.packed_formats import find_packed_modules
@@ -22,27 +28,28 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
-    """How the weights of a checkpoint, without an adapter, are stored.
+    """How the weights of a checkpoint, and of an adapter over it, are stored.
 
     Args:
         checkpoint: the checkpoint.
-        parameters: number of weights of its network.
+        parameters: number of weights of its network, without the adapter.
 
     Raises:
         ModelError: if a header is damaged.
     """
+    adapter = _AdapterSize.of(checkpoint)
     if checkpoint.gguf:
         files = open_gguf(checkpoint.gguf)
         modules = {
             tensor.name.rpartition(".")[0]: tensor.kind for tensor in files.tensors if len(tensor.shape) > 1
         }
-        return _stored_weights(files.num_bytes, files.elements, modules)
+        return _stored_weights(files.num_bytes, files.elements, modules, adapter)
     entries = {
         name: entry
         for path in list_weight_files(checkpoint.folder)
         for name, entry in read_safetensors_header(path).items()
     }
-    num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
+    num_bytes = _bytes_of(entries)
     try:
         packed = find_packed_modules(checkpoint.folder, checkpoint.name)
     except ModelError:  # a layout that the format's own kernels read, or the model would not have been loaded
@@ -59,10 +66,33 @@ def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
     is_dense = all(kind in DENSE_TYPES for kind in modules.values())
     # Packed weights and their scales are other numbers than the network's; parts that are not loaded count here.
     elements = sum(prod(entry["shape"]) for entry in entries.values()) if is_dense else parameters
-    return _stored_weights(num_bytes, elements, modules)
+    return _stored_weights(num_bytes, elements, modules, adapter)
 
 
-def _stored_weights(num_bytes: int, elements: int, modules: Mapping[str, str]) -> StoredWeights:
+class _AdapterSize(NamedTuple):
+    """The size of an adapter's weights, 0 without one."""
+
+    num_bytes: int
+    elements: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "_AdapterSize":
+        """The size of a checkpoint's adapter."""
+        if checkpoint.adapter is None:
+            return cls(0, 0)
+        entries = read_safetensors_header(checkpoint.adapter / ADAPTER_WEIGHTS)
+        return cls(_bytes_of(entries), sum(prod(entry["shape"]) for entry in entries.values()))
+
+
+def _bytes_of(entries: Mapping[str, Mapping[str, Any]]) -> int:
+    """The bytes of tensors in safetensors files."""
+    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
+
+
+def _stored_weights(
+    num_bytes: int, elements: int, modules: Mapping[str, str], adapter: _AdapterSize
+) -> StoredWeights:
+    num_bytes, elements = num_bytes + adapter.num_bytes, elements + adapter.elements
     return StoredWeights(
         bytes=num_bytes,
         bits_per_weight=8 * num_bytes / elements if elements else 0.0,

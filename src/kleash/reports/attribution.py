@@ -8,8 +8,8 @@ from kleash.reports.formatting import (
     format_count,
     format_percent,
     format_with_interval,
-    keep_end,
     nan_as_minimum,
+    short_names,
 )
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.statistics import label_of
@@ -39,8 +39,13 @@ def shown_attributions(sweep: Sweep) -> list[Attribution]:
 
 def name_of_candidate(sweep: Sweep, attribution: Attribution) -> str:
     """The name of the candidate of an attribution."""
-    names = (candidate.name for candidate in sweep.candidates if candidate.number == attribution.candidate)
-    return keep_end(next(names, f"candidate {attribution.candidate}"), 40)
+    return names_of_candidates(sweep).get(attribution.candidate, f"candidate {attribution.candidate}")
+
+
+def names_of_candidates(sweep: Sweep, length: int = 40) -> dict[int, str]:
+    """A short name of each candidate, by its number."""
+    shown = short_names([candidate.name for candidate in sweep.candidates], length)
+    return {candidate.number: name for candidate, name in zip(sweep.candidates, shown, strict=True)}
 
 
 def added_warnings(sweep: Sweep, attribution: Attribution) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kleash.reports.figures import INK, Chart, dots, escape, figure, row_axis
-from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, keep_end
+from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
@@ -54,16 +54,23 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
 
 def runs_chart(comparison: Comparison) -> Chart:
     """Each run's KL in both directions."""
-    rows = [(keep_end(run.name), run.numbers) for run in comparison.runs]
+    names = _short_names(comparison)
+    rows = [(names[run.name], run.numbers) for run in comparison.runs]
     return _rows_chart("runs", "KL of each run", rows, is_difference=False)
 
 
 def differences_chart(comparison: Comparison) -> Chart:
     """The paired differences from the first run."""
-    rows = [(keep_end(difference.name), difference.differences) for difference in comparison.differences]
-    first = keep_end(comparison.runs[0].name)
-    title = f"Difference from {first}, on shared {comparison.paired_noun}"
+    names = _short_names(comparison)
+    rows = [(names[difference.name], difference.differences) for difference in comparison.differences]
+    title = f"Difference from {names[comparison.runs[0].name]}, on shared {comparison.paired_noun}"
     return _rows_chart("differences", title, rows, is_difference=True)
+
+
+def _short_names(comparison: Comparison) -> dict[str, str]:
+    """Short names of the runs, by their names."""
+    names = [run.name for run in comparison.runs]
+    return dict(zip(names, short_names(names), strict=True))
 
 
 def _rows_chart(

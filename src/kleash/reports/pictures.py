@@ -12,7 +12,7 @@ from typing import Any
 from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs.output_options import PICTURES
-from kleash.reports.formatting import format_bytes, format_threshold, keep_end, make_visible
+from kleash.reports.formatting import format_bytes, format_threshold, keep_end, make_visible, short_names
 from kleash.reports.measurement_charts import DIRECTIONS, convergence_range, range_label
 from kleash.store import Measurement, Number
 from kleash.store.atomic import write_atomically
@@ -217,10 +217,12 @@ def _sweep_figure(sweep: Sweep) -> Any:
     for place, candidate in enumerate(ranking):
         color = ACCENT if candidate.is_on_pareto_front or not has_sizes else MUTED
         _dot(axes[-1], candidate.numbers[sweep.rank_by], place, color=color, horizontal=True)
-    _rows(
-        axes[-1],
-        [_key(place, candidate.name, candidate.letters) for place, candidate in enumerate(ranking, 1)],
-    )
+    names = short_names([plain_text(candidate.name) for candidate in ranking], 30)
+    keys = [
+        _key(place, name, candidate.letters)
+        for place, (name, candidate) in enumerate(zip(names, ranking, strict=True), 1)
+    ]
+    _rows(axes[-1], keys)
     values = [candidate.numbers[sweep.rank_by].value for candidate in ranking]
     if all(value > 0 for value in values if math.isfinite(value)):
         _log_axis(axes[-1].xaxis, axes[-1].set_xscale, values)
@@ -319,8 +321,8 @@ def _name(path: str) -> str:
 
 
 def _key(place: int, name: str, letters: str) -> str:
-    """The label of a candidate: its place, the end of its name, and its letters."""
-    return f"{place}  {keep_end(plain_text(name), 30)}  {make_visible(letters) if letters else ''}".rstrip()
+    """The label of a candidate: its place, its short name, and its letters."""
+    return f"{place}  {name}  {make_visible(letters) if letters else ''}".rstrip()
 
 
 def _dot(

@@ -12,6 +12,7 @@ from kleash.reports.attribution import (
     describe_control,
     describe_sum,
     name_of_candidate,
+    names_of_candidates,
     shown_attributions,
 )
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, dots, escape, figure, log_axis
@@ -21,7 +22,6 @@ from kleash.reports.formatting import (
     format_count,
     format_round_bytes,
     format_with_interval,
-    keep_end,
 )
 from kleash.reports.page import write_page
 from kleash.store.number import Number
@@ -61,7 +61,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
-    names = {candidate.number: keep_end(candidate.name, 40) for candidate in sweep.candidates}
+    names = names_of_candidates(sweep)
     ranking = sweep.ranking
     present = [name for name in COLUMNS if any(name in candidate.numbers for candidate in ranking)]
     context = {
@@ -73,8 +73,8 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         "warnings": [
             *sweep.warnings,
             *(
-                f"on {', '.join(names)}: {warning}"
-                for warning, names in warnings_of_candidates(sweep).items()
+                f"on {', '.join(subjects)}: {warning}"
+                for warning, subjects in warnings_of_candidates(sweep).items()
             ),
         ],
         "rank_label": label_of(sweep.rank_by),
@@ -106,12 +106,13 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
 
 def warnings_of_candidates(sweep: Sweep) -> dict[str, list[str]]:
     """The warnings about the statistic that ranks, each with the names of the candidates that have it."""
-    names: dict[str, list[str]] = {}
+    names = names_of_candidates(sweep)
+    subjects: dict[str, list[str]] = {}
     for candidate in sweep.ranking:
         for warning in candidate.numbers[sweep.rank_by].warnings:
             if warning not in sweep.warnings:
-                names.setdefault(warning, []).append(keep_end(candidate.name, 40))
-    return names
+                subjects.setdefault(warning, []).append(names[candidate.number])
+    return subjects
 
 
 def format_bits(candidate: SweepCandidate) -> str:
@@ -156,12 +157,13 @@ def describe_ranking(sweep: Sweep) -> str:
     ranking = sweep.ranking
     if not ranking:
         return "No candidate could be measured."
-    best = keep_end(ranking[0].name, 40)
+    names = names_of_candidates(sweep)
+    best = names[ranking[0].number]
     if len(ranking) == 1:
         return f"One candidate was measured: {best}."
     ties = sum(pair.is_tie for pair in sweep.pairs)
     if len(ranking) == 2:
-        other = keep_end(ranking[1].name, 40)
+        other = names[ranking[1].number]
         verdict = f"tied with {other}" if ties else f"nearer to the reference than {other}"
         return f"{best} has the smallest {label_of(sweep.rank_by)}, {verdict}."
     partners = {
@@ -196,7 +198,7 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
 
 
 def _labels(
-    points: Sequence[tuple[SweepCandidate, float]], rank_by: str, *, is_logarithmic: bool
+    points: Sequence[tuple[SweepCandidate, float]], sweep: Sweep, *, is_logarithmic: bool
 ) -> dict[int, tuple[str, str]]:
     """The label of each candidate's dot and its place, by the candidate's number.
 
@@ -204,15 +206,16 @@ def _labels(
     the name is shown when the pointer is on the dot, and in the table below the chart.
     """
     xs = [math.log(x) if is_logarithmic and x > 0 else x for _, x in points]
-    heights = [candidate.numbers[rank_by].value for candidate, _ in points]
+    heights = [candidate.numbers[sweep.rank_by].value for candidate, _ in points]
     logs = [math.log(value) for value in heights if value > 0]
     to_lines = CHART_LINES / max(max(logs, default=0) - min(logs, default=0), math.log(10))
     left, right = min(xs), max(xs)
     taken: list[tuple[float, float, float]] = []
     labels: dict[int, tuple[str, str]] = {}
+    names = names_of_candidates(sweep, 24)
     for (candidate, _), x, value in zip(points, xs, heights, strict=True):
         share = (x - left) / (right - left) if right > left else 0
-        side, text = ("left" if share > 0.5 else "right"), keep_end(candidate.name)
+        side, text = ("left" if share > 0.5 else "right"), names[candidate.number]
         width = len(text) / CHART_CHARACTERS
         start = share - width if side == "left" else share
         line = math.log(value) * to_lines if value > 0 else -math.inf
@@ -269,7 +272,8 @@ def _scatter(
         return None
     points = sorted(points, key=lambda point: point[1])
     on_front = [point for point in points if point[0].is_on_pareto_front]
-    labels = _labels(points, sweep.rank_by, is_logarithmic=name == "size")
+    labels = _labels(points, sweep, is_logarithmic=name == "size")
+    names = names_of_candidates(sweep)
     data = [
         {
             "type": "scatter",
@@ -293,7 +297,7 @@ def _scatter(
                     mode="markers+text",
                     text=[labels[candidate.number][0] for candidate, _ in chosen],
                     textposition=[labels[candidate.number][1] for candidate, _ in chosen],
-                    hovertext=[escape(keep_end(candidate.name, 40)) for candidate, _ in chosen],
+                    hovertext=[escape(names[candidate.number]) for candidate, _ in chosen],
                     hovertemplate="%{hovertext}: %{y:.4~g}<extra></extra>",
                 )
             )
@@ -313,7 +317,7 @@ def _scatter(
             **axes,
         ),
         description="; ".join(
-            f"{keep_end(candidate.name, 40)}: {format_with_interval(candidate.numbers[sweep.rank_by])} nats at "
+            f"{names[candidate.number]}: {format_with_interval(candidate.numbers[sweep.rank_by])} nats at "
             f"{format_bytes(candidate.bytes_on_disk) if name == 'size' else format_bits(candidate) + ' bits a weight'}"
             for candidate, _ in points
         )

@@ -22,6 +22,8 @@ ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "@&#8203;"}
 """Of characters of HTML, and of a mention of a person, which the invisible character prevents."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of a cell that spreadsheets take for a formula."""
+MAX_WORDS = 40
+"""Characters of a text that is a number or a few words, and no sentence."""
 LIST_MARK = re.compile(r"(\s*)(?:([-+])|(\d{1,9})([.)]))(?=\s|$)")
 
 
@@ -75,12 +77,18 @@ def to_markdown(summary: Summary, notes: Sequence[str] = ()) -> str:
 
 
 def markdown_table(table: SummaryTable) -> str:
-    """A table of Markdown, its title in a line before it; columns but the first are aligned to the right."""
-    columns = len(table.header)
+    """A table of Markdown, its title in a line before it; columns of numbers and words are aligned to the right.
+
+    The first column, and columns of sentences, are aligned to the left.
+    """
+    has_sentences = [
+        any(len(row[column]) > MAX_WORDS for row in table.rows) for column in range(len(table.header))
+    ]
+    marks = ["---" if not index or is_left else "---:" for index, is_left in enumerate(has_sentences)]
     lines = [
         *([f"{escape_text(table.title)}:", ""] if table.title else []),
         _table_line(table.header),
-        _table_line(("---", *("---:" for _ in range(columns - 1))), is_raw=True),
+        _table_line(marks, is_raw=True),
         *map(_table_line, table.rows),
     ]
     return "\n".join(lines)

@@ -22,9 +22,9 @@ class StoredWeights:
     """How a model's weights are stored on disk."""
 
     bytes: int
-    """Of all tensors."""
+    """Of all tensors, also those of an adapter."""
     bits_per_weight: float
-    """Bits on disk for each weight of the network, with scales, offsets and what is not quantised."""
+    """Bits on disk for each weight of the network and of an adapter, with scales, offsets and what is not quantised."""
     modules: Mapping[str, str]
     """Type of each module's matrix; modules of one type that differ in the layer stand together: "blk.0-27.attn_q"."""
 
