@@ -229,6 +229,21 @@ def test_a_folder_that_holds_something_else_is_refused(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_two_copies_of_the_reference_differ_by_exactly_0(folder: Path) -> None:
+    copy = shutil.copytree(folder / "base", folder / "copy-of-base")
+    result = sweep(
+        SweepJob(
+            candidates=(str(folder / "base"), str(copy)),
+            reference=str(folder / "base"),
+            text=str(folder / "text.txt"),
+            out=str(folder / "copies"),
+            **WINDOWS,
+        )
+    )
+    (pair,) = result.pairs
+    assert pair.is_tie and pair.simultaneous_ci95 == (0, 0) and not pair.difference.warnings
+
+
 def test_a_candidate_whose_run_is_damaged_fails_and_the_others_are_ranked(
     job: SweepJob, result: Sweep, folder: Path
 ) -> None:

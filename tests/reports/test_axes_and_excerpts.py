@@ -189,7 +189,7 @@ def test_labels_of_candidates_at_one_place_do_not_lie_on_each_other() -> None:
     for chart in sweep_charts(replace(sweep, candidates=candidates, pairs=())):
         trace = chart.figure["data"][-1]
         places = [place for text, place in zip(trace["text"], trace["textposition"], strict=True) if text]
-        assert len(places) == len(set(places)) == 3
+        assert len(places) == len(set(places)) == 4
         assert trace["hovertext"] == ["q1", "q2", "q3", "q4", "q5"]
     points = [(1, 1e9, 0.01), (2, 1.01e9, 0.011), (3, 2e9, 0.01), (4, 1e9, 0.2), (5, 1e9, math.inf)]
     assert [places for places, _, _ in _near_each_other(points)] == [[1, 2], [3], [4]]

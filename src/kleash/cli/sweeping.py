@@ -77,10 +77,8 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
         letters = "; candidates that share a letter are tied" if sweep.pairs else ""
         say(console, f"{sweep.tokens:,} tokens in {sweep.clusters:,} clusters{letters}", style="dim")
         print_table(console, _table(sweep))
-    for warning in sweep.warnings:
+    for warning in (*sweep.warnings, *warnings_of_candidates(sweep)):
         remark(console, "warning", warning)
-    for warning, names in warnings_of_candidates(sweep).items():
-        remark(console, "warning", f"on {', '.join(names)}: {warning}")
     for candidate in sweep.failed:
         remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
     for attribution in shown_attributions(sweep):
@@ -92,7 +90,9 @@ def _print_attribution(console: Terminal, sweep: Sweep, attribution: Attribution
     """Print what a candidate's KL comes from: the groups with the largest parts, their sum, and the control."""
     sentence = describe_attribution(attribution, name_of_candidate(sweep, attribution))
     say(console, terminal_sentence(sentence), style="bold")
-    if attribution.failure:
+    if not attribution.has_changes:
+        for warning in added_warnings(sweep, attribution):
+            remark(console, "warning", warning)
         return
     say(
         console,

@@ -208,10 +208,8 @@ def attribution_of(
         warnings=tuple(
             dict.fromkeys(
                 (
-                    *clusters.warnings,
-                    *few_clusters(clusters.count),
-                    *mean.warnings,
-                    *_warnings(mean.value, mean.value + change_of_all.value, control),
+                    *((*clusters.warnings, *few_clusters(clusters.count), *mean.warnings) if swapped else ()),
+                    *_warnings(models, mean.value, mean.value + change_of_all.value, control),
                 )
             )
         ),
@@ -278,7 +276,7 @@ def _group_changes(
     )
 
 
-def _warnings(mean: float, remaining: float, control: Estimate) -> tuple[str, ...]:
+def _warnings(models: SwapModels, mean: float, remaining: float, control: Estimate) -> tuple[str, ...]:
     """Warnings about passes that do not repeat, and about what swapping cannot change."""
     warnings: list[str] = []
     if control.value != 0:
@@ -286,7 +284,7 @@ def _warnings(mean: float, remaining: float, control: Estimate) -> tuple[str, ..
             f"two passes of the candidate without a swap differ by {control.value:.2g} nats per token, so this device "
             "does not repeat its sums; changes of that size mean nothing"
         )
-    if remaining > REMAINING_SHARE * mean:
+    if remaining > REMAINING_SHARE * mean and not models.pair.is_one_model:
         warnings.append(
             f"with all groups swapped {remaining:.2g} nats per token remain: rounding, or settings in which the "
             "models differ beside these weights"

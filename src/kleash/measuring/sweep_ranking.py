@@ -91,7 +91,9 @@ def rank_candidates(
     )
     letters: Mapping[int, str] = {}
     if len(measured) > 1:
-        result = _compare(runs, clusters)
+        result = _compare(
+            runs, clusters, [_known_value(candidate.numbers[job.rank_by]) for candidate in measured]
+        )
         pairs = tuple(
             SweepPair(
                 first=measured[pair.first].number,
@@ -118,11 +120,18 @@ def rank_candidates(
     )
 
 
-def _compare(runs: Sequence[RunSequences], clusters: Clusters) -> SimultaneousDifferences:
+def _known_value(number: Number) -> float | None:
+    """The value of a number without any error, such as the KL of the reference itself; None for another."""
+    return number.value if number.standard_error == 0 and number.has_error else None
+
+
+def _compare(
+    runs: Sequence[RunSequences], clusters: Clusters, known_values: Sequence[float | None]
+) -> SimultaneousDifferences:
     """The differences of all pairs of runs over the same sequences, paired by cluster."""
     sums = np.stack([clusters.sum(run.sums.total) for run in runs], axis=1)
     counts = np.stack([clusters.sum(run.sums.tokens) for run in runs], axis=1)
-    return simultaneous_differences(sums, counts)
+    return simultaneous_differences(sums, counts, known_values=known_values)
 
 
 def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[int]:

@@ -42,9 +42,17 @@ def name_of_candidate(sweep: Sweep, attribution: Attribution) -> str:
     return names_of_candidates(sweep).get(attribution.candidate, f"candidate {attribution.candidate}")
 
 
-def names_of_candidates(sweep: Sweep, length: int = 40) -> dict[int, str]:
-    """A short name of each candidate, by its number."""
-    shown = short_names([candidate.name for candidate in sweep.candidates], length)
+def names_of_candidates(sweep: Sweep, length: int = 40, without: str = "") -> dict[int, str]:
+    """A short name of each candidate, by its number.
+
+    Args:
+        sweep: of the candidates.
+        length: characters of a name.
+        without: an ending that is left out, unless two names are equal then.
+    """
+    names = [candidate.name for candidate in sweep.candidates]
+    stems = [name.removesuffix(without) or name for name in names]
+    shown = short_names(stems if len(set(stems)) == len(set(names)) else names, length)
     return {candidate.number: name for candidate, name in zip(sweep.candidates, shown, strict=True)}
 
 
@@ -64,7 +72,7 @@ def describe_attribution(attribution: Attribution, name: str) -> str:
     statistic = label_of(attribution.statistic)
     if attribution.failure:
         return f"The {statistic} of {name} was not attributed: {attribution.failure}."
-    if all(group.is_identical for group in attribution.groups):
+    if not attribution.has_changes:
         return f"All weights of {name} are those of the reference."
     clear = [group for group in largest_first(attribution) if group.simultaneous_ci95[1] < 0]
     if not clear:
@@ -96,9 +104,9 @@ def describe_sum(attribution: Attribution) -> str:
         else f"the difference, {format_with_interval(interaction)}, is within the noise of the sample"
     )
     return (
-        f"Single changes sum to {format_with_interval(total)} nats per token, and all groups swapped at once change "
-        f"{format_with_interval(all_groups)}; {verdict}. Errors of several groups can reinforce or cancel each other, "
-        "so shares need not sum to 100 %."
+        f"Single changes sum to {format_with_interval(total)} nats per token, and swapping all groups at once changes "
+        f"the KL by {format_with_interval(all_groups)}; {verdict}. Errors of several groups can reinforce or cancel "
+        "each other, so shares need not sum to 100 %."
     )
 
 

@@ -1,7 +1,6 @@
 """Pictures of a measurement and of a sweep, as PNG or SVG; Matplotlib draws them without a display or global state."""
 
 import math
-import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any
 from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs.output_options import PICTURES
-from kleash.reports.formatting import format_bytes, format_threshold, keep_end, make_visible, short_names
+from kleash.reports.formatting import format_threshold, keep_end, make_visible, short_names
 from kleash.reports.measurement_charts import DIRECTIONS, convergence_range, range_label
+from kleash.reports.sweep import byte_axis
 from kleash.store import Measurement, Number
 from kleash.store.atomic import write_atomically
 from kleash.store.measurement import Bin
@@ -224,8 +224,9 @@ def _sweep_figure(sweep: Sweep) -> Any:
     ]
     _rows(axes[-1], keys)
     values = [candidate.numbers[sweep.rank_by].value for candidate in ranking]
-    if all(value > 0 for value in values if math.isfinite(value)):
-        _log_axis(axes[-1].xaxis, axes[-1].set_xscale, values)
+    _log_axis(axes[-1].xaxis, axes[-1].set_xscale, values)
+    for place in [place for place, value in enumerate(values) if value == 0] if any(values) else []:
+        axes[-1].annotate("0", (0.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     axes[-1].set_title("95 % intervals, nats per token")
     if has_sizes:
         _size_panel(axes[0], sweep)
@@ -265,33 +266,38 @@ def _size_panel(axes: Any, sweep: Sweep) -> None:
     if front:
         axes.plot(*zip(*front, strict=True), color=GRID, drawstyle="steps-post", zorder=0)
     values = [candidate.numbers[sweep.rank_by].value for _, candidate, _ in points]
-    _log_axis(axes.xaxis, axes.set_xscale, [size for *_, size in points], _size_text)
-    if all(value > 0 for value in values if math.isfinite(value)):
-        _log_axis(axes.yaxis, axes.set_yscale, values)
+    _size_axis(axes, [size for *_, size in points])
+    _log_axis(axes.yaxis, axes.set_yscale, values)
     axes.set_xlabel("size on disk; the line is the Pareto front" if len(front) > 1 else "size on disk")
     axes.set_title("nats per token")
 
 
-def _size_text(size: float) -> str:
-    """A round number of bytes: "2 GB"."""
-    return re.sub(r"\.0+ ", " ", format_bytes(int(size)))
+def _size_axis(axes: Any, sizes: Sequence[float]) -> None:
+    """Make the axis of sizes logarithmic, with the ticks that it has on the page of a sweep."""
+    ticks = byte_axis(sizes)
+    if "tickvals" in ticks:
+        ticker = import_extra("matplotlib.ticker", "pictures")
+        axes.set_xscale("log", nonpositive="clip")
+        axes.set_xticks(ticks["tickvals"], ticks["ticktext"])
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _near_each_other(
     points: Sequence[tuple[int, float, float]],
 ) -> list[tuple[list[int], float, float]]:
-    """Points (place, size, KL) whose labels would lie on each other, as one: places, and the first's size and KL."""
-    values = [value for _, _, value in points if math.isfinite(value)]
-    height = LABEL_HEIGHT * (max(values, default=0) - min(values, default=0))
+    """Points (place, size, KL) whose labels would lie on each other, as one: places, and the first's size and KL.
+
+    A KL of 0 is left out where others have a place on the logarithmic axis.
+    """
+    finite = [point for point in points if math.isfinite(point[2])]
+    shown = [point for point in finite if point[2] > 0] or finite
+    heights = {place: math.log(value) if value > 0 else 0.0 for place, _, value in shown}
+    height = LABEL_HEIGHT * (max(heights.values(), default=0) - min(heights.values(), default=0))
     groups: list[tuple[list[int], float, float]] = []
-    for place, size, value in points:
-        if not math.isfinite(value):
-            continue
-        for places, other_size, other in groups:
-            if (
-                abs(value - other) <= height
-                and abs(math.log(max(size, 1) / max(other_size, 1))) < LABEL_WIDTH
-            ):
+    for place, size, value in shown:
+        for places, other_size, _ in groups:
+            is_beside = abs(heights[place] - heights[places[0]]) <= height
+            if is_beside and abs(math.log(max(size, 1) / max(other_size, 1))) < LABEL_WIDTH:
                 places.append(place)
                 break
         else:
@@ -348,7 +354,6 @@ def _log_axis(
     axis: Any,
     set_scale: Callable[..., None],
     values: Sequence[float],
-    text: Callable[[float], str] = format_threshold,
 ) -> None:
     """Make an axis logarithmic, with ticks between the powers of ten where it is short."""
     ticker = import_extra("matplotlib.ticker", "pictures")
@@ -358,5 +363,5 @@ def _log_axis(
     set_scale("log", nonpositive="clip")
     is_short = max(positive) / min(positive) < 100
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if is_short else (1,), numticks=8))
-    axis.set_major_formatter(lambda value, _: text(value))
+    axis.set_major_formatter(lambda value, _: format_threshold(value))
     axis.set_minor_formatter(ticker.NullFormatter())

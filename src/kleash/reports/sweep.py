@@ -1,9 +1,10 @@
 """The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kleash.reports.attribution import (
     added_warnings,
@@ -24,6 +25,7 @@ from kleash.reports.formatting import (
     format_with_interval,
 )
 from kleash.reports.page import write_page
+from kleash.store.measurement_summary import merge_warnings
 from kleash.store.number import Number
 from kleash.store.statistics import label_of
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
@@ -41,8 +43,17 @@ TICK_DIGITS = (
 )
 """Leading digits of the ticks of an axis of sizes: the first that give at least ``MIN_BYTE_TICKS``, or the last."""
 MIN_BYTE_TICKS = 3
-CHART_LINES, CHART_CHARACTERS = 16, 45
+CHART_LINES, CHART_CHARACTERS = 16, 32
 """Lines of text that fit above each other in a chart of KL against size, and letters beside each other on a phone."""
+OFFSETS: Mapping[str, float] = {"top": 1.0, "bottom": -1.0, "middle": 0.0}
+"""Places of a label beside its dot, in Plotly's words, and their lines above it."""
+LABEL_CHARACTERS = 16
+DOT_SHARE = 0.008
+"""Half the width of a dot, as a share of the chart's."""
+ROOM_BESIDE = 0.08
+"""What a label may go beyond the first and the last dot, as a share of the distance between them."""
+LISTED = 4
+"""Candidates that the description of a chart names one by one."""
 COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates."""
 
@@ -70,13 +81,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         "names": names,
         "columns": present,
         "quantile": lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
-        "warnings": [
-            *sweep.warnings,
-            *(
-                f"on {', '.join(subjects)}: {warning}"
-                for warning, subjects in warnings_of_candidates(sweep).items()
-            ),
-        ],
+        "warnings": [*sweep.warnings, *warnings_of_candidates(sweep)],
         "rank_label": label_of(sweep.rank_by),
         "charts": sweep_charts(sweep),
         "size": lambda candidate: format_bytes(candidate.bytes_on_disk),
@@ -88,7 +93,8 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         "headline": describe_ranking(sweep),
         "attributions": [
             {
-                "chart": None if attribution.failure else attribution_chart(attribution, name),
+                "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
+                "title": f"{name} by {attribution.grouping}",
                 "record": attribution,
                 "warnings": added_warnings(sweep, attribution),
                 "sentences": (
@@ -104,15 +110,13 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
     return write_page(path, "sweep.html", context, ("plotly", "charts.js"))
 
 
-def warnings_of_candidates(sweep: Sweep) -> dict[str, list[str]]:
+def warnings_of_candidates(sweep: Sweep) -> list[str]:
     """The warnings about the statistic that ranks, each with the names of the candidates that have it."""
     names = names_of_candidates(sweep)
-    subjects: dict[str, list[str]] = {}
-    for candidate in sweep.ranking:
-        for warning in candidate.numbers[sweep.rank_by].warnings:
-            if warning not in sweep.warnings:
-                subjects.setdefault(warning, []).append(names[candidate.number])
-    return subjects
+    return merge_warnings(
+        ((names[candidate.number], candidate.numbers[sweep.rank_by]) for candidate in sweep.ranking),
+        sweep.warnings,
+    )
 
 
 def format_bits(candidate: SweepCandidate) -> str:
@@ -202,33 +206,87 @@ def _labels(
 ) -> dict[int, tuple[str, str]]:
     """The label of each candidate's dot and its place, by the candidate's number.
 
-    A label is above, beside or below its dot, on the side with more room. One that would lie on another is left out:
-    the name is shown when the pointer is on the dot, and in the table below the chart.
+    A label is above, below or beside its dot, on the side with more room. One that would lie on a dot, on another label
+    or on the line of the Pareto front, or beyond the chart, is left out: the name is shown when the pointer is on the
+    dot, and in the table below the chart.
+
+    Args:
+        points: candidates and their places on the other axis, in its order.
+        sweep: of the candidates.
+        is_logarithmic: whether the other axis is.
     """
-    xs = [math.log(x) if is_logarithmic and x > 0 else x for _, x in points]
-    heights = [candidate.numbers[sweep.rank_by].value for candidate, _ in points]
-    logs = [math.log(value) for value in heights if value > 0]
-    to_lines = CHART_LINES / max(max(logs, default=0) - min(logs, default=0), math.log(10))
-    left, right = min(xs), max(xs)
-    taken: list[tuple[float, float, float]] = []
+    names = names_of_candidates(sweep, LABEL_CHARACTERS, without=".gguf")
+    shares, lines = _places(points, sweep.rank_by, is_logarithmic=is_logarithmic)
+    taken = [
+        Box(share - DOT_SHARE, share + DOT_SHARE, line - 0.4, line + 0.4)
+        for share, line in zip(shares, lines, strict=True)
+    ]
+    front = [
+        (share, line)
+        for (candidate, _), share, line in zip(points, shares, lines, strict=True)
+        if candidate.is_on_pareto_front
+    ]
+    for (left, line), (right, next_line) in pairwise(front):
+        taken += [Box(left, right, line, line), Box(right, right, next_line, line)]
     labels: dict[int, tuple[str, str]] = {}
-    names = names_of_candidates(sweep, 24)
-    for (candidate, _), x, value in zip(points, xs, heights, strict=True):
-        share = (x - left) / (right - left) if right > left else 0
-        side, text = ("left" if share > 0.5 else "right"), names[candidate.number]
-        width = len(text) / CHART_CHARACTERS
-        start = share - width if side == "left" else share
-        line = math.log(value) * to_lines if value > 0 else -math.inf
-        labels[candidate.number] = ("", f"top {side}")
-        for place, offset in (("top", 1), ("middle", 0), ("bottom", -1)):
-            at = line + offset
-            if all(
-                abs(at - other) >= 1 or start > end or start + width < begin for other, begin, end in taken
-            ):
-                taken.append((at, start, start + width))
+    for (candidate, _), share, line in zip(points, shares, lines, strict=True):
+        text = names[candidate.number]
+        sides = ("left", "right") if share > 0.5 else ("right", "left")
+        labels[candidate.number] = ("", f"top {sides[0]}")
+        if math.isinf(line):
+            continue
+        for place, side in product(OFFSETS, sides):
+            box = _label_box(len(text), share, line + OFFSETS[place], side)
+            if box.is_within_chart and not any(map(box.overlaps, taken)):
+                taken.append(box)
                 labels[candidate.number] = (escape(text), f"{place} {side}")
                 break
     return labels
+
+
+class Box(NamedTuple):
+    """A rectangle of a chart: shares of its width, and lines of text above each other."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    @property
+    def is_within_chart(self) -> bool:
+        """Whether it does not go beyond the chart on a side."""
+        return self.left >= -ROOM_BESIDE and self.right <= 1 + ROOM_BESIDE
+
+    def overlaps(self, other: "Box") -> bool:
+        """Whether a point is within both; the other may be a line."""
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.bottom < other.top
+            and other.bottom < self.top
+        )
+
+
+def _places(
+    points: Sequence[tuple[SweepCandidate, float]], rank_by: str, *, is_logarithmic: bool
+) -> tuple[list[float], list[float]]:
+    """The places of dots in a chart: shares of its width, and lines of text; -inf for a KL of 0."""
+    xs = [math.log(x) if is_logarithmic and x > 0 else x for _, x in points]
+    left, right = min(xs), max(xs)
+    values = [candidate.numbers[rank_by].value for candidate, _ in points]
+    logs = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
+    to_lines = CHART_LINES / max(max(logs, default=0) - min(logs, default=0), math.log(10))
+    return (
+        [(x - left) / (right - left) if right > left else 0.0 for x in xs],
+        [math.log(value) * to_lines if value > 0 and math.isfinite(value) else -math.inf for value in values],
+    )
+
+
+def _label_box(characters: int, share: float, line: float, side: str) -> Box:
+    """The rectangle of a label on a side of a dot."""
+    width = characters / CHART_CHARACTERS
+    left = share - width if side == "left" else share
+    return Box(left, left + width, line - 0.5, line + 0.5)
 
 
 def byte_axis(sizes: Sequence[float]) -> dict[str, Any]:
@@ -316,13 +374,7 @@ def _scatter(
             showlegend=True,
             **axes,
         ),
-        description="; ".join(
-            f"{names[candidate.number]}: {format_with_interval(candidate.numbers[sweep.rank_by])} nats at "
-            f"{format_bytes(candidate.bytes_on_disk) if name == 'size' else format_bits(candidate) + ' bits a weight'}"
-            for candidate, _ in points
-        )
-        + "."
-        + (" A KL of 0 has no place on a logarithmic axis." if 0.0 in values else ""),
+        description=_describe_points(name, sweep, points),
         header=(
             "Candidate",
             "bytes on disk" if name == "size" else x_title,
@@ -339,3 +391,30 @@ def _scatter(
             for candidate, x in points
         ),
     )
+
+
+def _describe_points(name: str, sweep: Sweep, points: Sequence[tuple[SweepCandidate, float]]) -> str:
+    """A chart of KL against size in words: each candidate, or of many the ends of the Pareto front."""
+    names = names_of_candidates(sweep)
+
+    def describe(candidate: SweepCandidate) -> str:
+        number = format_with_interval(candidate.numbers[sweep.rank_by])
+        size = (
+            format_bytes(candidate.bytes_on_disk)
+            if name == "size"
+            else f"{format_bits(candidate)} bits a weight"
+        )
+        return f"{names[candidate.number]}, {number} nats at {size}"
+
+    front = [candidate for candidate, _ in points if candidate.is_on_pareto_front]
+    if len(points) <= LISTED or not front:
+        text = f"{'; '.join(describe(candidate) for candidate, _ in points)}."
+    elif len(front) == 1:
+        text = f"1 of {len(points)} candidates is on the Pareto front: {describe(front[0])}."
+    else:
+        text = (
+            f"{len(front)} of {len(points)} candidates are on the Pareto front, from {describe(front[0])}, to "
+            f"{describe(front[-1])}."
+        )
+    has_zero = any(candidate.numbers[sweep.rank_by].value == 0 for candidate, _ in points)
+    return text + (" A KL of 0 has no place on a logarithmic axis." if has_zero else "")

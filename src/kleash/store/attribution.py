@@ -61,6 +61,11 @@ class Attribution:
     """The 95 % quantile of the largest |t| over all groups."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether there are numbers of groups whose weights differ from the reference's."""
+        return not self.failure and not all(group.is_identical for group in self.groups)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, the way it stands in ``sweep.json``."""
         return encode(self)
