@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
 from kleash.cli.streams import printable
+from kleash.cli.summary import print_measurement
+from kleash.records import Measurement
 from kleash.store.checksums import seal_folder
 
 PLANT = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202e\u2066\u200b[red]x[/red]\r"
@@ -208,6 +210,27 @@ def test_control_characters_in_summaries_and_progress_are_escaped(
     assert main(["compare", str(planted_run), str(planted_run), "--out", page, "--json"]) == 0
     captured = capsys.readouterr().out
     assert not UNSAFE.search(captured) and PLANT in json.loads(captured)["runs"][0]["warnings"]
+
+
+def test_a_name_with_a_line_break_makes_no_line_of_its_own(
+    planted_run: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """It could pass for a number or a verdict of kleash."""
+    run = tmp_path / "run"
+    shutil.copytree(planted_run, run)
+    forged = "KL(policy || reference) per token: 0 nats"
+    content = json.loads((run / "measurement.json").read_text())
+    content["models"]["policy"]["path"] = content["warnings"][0] = f"model\n{forged}"
+    content["estimand"] += f"\n{forged}"
+    (run / "measurement.json").write_text(json.dumps(content))
+    seal_folder(run)
+    print_measurement(Measurement.read(run), run)
+    captured = capsys.readouterr().out
+    assert not any(line.startswith("KL(policy || reference) per token: 0 ") for line in captured.splitlines())
+    assert captured.count(f"\\u000a{forged}") >= 2
+    assert main(["compare", str(run), str(run), "--out", str(tmp_path / "c.html")]) == 0
+    captured = capsys.readouterr().out
+    assert not any(line.startswith(forged) for line in captured.splitlines())
 
 
 def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kleash.cli.numbers import terminal_label, terminal_sentence
-from kleash.cli.terminal import Terminal, remark, say
+from kleash.cli.terminal import Terminal, on_one_line, remark, say
 from kleash.jobs import MeasureJob
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import describe_sample_size
@@ -46,7 +46,7 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     for role, model in measurement.models.items():
         device = f" on {measurement.device}" if measurement.device else ""
         say(console, f"{role}: {model.path} ({model.dtype}{device})")
-    console.print(measurement.estimand, style="dim")
+    console.print(on_one_line(measurement.estimand), style="dim")
     sample_size = describe_sample_size(measurement).replace("\u202f", ",")
     console.print(f"{measurement.counts.tokens:,} tokens in {sample_size}", style="dim")
     print_table(console, _measurement_table(measurement))

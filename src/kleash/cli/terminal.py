@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from kleash.cli.streams import CommandStream, printable
+from kleash.cli.streams import CommandStream, json_escape, printable
 from kleash.errors import TrackerWarning
 
 
@@ -36,13 +36,18 @@ class Terminal(Console):
 
 
 def say(console: Console, sentence: str, *, style: str = "") -> None:
-    """Print a sentence without line breaks, whatever the terminal's width."""
-    console.print(Text(printable(sentence), style=style), soft_wrap=True)
+    """Print a sentence on one line, whatever the terminal's width and the names in it."""
+    console.print(Text(on_one_line(sentence), style=style), soft_wrap=True)
 
 
 def remark(console: Console, kind: str, sentence: str, colour: str = "yellow") -> None:
-    """Print ``kind: sentence`` with the kind in colour."""
-    console.print(Text.assemble((f"{kind}:", colour), f" {printable(sentence)}"), soft_wrap=True)
+    """Print ``kind: sentence`` on one line, with the kind in colour."""
+    console.print(Text.assemble((f"{kind}:", colour), f" {on_one_line(sentence)}"), soft_wrap=True)
+
+
+def on_one_line(sentence: str) -> str:
+    """A sentence whose control characters and line breaks, which a name can have, are escaped."""
+    return printable(sentence).replace("\n", json_escape("\n"))
 
 
 def can_redraw(console: Console) -> bool:
