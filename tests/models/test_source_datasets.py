@@ -206,6 +206,22 @@ def test_splits_of_saved_data_sets_are_read(pair, saved, monkeypatch):
     assert read[3].location.endswith("train-00001-of-00002.parquet, row 1")
 
 
+def test_files_of_another_format_in_a_folder_are_noted(pair, write, tmp_path):
+    """The package datasets reads the commonest format alone."""
+    pytest.importorskip("datasets")
+    for name in ("d/a.jsonl", "d/b.jsonl", "d/.hidden/c.csv"):
+        write(name, jsonl(RECORDS[0]))
+    folder = str(tmp_path / "d")
+    assert describe_source("prompts", folder) == ()
+    dataset_folders._splits_of_folder.cache_clear()
+    write("d/c.csv", "prompt\nA boat\n")
+    write("d/sub/d.parquet", parquet(RECORDS))
+    assert texts(folder, pair) == PROMPTS[:1] * 2
+    assert describe_source("prompts", folder) == (
+        f"files of another format in {folder} are not read: 'c.csv' and 1 more",
+    )
+
+
 def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatch):
     monkeypatch.chdir(saved)
     train, test = (find_source("user/name", "prompts", options(split=split)) for split in ("train", "test"))

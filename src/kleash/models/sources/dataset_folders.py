@@ -10,7 +10,7 @@ from kleash.errors import SourceError
 from kleash.extras import import_extra, is_installed
 from kleash.jobs.reading import ReadOptions
 from kleash.models.compat import summarise_error, suppress_library_output
-from kleash.models.sources.compression import SUFFIXES
+from kleash.models.sources.compression import SUFFIXES, uncompressed_suffix
 from kleash.models.sources.source_records import shorten
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -25,6 +25,8 @@ FILE_SUFFIXES = SUFFIXES.union(
 """Suffixes of files; a name that ends with one is no data set's."""
 NO_DATA_SET = ("config.json", "run.json", "measurement.json", "reference.json", "steps.jsonl")
 """Files of folders that hold a model or a result of kleash."""
+METADATA = ("dataset_infos.json", "dataset_info.json", "metadata.json", "state.json")
+"""Files of folders that hold a data set and describe it."""
 PREFERRED_SPLIT = "train"
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")
 MAX_SHOWN_SPLITS = 12
@@ -61,7 +63,9 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
     if has_state:
         return _saved_split(name, path, reading)
     if has_data_files:
-        return _files_of_split(name, _splits_of_folder(name, str(path), reading.dataset_config), reading)
+        splits = _splits_of_folder(name, str(path), reading.dataset_config)
+        found = _files_of_split(name, splits, reading)
+        return found._replace(notes=(*found.notes, *_unread_formats(name, path, splits)))
     if exists or HUB_ID.fullmatch(name) is None or path.suffix.lower() in FILE_SUFFIXES:
         return None
     return _files_of_split(name, _splits_of_hub(name, reading.dataset_config), reading)
@@ -171,6 +175,23 @@ def _files_of_split(name: str, splits: dict[str, tuple[str, ...]], reading: Read
     paths = tuple(map(Path, _fetch(name, urls))) if "://" in urls[0] else tuple(map(Path, urls))
     _require_all_shards(name, paths)
     return DatasetFiles(paths, notes)
+
+
+def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
+    suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
+    paths = [path.relative_to(folder) for pattern in DATA_FILES for path in folder.rglob(pattern)]
+    others = sorted(
+        str(path)
+        for path in paths
+        if path.name not in METADATA
+        and uncompressed_suffix(path) not in suffixes
+        and not any(part.startswith(".") for part in path.parts)
+    )
+    if not others:
+        return ()
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return (f"files of another format in {name} are not read: {shorten(others[0])}{more}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
