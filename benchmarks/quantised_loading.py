@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.gguf.architectures import find_architecture
+from kleash.models.gguf.architecture_table import find_architecture
 from kleash.models.gguf.network import read_attributes
 from kleash.models.gguf.tensor_decoding import read_parameters
 from kleash.models.network_loading import load_networks
@@ -219,7 +219,7 @@ def decode(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors of a file, by kleash's decoders alone."""
     if model.endswith(".gguf"):
         files = open_gguf((Path(model),))
-        name, architecture = find_architecture(files.settings)
+        name, architecture = find_architecture(files.settings, [tensor.name for tensor in files.tensors])
         attributes, _ = read_attributes(files, name, architecture)
         return read_parameters(files.tensors, architecture, attributes, dtype)[0]
     packed = find_packed_modules(Path(model), "the benchmark")

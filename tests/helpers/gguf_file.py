@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_families import FAMILY_LAYOUTS, add_family_settings
 from gguf_layouts import LAYOUTS, add_layout_settings
 from safetensors.numpy import load_file
 
@@ -28,12 +29,40 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "olmo3": "olmo2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "cohere": "command-r",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "phi": "phi2",
+    "gpt_neox": "gptneox",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
+    "glm": "chatglm",
+    "granitemoeshared": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "lfm2_moe": "lfm2moe",
+    "llama4_text": "llama4",
+    "qwen3_next": "qwen3next",
 }
 """transformers' model type → llama.cpp's architecture, where they differ."""
-INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", "ministral3")
+INTERLEAVED = (
+    *("llama", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo", "granitemoeshared"),
+    *("granitemoehybrid", "nemotron_h"),
+)
+"""Model types whose query and key projections are stored in the order of llama.cpp's rotary embedding."""
 WITH_OFFSET = ("gemma", "gemma2", "gemma3_text")
 """Model types whose norms have 1 added."""
-"""Model types whose query and key projections are stored in the order of llama.cpp's rotary embedding."""
+GPT2_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+NORM_EPSILONS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+LAYER_NORMS = ("cohere", "cohere2", "nemotron", "starcoder2", "stablelm", "phi", "gpt2", "gpt_neox")
+"""Model types with LayerNorms."""
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
@@ -63,8 +92,8 @@ def write_gguf(
         tokens: other texts of tokens.
         parts: number of files.
     """
-    config = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    config = read_config(folder)
+    arch = architecture_of(config)
     writer = gguf.GGUFWriter(str(path), arch)
     add_settings(writer, config)
     add_vocabulary(writer, folder, config["vocab_size"], tokens or {})
@@ -89,6 +118,20 @@ def write_gguf(
     return path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings of a checkpoint, under the usual names."""
+    config = json.loads((folder / "config.json").read_text())
+    return {GPT2_NAMES.get(name, name): value for name, value in config.items()}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """llama.cpp's name of an architecture."""
+    kind = config["model_type"]
+    if kind == "nemotron_h":
+        return "nemotron_h_moe" if "moe" in config["layers_block_type"] else kind
+    return ARCHITECTURES.get(kind, kind)
+
+
 def write_file(writer: gguf.GGUFWriter, tensors: Mapping[str, np.ndarray], kind: str) -> None:
     """Write the file of ``writer`` with ``tensors``."""
     quantised = gguf.GGMLQuantizationType[kind]
@@ -111,12 +154,15 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    if "intermediate_size" in config:
-        writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config.get("num_hidden_layers", 0))
+    writer.add_feed_forward_length(config.get("intermediate_size") or 4 * config["hidden_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_head_count_kv(config.get("num_key_value_heads", heads))
+    epsilon = next((config[name] for name in NORM_EPSILONS if name in config), None)
+    if config["model_type"] in LAYER_NORMS:
+        writer.add_layer_norm_eps(epsilon)
+    elif epsilon is not None:
+        writer.add_layer_norm_rms_eps(epsilon)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_key_length(head_dim)
@@ -124,10 +170,11 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or older_rope_parameters(config)
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if "rope_theta" in rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
+    if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
@@ -150,10 +197,13 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     add_layout_settings(writer, config)
+    add_family_settings(writer, config)
 
 
 def older_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of the rotary embedding as transformers 4 writes them."""
+    if "rope_theta" not in config:
+        return {}
     rope = {"rope_theta": config["rope_theta"], "rope_type": "default", **(config.get("rope_scaling") or {})}
     if "rope_local_base_freq" not in config:
         return rope
@@ -182,7 +232,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, folder: Path, rows: int, changed: Ma
 
 def written_tensors(folder: Path, config: Mapping[str, Any]) -> Any:
     """The tensors of a checkpoint in float32, in the layout that a file has."""
-    layout = LAYOUTS.get(config["model_type"])
+    layout = (LAYOUTS | FAMILY_LAYOUTS).get(config["model_type"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.astype(np.float32)
         yield from [(name, values)] if layout is None else layout(name, values, config)
@@ -191,7 +241,7 @@ def written_tensors(folder: Path, config: Mapping[str, Any]) -> Any:
 def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
     """The tensors of a checkpoint with their names in a GGUF file; experts of a layer are stacked."""
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(key, config.get("num_hidden_layers") or len(config["layers_block_type"]))
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in written_tensors(folder, config):
         if config["model_type"] in INTERLEAVED and re.search(r"\.[qk]_proj\.", name):
@@ -199,7 +249,7 @@ def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
             values = interleaved(values, config[kind])
         if config["model_type"] in WITH_OFFSET and name.endswith("norm.weight"):
             values = values + 1
-        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.([\w.]+)\.weight", name)
         projection = re.fullmatch(r"(model\.altup_\w*projections)\.(\d+)\.weight", name)
         if projection is not None:
             experts.setdefault(f"{projection[1]}.weight", {})[int(projection[2])] = values
@@ -213,7 +263,7 @@ def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
         whole = names.get_name(name)
         yield whole or (f"{names.get_name(stem)}.{suffix}" if names.get_name(stem) else name), values
     for name, weights in experts.items():
-        merged = names.get_name(name.removesuffix(".weight"))
+        merged = names.get_name(name.removesuffix(".weight").replace(".experts.self_attn.", ".self_attn."))
         yield f"{merged}.weight", np.stack([weights[number] for number in range(len(weights))])
 
 

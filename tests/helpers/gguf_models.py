@@ -109,3 +109,251 @@ MODELS |= {
     "qwen35": ("qwen3_5_text", QWEN35),
     "qwen35moe": ("qwen3_5_moe_text", {**MOE, **QWEN35}),
 }
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    **ROUTED,
+}
+HYBRID_GRANITE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "shared_intermediate_size": 24,
+    "position_embedding_type": "nope",
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
+WINDOWS = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
+PARTIAL = {"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+NEMOTRON_H = {
+    "n_groups": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "num_hidden_layers": None,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+    **ROUTED,
+}
+MODELS |= {
+    "arcee": ("arcee", {}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5, "layer_types": WINDOWS, "sliding_window": 8}),
+    "exaone4 without windows": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 2, "sliding_window": None, "sliding_window_pattern": None},
+    ),
+    "command-r": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere2": (
+        "cohere2",
+        {"num_hidden_layers": 5, "layer_types": WINDOWS, "sliding_window": 8, "logit_scale": 0.25},
+    ),
+    "olmo": ("olmo", {"clip_qkv": 0.5}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": WINDOWS,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "nemotron": ("nemotron", {"rope_parameters": PARTIAL}),
+    "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}),
+    "stablelm with norms": (
+        "stablelm",
+        {
+            "rope_parameters": PARTIAL | {"partial_rotary_factor": 1.0},
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+        },
+    ),
+    "phi2": ("phi", {"rope_parameters": PARTIAL}),
+    "gpt2": (
+        "gpt2",
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 128,
+            "intermediate_size": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gptneox": ("gpt_neox", {"rope_parameters": PARTIAL}),
+    "chatglm": ("glm", {"rope_parameters": PARTIAL, "attention_bias": True}),
+    "phi3 with longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 96,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.25],
+                "long_factor": [1.5, 3.0],
+                "attention_factor": 1.25,
+                "original_max_position_embeddings": 96,
+            },
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek2": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": None,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4moe": (
+        "glm4_moe",
+        {
+            **ROUTED,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": PARTIAL,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {**ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True, "sliding_window": None},
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "granitemoe": (
+        "granitemoeshared",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "granitehybrid": (
+        "granitemoehybrid",
+        {**HYBRID_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granitehybrid without experts": (
+        "granitemoehybrid",
+        {**HYBRID_GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.8,
+            "mlp_multipliers": [0.9, 0.4],
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 5,
+            "intermediate_size": 16,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3next": (
+        "qwen3_next",
+        {
+            **MOE,
+            **{name: value for name, value in QWEN35.items() if name != "rope_parameters"},
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "rope_parameters": PARTIAL,
+        },
+    ),
+}

@@ -13,11 +13,12 @@ from kleash.errors import ModelError
 ADJUSTED_SETTINGS = (
     *("attention.sliding_window_pattern", "attention.temperature_scale", "attention.recurrent_layers"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
-    *("rope.dimension_sections", "full_attention_interval", "ssm.inner_size", "nextn_predict_layers"),
+    *("rope.dimension_sections", "full_attention_interval", "ssm.inner_size"),
     "activation_sparsity_scale",
 )
 """Settings that the functions here read."""
 Settings = Mapping[str, Any]
+OLMO_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class TensorSummary:
     """Of all tensors."""
     rope_factors: tuple[float, ...] | None
     """Divisors of the rotary frequencies, if the file has them."""
+    long_rope: tuple[tuple[float, ...], ...] | None = None
+    """Divisors of the rotary frequencies for short and for long texts, if the file has them."""
 
 
 def _gemma_scale(attributes: dict[str, Any], settings: Settings) -> None:
@@ -54,9 +57,91 @@ def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 
 
 def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """The sliding window is not used."""
-    # llama.cpp does not use it, and 0 stands for none.
+    """A sliding window of 0 is none; two lists of factors scale the positions (LongRoPE)."""
     attributes["sliding_window"] = attributes.get("sliding_window") or None
+    if tensors.long_rope is None:
+        return
+    short, long = tensors.long_rope
+    length = settings.get("rope.scaling.original_context_length", attributes["max_position_embeddings"])
+    attributes["original_max_position_embeddings"] = length
+    _set_rope(
+        attributes,
+        rope_type="longrope",
+        short_factor=list(short),
+        long_factor=list(long),
+        attention_factor=settings.get("rope.scaling.attn_factor", 1.0),
+        original_max_position_embeddings=length,
+    )
+
+
+def _set_rope(attributes: dict[str, Any], **scaling: Any) -> None:
+    """Put the settings of the rotary embedding into ``rope_parameters``, with another scaling if one is given."""
+    stored_scaling = attributes.pop("rope_scaling", {"rope_type": "default"})
+    attributes["rope_parameters"] = {
+        **(scaling or stored_scaling),
+        "rope_theta": attributes.pop("rope_theta"),
+        "partial_rotary_factor": attributes.pop("partial_rotary_factor"),
+    }
+
+
+def adjust_partial_rope(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """The part of a head that is rotated, for which transformers has another default than all of it."""
+    _set_rope(attributes)
+
+
+def adjust_stablelm(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Norms of queries and keys are in some models."""
+    _set_rope(attributes)
+    attributes["qk_layernorm"] = "blk.0.attn_q_norm.weight" in tensors.shapes
+
+
+def adjust_gpt2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Positions are embeddings."""
+    attributes["n_inner"] = attributes.pop("intermediate_size")
+    for name in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+        attributes.pop(name, None)
+
+
+def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Norms have no weights, and an epsilon that transformers does not let be set."""
+    epsilon = attributes.pop("layer_norm_eps")
+    if abs(epsilon - OLMO_EPSILON) > OLMO_EPSILON / 1000:
+        raise ModelError(
+            f"its attention.layer_norm_epsilon is {epsilon:.3g}, and that of OLMo {OLMO_EPSILON}"
+        )
+
+
+def adjust_olmo3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Layers with a sliding window do not scale positions."""
+    attributes["layer_types"] = _layer_types(settings, attributes["num_hidden_layers"], 4)
+    local = settings.get("rope.freq_base_swa", attributes["rope_theta"])
+    _set_rope(attributes)
+    attributes["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        "full_attention": attributes["rope_parameters"],
+    }
+
+
+def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Small models have no sliding window."""
+    count = attributes["num_hidden_layers"]
+    window = attributes.get("sliding_window") or None
+    attributes["sliding_window"] = window
+    attributes["layer_types"] = (
+        _layer_types(settings, count, 4) if window is not None else ["full_attention"] * count
+    )
+
+
+def adjust_cohere(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Norms of queries and keys are in some models."""
+    attributes["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors.shapes
+
+
+def adjust_cohere2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Every fourth layer has neither a sliding window nor positions."""
+    attributes["layer_types"] = _layer_types(settings, attributes["num_hidden_layers"], 4)
+    if not attributes.get("sliding_window"):
+        raise ModelError("it has no attention.sliding_window")
 
 
 def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -79,13 +164,28 @@ def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: Tens
 
 
 def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers of two kinds, and layers that predict further tokens, which the model of text does not have."""
-    drafts = settings.get("nextn_predict_layers", 0)
-    if not 0 <= drafts < attributes["num_hidden_layers"]:
-        raise ModelError(
-            f"its nextn_predict_layers is {drafts}, and it has {attributes['num_hidden_layers']} layers"
-        )
-    attributes["num_hidden_layers"] = count = attributes["num_hidden_layers"] - drafts
+    """Layers of two kinds."""
+    _set_linear_attention(attributes, settings)
+    if "rope_scaling" in attributes:
+        raise ModelError("its positions are scaled, which is not read of Qwen 3.5")
+    _set_rope(
+        attributes,
+        rope_type="default",
+        # Text has one position for all three sections.
+        mrope_section=list(settings.get("rope.dimension_sections", (11, 11, 10)))[:3],
+        mrope_interleaved=True,
+    )
+
+
+def adjust_qwen3_next(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Layers of two kinds."""
+    _set_linear_attention(attributes, settings)
+    _set_rope(attributes)
+
+
+def _set_linear_attention(attributes: dict[str, Any], settings: Settings) -> None:
+    """Which layers have a gated delta net, and the size of its heads."""
+    count = attributes["num_hidden_layers"]
     interval = settings.get("full_attention_interval", 4)
     recurrent = settings.get("attention.recurrent_layers")
     if recurrent is None:
@@ -99,17 +199,6 @@ def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: Tenso
     if not heads or settings.get("ssm.inner_size", 0) % heads:
         raise ModelError(f"its ssm.inner_size is not that of {heads} heads (ssm.time_step_rank)")
     attributes["linear_value_head_dim"] = settings["ssm.inner_size"] // heads
-    if "rope_scaling" in attributes:
-        raise ModelError("its positions are scaled, which is not read of Qwen 3.5")
-    rotary = attributes.pop("partial_rotary_factor", 1.0)
-    attributes["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": attributes.pop("rope_theta"),
-        "partial_rotary_factor": rotary,
-        # Text has one position for all three sections.
-        "mrope_section": list(settings.get("rope.dimension_sections", (11, 11, 10)))[:3],
-        "mrope_interleaved": True,
-    }
 
 
 def adjust_ministral3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -126,12 +215,6 @@ def adjust_ministral3(attributes: dict[str, Any], settings: Settings, tensors: T
         "llama_4_scaling_beta": settings["attention.temperature_scale"],
     }
     attributes["sliding_window"] = None
-
-
-def adjust_glm4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Whether projections have biases; rows are in another order in models that read images."""
-    if settings.get("rope.dimension_sections") or settings.get("nextn_predict_layers"):
-        raise ModelError("it is the language model of GLM-4V or GLM-OCR, which are not read from GGUF files")
 
 
 def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:

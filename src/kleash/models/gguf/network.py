@@ -11,18 +11,14 @@ from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.checkpoints.config_checks import ALWAYS_ALLOWED_SIZE, check_built_size
 from kleash.models.checkpoints.gguf_files import GGUFFiles, open_gguf
-from kleash.models.compat import summarise_error
-from kleash.models.gguf.architectures import (
-    GGUFArchitecture,
-    config_attributes,
-    find_architecture,
-)
+from kleash.models.compat import find_backbone, summarise_error
+from kleash.models.gguf.architecture_table import find_architecture
+from kleash.models.gguf.architectures import DRAFT_LAYERS, GGUFArchitecture, config_attributes
 from kleash.models.gguf.block_tensors import BLOCK_NUMBER
 from kleash.models.gguf.family_settings import TensorSummary
-from kleash.models.gguf.tensor_decoding import ROPE_FACTORS, read_parameters, rope_factors
+from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_parameters, rope_factors
 from kleash.models.gguf.vocabulary import END_TOKENS
 
-LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 MAX_SHOWN_NAMES = 4
 
 
@@ -49,7 +45,7 @@ def load_gguf_network(
     """
     files = open_gguf(paths)
     try:
-        name, architecture = find_architecture(files.settings)
+        name, architecture = find_architecture(files.settings, [tensor.name for tensor in files.tensors])
         attributes, unmapped = read_attributes(files, name, architecture)
     except ModelError as error:
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
@@ -95,14 +91,11 @@ def read_attributes(
     embedding = files.find("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError("it has no matrix token_embd.weight")
-    if any(files.find(tensor) is not None for tensor in LONG_ROPE):
-        raise ModelError(
-            "its positions are scaled by two lists of factors (longrope), which is not read from GGUF files"
-        )
     factors = rope_factors(files.tensors)
     summary = TensorSummary(
         shapes={tensor.name: tensor.shape for tensor in files.tensors},
         rope_factors=None if factors is None else tuple(factors.tolist()),
+        long_rope=_read_long_rope(files, architecture),
     )
     attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
     largest = max(ALWAYS_ALLOWED_SIZE, files.elements)
@@ -110,21 +103,29 @@ def read_attributes(
         is_size = attribute not in ("rope_theta", "max_position_embeddings")
         if is_size and isinstance(value, int | float) and not abs(value) <= largest:
             raise ModelError(f"its {attribute} is {value:.6g}, and it has {files.elements} weights")
-    biases = {
-        tensor.name.rpartition(".")[0].rpartition(".")[2]
-        for tensor in files.tensors
-        if tensor.name.endswith(".bias")
-    }
-    if architecture.model_type in ("llama", "granite", "smollm3", "qwen3", "qwen3_moe", "olmo2", "glm4"):
-        attributes["attention_bias"] = bool(biases & {"attn_q", "attn_k", "attn_v", "attn_output"})
-    if architecture.model_type in ("llama", "granite", "smollm3"):
-        attributes["mlp_bias"] = bool(biases & {"ffn_up", "ffn_down", "ffn_gate"})
     return attributes | _special_tokens(files), unmapped
+
+
+def _read_long_rope(files: GGUFFiles, architecture: GGUFArchitecture) -> tuple[tuple[float, ...], ...] | None:
+    """The divisors of the rotary frequencies for short and for long texts; None if there are none.
+
+    Raises:
+        ModelError: if one list is missing, or the architecture has none.
+    """
+    factors = [rope_factors(files.tensors, name) for name in LONG_ROPE]
+    lists = [tuple(values.tolist()) for values in factors if values is not None]
+    if not lists:
+        return None
+    if len(lists) != len(LONG_ROPE) or not architecture.has_long_rope:
+        raise ModelError(
+            "its positions are scaled by lists of factors (LongRoPE), which is not read of its architecture"
+        )
+    return tuple(lists)
 
 
 def _is_draft(tensor: str, name: str, files: GGUFFiles) -> bool:
     """Whether a tensor belongs to the layers that predict further tokens (MTP), which come after the others."""
-    drafts = files.settings.get(f"{name}.nextn_predict_layers", 0)
+    drafts = files.settings.get(f"{name}.{DRAFT_LAYERS}", 0)
     match = BLOCK_NUMBER.match(tensor)
     if match is None or type(drafts) is not int:
         return False
@@ -195,7 +196,7 @@ def _divide_rope(network: Any, files: GGUFFiles, subject: str) -> None:
     factors = rope_factors(files.tensors)
     if factors is None:
         return
-    rotary = getattr(network.base_model, "rotary_emb", None)
+    rotary = getattr(find_backbone(network), "rotary_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)
     is_valid = bool(factors.isfinite().all() and (factors > 0).all())
     if not isinstance(frequencies, Tensor) or frequencies.shape != factors.shape or not is_valid:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -12,14 +13,64 @@ from torch import Tensor
 from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.checkpoints.gguf_header import StoredTensor
-from kleash.models.gguf.architectures import GGUFArchitecture, parameter_name
+from kleash.models.gguf.architectures import (
+    FUSED_EXPERTS,
+    FUSED_PROJECTIONS,
+    PROJECTIONS,
+    GGUFArchitecture,
+    parameter_name,
+)
 
 TILE_WEIGHTS = 1 << 20
 """Weights decoded at once by a thread: 4 MB in float32."""
 ROW_WEIGHTS = 1 << 13
 """Weights in a row that is passed to gguf, which decodes 16 rows at once; with few it is several times as slow."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, which no parameter holds."""
+"""Divisors of the rotary frequencies."""
+LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""Divisors of the rotary frequencies for short and for long texts."""
+SCALES = (".scale", ".input_scale")
+"""Ends of the names of factors beside NVFP4."""
+FACTORS = frozenset((ROPE_FACTORS, *LONG_ROPE))
+"""Tensors that no parameter holds."""
+
+
+def split_projections(
+    tensors: Sequence[StoredTensor], architecture: GGUFArchitecture, attributes: Mapping[str, Any]
+) -> Iterator[StoredTensor]:
+    """Iterate over the tensors of a file, with a tensor of queries, keys and values as three.
+
+    Args:
+        tensors: of all files of a model.
+        architecture: of the model.
+        attributes: of its configuration.
+
+    Raises:
+        ModelError: if a tensor has not the rows of these heads.
+    """
+    is_split = FUSED_PROJECTIONS not in architecture.block and PROJECTIONS[0] in architecture.block
+    for tensor in tensors:
+        part = tensor.name.split(".")[-2] if tensor.name.count(".") else ""
+        if not is_split or part != FUSED_PROJECTIONS:
+            yield tensor
+            continue
+        names = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+        sizes = [attributes[name] * attributes["head_dim"] for name in names]
+        rows = tensor.shape[0]
+        if sum(sizes) != rows:
+            raise ModelError(f"{tensor.path} has {rows} rows in {tensor.name}, and its heads {sum(sizes)}")
+        if any(other.name == f"{tensor.name.rpartition('.')[0]}.scale" for other in tensors):
+            raise ModelError(f"{tensor.path} has factors of {tensor.name}, which are not read")
+        start = 0
+        for name, size in zip(PROJECTIONS, sizes, strict=False):
+            yield replace(
+                tensor,
+                name=tensor.name.replace(FUSED_PROJECTIONS, name),
+                shape=(size, *tensor.shape[1:]),
+                offset=tensor.offset + tensor.num_bytes // rows * start,
+                num_bytes=tensor.num_bytes // rows * size,
+            )
+            start += size
 
 
 def decode_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
@@ -80,18 +131,57 @@ def read_parameters(
     """
     parameters: dict[str, Tensor] = {}
     unused: list[str] = []
+    stored = {tensor.name: tensor for tensor in tensors}
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for tensor in tensors:
-            parameter = parameter_name(tensor.name, architecture)
-            if parameter is None:
-                unused += [tensor.name] if tensor.name != ROPE_FACTORS else []
+        for tensor in split_projections(tensors, architecture, attributes):
+            names = _parameter_names(tensor, architecture)
+            if not names:
+                is_used = tensor.name in FACTORS or _weight_of_scale(tensor.name) in stored
+                unused += [] if is_used else [tensor.name]
                 continue
             rows = _row_order(tensor, architecture, attributes)
-            values = _decode(tensor, rows, _value_function(tensor.name, architecture), dtype, threads)
-            parameters |= dict(_by_parameter(tensor, parameter, values))
+            scale = stored.get(f"{tensor.name.removesuffix('.weight')}.scale")
+            is_factor = scale is not None and parameter_name(scale.name, architecture) is None
+            factors = _row_factors(tensor, scale) if scale is not None and is_factor else None
+            function = _value_function(tensor.name, architecture)
+            values = _decode(tensor, rows, function, factors, dtype, threads)
+            parts = [values] if len(names) == 1 else values.chunk(len(names), dim=1)
+            for name, part in zip(names, parts, strict=True):
+                parameters |= dict(_by_parameter(tensor, name, part))
     if architecture.arrange is not None:
         architecture.arrange(parameters, attributes)
     return parameters, tuple(unused)
+
+
+def _parameter_names(tensor: StoredTensor, architecture: GGUFArchitecture) -> list[str]:
+    """The parameters that a tensor stands for; two for gate and up projections of experts in one tensor."""
+    name = parameter_name(tensor.name, architecture)
+    if name is None and f".{FUSED_EXPERTS}." in tensor.name and len(tensor.shape) == 3:
+        halves = (tensor.name.replace(FUSED_EXPERTS, part) for part in ("ffn_gate_exps", "ffn_up_exps"))
+        names = [parameter_name(half, architecture) for half in halves]
+        return [name for name in names if name is not None] if all(names) else []
+    return [] if name is None else [name]
+
+
+def _weight_of_scale(name: str) -> str:
+    """The tensor that a tensor of factors belongs to: of the weights, or of activations, which are not rounded here."""
+    suffix = next((suffix for suffix in SCALES if name.endswith(suffix)), "")
+    return f"{name.removesuffix(suffix)}.weight" if suffix else ""
+
+
+def _row_factors(tensor: StoredTensor, scale: StoredTensor) -> Tensor:
+    """The factor of each row of a tensor of NVFP4, which has one, or one for each expert: [rows, 1].
+
+    Raises:
+        ModelError: if there is another number of them.
+    """
+    num_rows = tensor.elements // tensor.shape[-1]
+    if scale.elements not in (1, tensor.shape[0] if len(tensor.shape) == 3 else 1):
+        raise ModelError(
+            f"{scale.path} has {scale.elements} factors in {scale.name} for {list(tensor.shape)} weights"
+        )
+    factors = torch.from_numpy(decode_rows(scale, 0, 1).copy()).reshape(-1, 1)
+    return factors.repeat_interleave(num_rows // len(factors), dim=0)
 
 
 def _by_parameter(tensor: StoredTensor, parameter: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -139,10 +229,11 @@ def _decode(
     tensor: StoredTensor,
     rows: Tensor | None,
     function: Callable[[Tensor], Tensor] | None,
+    factors: Tensor | None,
     dtype: torch.dtype,
     threads: ThreadPoolExecutor,
 ) -> Tensor:
-    """Decode a tensor into ``dtype``; ``rows`` and ``function`` as in ``_row_order`` and ``_value_function``."""
+    """Decode a tensor into ``dtype``; arguments by ``_row_order``, ``_value_function`` and ``_row_factors``."""
     columns = tensor.shape[-1]
     num_rows = tensor.elements // columns
     values = torch.empty(num_rows, columns, dtype=dtype)
@@ -153,6 +244,8 @@ def _decode(
         tile = torch.from_numpy(np.ascontiguousarray(decode_rows(tensor, start, stop)))
         if function is not None:
             tile = function(tile)
+        if factors is not None:
+            tile = tile * factors[start:stop]
         values[slice(start, stop) if rows is None or num_rows == 1 else rows[start:stop]] = tile.to(dtype)
 
     _run_all(threads.map(fill, range(0, num_rows, step)))
@@ -167,9 +260,9 @@ def _run_all(results: Iterable[None]) -> None:
         pass
 
 
-def rope_factors(tensors: Sequence[StoredTensor]) -> Tensor | None:
+def rope_factors(tensors: Sequence[StoredTensor], name: str = ROPE_FACTORS) -> Tensor | None:
     """The divisors of the rotary frequencies, [head_dim / 2] in float32; None if the model has none."""
     for tensor in tensors:
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name == name:
             return torch.from_numpy(decode_rows(tensor, 0, 1).copy()).reshape(-1)
     return None

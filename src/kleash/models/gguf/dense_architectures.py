@@ -1,0 +1,269 @@
+"""GGUF architectures whose layers have an MLP each, as transformers models."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kleash.models.gguf.architectures import (
+    MLP_PROJECTIONS,
+    PROJECTIONS,
+    SHAPE_SETTINGS,
+    GGUFArchitecture,
+)
+from kleash.models.gguf.block_tensors import (
+    DENSE_BLOCK,
+    GEMMA3N_BLOCK,
+    GEMMA3N_OUTSIDE,
+    GLM4_BLOCK,
+    GPT2_BLOCK,
+    GPT2_OUTSIDE,
+    GPT_NEOX_BLOCK,
+    GPT_NEOX_OUTSIDE,
+    NORMS_AFTER,
+    NORMS_AROUND,
+    PHI_BLOCK,
+    POST_NORM,
+    QK_NORMS,
+    STABLELM_NORMS,
+)
+from kleash.models.gguf.family_settings import (
+    adjust_cohere,
+    adjust_cohere2,
+    adjust_exaone4,
+    adjust_gemma2,
+    adjust_gemma3,
+    adjust_gemma3n,
+    adjust_gpt2,
+    adjust_ministral3,
+    adjust_olmo,
+    adjust_olmo3,
+    adjust_partial_rope,
+    adjust_phi3,
+    adjust_stablelm,
+    refuse_sliding_window,
+)
+from kleash.models.gguf.parameter_layouts import (
+    drop_shared_kv,
+    interleave_neox_heads,
+    restore_glm4v_heads,
+    transpose_gpt2,
+)
+
+RMS_NORM = "attention.layer_norm_rms_epsilon"
+
+
+def layer_norm_shapes(attribute: str) -> dict[str, str]:
+    """The settings of shapes of a model with LayerNorms, of which ``attribute`` has the epsilon."""
+    shapes = {key: name for key, name in SHAPE_SETTINGS.items() if key != RMS_NORM}
+    return shapes | {"attention.layer_norm_epsilon": attribute}
+
+
+LLAMA_BIASES = {"attention_bias": PROJECTIONS, "mlp_bias": MLP_PROJECTIONS}
+GRANITE_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+LLAMA = GGUFArchitecture(model_type="llama", block=DENSE_BLOCK, biases=LLAMA_BIASES, interleaved_rope=True)
+QWEN2 = GGUFArchitecture(model_type="qwen2", block=DENSE_BLOCK)
+QWEN3 = GGUFArchitecture(
+    model_type="qwen3",
+    block=DENSE_BLOCK | QK_NORMS,
+    biases={"attention_bias": PROJECTIONS},
+    adjusted=frozenset(("n_deepstack_layers",)),
+)
+"""Qwen 3, and the language model of Qwen 3-VL: text has one position for all sections of the rotary embedding."""
+OLMO2 = GGUFArchitecture(
+    model_type="olmo2",
+    block={name: module for name, module in DENSE_BLOCK.items() if not name.endswith("_norm")} | NORMS_AFTER,
+    biases={"attention_bias": PROJECTIONS},
+    adjust=refuse_sliding_window,
+)
+GLM4 = GGUFArchitecture(
+    model_type="glm4",
+    block=GLM4_BLOCK,
+    biases={"attention_bias": PROJECTIONS},
+)
+COHERE = GGUFArchitecture(
+    model_type="cohere",
+    block=DENSE_BLOCK | QK_NORMS,
+    shapes=layer_norm_shapes("layer_norm_eps"),
+    settings={"logit_scale": "logit_scale"},
+    biases={"attention_bias": PROJECTIONS},
+    adjust=adjust_cohere,
+)
+GEMMA2 = GGUFArchitecture(
+    model_type="gemma2",
+    block=DENSE_BLOCK | NORMS_AROUND,
+    settings={
+        "attention.sliding_window": "sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    adjust=adjust_gemma2,
+    norm_offset=1.0,
+)
+DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    "llama": LLAMA,
+    "mistral3": LLAMA,
+    "smollm3": replace(LLAMA, model_type="smollm3"),
+    "granite": GGUFArchitecture(
+        model_type="granite",
+        block=DENSE_BLOCK,
+        settings=GRANITE_SCALES,
+        biases=LLAMA_BIASES,
+        interleaved_rope=True,
+    ),
+    "qwen2": QWEN2,
+    "qwen2vl": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3vl": QWEN3,
+    "olmo2": OLMO2,
+    "olmo3": replace(
+        OLMO2,
+        model_type="olmo3",
+        settings={"attention.sliding_window": "sliding_window"},
+        adjust=adjust_olmo3,
+    ),
+    "gemma2": GEMMA2,
+    "gemma3": GGUFArchitecture(
+        model_type="gemma3_text",
+        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS,
+        settings={
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        adjust=adjust_gemma3,
+        norm_offset=1.0,
+    ),
+    "phi3": GGUFArchitecture(
+        model_type="phi3",
+        block=DENSE_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        settings={"attention.sliding_window": "sliding_window"},
+        adjust=adjust_phi3,
+        has_long_rope=True,
+    ),
+    "gemma": GGUFArchitecture(model_type="gemma", block=DENSE_BLOCK, norm_offset=1.0),
+    "gemma3n": GGUFArchitecture(
+        model_type="gemma3n_text",
+        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS | GEMMA3N_BLOCK,
+        outside=GEMMA3N_OUTSIDE,
+        settings={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+        },
+        adjust=adjust_gemma3n,
+        listed=frozenset(("feed_forward_length",)),
+        arrange=drop_shared_kv,
+    ),
+    "glm4": GLM4,
+    "glm4v": replace(GLM4, arrange=restore_glm4v_heads),
+    "ministral3": GGUFArchitecture(
+        model_type="ministral3",
+        block=DENSE_BLOCK,
+        adjust=adjust_ministral3,
+        interleaved_rope=True,
+    ),
+    "arcee": replace(LLAMA, model_type="arcee"),
+    "seed_oss": GGUFArchitecture(
+        model_type="seed_oss",
+        block=DENSE_BLOCK | POST_NORM,
+        biases={
+            "attention_bias": PROJECTIONS[:3],
+            "attention_out_bias": PROJECTIONS[3:],
+            "mlp_bias": MLP_PROJECTIONS,
+        },
+    ),
+    "ernie4_5": GGUFArchitecture(
+        model_type="ernie4_5", block=DENSE_BLOCK, biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)}
+    ),
+    "hunyuan-dense": GGUFArchitecture(
+        model_type="hunyuan_v1_dense",
+        block=DENSE_BLOCK
+        | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        biases={"attention_bias": PROJECTIONS},
+    ),
+    "chatglm": GGUFArchitecture(
+        model_type="glm",
+        block=DENSE_BLOCK | {"ffn_up": "mlp.gate_up_proj"},
+        biases={"attention_bias": PROJECTIONS[:3]},
+        adjust=adjust_partial_rope,
+    ),
+    "exaone4": GGUFArchitecture(
+        model_type="exaone4",
+        block=OLMO2.block,
+        settings={"attention.sliding_window": "sliding_window"},
+        adjust=adjust_exaone4,
+    ),
+    "command-r": COHERE,
+    "cohere2": replace(
+        COHERE,
+        model_type="cohere2",
+        settings={**COHERE.settings, "attention.sliding_window": "sliding_window"},
+        adjust=adjust_cohere2,
+    ),
+    "olmo": GGUFArchitecture(
+        model_type="olmo",
+        block=DENSE_BLOCK,
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        settings={"attention.clamp_kqv": "clip_qkv"},
+        adjust=adjust_olmo,
+        interleaved_rope=True,
+    ),
+    "nemotron": GGUFArchitecture(
+        model_type="nemotron",
+        block=DENSE_BLOCK,
+        shapes=layer_norm_shapes("norm_eps"),
+        biases=LLAMA_BIASES,
+        adjusted=frozenset((RMS_NORM,)),
+        adjust=adjust_partial_rope,
+        norm_offset=1.0,
+    ),
+    "starcoder2": GGUFArchitecture(
+        model_type="starcoder2",
+        block=DENSE_BLOCK | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        shapes=layer_norm_shapes("norm_epsilon"),
+        constants={"sliding_window": None},
+        biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)},
+    ),
+    "stablelm": GGUFArchitecture(
+        model_type="stablelm",
+        block=DENSE_BLOCK | STABLELM_NORMS,
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        settings={"use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": PROJECTIONS[:3]},
+        adjust=adjust_stablelm,
+    ),
+    "phi2": GGUFArchitecture(
+        model_type="phi",
+        block=PHI_BLOCK,
+        outside={"output_norm": "model.final_layernorm"},
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        adjust=adjust_partial_rope,
+    ),
+    "gpt2": GGUFArchitecture(
+        model_type="gpt2",
+        block=GPT2_BLOCK,
+        outside=GPT2_OUTSIDE,
+        layers="transformer.h",
+        shapes=layer_norm_shapes("layer_norm_epsilon"),
+        adjust=adjust_gpt2,
+        arrange=transpose_gpt2,
+    ),
+    "gptneox": GGUFArchitecture(
+        model_type="gpt_neox",
+        block=GPT_NEOX_BLOCK,
+        outside=GPT_NEOX_OUTSIDE,
+        layers="gpt_neox.layers",
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        settings={"use_parallel_residual": "use_parallel_residual"},
+        adjust=adjust_partial_rope,
+        arrange=interleave_neox_heads,
+    ),
+}
+"""``general.architecture`` → mapping; a "mistral3" with scaled queries is "ministral3", an "olmo2" with a
+sliding window "olmo3"."""

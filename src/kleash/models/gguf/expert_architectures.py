@@ -1,0 +1,330 @@
+"""GGUF architectures with experts, convolutions or gated delta nets, as transformers models."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kleash.models.gguf.architectures import PROJECTIONS, SHAPE_SETTINGS, GGUFArchitecture
+from kleash.models.gguf.block_tensors import (
+    DENSE_BLOCK,
+    EXPERTS,
+    FALCON_H1_BLOCK,
+    GEMMA4_BLOCK,
+    GEMMA4_OUTSIDE,
+    GPT_OSS_BLOCK,
+    GRANITE_EXPERTS,
+    GRANITE_HYBRID_BLOCK,
+    LATENT_ATTENTION,
+    LFM2_BLOCK,
+    LFM2_EXPERTS,
+    LINEAR_ATTENTION,
+    LLAMA4_BLOCK,
+    MIXTRAL_EXPERTS,
+    NEMOTRON_H_BLOCK,
+    NEMOTRON_H_OUTSIDE,
+    NORMS_AROUND,
+    POST_NORM,
+    QK_NORMS,
+    ROUTED_EXPERTS,
+    SHARED_EXPERT,
+)
+from kleash.models.gguf.dense_architectures import GRANITE_SCALES, LLAMA_BIASES, RMS_NORM
+from kleash.models.gguf.expert_settings import (
+    adjust_deepseek2,
+    adjust_deepseek3,
+    adjust_ernie_experts,
+    adjust_falcon_h1,
+    adjust_glm4_experts,
+    adjust_granite_hybrid,
+    adjust_lfm2,
+    adjust_lfm2_experts,
+    adjust_llama4,
+    adjust_nemotron_h,
+    adjust_routed_experts,
+)
+from kleash.models.gguf.family_settings import adjust_gemma4, adjust_gpt_oss, adjust_qwen3_next, adjust_qwen35
+from kleash.models.gguf.parameter_layouts import (
+    drop_shared_kv,
+    join_latent_projections,
+    join_qwen3_next,
+    log_of_negated,
+    merge_gpt_oss_experts,
+    merge_granite_experts,
+    merge_llama4_experts,
+    restore_convolutions,
+    restore_granite_hybrid,
+    restore_linear_attention,
+    restore_state_space,
+)
+
+EXPERT_SETTINGS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+ROUTED_SETTINGS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+"""Settings of experts that are chosen by scores with a bias."""
+GATING, LEADING_DENSE = "expert_gating_func", "leading_dense_block_count"
+GEMMA4_SETTINGS = {
+    "attention.sliding_window": "sliding_window",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+QWEN_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+QWEN3_MOE = GGUFArchitecture(
+    model_type="qwen3_moe",
+    block=DENSE_BLOCK | QK_NORMS | EXPERTS,
+    settings=EXPERT_SETTINGS,
+    constants={"norm_topk_prob": True, **QWEN_EXPERTS},
+    biases={"attention_bias": PROJECTIONS},
+    adjusted=frozenset(("n_deepstack_layers",)),
+)
+QWEN35 = GGUFArchitecture(
+    model_type="qwen3_5_text",
+    block=DENSE_BLOCK | QK_NORMS | {"post_attention_norm": "post_attention_layernorm"} | LINEAR_ATTENTION,
+    settings={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    adjust=adjust_qwen35,
+    norm_offset=1.0,
+    norms_without_offset=frozenset(("ssm_norm",)),
+    functions={"ssm_a": log_of_negated},
+    arrange=restore_linear_attention,
+)
+DEEPSEEK2 = GGUFArchitecture(
+    model_type="deepseek_v2",
+    block=DENSE_BLOCK | ROUTED_EXPERTS | LATENT_ATTENTION,
+    settings=ROUTED_SETTINGS,
+    biases={"attention_bias": ("attn_q_a", "attn_kv_a_mqa", "attn_output")},
+    adjusted=frozenset(
+        (
+            *(GATING, LEADING_DENSE, "attention.key_length_mla", "attention.value_length_mla"),
+            *("attention.q_lora_rank", "attention.kv_lora_rank"),
+        )
+    ),
+    adjust=adjust_deepseek2,
+    arrange=join_latent_projections,
+    has_latent_attention=True,
+)
+LFM2 = GGUFArchitecture(
+    model_type="lfm2",
+    block=LFM2_BLOCK,
+    outside={"token_embd_norm": "model.embedding_norm"},
+    shapes={key: "norm_eps" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
+    settings={"shortconv.l_cache": "conv_L_cache"},
+    adjust=adjust_lfm2,
+    listed=frozenset(("attention.head_count_kv",)),
+    arrange=restore_convolutions,
+)
+MAMBA_SETTINGS = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+NEMOTRON_H = GGUFArchitecture(
+    model_type="nemotron_h",
+    block=NEMOTRON_H_BLOCK,
+    outside=NEMOTRON_H_OUTSIDE,
+    shapes={key: "layer_norm_epsilon" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
+    settings={
+        **ROUTED_SETTINGS,
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "moe_latent_size": "moe_latent_size",
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "ssm_state_size",
+        "ssm.group_count": "n_groups",
+    },
+    adjusted=frozenset(("ssm.time_step_rank", "attention.layer_norm_epsilon", GATING)),
+    biases={"attention_bias": PROJECTIONS, "mlp_bias": ("ffn_up", "ffn_down")},
+    adjust=adjust_nemotron_h,
+    listed=frozenset(("attention.head_count_kv", "feed_forward_length")),
+    interleaved_rope=True,
+    functions={"ssm_a": log_of_negated},
+    arrange=restore_state_space,
+)
+EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    "mixtral": GGUFArchitecture(
+        model_type="mixtral",
+        block=DENSE_BLOCK | MIXTRAL_EXPERTS,
+        settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        constants={"sliding_window": None},
+        interleaved_rope=True,
+    ),
+    "qwen2moe": GGUFArchitecture(
+        model_type="qwen2_moe",
+        block=DENSE_BLOCK | EXPERTS | SHARED_EXPERT,
+        settings=EXPERT_SETTINGS,
+        constants={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen3moe": QWEN3_MOE,
+    "qwen3vlmoe": QWEN3_MOE,
+    "gemma4": GGUFArchitecture(
+        model_type="gemma4_text",
+        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS | GEMMA4_BLOCK,
+        outside=GEMMA4_OUTSIDE,
+        settings=GEMMA4_SETTINGS,
+        adjust=adjust_gemma4,
+        listed=frozenset(("feed_forward_length", "attention.head_count_kv")),
+        arrange=drop_shared_kv,
+        config_has_rope_factors=True,
+    ),
+    "gpt-oss": GGUFArchitecture(
+        model_type="gpt_oss",
+        block=GPT_OSS_BLOCK,
+        settings={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        adjust=adjust_gpt_oss,
+        arrange=merge_gpt_oss_experts,
+    ),
+    "qwen35moe": replace(
+        QWEN35,
+        model_type="qwen3_5_moe_text",
+        block={**QWEN35.block, **EXPERTS, **SHARED_EXPERT},
+        settings={**QWEN35.settings, **EXPERT_SETTINGS},
+    ),
+    "qwen35": QWEN35,
+    "qwen3next": replace(
+        QWEN35,
+        model_type="qwen3_next",
+        block={**QWEN35.block, "ssm_ba": "linear_attn.in_proj_ba", **EXPERTS, **SHARED_EXPERT},
+        settings={**QWEN35.settings, **EXPERT_SETTINGS},
+        constants={"norm_topk_prob": True, **QWEN_EXPERTS},
+        adjust=adjust_qwen3_next,
+        arrange=join_qwen3_next,
+    ),
+    "deepseek2": DEEPSEEK2,
+    "deepseek3": replace(DEEPSEEK2, model_type="deepseek_v3", adjust=adjust_deepseek3),
+    "glm4moe": GGUFArchitecture(
+        model_type="glm4_moe",
+        block=DENSE_BLOCK | QK_NORMS | POST_NORM | ROUTED_EXPERTS,
+        settings=ROUTED_SETTINGS,
+        adjusted=frozenset((GATING, LEADING_DENSE)),
+        biases={"attention_bias": PROJECTIONS[:3]},
+        adjust=adjust_glm4_experts,
+    ),
+    "dots1": GGUFArchitecture(
+        model_type="dots1",
+        block=DENSE_BLOCK | QK_NORMS | ROUTED_EXPERTS,
+        settings=ROUTED_SETTINGS,
+        adjusted=frozenset((GATING, LEADING_DENSE)),
+        biases={"attention_bias": PROJECTIONS},
+        adjust=adjust_routed_experts,
+    ),
+    "ernie4_5-moe": GGUFArchitecture(
+        model_type="ernie4_5_moe",
+        block=DENSE_BLOCK | ROUTED_EXPERTS | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        settings={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            LEADING_DENSE: "moe_layer_start_index",
+        },
+        adjusted=frozenset(("expert_shared_feed_forward_length", GATING)),
+        biases={"use_bias": PROJECTIONS},
+        adjust=adjust_ernie_experts,
+    ),
+    "olmoe": GGUFArchitecture(
+        model_type="olmoe",
+        block=DENSE_BLOCK | QK_NORMS | EXPERTS,
+        settings={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.clamp_kqv": "clip_qkv",
+        },
+        constants={"norm_topk_prob": False},
+    ),
+    "granitemoe": GGUFArchitecture(
+        model_type="granitemoeshared",
+        block=DENSE_BLOCK | GRANITE_EXPERTS,
+        settings={
+            **GRANITE_SCALES,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        biases={"attention_bias": PROJECTIONS},
+        interleaved_rope=True,
+        arrange=merge_granite_experts,
+    ),
+    "granitehybrid": GGUFArchitecture(
+        model_type="granitemoehybrid",
+        block=GRANITE_HYBRID_BLOCK,
+        settings={
+            **GRANITE_SCALES,
+            **MAMBA_SETTINGS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        biases={"attention_bias": PROJECTIONS},
+        adjust=adjust_granite_hybrid,
+        listed=frozenset(("attention.head_count_kv",)),
+        interleaved_rope=True,
+        functions={"ssm_a": log_of_negated},
+        arrange=restore_granite_hybrid,
+    ),
+    "falcon-h1": GGUFArchitecture(
+        model_type="falcon_h1",
+        block=FALCON_H1_BLOCK,
+        outside={"output_norm": "model.final_layernorm"},
+        settings=MAMBA_SETTINGS,
+        biases=LLAMA_BIASES,
+        adjust=adjust_falcon_h1,
+        functions={"ssm_a": log_of_negated},
+        arrange=restore_state_space,
+    ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
+    "llama4": GGUFArchitecture(
+        model_type="llama4_text",
+        block=LLAMA4_BLOCK,
+        settings={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        adjusted=frozenset(("expert_feed_forward_length", "attention.sliding_window")),
+        adjust=adjust_llama4,
+        arrange=merge_llama4_experts,
+    ),
+    "lfm2": LFM2,
+    "lfm2moe": replace(
+        LFM2,
+        model_type="lfm2_moe",
+        block={**LFM2_BLOCK, **LFM2_EXPERTS},
+        settings={
+            **LFM2.settings,
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            LEADING_DENSE: "num_dense_layers",
+        },
+        adjusted=frozenset((GATING,)),
+        adjust=adjust_lfm2_experts,
+    ),
+}
+"""``general.architecture`` → mapping; a "llama" with experts is "mixtral", a "deepseek2" with biases of scores
+"deepseek3"."""
