@@ -13,6 +13,7 @@ import pytest
 import requests
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig
 from server_process import serving
 from tiny_models import save_tiny
 from trl_batches import make
@@ -27,6 +28,7 @@ pytestmark = [
 ]
 SERVER = Path(__file__).parents[1] / "helpers" / "vllm_server.py"
 TEMPERATURE = 0.7
+ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 class PostedWeights:
@@ -111,7 +113,10 @@ def trained(
         ("GRPO", {"num_iterations": 2, "max_steps": 4}, {"kl_scope": "sequence"}),
         ("GRPO", {"vllm_importance_sampling_correction": False, "max_steps": 2}, {"kl": "k3"}),
         ("GRPO", {"beta": 0.0, "max_steps": 1}, {}),
+        ("GRPO", {"gradient_accumulation_steps": 2, "max_steps": 2}, {}),
+        ("GRPO", {"learning_rate": 0.05, "max_steps": 2}, {"peft_config": ADAPTER}),
         ("RLOO", {"max_steps": 2}, {}),
+        ("RLOO", {"learning_rate": 0.05, "max_steps": 2}, {"peft_config": ADAPTER}),
         ("RLOO", {"max_steps": 1}, {"kl": "k1", "kl_place": "reward"}),
     ],
 )

@@ -217,8 +217,8 @@ class JSONClient:
             raise _PassingError(f"did not take a connection within {self.timeout_seconds:g} s") from error
         except ssl.SSLCertVerificationError as error:
             raise EndpointError(
-                f"{self.subject} has a certificate that cannot be verified ({error.verify_message}); "
-                "see that its address is right"
+                f"{self.subject} has a certificate that cannot be verified ({error.verify_message}); see that its "
+                "address is right, or set the environment variable SSL_CERT_FILE to the certificate of its authority"
             ) from error
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)

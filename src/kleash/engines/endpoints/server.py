@@ -182,7 +182,7 @@ class Endpoint:
             raise EndpointError(f"{self.client.subject} cannot score {sequence.name}: {error}") from error
         except RefusedRequestError as error:
             raise EndpointError(f"{error}; {REFUSAL_ADVICE}") from error
-        texts = answer.texts.items() - self.checked_texts
+        texts = [text for text in answer.texts.items() if text not in self.checked_texts]
         check_texts(self.client, vocabulary, dict(texts))
         self.checked_texts.update(texts)
         for position, logp in enumerate(answer.token_logp.tolist()):
