@@ -64,8 +64,8 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         return _saved_split(name, path, reading)
     if has_data_files:
         splits = _splits_of_folder(name, str(path), reading.dataset_config)
-        found = _files_of_split(name, splits, reading)
-        return found._replace(notes=(*found.notes, *_unread_formats(name, path, splits)))
+        files = _files_of_split(name, splits, reading)
+        return files._replace(notes=(*files.notes, *_unread_formats(name, path, splits)))
     if exists or HUB_ID.fullmatch(name) is None or path.suffix.lower() in FILE_SUFFIXES:
         return None
     return _files_of_split(name, _splits_of_hub(name, reading.dataset_config), reading)
@@ -181,17 +181,17 @@ def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]])
     """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
     suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
     paths = [path.relative_to(folder) for pattern in DATA_FILES for path in folder.rglob(pattern)]
-    others = sorted(
+    unread = sorted(
         str(path)
         for path in paths
         if path.name not in METADATA
         and uncompressed_suffix(path) not in suffixes
         and not any(part.startswith(".") for part in path.parts)
     )
-    if not others:
+    if not unread:
         return ()
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    return (f"files of another format in {name} are not read: {shorten(others[0])}{more}",)
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
