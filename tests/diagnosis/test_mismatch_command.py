@@ -164,6 +164,46 @@ def test_the_gate_decides_by_the_interval(tmp_path: Path, capsys: Any) -> None:
     assert "20 clusters, and it takes 30 to pass" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("count", "limit", "code", "sentence"),
+    [
+        (60, "0", 0, "gate: passed"),  # 30 prompts
+        (40, "0", 3, "20 clusters, and it takes 30 to pass; about 121 more tokens would decide"),
+        (2, "0.1", 3, "1 cluster, and it takes 30 to pass"),
+    ],
+)
+def test_columns_that_are_equal_bit_for_bit_pass_with_a_note(
+    count: int, limit: str, code: int, sentence: str, tmp_path: Path, capsys: Any
+) -> None:
+    rows = [row | {"trainer_logprobs": row["engine_logprobs"]} for row in records(count)]
+    assert main(["mismatch", written(tmp_path / "equal.jsonl", rows), "--at-most", limit]) == code
+    output = " ".join(capsys.readouterr().out.split())
+    assert sentence in output and "both columns are equal bit for bit at all" in output
+
+
+def test_columns_of_one_value_do_not_pass(tmp_path: Path, capsys: Any) -> None:
+    columns = ("trainer_logprobs", "engine_logprobs")
+    rows = [row | dict.fromkeys(columns, [0.0] * len(row["engine_logprobs"])) for row in records(80)]
+    assert main(["mismatch", written(tmp_path / "zeros.jsonl", rows), "--at-most", "1"]) == 3
+    output = " ".join(capsys.readouterr().out.split())
+    assert "no number of tokens is known to decide" in output and "were not filled in" in output
+
+
+def test_few_decimals_are_a_noise_floor(tmp_path: Path) -> None:
+    rows = [
+        row
+        | {
+            name: [round(x, 2) for x in row["engine_logprobs"]]
+            for name in ("engine_logprobs", "trainer_logprobs")
+        }
+        for row in records(80)
+    ]
+    path = written(tmp_path / "rounded.jsonl", rows)
+    gates = [measure_mismatch(path, at_most=limit).gate for limit in (4e-5, 6e-5)]
+    assert [gate.verdict for gate in gates if gate] == ["undecided", "passed"]
+    assert gates[0] is not None and gates[0].noise_floor == pytest.approx(0.01**2 / 2)
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     row = {
         "prompt_token_ids": [1],
@@ -278,7 +318,9 @@ def test_names_of_fields_are_those_of_the_installed_frameworks(module: str, colu
         if re.match(r"\| `\w+`( \(optional\))? \| `", line)
     ]
     assert len(rows) == 6
-    folder = Path(find_spec(module.split("/")[0]).submodule_search_locations[0])
+    spec = find_spec(module.split("/")[0])
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
     source = "".join(path.read_text() for path in (folder.parent / module).parent.glob("*.py"))
     for row in rows:
         for name in row[1 + column]:

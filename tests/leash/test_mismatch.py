@@ -94,7 +94,7 @@ def test_perplexities_and_probability_gaps(found):
     assert (means.largest_gap, means.least_gap) == pytest.approx((gap.max(), gap.min()))
     assert means.absolute_gap == pytest.approx(abs(gap).mean())
     apart = abs(np.exp(trainer) - np.exp(engine))
-    pearson = pearsonr(np.exp(trainer).ravel(), np.exp(engine).ravel()).statistic
+    pearson = pearsonr(np.exp(trainer).ravel(), np.exp(engine).ravel())[0]
     assert found.probabilities == pytest.approx((pearson, apart.max(), apart.mean(), apart.std(ddof=1)))
     assert found.largest_log_ratio == pytest.approx(abs(trainer - engine).max())
 
@@ -124,6 +124,19 @@ def test_equal_log_probabilities_have_no_mismatch():
     assert same.chi_squared.value == 0 and same.sequence_chi_squared.value == 0
     assert same.perplexity_ratio.value == 1 and same.effective_sample_size == pytest.approx(ROWS * STEPS)
     assert same.probabilities.pearson == pytest.approx(1)
+    for name in ("kl_engine_trainer", "chi_squared", "sequence_kl_engine_trainer", "sequence_chi_squared"):
+        assert getattr(same, name).ci95 == (0.0, 0.0) and not getattr(same, name).warnings
+    assert same.mean_weight.ci95 == same.sequence_mean_weight.ci95 == same.perplexity_ratio.ci95 == (1.0, 1.0)
+    low, high = same.perplexity_trainer.ci95
+    assert low < high
+
+
+def test_equal_placeholders_and_one_bit_of_difference_have_an_error():
+    engine = ENGINE.token_logp(DRAWN)
+    nearly = engine.clone()
+    nearly[0, 0] = torch.nextafter(nearly[0, 0], nearly[0, 0] - 1)
+    for trainer, other in ((engine * 0, engine * 0), (nearly, engine)):
+        assert mismatch(trainer, other, ALL).kl_engine_trainer.ci95[1] > 0
 
 
 def test_masked_values_are_not_read_and_empty_sequences_are_ignored():

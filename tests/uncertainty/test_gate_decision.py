@@ -52,7 +52,9 @@ def test_the_interval_and_the_noise_floor_decide(
         ((0.5, 0.4, 1.0), {"noise_floor": 0.25}, 3000),
         ((0.5, 0.4, 0.6), {"clusters": 10}, 2000),  # only clusters are missing
         ((0.5, 0.4, 1.5), {"clusters": 10}, 3000),
-        ((0.5, -math.inf, math.inf), {"clusters": 1}, 29_000),
+        ((0.5, -math.inf, math.inf), {"clusters": 1}, None),  # nothing is known about other clusters
+        ((0.0, 0.0, math.inf), {"clusters": 10}, None),  # all of few clusters are equal
+        ((0.0, 0.0, 0.0), {"clusters": 10}, 2000),  # exactly 0
         ((0.5, 0.5, math.inf), {}, None),  # all clusters are equal
         ((1.01, 0.9, 1.2), {"noise_floor": 0.02}, None),  # no number of tokens sees below the noise floor
         ((1.0, 0.9, 1.1), {}, None),

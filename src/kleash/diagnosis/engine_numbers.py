@@ -1,14 +1,19 @@
 """The numbers of ``kleash mismatch``: from files of rollouts to statistics with errors."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import PurePath
 
+import torch
+
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
-from kleash.diagnosis.rollout_records import padded
+from kleash.diagnosis.rollout_records import PaddedRollouts, padded
+from kleash.diagnosis.token_table import decimals_error
 from kleash.jobs.option_groups import require_limit, require_word
 from kleash.jobs.rollout_jobs import METRIC_NAMES
 from kleash.leash import Mismatch, mismatch
+from kleash.leash.engine_mismatch import are_columns_equal
 from kleash.reports.gate_verdicts import gate_of_number
 from kleash.store import MismatchRecord, Number
 from kleash.uncertainty import Estimate
@@ -39,13 +44,14 @@ def measure_mismatch(
     columns = padded(read.rollouts)
     measured = mismatch(columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts)
     kl = measured.kl_engine_trainer
+    noise_floor = _noise_floor_of_decimals(columns)
     gate = None
     if at_most is not None:
         gate = gate_of_number(
             "kl_engine_trainer",
             Number.of(kl),
             at_most=at_most,
-            noise_floor=None,
+            noise_floor=noise_floor,
             clusters=kl.clusters,
             tokens=measured.tokens,
         )
@@ -65,13 +71,58 @@ def measure_mismatch(
         values=_values(measured),
         renamed={} if names is None else measured.renamed(names),
         kl_by_file=by_file,
-        notes=(*read.notes, *note_on_one_sided_files(by_file), *_note_on_mean_weight(measured.mean_weight)),
+        notes=(
+            *read.notes,
+            *note_on_one_sided_files(by_file),
+            *_note_on_equal_columns(columns),
+            *_note_on_decimals(noise_floor),
+            *_note_on_mean_weight(measured.mean_weight),
+        ),
         gate=gate,
     )
 
 
 CLEAR_STANDARD_ERRORS, SMALLEST_BIAS = 5.0, 0.01
 """How far the mean weight is from 1 where a note is made: in standard errors, and in itself."""
+
+
+def _noise_floor_of_decimals(columns: PaddedRollouts) -> float | None:
+    """The largest KL per token, in nats, that comes from writing the columns with few decimals; None with more.
+
+    Rounding to steps of s nats moves a log-probability by up to s/2, and a difference of two of them by the sum; the KL
+    of a difference u is about u^2 / 2.
+    """
+    sides = (column[columns.is_counted].numpy() for column in (columns.trainer, columns.engine))
+    largest = sum(math.sqrt(12) * decimals_error(side) / 2 for side in sides)
+    return largest**2 / 2 or None
+
+
+def _note_on_decimals(noise_floor: float | None) -> list[str]:
+    """A note about rounding that may be taken for a mismatch, or hide one."""
+    if noise_floor is None:
+        return []
+    note = (
+        f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor:.1g} nats "
+        "per token, the noise floor of the gate; write at least 6 decimals"
+    )
+    return [note]
+
+
+def _note_on_equal_columns(columns: PaddedRollouts) -> list[str]:
+    """A note if both columns are equal at every token: whether they were measured at all."""
+    trainer, engine = (column[columns.is_counted] for column in (columns.trainer, columns.engine))
+    if not torch.equal(trainer, engine):
+        return []
+    if not are_columns_equal(trainer, engine):
+        return [
+            f"both columns are {trainer[0]:g} at all {len(trainer)} tokens, as columns that were not filled in"
+        ]
+    note = (
+        f"both columns are equal bit for bit at all {len(trainer)} tokens: either one computation gives the "
+        "log-probabilities of both sides, or one column is a copy of the other, as where training takes the engine's "
+        "values for its own (verl's bypass_mode)"
+    )
+    return [note]
 
 
 def _note_on_mean_weight(weight: Estimate) -> list[str]:

@@ -152,6 +152,7 @@ def mismatch(
     | NaN among the tokens that count | NaN in every statistic that it enters, with a warning |
     | a drawn token has probability 0 under the trainer | KL(engine || trainer) is inf, the others stay finite |
     | a sequence without a token that counts | ignored |
+    | both columns are equal and not constant | divergences are 0 and weights 1, with intervals of one point |
 
     Args:
         trainer_logp: log-probabilities of the tokens, computed by the training code.
@@ -175,11 +176,11 @@ def mismatch(
     columns = [x.detach().cpu().double()[has_tokens] for x in (trainer_logp, engine_logp)]
     trainer, engine = (torch.where(is_counted, x, 0.0) for x in columns)
     clusters = np.unique(labels.numpy(), return_inverse=True)[1]
-    per_token = _token_estimates(trainer, engine, is_counted, clusters)
     log_ratio = (engine - trainer)[is_counted]
+    are_equal = are_columns_equal(trainer[is_counted], engine[is_counted])
     return Mismatch(
-        **per_token,
-        **_sequence_estimates(trainer, engine, is_counted, clusters),
+        **_token_estimates(trainer, engine, is_counted, clusters, are_equal),
+        **_sequence_estimates(trainer, engine, is_counted, clusters, are_equal),
         effective_sample_size=_effective_sample_size(trainer, engine, is_counted, "token"),
         effective_sequences=_effective_sample_size(trainer, engine, is_counted, "sequence"),
         over_sequences=_sequence_means(trainer, engine, is_counted),
@@ -191,8 +192,16 @@ def mismatch(
     )
 
 
+def are_columns_equal(trainer: Float[Tensor, "tokens_t"], engine: Float[Tensor, "tokens_e"]) -> bool:
+    """Whether two columns are equal bit for bit and have more than one value, so that they are no placeholders.
+
+    Log-probabilities of a language model are not equal at every token by chance: one computation made both columns.
+    """
+    return torch.equal(trainer, engine) and bool((trainer != trainer[:1]).any())
+
+
 def _token_estimates(
-    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray
+    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray, are_equal: bool
 ) -> dict[str, Estimate]:
     """The means over tokens, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
@@ -206,7 +215,7 @@ def _token_estimates(
         "perplexity_trainer": (-trainer, "nats", UNBOUNDED),
         "perplexity_engine": (-engine, "nats", UNBOUNDED),
     }
-    estimates = _estimates(columns, is_counted, is_counted.sum(-1), clusters)
+    estimates = _estimates(columns, is_counted, is_counted.sum(-1), clusters, are_equal)
     estimates["perplexity_ratio"] = estimates["kl_engine_trainer_k1"]
     return estimates | {
         name: transformed(estimates[name], math.exp, math.exp)
@@ -216,7 +225,7 @@ def _token_estimates(
 
 
 def _sequence_estimates(
-    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray
+    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray, are_equal: bool
 ) -> dict[str, Estimate]:
     """The means over sequences, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
@@ -230,7 +239,7 @@ def _sequence_estimates(
         name: (values.unsqueeze(-1), unit, bounds) for name, (values, unit, bounds) in columns.items()
     }
     ones = torch.ones(len(is_counted), 1, dtype=torch.bool)
-    return _estimates(single_columns, ones, ones.sum(-1), clusters)
+    return _estimates(single_columns, ones, ones.sum(-1), clusters, are_equal)
 
 
 def _estimates(
@@ -238,6 +247,7 @@ def _estimates(
     is_counted: Tensor,
     sizes: Tensor,
     clusters: np.ndarray,
+    are_equal: bool,
 ) -> dict[str, Estimate]:
     """The mean of each column over unmasked values, with a cluster-robust standard error.
 
@@ -246,6 +256,7 @@ def _estimates(
         is_counted: which values count.
         sizes: number of values of each sequence.
         clusters: label of each sequence.
+        are_equal: whether trainer and engine are equal, so that divergences are exactly 0 and weights exactly 1.
     """
     num_clusters = int(clusters.max(initial=-1)) + 1
 
@@ -255,14 +266,26 @@ def _estimates(
     sums = np.stack(
         [sum_by_cluster(torch.where(is_counted, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1
     )
-    estimates = ratio_of_many(
-        sums,
-        sum_by_cluster(sizes.double()),
-        unit=[unit for _, unit, _ in columns.values()],
-        lower=[low for _, _, (low, _) in columns.values()],
-        upper=[high for _, _, (_, high) in columns.values()],
-    )
-    return dict(zip(columns, estimates, strict=True))
+    counts = sum_by_cluster(sizes.double())
+
+    def estimates(known_value: float | None) -> dict[str, Estimate]:
+        means = ratio_of_many(
+            sums,
+            counts,
+            unit=[unit for _, unit, _ in columns.values()],
+            lower=[low for _, _, (low, _) in columns.values()],
+            upper=[high for _, _, (_, high) in columns.values()],
+            known_value=known_value,
+        )
+        return dict(zip(columns, means, strict=True))
+
+    if not are_equal:
+        return estimates(None)
+    weights = estimates(1.0)
+    return {
+        name: weights[name] if name.endswith("weight") else estimate
+        for name, estimate in estimates(0.0).items()
+    }
 
 
 def _sequence_means(trainer: Tensor, engine: Tensor, is_counted: Tensor) -> SequenceMeans:

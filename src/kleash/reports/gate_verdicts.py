@@ -85,7 +85,8 @@ def describe_gate(gate: Gate) -> str:
     if gate.verdict == "failed":
         return f"failed: {label} is above {limit}: {_end(gate, 'lower')}"
     ends = f"{_end(gate, 'lower')}; {_end(gate, 'upper')}"
-    few = f"; {gate.clusters} clusters, and it takes 30 to pass" if gate.clusters < 30 else ""
+    clusters = "1 cluster" if gate.clusters == 1 else f"{gate.clusters} clusters"
+    few = f"; {clusters}, and it takes 30 to pass" if gate.clusters < 30 else ""
     return f"undecided: whether {label} is at most {limit}: {ends}{few}; {_remedy(gate)}"
 
 

@@ -35,7 +35,8 @@ def decide_gate(
 
     A quantity that equals the limit passes in at most 2.9 % of measurements (simulated for normal and lognormal
     clusters: benchmarks/gates.py), and fails as rarely. The number of further tokens assumes that the ends of the
-    interval approach the value with the square root of the tokens, and that clusters do not change in length.
+    interval approach the value with the square root of the tokens, and that clusters do not change in length. It is not
+    known where an end is infinite: with one cluster, or where all clusters are equal.
 
     Args:
         value: the estimate.
@@ -53,11 +54,9 @@ def decide_gate(
         return GateDecision("passed", None)
     if clusters == 0 or math.isnan(value + noise_floor):
         return GateDecision("undecided", None)
-    # Below 30 clusters, the ends of the interval say little about those of a larger sample.
-    few_factor = FEW_CLUSTERS / clusters
     factor = 1.0 if is_below else _token_factor(value, ci95, at_most, noise_floor)
-    if few_factor > 1:
-        factor = max(few_factor, factor) if math.isfinite(high - low) else few_factor
+    # Below 30 clusters, the ends of the interval say little about those of a larger sample.
+    factor = max(FEW_CLUSTERS / clusters, factor)
     more_tokens = tokens * (factor - 1)
     return GateDecision("undecided", math.ceil(more_tokens) if more_tokens < LARGEST_COUNT else None)
 
