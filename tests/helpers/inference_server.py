@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FAULTS = (
-    "truncated", "429", "500", "401", "400", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
+    "truncated", "429", "500", "401", "400", "404", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
     "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
     "swapped", "retrained", "reflected", "error200", "object200", "gzip", "full", "adapter", "renamed", "float16",
     "negative", "integer", "choices", "zeros", "chunk", "endless",
@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(int(fault), {"error": {"message": f"\x1b[31mbusy {key}"}}, retry_after="0")
         elif fault == "long":
             self.send(429, {"error": {"message": "slow down"}}, retry_after="7200")
-        elif fault in ("400", "401"):
+        elif fault in ("400", "401", "404"):
             self.send(int(fault), {"object": "error", "message": f"no, \x1b[31m{key}"})
         elif fault == "html":
             self.send_bytes(200, b"<html>gateway</html>")
@@ -311,7 +311,7 @@ class Handler(BaseHTTPRequestHandler):
         return {"text": "", "output_ids": [], "meta_info": meta}
 
     def llama(self, fault: str, body: Mapping[str, Any]) -> Any:
-        """As llama-cpp-python: a begin token is added, and left out of the lists; without one they are shifted."""
+        """As llama-cpp-python: begin tokens are added, and left out of the lists; without one these are shifted."""
         model = self.server.model
         ids = model.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
         begin = model.tokenizer.bos_token_id
@@ -327,14 +327,16 @@ class Handler(BaseHTTPRequestHandler):
             rows = log_probabilities
         else:
             tokens, rows = [generated], log_probabilities[-1:]
-        own, likeliest = [], []
+        own, likeliest, listed_tokens = [], [], []
         for token, logp in zip(tokens, rows, strict=False):
+            if token == begin and fault != "shifted":
+                continue
+            listed_tokens.append(token)
             own.append(self.value(fault, logp[token]))
             best = logp.topk(min(body["logprobs"], len(logp))).indices.tolist()
             listed = {model.piece(each): self.value(fault, logp[each]) for each in best}
             likeliest.append(listed | {model.piece(token): own[-1]})
-        tokens = tokens[: len(own)]
-        texts = [model.piece(token) for token in tokens]
+        texts = [model.piece(token) for token in listed_tokens]
         if body["echo"]:
             own[0] = likeliest[0] = None
         if fault == "counts":

@@ -10,10 +10,10 @@ from kleash.engines.endpoints import (
     EndpointEngine,
     JSONClient,
     ServedModel,
-    check_url,
     connect,
     find_model,
     served_model,
+    server_root,
 )
 from kleash.errors import ModelError
 from kleash.jobs import MeasureJob
@@ -92,12 +92,13 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         ModelError: if the local model cannot be loaded, or the tokenizers differ.
     """
     url, variable = getattr(job, role), f"KLEASH_{role.upper()}_API_KEY"
-    address = check_url(url, f"--{role}").removesuffix("/v1")
+    api_key = os.environ.get(variable) or None
+    address = server_root(url, f"--{role}", api_key)
     client = JSONClient(
         url=address,
         subject=f"the {role}'s server {address}",
         key_variable=variable,
-        api_key=os.environ.get(variable) or None,
+        api_key=api_key,
         timeout_seconds=job.endpoint_timeout,
         retries=job.endpoint_retries,
     )

@@ -64,9 +64,17 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
     ("dialect", "fault", "message"),
     [
         ("vllm", "truncated", r"broke off its answer.* \(tried 3 times\); see that it runs"),
-        ("vllm", "html", r"18|20 bytes that are not JSON.* \(tried 3 times\)"),
+        (
+            "vllm",
+            "html",
+            r"answered with a web page in place of JSON \(tried 3 times\); see that its address is that of the API",
+        ),
         ("vllm", "deep", r"bytes that are not JSON"),
-        ("vllm", "close", r"broke off its answer \(RemoteDisconnected\) \(tried 3 times\)"),
+        (
+            "vllm",
+            "close",
+            r"broke off its answer \(RemoteDisconnected\) \(tried 3 times\); .* whether its address begins with https",
+        ),
         ("vllm", "429", r"answered 429: '\\x1b\[31mbusy Bearer \*\*\*' \(tried 3 times\)"),
         ("vllm", "500", r"answered 500: .* \(tried 3 times\)"),
         ("vllm", "long", r"answered 429: 'slow down' and asks for a pause of 7200 s"),
@@ -81,6 +89,7 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
             "400",
             r"gives no log-probabilities of given tokens, which .* \(as vLLM, it refuses .* 400: .*; as echo .* 400",
         ),
+        ("vllm", "404", r"refuses the request with 404: .*; see that its address is right"),
         ("proxy", "500", r"server answered 500: .* \(tried 3 times\); see that it runs"),
         ("proxy", "401", r"server refuses the request with 401 \(KLEASH_POLICY_API_KEY\); check the key$"),
         ("vllm", "redirect", r"sends to another address \(https://elsewhere.example/v1\); give that one"),
@@ -118,7 +127,11 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
             r"is llama.cpp's own server, which gives log-probabilities of generated tokens only",
         ),
         ("vllm", "models", r"has 2 models \(policy, other\); choose one with --policy-model"),
-        ("vllm", "nomodels", r"lists no models; name its model"),
+        (
+            "vllm",
+            "nomodels",
+            r"has no list of models at http://.*/vllm/nomodels/v1/models; see that its address",
+        ),
     ],
 )
 def test_a_fault_is_a_sentence(connected: Connect, dialect: str, fault: str, message: str) -> None:
@@ -213,7 +226,8 @@ def test_the_time_limit_is_that_of_the_whole_answer(connected: Connect, fault: s
         connected("vllm", fault, timeout_seconds=0.4, retries=0)
 
 
-def test_an_address_that_nobody_answers(pauses: list[float]) -> None:
+def test_an_address_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         client = JSONClient(
@@ -223,7 +237,9 @@ def test_an_address_that_nobody_answers(pauses: list[float]) -> None:
             retries=1,
             pause=lambda seconds: False,
         )
-        with pytest.raises(EndpointError, match=r"cannot be reached: Connection refused \(tried 2 times\)"):
+        with pytest.raises(
+            EndpointError, match=r"refused \(proxies of the environment are not used\) \(tried 2 times\)"
+        ):
             find_model(client, None)
 
 
@@ -234,6 +250,13 @@ def test_a_server_without_https_is_not_asked_again(server: str, pauses: list[flo
     ):
         find_model(client, None)
     assert not pauses
+
+
+def test_a_short_key_is_removed_as_a_word(connected: Connect) -> None:
+    with pytest.raises(
+        EndpointError, match=r"^the policy's server answered 429: '.*busy Bearer \*\*\*' \(tr"
+    ):
+        connected("vllm", "429", api_key="s")
 
 
 def test_a_closed_client_sends_no_more(connected: Connect) -> None:
@@ -273,3 +296,15 @@ def test_only_the_tokens_are_left_out_that_the_server_does_not_score(connected: 
 def test_a_sequence_without_the_begin_token_is_named(connected: Connect) -> None:
     with pytest.raises(EndpointError, match="cannot score prompt 0, sample 0: the server puts a begin token"):
         connected("llama").score(sequence((10, 11), (12, 13)))
+
+
+def test_begin_tokens_within_a_sequence_are_left_out_of_the_lists_of_texts(connected: Connect) -> None:
+    endpoint = connected("llama")
+    prompt, response = (0, 300, 301, 0, 302), (303, 304)
+    scored = endpoint.score(sequence(prompt, response))
+    expected = connected("vllm").score(sequence(prompt, response))
+    np.testing.assert_array_equal(scored.token_logp, expected.token_logp)
+    with pytest.raises(
+        EndpointError, match="sample 0: it has the begin token '<s>' as token 6, of which the s"
+    ):
+        endpoint.score(sequence(prompt, (303, 0, 304)))

@@ -249,7 +249,7 @@ class EchoServer:
         return self.vocabulary.decode(token_ids[1:])
 
     def read(self, answer: Any, query: Query) -> ListedLogprobs:
-        """The log-probabilities in an answer; raises AnswerError."""
+        """The log-probabilities in an answer; raises AnswerError, or UnsendableError for a begin token without one."""
         choice = _only_choice(answer)
         logprobs = _mapping(choice.get("logprobs"), "logprobs")
         texts, token_rows, top = (
@@ -261,35 +261,42 @@ class EchoServer:
             )
         sent = len(query.token_ids)
         _check_count(_count(_mapping(answer.get("usage"), "usage"), "prompt_tokens"), sent, "tokens")
-        left_out = self._left_out(query.token_ids, texts)
-        if len(texts) < sent - left_out:
-            _check_count(len(texts) + left_out, sent, "tokens in its lists")
+        listed = self._listed(query.token_ids, texts)
+        if len(texts) < len(listed):
+            _check_count(len(texts) + sent - len(listed), sent, "tokens in its lists")
+        rows = {index: row for row, index in enumerate(listed)}
         positions: list[Position] = []
         for index in range(query.first, sent):
-            token, text = query.token_ids[index], texts[index - left_out]
+            if index not in rows:
+                raise UnsendableError(
+                    f"it has the begin token {self.vocabulary.tokenizer.bos_token!r} as token {index}, of which the "
+                    "server gives no log-probability; take it out of the text, or serve the model with vLLM or SGLang"
+                )
+            row, token = rows[index], query.token_ids[index]
+            text = texts[row]
             if not isinstance(text, str) or not self.vocabulary.matches(token, text):
                 raise AnswerError(
                     f"has {str(text)[:40]!r} as token {index}, where {self.vocabulary.piece_of(token)!r} was sent: the "
                     "server takes text, and cuts it into other tokens"
                 )
             entries = {
-                str(name): read_logprob(value)
-                for name, value in _mapping(top[index - left_out], "top_logprobs").items()
+                str(name): read_logprob(value) for name, value in _mapping(top[row], "top_logprobs").items()
             }
-            entries[text] = read_logprob(token_rows[index - left_out])
+            entries[text] = read_logprob(token_rows[row])
             positions.append(position_from_texts(entries, token, text, query.top, self.vocabulary))
         return ListedLogprobs.of(positions)
 
-    def _left_out(self, token_ids: Sequence[int], texts: Sequence[Any]) -> int:
-        """1 if the lists of an answer lack the begin token, otherwise 0."""
-        if token_ids[0] != self.vocabulary.tokenizer.bos_token_id:
-            return 0
+    def _listed(self, token_ids: Sequence[int], texts: Sequence[Any]) -> list[int]:
+        """Indices of the tokens that the lists of an answer have: all, or all but begin tokens."""
+        begin = self.vocabulary.tokenizer.bos_token_id
+        every = list(range(len(token_ids)))
+        without_begin = [index for index in every if token_ids[index] != begin]
 
-        def matches(left_out: int) -> int:
-            pairs = zip(token_ids[left_out:], texts, strict=False)
-            return sum(self.vocabulary.matches(token, str(text)) for token, text in pairs)
+        def matches(listed: Sequence[int]) -> int:
+            pairs = zip(listed, texts, strict=False)
+            return sum(self.vocabulary.matches(token_ids[index], str(text)) for index, text in pairs)
 
-        return max((1, 0), key=matches)
+        return max((without_begin, every), key=matches)
 
     def next_token_request(self, token_ids: Sequence[int], query: Query) -> ServerRequest:
         """The request for the distribution of the token after ``token_ids``."""

@@ -1,24 +1,41 @@
 """JSON requests to an inference server, with one time limit for a whole request and retries with back-off."""
 
 import json
+import os
 import random
+import re
 import socket
 import ssl
 import threading
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
+from http.client import (
+    BadStatusLine,
+    HTTPConnection,
+    HTTPException,
+    HTTPMessage,
+    HTTPResponse,
+    HTTPSConnection,
+)
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from kleash.engines.endpoints.addresses import SHORTEST_KEY
 from kleash.errors import EndpointError, OptionError
 
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of passing faults: the request is sent again."""
+REFUSAL_ADVICE: Mapping[int, str] = MappingProxyType(
+    dict.fromkeys((400, 413, 422), "; a smaller --top-logprobs or --window asks for less")
+    | dict.fromkeys(
+        (404, 405), "; see that its address is right, and that it serves completions of the model"
+    )
+)
 FIRST_PAUSE_SECONDS = 0.5
 """Pause before the first retry; each later one is twice as long, and all vary at random by half."""
 MAX_PAUSE_SECONDS = 30.0
@@ -29,14 +46,16 @@ MAX_ANSWER_BYTES = 2**24
 MAX_QUOTED = 300
 """Characters of a server's own message that are quoted in an error."""
 BLOCK_BYTES = 2**16
-SHORTEST_KEY = 8
-"""Characters of a key that is removed from answers."""
+PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
 ANSWER_FIELDS = frozenset({"choices", "meta_info", "data"})
 """Fields of answers. One without them that has an error is a failure, as of a proxy that answers with 200."""
 
 
 class RefusedRequestError(EndpointError):
     """A request that a server does not understand, or that asks for more than it gives."""
+
+    advice: str = ""
+    """What may help, after a semicolon; empty if the server's own message has to say it."""
 
 
 class _PassingError(Exception):
@@ -45,45 +64,19 @@ class _PassingError(Exception):
     Args:
         sentence: what happened.
         retry_after: the pause that the server asked for, in seconds; None if it asked for none.
+        advice: what to check if it does occur again.
     """
 
-    def __init__(self, sentence: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, sentence: str, retry_after: float | None = None, advice: str = "see that it runs"
+    ) -> None:
         super().__init__(sentence)
         self.retry_after = retry_after
+        self.advice = advice
 
 
 class _TooLongError(Exception):
     """An answer that is longer than one to this request can be."""
-
-
-def check_url(url: str, option: str) -> str:
-    """The address of a server without a slash at its end.
-
-    Args:
-        url: "http://host:port/v1" or the like.
-        option: the option that gave it, for errors.
-
-    Raises:
-        OptionError: if it has no host, a port that is no number, or a user name, password or query, which would be
-            written to the run's files.
-    """
-    try:
-        parts = urlsplit(url)
-        host, has_port = parts.hostname, parts.port is not None
-    except ValueError as error:
-        raise OptionError(
-            f"{option} {url!r} is not an address ({error}); give http://host:port/v1"
-        ) from error
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        shown = f"{parts.scheme}://{host}{f':{parts.port}' if has_port else ''}{parts.path}"
-        raise OptionError(
-            f"{option} {shown} has more than a host, a port and a path, and an address is written to the run's files; "
-            "give keys in the environment variables KLEASH_POLICY_API_KEY and KLEASH_REFERENCE_API_KEY"
-        )
-    is_path = parts.path.isascii() and parts.path.isprintable()
-    if not host or not is_path or any(character.isspace() or character in "?#" for character in url):
-        raise OptionError(f"{option} {url!r} is not an address; give http://host:port/v1")
-    return url.rstrip("/")
 
 
 @dataclass(kw_only=True)
@@ -158,18 +151,14 @@ class JSONClient:
                 if attempt == self.retries:
                     times = "once" if attempt == 0 else f"{attempt + 1} times"
                     raise EndpointError(
-                        self._redacted(
-                            f"{self.subject} {fault} (tried {times}); see that it runs, then go on with --resume"
-                        )
+                        f"{self.subject} {fault} (tried {times}); {fault.advice}, then go on with --resume"
                     ) from None
                 seconds = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt) * random.uniform(0.5, 1.5)
                 if fault.retry_after is not None:
                     if fault.retry_after > MAX_RETRY_AFTER_SECONDS:
                         raise EndpointError(
-                            self._redacted(
-                                f"{self.subject} {fault} and asks for a pause of {fault.retry_after:.0f} s; go on with "
-                                "--resume after it"
-                            )
+                            f"{self.subject} {fault} and asks for a pause of {fault.retry_after:.0f} s; go on with "
+                            "--resume after it"
                         ) from None
                     seconds = fault.retry_after + min(seconds, 1.0)
                 if (self.pause or self._is_closed.wait)(seconds):
@@ -200,7 +189,12 @@ class JSONClient:
                     raise self._late() from error
                 if isinstance(error, _PassingError):
                     raise
-                raise _PassingError(f"broke off its answer ({type(error).__name__})") from error
+                advice = "see that it runs"
+                if address.scheme == "http" and isinstance(error, ConnectionResetError | BadStatusLine):
+                    advice += ", and whether its address begins with https://"
+                raise _PassingError(
+                    f"broke off its answer ({type(error).__name__})", advice=advice
+                ) from error
             if is_late.is_set():
                 raise self._late()
         if method == "GET" and response.status in (404, 405):
@@ -227,7 +221,9 @@ class JSONClient:
                     f"{self.subject} does not answer as a server of https ({error.reason or reason}); see whether its "
                     "address begins with http://"
                 ) from error
-            raise _PassingError(f"cannot be reached: {reason}") from error
+            has_proxy = any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXY_VARIABLES)
+            proxies = " (proxies of the environment are not used)" if has_proxy else ""
+            raise _PassingError(f"cannot be reached: {reason}{proxies}") from error
         return connection
 
     @contextmanager
@@ -261,30 +257,36 @@ class JSONClient:
         )
 
     def _answer(self, status: int, headers: HTTPMessage, content: bytes) -> Any:
-        """The JSON of an answer with status 200; an error for every other status."""
-        if status == 200:
+        """The JSON of an answer with a status of success; an error for every other status."""
+        if 200 <= status < 300:
             try:
                 answer = json.loads(content)
             except (ValueError, RecursionError) as error:
+                if content.lstrip()[:1] == b"<":
+                    raise _PassingError(
+                        "answered with a web page in place of JSON",
+                        advice="see that its address is that of the API, as in http://host:port/v1",
+                    ) from error
                 raise _PassingError(
                     f"answered with {len(content)} bytes that are not JSON, or only a part of it"
                 ) from error
             if _is_error(answer):
-                raise _PassingError(
-                    f"answered with an error{_quoted_message(content)}", _retry_after(headers)
-                )
+                raise _PassingError(f"answered with an error{self._quoted(content)}", _retry_after(headers))
             return answer
         if status in RETRIED_STATUSES:
-            raise _PassingError(f"answered {status}{_quoted_message(content)}", _retry_after(headers))
+            raise _PassingError(f"answered {status}{self._quoted(content)}", _retry_after(headers))
         if status in (401, 403):
             advice = f"set {self.key_variable} to its key" if self.api_key is None else "check the key"
             sentence = f"refuses the request with {status} ({self.key_variable}); {advice}"
         elif 300 <= status < 400:
-            sentence = f"sends to another address ({headers.get('Location', 'not named')}); give that one"
+            location = self._redacted(headers.get("Location", "not named"))
+            sentence = f"sends to another address ({location}); give that one"
         else:
-            sentence = f"refuses the request with {status}{_quoted_message(content)}"
-            raise RefusedRequestError(self._redacted(f"{self.subject} {sentence}"))
-        raise EndpointError(self._redacted(f"{self.subject} {sentence}"))
+            sentence = f"refuses the request with {status}{self._quoted(content)}"
+            refusal = RefusedRequestError(f"{self.subject} {sentence}")
+            refusal.advice = REFUSAL_ADVICE.get(status, "")
+            raise refusal
+        raise EndpointError(f"{self.subject} {sentence}")
 
     def _without_key(self, content: bytes) -> bytes:
         """An answer without the key, which a server may repeat anywhere. Short keys stay, since they may be data."""
@@ -294,9 +296,19 @@ class JSONClient:
             content = content.replace(written.encode(), b"***")
         return content
 
-    def _redacted(self, sentence: str) -> str:
-        """The sentence without the key, which a server may repeat in its message."""
-        return sentence.replace(self.api_key, "***") if self.api_key else sentence
+    def _quoted(self, content: bytes) -> str:
+        """The message in the body of an error, without the key, in quotation marks after a colon; or an empty text."""
+        message = self._redacted(_message(content))
+        message = message if len(message) <= MAX_QUOTED else message[: MAX_QUOTED - 1] + "…"
+        return f": {message!r}" if message else ""
+
+    def _redacted(self, text: str) -> str:
+        """A server's text without the key, which it may repeat; a short key is removed where it stands as a word."""
+        if not self.api_key:
+            return text
+        if len(self.api_key) >= SHORTEST_KEY:
+            return text.replace(self.api_key, "***")
+        return re.sub(rf"(?<!\w){re.escape(self.api_key)}(?!\w)", "***", text)
 
 
 def _shut_down(connected: socket.socket) -> None:
@@ -352,8 +364,8 @@ def _is_error(answer: Any) -> bool:
     return bool(answer.get("error")) or answer.get("object") == "error"
 
 
-def _quoted_message(content: bytes) -> str:
-    """The message in the body of an error, in quotation marks after a colon; empty if there is none."""
+def _message(content: bytes) -> str:
+    """The message in the body of an error, in one line; empty if there is none."""
     text = content[: 16 * MAX_QUOTED].decode("utf-8", errors="replace")
     try:
         message: Any = json.loads(content)
@@ -362,9 +374,7 @@ def _quoted_message(content: bytes) -> str:
     for name in ("error", "message", "detail"):
         if isinstance(message, dict) and name in message:
             message = message[name]
-    text = " ".join((message if isinstance(message, str) else text).split())
-    text = text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
-    return f": {text!r}" if text else ""
+    return " ".join((message if isinstance(message, str) else text).split())
 
 
 def _retry_after(headers: HTTPMessage) -> float | None:

@@ -41,7 +41,6 @@ ANSWER_ADVICE = (
     "see that it returns natural logarithms of probabilities, and that its model has the tokenizer of the "
     "local one"
 )
-REFUSAL_ADVICE = "a smaller --top-logprobs or --window asks for less"
 
 
 class ListedModel(NamedTuple):
@@ -74,9 +73,15 @@ def find_model(client: JSONClient, model: str | None) -> ListedModel:
         if isinstance(entry, dict) and isinstance(entry.get("id"), str)
     }
     if not models:
+        if model is None and answer is None:
+            raise EndpointError(
+                f"{client.subject} has no list of models at {client.url}/v1/models; see that its address is what "
+                "stands before /v1/models, or name its model with --policy-model or --reference-model"
+            )
         if model is None:
             raise EndpointError(
-                f"{client.subject} lists no models; name its model with --policy-model or --reference-model"
+                f"{client.subject} lists no models; load one, or name its model with --policy-model or "
+                "--reference-model"
             )
         return ListedModel(model, "", None)
     names = ", ".join(list(models)[:8])
@@ -181,7 +186,7 @@ class Endpoint:
         except UnsendableError as error:
             raise EndpointError(f"{self.client.subject} cannot score {sequence.name}: {error}") from error
         except RefusedRequestError as error:
-            raise EndpointError(f"{error}; {REFUSAL_ADVICE}") from error
+            raise EndpointError(f"{error}{error.advice}") from error
         texts = [text for text in answer.texts.items() if text not in self.checked_texts]
         check_texts(self.client, vocabulary, dict(texts))
         self.checked_texts.update(texts)
@@ -247,7 +252,7 @@ def connect(
             failures.append(f"as {kind.name}, {error}")
         except RefusedRequestError as error:
             if len(dialects) == 1:
-                raise EndpointError(f"{error}; {REFUSAL_ADVICE}") from error
+                raise EndpointError(f"{error}{error.advice}") from error
             failures.append(f"as {kind.name}, it {str(error).removeprefix(client.subject + ' ')}")
         except EndpointError as error:
             without_answer.append(error)

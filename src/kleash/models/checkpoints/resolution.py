@@ -22,6 +22,8 @@ from kleash.shipped import shipped_folder
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+SERVER_NAME = re.compile(r"\s*(https?\W|[a-z]{2,}:/|[\w.-]+:\d)")
+"""The beginning of a server's address that lacks http://, or has another scheme: localhost:8000, ws://host."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 IGNORED_FILES = ["*/*", "consolidated*"]
@@ -242,7 +244,10 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if exists:
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
-        raise ModelError(f"there is no folder {name}, and it cannot be a hub id either; give one of the two")
+        server = "; a server's address begins with http:// or https://" if SERVER_NAME.match(name) else ""
+        raise ModelError(
+            f"there is no folder {name}, and it cannot be a hub id either; give one of the two{server}"
+        )
     return _fetch(name, revision)
 
 
