@@ -1,0 +1,49 @@
+"""Addresses of servers: what may be given, and that no part of a password is shown."""
+
+import pytest
+
+from kleash.cli import main
+from kleash.engines.endpoints import server_root
+from kleash.errors import OptionError
+
+KEY = "key-of-the-secret"
+
+
+@pytest.mark.parametrize(
+    "end", ["", "/", "/v1", "/v1//", "/v1/completions", "/v1/chat/completions/", "/v1/models", "/generate"]
+)
+def test_an_address_may_end_with_a_path_of_the_api(end: str) -> None:
+    assert server_root(f"HTTPS://[::1]:8000/models{end}", "--policy") == "https://[::1]:8000/models"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://me:a#secret@127.0.0.1:1/v1", "an address with '@', which is for a password"),
+        ("http://me:a/secret@127.0.0.1:1/v1", "an address with '@', which is for a password"),
+        ("http://me:12/secret@127.0.0.1:1/v1", "--policy http://… has more than a host"),
+        ("http://me:secret@[::1]:1/v1", r"--policy http://\[::1\]:1/v1 has more than a host"),
+        (f"http://127.0.0.1:1/{KEY}/v1", "--policy has the key in its address"),
+        ("http://127.0.0.1:1/prefix-é/v1", "have to be written as %XX"),
+        ("http://127.0.0.1:0/v1", "has no port after ':'"),
+        ("http://127.0.0.1:/v1", "has no port after ':'"),
+        ("http://127.0.0.1:65536/v1", "Port out of range"),
+        ("http://::1:8000/v1", "an IPv6 address stands in brackets"),
+        ("http://[1.2.3]:8000/v1", "is not an address"),
+        ("http://$HOST:1/v1", r"'\$host' is no host"),
+        ("http://127..1:1/v1", "'127..1' is no host"),
+        ("http://127.0.0.1:1\\v1", "is not an address"),
+    ],
+)
+def test_an_address_that_cannot_be_one(address: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        server_root(address, "--policy", KEY)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["localhost:8000", "127.0.0.1:8000/v1", "ws://localhost/v1", "http:/host"])
+def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", "--policy", name, "--text", "shipped:text", "--quiet"]) == 2
+    assert "a server's address begins with http://" in capsys.readouterr().err
