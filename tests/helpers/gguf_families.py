@@ -76,6 +76,8 @@ def state_space(name: str, values: np.ndarray, config: Config) -> Arrays:
         "k_proj",
         "v_proj",
         "o_proj",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
     ):
         yield from score_biases(name, values, config)
     elif part[1] == "A_log":
@@ -305,6 +307,7 @@ def _family_settings(kind: str, config: Config) -> dict[str, Any]:
             "block_count": len(layers),
             "feed_forward_length": [48 if each in ("mlp", "moe") else 0 for each in layers],
             "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            **({"moe_latent_size": config["moe_latent_size"]} if config.get("moe_latent_size") else {}),
             "ssm.conv_kernel": config["conv_kernel"],
             "ssm.state_size": config["ssm_state_size"],
             "ssm.group_count": config["n_groups"],

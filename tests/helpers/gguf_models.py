@@ -357,3 +357,21 @@ MODELS |= {
         },
     ),
 }
+MODELS |= {
+    "gemma2 with its caps": (
+        "gemma2",
+        {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "initializer_range": 1.5},
+    ),
+    "granitehybrid as Bamba": (
+        "granitemoehybrid",
+        {**HYBRID_GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 8**-0.5},
+    ),
+    "nemotron_h_moe with latent experts": (
+        "nemotron_h",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_latent_size": 12,
+        },
+    ),
+}

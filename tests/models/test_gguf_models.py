@@ -1,5 +1,6 @@
 """GGUF files as models: weights and settings against the checkpoints that they were made from."""
 
+import re
 import runpy
 import struct
 from pathlib import Path
@@ -165,6 +166,86 @@ def test_heads_of_glm_4v_have_the_order_of_glm_4(tmp_path: Path) -> None:
 
     folder, path = tiny_gguf(tmp_path, "glm4", edit=edit, edit_tensors=permute)
     assert torch.equal(*logits(load_pair(str(path), str(folder))))
+
+
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            "granite",
+            {"granite.attention.head_count_kv": [2, 2], "granite.ssm.conv_kernel": 4},
+        ),  # Granite 4 Micro
+        ("gemma2 with its caps", dict.fromkeys(f"gemma2.{name}" for name in CAPS)),
+        ("granitehybrid as Bamba", {"granitehybrid.attention.scale": None}),
+        ("linear", {"llama.rope.scaling.type": None}),
+        (
+            "linear",
+            {
+                "llama.rope.scaling.type": None,
+                "llama.rope.scaling.factor": None,
+                "llama.rope.scale_linear": 3.0,
+            },
+        ),
+        ("yarn", {"llama.rope.scaling.original_context_length": None, "llama.context_length": 32}),
+    ],
+)
+def test_settings_that_a_file_lacks_or_lists_are_those_of_llama_cpp(
+    tmp_path: Path, name: str, change: dict[str, Any]
+) -> None:
+    def edit(writer: Any) -> None:
+        for key, value in change.items():
+            writer.kv_data[0].pop(key, None)
+            if value is not None:
+                add = {list: writer.add_array, int: writer.add_uint32, float: writer.add_float32}
+                add[type(value)](key, value)
+
+    folder, path = tiny_gguf(tmp_path, name, edit=edit)
+    pair = load_pair(str(path), str(folder))
+    torch.testing.assert_close(*logits(pair), rtol=0, atol=2e-4 if "rope" not in str(change) else 0)
+    assert not [note for note in pair.notes if "not mapped" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "note"),
+    [
+        (
+            "gemma2",
+            "gemma2.attention.sliding_window_pattern",
+            "not mapped .*: attention.sliding_window_pattern",
+        ),
+        ("qwen3", "qwen3.pooling_type", "is a model of embeddings .its pooling_type is 3"),
+    ],
+)
+def test_settings_that_nothing_reads_and_pooling_are_noted(
+    tmp_path: Path, name: str, setting: str, note: str
+) -> None:
+    folder, path = tiny_gguf(tmp_path, name, edit=lambda writer: writer.add_uint32(setting, 3))
+    notes = load_pair(str(path), str(folder)).notes
+    assert [each for each in notes if re.search(note, each)]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "reason"),
+    [
+        ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "queries are scaled by their positions"),
+        ("granite", "granite.rope.scaling.finetuned", False, "positions are switched off"),
+        ("granitehybrid", "granitehybrid.rope.dimension_count", 4, "it rotates 4 of 8 numbers of a head"),
+    ],
+)
+def test_settings_of_other_models_of_an_architecture_are_refused(
+    tmp_path: Path, name: str, setting: str, value: Any, reason: str
+) -> None:
+    def edit(writer: Any) -> None:
+        writer.kv_data[0].pop(setting, None)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](setting, value)
+
+    folder, path = tiny_gguf(tmp_path, name, edit=edit)
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(path), str(folder))
 
 
 @pytest.mark.parametrize("experts", [0, 3])
@@ -362,8 +443,8 @@ def test_tensors_that_do_not_fit_are_refused(
         (lambda w: w.add_uint32("llama.block_count", 2**31), "claims 2147483648 layers and has 21 tensors"),
         (lambda w: w.add_uint32("llama.feed_forward_length", 2**31), "its intermediate_size is 2.14748e.09"),
         (
-            lambda w: w.add_array("llama.attention.head_count", [4, 4]),
-            r"head_count is \[4, 4\], and should be one",
+            lambda w: w.add_array("llama.attention.head_count", [4, 2]),
+            r"head_count is \[4, 2\], and should be one",
         ),
         (
             lambda w: w.add_uint32("llama.attention.value_length", 4),

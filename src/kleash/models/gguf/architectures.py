@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.errors import ModelError
 from kleash.models.gguf.block_tensors import BLOCK_TENSOR, OLD_EXPERT, OUTSIDE_BLOCKS
-from kleash.models.gguf.family_settings import ADJUSTED_SETTINGS, Settings, TensorSummary
+from kleash.models.gguf.family_settings import Settings, TensorSummary
 
 SHAPE_SETTINGS = {
     "context_length": "max_position_embeddings",
@@ -24,14 +24,17 @@ SHAPE_SETTINGS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 """Settings that most decoders have → attribute of the configuration."""
+POOLING = "pooling_type"
+"""How the hidden states of an embedding model become one vector; 0 is not at all."""
 DRAFT_LAYERS = "nextn_predict_layers"
 """Number of the last layers, which predict further tokens (MTP)."""
 ROPE_SETTINGS = frozenset(
     f"rope.{name}"
     for name in (
         "dimension_count",
+        "dimension_sections",
         "freq_base",
-        "freq_base_swa",
+        "scale_linear",
         "scaling.type",
         "scaling.factor",
         "scaling.original_context_length",
@@ -42,18 +45,33 @@ ROPE_SETTINGS = frozenset(
         "scaling.yarn_log_multiplier",
     )
 )
-"""Settings that ``_rope`` reads."""
-SETTINGS_WITHOUT_EFFECT = frozenset(
-    (
-        *("vocab_size", "attention.key_length", "attention.value_length", "attention.causal", "pooling_type"),
-        *(DRAFT_LAYERS, *ADJUSTED_SETTINGS),
-    )
-)
-"""Settings that are checked or that change nothing here."""
+"""Settings of the rotary embedding that are read, or that change nothing here."""
+SETTINGS_WITHOUT_EFFECT = frozenset(("vocab_size", POOLING, DRAFT_LAYERS))
+"""Settings that are checked elsewhere or that change nothing here."""
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
 FUSED_PROJECTIONS, FUSED_EXPERTS = "attn_qkv", "ffn_gate_up_exps"
 """Queries, keys and values in one tensor, and gate and up projections of experts, as some files have them."""
 MLP_PROJECTIONS = ("ffn_up", "ffn_down", "ffn_gate")
+
+
+class RecordedSettings(dict[str, Any]):
+    """Settings by their names without the architecture, which remember those that were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Hold ``values``, of which none has been read."""
+        super().__init__(values)
+        self.read: set[str] = set()
+        """Names that were asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a setting."""
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a setting, or ``default``."""
+        self.read.add(name)
+        return super().get(name, default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +92,7 @@ class GGUFArchitecture:
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     """Settings beside those of ``shapes`` → attribute of the configuration."""
     adjusted: frozenset[str] = frozenset()
-    """Further settings that ``adjust`` reads, or that have no effect."""
+    """Further settings that have no effect here, or one that ``adjust`` checks by the tensors."""
     biases: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
     """Attribute of the configuration → parts of a block; it is whether one of them has a bias."""
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -117,11 +135,14 @@ def config_attributes(
     Raises:
         ModelError: if a setting is missing or has a value that transformers cannot express.
     """
-    values = {
-        key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
-    }
+    values = RecordedSettings(
+        {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+    )
     names = dict(architecture.shapes) | dict(architecture.settings)
     attributes = {attribute: values[key] for key, attribute in names.items() if key in values}
+    for key, attribute in architecture.shapes.items():
+        if key in values and key not in architecture.listed:
+            attributes[attribute] = _single_value(values[key], attributes.get("num_hidden_layers"))
     attributes.setdefault("num_key_value_heads", attributes.get("num_attention_heads"))
     _check_shapes(name, architecture, attributes)
     attributes["num_hidden_layers"] = _count_layers(values, attributes, tensors)
@@ -134,6 +155,11 @@ def config_attributes(
         raise ModelError("its attention is not causal; kleash measures causal language models")
     attributes["vocab_size"] = tensors.shapes["token_embd.weight"][0]
     attributes["tie_word_embeddings"] = "output.weight" not in tensors.shapes
+    rotary = values.get("rope.dimension_count", head_dim)
+    if architecture.interleaved_rope and rotary != head_dim:
+        raise ModelError(
+            f"it rotates {str(rotary)[:20]} of {head_dim} numbers of a head, which {name} does not"
+        )
     with_bias = {key.split(".")[-2] for key in tensors.shapes if key.endswith(".bias")}
     if FUSED_PROJECTIONS in with_bias:
         with_bias.update(PROJECTIONS[:3])
@@ -147,8 +173,19 @@ def config_attributes(
             raise ModelError(
                 f"its settings have values that {name} cannot have ({error}); convert the model again"
             ) from error
-    known = {*names, *ROPE_SETTINGS, *SETTINGS_WITHOUT_EFFECT, *architecture.adjusted}
+    known = {*values.read, *names, *ROPE_SETTINGS, *SETTINGS_WITHOUT_EFFECT, *architecture.adjusted}
     return attributes, tuple(sorted(key for key in values if key not in known))
+
+
+def _single_value(value: Any, num_layers: Any) -> Any:
+    """A list with one number for all layers as that number; any other value as it is.
+
+    Files of Granite 4 without state-space layers have such lists of heads.
+    """
+    is_constant = (
+        isinstance(value, list) and len(value) == num_layers and len({str(each) for each in value}) == 1
+    )
+    return value[0] if is_constant else value
 
 
 def _check_shapes(name: str, architecture: GGUFArchitecture, attributes: Mapping[str, Any]) -> None:
@@ -190,15 +227,17 @@ def _rope(values: Settings, attributes: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "partial_rotary_factor": rotary / attributes["head_dim"],
     }
-    kind = values.get("rope.scaling.type", "none")
-    factor = values.get("rope.scaling.factor", 1.0)
+    kind = values.get("rope.scaling.type", "linear")
+    factor = values.get("rope.scaling.factor") or values.get("rope.scale_linear") or 1.0
     if kind == "linear" and factor != 1:
         rope["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
         rope["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
+            "original_max_position_embeddings": values.get(
+                "rope.scaling.original_context_length", attributes["max_position_embeddings"]
+            ),
             # llama.cpp multiplies the factor of the file by the one that transformers has as its default; a
             # logarithmic multiplier divides it.
             "attention_factor": values.get("rope.scaling.attn_factor", 1.0)

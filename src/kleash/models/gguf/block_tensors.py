@@ -207,6 +207,8 @@ NEMOTRON_H_BLOCK = {
     "ffn_down_exps": "mixer.experts.{expert}.down_proj",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     **{part: f"mixer.{module}" for part, module in STATE_SPACE.items()},
 }
 NEMOTRON_H_OUTSIDE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f"}

@@ -33,6 +33,7 @@ from kleash.models.gguf.family_settings import (
     adjust_gemma3,
     adjust_gemma3n,
     adjust_gpt2,
+    adjust_granite,
     adjust_ministral3,
     adjust_olmo,
     adjust_olmo3,
@@ -64,6 +65,11 @@ GRANITE_SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+STATE_SPACE_SIZES = frozenset(
+    f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+)
+EXPERT_SIZES = frozenset(("expert_count", "expert_used_count", "expert_shared_feed_forward_length"))
+"""With ``STATE_SPACE_SIZES``, settings that files of Granite 4 have without having such layers, too."""
 LLAMA = GGUFArchitecture(model_type="llama", block=DENSE_BLOCK, biases=LLAMA_BIASES, interleaved_rope=True)
 QWEN2 = GGUFArchitecture(model_type="qwen2", block=DENSE_BLOCK)
 QWEN3 = GGUFArchitecture(
@@ -111,7 +117,9 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         model_type="granite",
         block=DENSE_BLOCK,
         settings=GRANITE_SCALES,
+        adjusted=STATE_SPACE_SIZES | EXPERT_SIZES,
         biases=LLAMA_BIASES,
+        adjust=adjust_granite,
         interleaved_rope=True,
     ),
     "qwen2": QWEN2,

@@ -27,7 +27,7 @@ from kleash.models.gguf.block_tensors import (
     ROUTED_EXPERTS,
     SHARED_EXPERT,
 )
-from kleash.models.gguf.dense_architectures import GRANITE_SCALES, LLAMA_BIASES, RMS_NORM
+from kleash.models.gguf.dense_architectures import GRANITE_SCALES, LLAMA_BIASES, RMS_NORM, STATE_SPACE_SIZES
 from kleash.models.gguf.expert_settings import (
     adjust_deepseek2,
     adjust_deepseek3,
@@ -41,7 +41,13 @@ from kleash.models.gguf.expert_settings import (
     adjust_nemotron_h,
     adjust_routed_experts,
 )
-from kleash.models.gguf.family_settings import adjust_gemma4, adjust_gpt_oss, adjust_qwen3_next, adjust_qwen35
+from kleash.models.gguf.family_settings import (
+    adjust_gemma4,
+    adjust_gpt_oss,
+    adjust_granite,
+    adjust_qwen3_next,
+    adjust_qwen35,
+)
 from kleash.models.gguf.parameter_layouts import (
     drop_shared_kv,
     join_latent_projections,
@@ -266,6 +272,8 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
         biases={"attention_bias": PROJECTIONS},
+        adjusted=STATE_SPACE_SIZES,
+        adjust=adjust_granite,
         interleaved_rope=True,
         arrange=merge_granite_experts,
     ),

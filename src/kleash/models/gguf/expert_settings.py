@@ -56,6 +56,11 @@ def adjust_deepseek3(attributes: dict[str, Any], settings: Settings, tensors: Te
 def adjust_deepseek2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Experts are chosen by a softmax, and keys and values come from a latent vector."""
     _check_gating(settings, SOFTMAX)
+    if settings.get("attention.temperature_scale"):
+        raise ModelError(
+            "its queries are scaled by their positions (attention.temperature_scale, Mistral Large 3), which is not "
+            "read of deepseek2"
+        )
     adjust_routed_experts(attributes, {}, tensors)
     attributes["topk_method"] = "group_limited_greedy" if attributes["n_group"] > 1 else "greedy"
     _set_latent_attention(attributes, settings)
@@ -130,6 +135,7 @@ def adjust_llama4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 def adjust_granite_hybrid(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Layers without heads of keys have Mamba 2; dense models have a shared MLP alone."""
     attributes["layer_types"] = _mixed_layers(attributes)
+    attributes.setdefault("attention_multiplier", attributes["head_dim"] ** -0.5)
     _set_state_space(attributes, settings)
     has_positions = settings.get("rope.scaling.finetuned", True)
     attributes["position_embedding_type"] = "rope" if has_positions else "nope"

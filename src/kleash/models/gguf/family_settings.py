@@ -10,15 +10,10 @@ from typing import Any
 
 from kleash.errors import ModelError
 
-ADJUSTED_SETTINGS = (
-    *("attention.sliding_window_pattern", "attention.temperature_scale", "attention.recurrent_layers"),
-    *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
-    *("rope.dimension_sections", "full_attention_interval", "ssm.inner_size"),
-    "activation_sparsity_scale",
-)
-"""Settings that the functions here read."""
 Settings = Mapping[str, Any]
 OLMO_EPSILON = 1e-5
+ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
+"""Caps of Gemma 2 and 3n, which llama.cpp applies if a file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +36,16 @@ def _gemma_scale(attributes: dict[str, Any], settings: Settings) -> None:
 
 
 def adjust_gemma2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Absent caps of logits are none."""
+    """Caps of logits that a file lacks, as those of June 2024 do, are the model's."""
     _gemma_scale(attributes, settings)
-    # transformers has a default, llama.cpp has none.
-    attributes.setdefault("attn_logit_softcapping", None)
-    attributes.setdefault("final_logit_softcapping", None)
+    attributes.setdefault("attn_logit_softcapping", ATTENTION_CAP)
+    attributes.setdefault("final_logit_softcapping", LOGIT_CAP)
 
 
 def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Layers with a window have another base of the rotary embedding."""
     _gemma_scale(attributes, settings)
+    attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
     attributes["rope_local_base_freq"] = settings.get("rope.freq_base_swa", 10_000.0)
     if not attributes.get("sliding_window"):
         attributes["layer_types"] = ["full_attention"] * attributes["num_hidden_layers"]
@@ -150,6 +145,19 @@ def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensor
         raise ModelError("its layers have a sliding window, which is read of other architectures only")
 
 
+def adjust_granite(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Attention is scaled by the size of a head unless a file says otherwise.
+
+    Raises:
+        ModelError: if the file switches positions off, which transformers' Granite cannot.
+    """
+    attributes.setdefault("attention_multiplier", attributes["head_dim"] ** -0.5)
+    if not settings.get("rope.scaling.finetuned", True):
+        raise ModelError(
+            "its positions are switched off (rope.scaling.finetuned), which is read of granitehybrid only"
+        )
+
+
 def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Every second layer has a sliding window; the bounds of YaRN are not rounded."""
     if settings.get("rope.freq_base_swa", attributes["rope_theta"]) != attributes["rope_theta"]:
@@ -223,7 +231,7 @@ def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: Tens
     attributes["layer_types"] = _layer_types(settings, count, 5)
     attributes["laurel_rank"] = tensors.shapes["blk.0.laurel_l.weight"][0]
     attributes["vocab_size_per_layer_input"] = tensors.shapes["per_layer_token_embd.weight"][0]
-    attributes.setdefault("final_logit_softcapping", None)
+    attributes.setdefault("final_logit_softcapping", LOGIT_CAP)
     scales = settings.get("activation_sparsity_scale")
     if scales is not None:
         # A file has quantiles of the normal distribution, in float32; transformers has their probabilities.
@@ -255,7 +263,7 @@ def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
     _gemma4_heads(attributes, types, tensors)
     _gemma4_mlp(attributes)
     attributes["enable_moe_block"] = bool(attributes.get("num_experts"))
-    attributes.setdefault("final_logit_softcapping", None)
+    attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
     attributes.setdefault("hidden_size_per_layer_input", 0)
     per_layer = tensors.shapes.get("per_layer_token_embd.weight", (attributes["vocab_size"],))
     attributes["vocab_size_per_layer_input"] = per_layer[0]

@@ -13,7 +13,7 @@ from kleash.models.checkpoints.config_checks import ALWAYS_ALLOWED_SIZE, check_b
 from kleash.models.checkpoints.gguf_files import GGUFFiles, open_gguf
 from kleash.models.compat import find_backbone, summarise_error
 from kleash.models.gguf.architecture_table import find_architecture
-from kleash.models.gguf.architectures import DRAFT_LAYERS, GGUFArchitecture, config_attributes
+from kleash.models.gguf.architectures import DRAFT_LAYERS, POOLING, GGUFArchitecture, config_attributes
 from kleash.models.gguf.block_tensors import BLOCK_NUMBER
 from kleash.models.gguf.family_settings import TensorSummary
 from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_parameters, rope_factors
@@ -63,6 +63,12 @@ def load_gguf_network(
     if not architecture.config_has_rope_factors:
         _divide_rope(network, files, subject)
     notes = [describe_types(files, subject)]
+    pooling = files.settings.get(f"{name}.{POOLING}", 0)
+    if pooling:
+        notes.append(
+            f"{subject} is a model of embeddings (its pooling_type is {str(pooling)[:20]}), whose head may not "
+            "have been trained to predict tokens"
+        )
     if unmapped:
         notes.append(
             f"{subject} has {len(unmapped)} settings that are not mapped to transformers and may matter: "
