@@ -100,7 +100,7 @@ class Progress:
 
     def update_kl(self, kl: Number) -> None:
         """Show the running mean of the KL."""
-        self._kl = f"KL {with_error(kl)}"
+        self._kl = f"KL so far {with_error(kl)}"
         if self._draws:
             self._bar.update(self._task, kl=self._kl)
 
@@ -129,12 +129,12 @@ class Progress:
         return f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
 
     def _line(self) -> str:
-        """A line such as "measuring: 120 of 1,000 sequences (12 %), 3,400 tokens/s, KL …, about 4 min left"."""
+        """A line such as "measuring: 120 of 1,000 sequences (12 %), 3,400 tokens/s, KL so far …, about 4 min left"."""
         count = f"{self._sequences:,} sequences"
         time_left = ""
         if self._total:
             count = f"{self._sequences:,} of {self._total:,} sequences ({self._sequences / self._total:.0%})"
-            if self._sequences:
+            if 0 < self._sequences < self._total:
                 seconds = self._clock() - self._start_time
                 time_left = f"about {format_duration(seconds * (self._total / self._sequences - 1))} left"
         return f"{self._activity}: {', '.join(filter(None, (count, self._speed(), self._kl, time_left)))}"
