@@ -30,7 +30,7 @@ FAULTS = (
     "truncated", "429", "500", "401", "400", "404", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
     "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
     "swapped", "retrained", "reflected", "error200", "object200", "gzip", "full", "adapter", "renamed", "float16",
-    "negative", "integer", "choices", "zeros", "chunk", "endless",
+    "negative", "integer", "choices", "zeros", "chunk", "endless", "respaced",
 )  # fmt: skip
 """What may go wrong. "later" is one failure in the sixth request, after which a server that is "retrained" has another
 model; one that is "swapped" has it from the fifth on. "models" and "nomodels" are about the list; "full" refuses what
@@ -339,6 +339,9 @@ class Handler(BaseHTTPRequestHandler):
         texts = [model.piece(token) for token in listed_tokens]
         if body["echo"]:
             own[0] = likeliest[0] = None
+        if fault == "respaced" and model.tokenizer.decode(ids).endswith(" two words"):
+            texts[-3] += " "
+            texts[-2] = texts[-2].strip()
         if fault == "counts":
             texts, own, likeliest = texts[:-2], own[:-2], likeliest[:-2]
         lists = {"tokens": texts, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": []}

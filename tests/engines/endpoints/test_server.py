@@ -119,7 +119,11 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("sglang", "truncated", r"broke off its answer"),
         ("llama", "counts", r"tokens in its lists where \d+ were sent"),
         ("llama", "nan", r"has nan as a log-probability"),
-        ("llama", "retokenised", r"the server takes text, and cuts it into other tokens"),
+        (
+            "llama",
+            "retokenised",
+            r"the server takes text, and cuts it into other tokens \(.* as token 34, which is",
+        ),
         ("llama", "shifted", r"its log-probabilities of prompts belong to other positions"),
         (
             "llamacpp",
@@ -308,3 +312,12 @@ def test_begin_tokens_within_a_sequence_are_left_out_of_the_lists_of_texts(conne
         EndpointError, match="sample 0: it has the begin token '<s>' as token 6, of which the s"
     ):
         endpoint.score(sequence(prompt, (303, 0, 304)))
+
+
+def test_texts_that_differ_in_spaces_are_other_tokens(
+    connected: Connect, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    endpoint = connected("llama", "respaced")
+    ids = tuple(tokenizer("of two words")["input_ids"])
+    with pytest.raises(EndpointError, match=r"cuts it into other tokens \('.*' as token \d+, which is ' "):
+        endpoint.score(sequence(ids[:2], ids[2:]))

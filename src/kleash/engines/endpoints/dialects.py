@@ -216,6 +216,8 @@ class EchoServer:
     vocabulary: VocabularyTexts
     adds_begin_token: bool = False
     """Whether the server puts the begin token before every text."""
+    writes_spaces: bool = False
+    """Whether it writes the leading space of a token, so that texts that differ in spaces are other tokens."""
 
     def request(self, query: Query) -> ServerRequest:
         """The request for a query.
@@ -249,7 +251,12 @@ class EchoServer:
         return self.vocabulary.decode(token_ids[1:])
 
     def read(self, answer: Any, query: Query) -> ListedLogprobs:
-        """The log-probabilities in an answer; raises AnswerError, or UnsendableError for a begin token without one."""
+        """The log-probabilities in an answer.
+
+        Raises:
+            AnswerError: if they are not those that were asked for.
+            UnsendableError: if the server cuts the text into other tokens, or does not score a begin token.
+        """
         choice = _only_choice(answer)
         logprobs = _mapping(choice.get("logprobs"), "logprobs")
         texts, token_rows, top = (
@@ -260,7 +267,9 @@ class EchoServer:
                 f"has {len(texts)} tokens, {len(token_rows)} log-probabilities and {len(top)} lists"
             )
         sent = len(query.token_ids)
-        _check_count(_count(_mapping(answer.get("usage"), "usage"), "prompt_tokens"), sent, "tokens")
+        counted = _count(_mapping(answer.get("usage"), "usage"), "prompt_tokens")
+        if counted != sent:
+            raise _other_tokens(f"{counted} where it has {sent}")
         listed = self._listed(query.token_ids, texts)
         if len(texts) < len(listed):
             _check_count(len(texts) + sent - len(listed), sent, "tokens in its lists")
@@ -274,10 +283,9 @@ class EchoServer:
                 )
             row, token = rows[index], query.token_ids[index]
             text = texts[row]
-            if not isinstance(text, str) or not self.vocabulary.matches(token, text):
-                raise AnswerError(
-                    f"has {str(text)[:40]!r} as token {index}, where {self.vocabulary.piece_of(token)!r} was sent: the "
-                    "server takes text, and cuts it into other tokens"
+            if not isinstance(text, str) or not self._writes(token, text):
+                raise _other_tokens(
+                    f"{str(text)[:40]!r} as token {index}, which is {self.vocabulary.piece_of(token)!r}"
                 )
             entries = {
                 str(name): read_logprob(value) for name, value in _mapping(top[row], "top_logprobs").items()
@@ -285,6 +293,11 @@ class EchoServer:
             entries[text] = read_logprob(token_rows[row])
             positions.append(position_from_texts(entries, token, text, query.top, self.vocabulary))
         return ListedLogprobs.of(positions)
+
+    def _writes(self, token_id: int, text: str) -> bool:
+        """Whether ``text`` is how the server may write a token."""
+        matches = self.vocabulary.matches_exactly if self.writes_spaces else self.vocabulary.matches
+        return matches(token_id, text)
 
     def _listed(self, token_ids: Sequence[int], texts: Sequence[Any]) -> list[int]:
         """Indices of the tokens that the lists of an answer have: all, or all but begin tokens."""
@@ -311,16 +324,34 @@ class EchoServer:
             raise AnswerError("has no log-probabilities of the token that it generated")
         return {str(name): read_logprob(value) for name, value in _mapping(rows[-1], "top_logprobs").items()}
 
-    def counting_begin_token(self, answer: Any, text_tokens: int) -> "EchoServer":
-        """The dialect of a server that answered a text of so many tokens, with or without a begin token before it.
+    def of_answer(self, answer: Any, words: Sequence[int]) -> "EchoServer":
+        """The dialect of a server that answered a text of these tokens, with or without a begin token before it.
 
         Raises:
-            AnswerError: if it counts another number of tokens.
+            AnswerError: if it counts another number of tokens, or has no texts.
         """
         counted = _count(_mapping(_mapping(answer, "an answer").get("usage"), "usage"), "prompt_tokens")
-        if counted not in (text_tokens, text_tokens + 1):
-            _check_count(counted, text_tokens, "tokens")
-        return replace(self, adds_begin_token=counted == text_tokens + 1)
+        if counted not in (len(words), len(words) + 1):
+            _check_count(counted, len(words), "tokens")
+        begin = self.vocabulary.tokenizer.bos_token_id
+        token_ids = list(words) if begin is None else [begin, *words]
+        texts = _list(_mapping(_only_choice(answer).get("logprobs"), "logprobs").get("tokens"), "tokens")
+        pairs = list(zip(self._listed(token_ids, texts), texts, strict=False))[1:]
+        return replace(
+            self,
+            adds_begin_token=counted == len(words) + 1,
+            writes_spaces=all(
+                self.vocabulary.matches_exactly(token_ids[index], str(text)) for index, text in pairs
+            ),
+        )
+
+
+def _other_tokens(difference: str) -> UnsendableError:
+    """The error about a text that a server cuts into other tokens."""
+    return UnsendableError(
+        f"the server takes text, and cuts it into other tokens ({difference}); see that its model has the tokenizer of "
+        "the local one, leave the sequence out, or serve the model with vLLM or SGLang, which take token ids"
+    )
 
 
 DIALECTS: Mapping[str, type[VLLM] | type[SGLang] | type[EchoServer]] = MappingProxyType(

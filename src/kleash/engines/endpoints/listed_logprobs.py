@@ -252,6 +252,11 @@ class VocabularyTexts:
             return True
         return local_text.strip() == text.replace("\u2581", " ").strip()
 
+    def matches_exactly(self, token_id: int, text: str) -> bool:
+        """Whether ``text`` is a token with its leading space; special tokens and parts of characters may be empty."""
+        written = text.replace("\u2581", " ").replace(REPLACEMENT, "")
+        return not text or written == self.piece_of(token_id).replace(REPLACEMENT, "")
+
     @cached_property
     def _pieces(self) -> list[str]:
         """``piece_of`` of every token: what decoding it after an ordinary token adds."""

@@ -249,6 +249,8 @@ def connect(
         except AnswerError as error:
             failures.append(f"as {kind.name}, its answer to the probe {error}")
         except UnsendableError as error:
+            if len(dialects) == 1:
+                raise EndpointError(f"{client.subject} cannot score the probe: {error}") from error
             failures.append(f"as {kind.name}, {error}")
         except RefusedRequestError as error:
             if len(dialects) == 1:
@@ -291,7 +293,7 @@ def _probe(client: JSONClient, dialect: Dialect, query: Query) -> tuple[Dialect,
         begin = int(query.token_ids[0] == dialect.vocabulary.tokenizer.bos_token_id)
         words = query.token_ids[begin:]
         request = dialect.request(replace(query, token_ids=words, scored=1))
-        dialect = dialect.counting_begin_token(client.post(request.path, request.body), len(words))
+        dialect = dialect.of_answer(client.post(request.path, request.body), words)
     answer = _ask(client, dialect, query)
     if isinstance(dialect, EchoServer):
         check_alignment(client, dialect, query, answer)
