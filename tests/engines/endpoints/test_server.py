@@ -321,3 +321,9 @@ def test_texts_that_differ_in_spaces_are_other_tokens(
     ids = tuple(tokenizer("of two words")["input_ids"])
     with pytest.raises(EndpointError, match=r"cuts it into other tokens \('.*' as token \d+, which is ' "):
         endpoint.score(sequence(ids[:2], ids[2:]))
+
+
+def test_a_sequence_leaves_room_for_the_token_that_a_server_generates(connected: Connect) -> None:
+    lengths = (None, 300, 400, 500)
+    assert [connected("vllm").max_input_tokens(length) for length in lengths] == [398, 300, 398, 398]
+    assert [connected("llama").max_input_tokens(length) for length in lengths] == [None, 298, 398, 498]

@@ -55,7 +55,6 @@ class ServedModel(Model):
 
 def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
     """The model of a server, beside the local model that it is compared with."""
-    lengths = [length for length in (endpoint.max_input_tokens, local.context_length) if length is not None]
     return ServedModel(
         role=role,
         path=f"{endpoint.client.url} ({endpoint.model})",
@@ -64,7 +63,7 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
         device=local.device,
         parameters=None,
         vocab_size=local.vocab_size,
-        context_length=min(lengths, default=None),
+        context_length=endpoint.max_input_tokens(local.context_length),
         eos_token_ids=local.eos_token_ids,
         head=local.head,
         fingerprint=f"{endpoint.dialect.name}: {endpoint.model}",

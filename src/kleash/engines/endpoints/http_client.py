@@ -32,7 +32,9 @@ RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of passing faults: the request is sent again."""
 REFUSAL_ADVICE: Mapping[int, str] = MappingProxyType(
     {
-        **dict.fromkeys((400, 413, 422), "; a smaller --top-logprobs or --window asks for less"),
+        **dict.fromkeys(
+            (400, 413, 422), "; a smaller --top-logprobs or --window, or shorter responses, ask for less"
+        ),
         **dict.fromkeys(
             (404, 405), "; see that its address is right, and that it serves completions of the model"
         ),

@@ -140,12 +140,17 @@ class Endpoint:
                 "--resume"
             )
 
-    @property
-    def max_input_tokens(self) -> int | None:
-        """Largest number of tokens before the last of a sequence; None if the server does not say."""
-        if self.context_length is None:
+    def max_input_tokens(self, local_length: int | None) -> int | None:
+        """Largest number of tokens before the last of a sequence; None if it is not known.
+
+        Args:
+            local_length: the local model's. A server that does not say its own is taken to have the same.
+        """
+        length = self.context_length or local_length
+        if length is None:
             return None
-        return max(1, self.context_length - self.dialect.reserved_tokens - 1)
+        limit = max(1, length - self.dialect.reserved_tokens - 1)
+        return limit if local_length is None else min(limit, local_length)
 
     def scorable(self, sequence: TokenSequence) -> TokenSequence | None:
         """The sequence without the first tokens that the server does not score; None if no other token is left."""
