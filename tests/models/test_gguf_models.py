@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_file import interleaved, write_gguf
+from gguf_file import interleaved, write_file, write_gguf
 from gguf_models import MODELS
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoConfig
@@ -706,6 +706,27 @@ def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: P
         ModelError, match=rf"its tensors end at byte {len(data)}, and it has {len(data) + 64}"
     ):
         read_gguf_header(path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "reason"),
+    [
+        ("llama", "adapter", "is a LoRA adapter in GGUF format; give the adapter as PEFT saves it"),
+        ("controlvector", "model", "is a control vector; give a model"),
+        ("llama", "imatrix", "is an importance matrix .imatrix. for a quantiser; give the quantised model"),
+        ("qwen2", "mmproj", r"is the projector of a multimodal model \(mmproj\)"),
+        ("t5", "model", "is of the architecture 't5', and kleash reads"),
+        ("llama", "model", "has no tokenizer.ggml.tokens; convert the model again with its tokenizer"),
+    ],
+)
+def test_files_that_are_no_language_model_are_named(
+    llama: tuple[Path, Path], tmp_path: Path, arch: str, kind: str, reason: str
+) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "other.gguf"), arch)
+    writer.add_type(kind)
+    write_file(writer, {"blk.0.attn_q.weight.lora_a": np.zeros((4, 8), np.float32)}, "F32")
+    with pytest.raises(ModelError, match=reason):
+        load_pair(str(tmp_path / "other.gguf"), str(llama[0]))
 
 
 def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path: Path) -> None:

@@ -207,6 +207,19 @@ def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
         read_safetensors_header(path)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "adapter_model.safetensors", "m.gguf"]
+)
+def test_pointers_of_git_lfs_are_named(model, over, name):
+    folder = over if name.startswith("adapter") else model
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    policy = folder / name if name.endswith(".gguf") else folder
+    with pytest.raises(
+        ModelError, match=rf"{name} is a pointer of Git LFS and not the file itself; run `git"
+    ):
+        load_pair(str(policy), str(model))
+
+
 def test_a_folder_named_as_a_weights_file_is_refused(model):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()

@@ -1,6 +1,7 @@
 """Reading the files of an untrusted checkpoint: JSON settings and safetensors headers, within limits."""
 
 import json
+from collections.abc import Iterable
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from kleash.errors import ModelError
 from kleash.models.compat import summarise_error
 
+POINTER_START = b"version https://git-lfs"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_JSON_BYTES = 1 << 26
@@ -32,6 +34,24 @@ BITS = {
     for name in names.split()
 }
 """Bits per element for each dtype name of the format."""
+
+
+def check_pointers(paths: Iterable[Path]) -> None:
+    """Check that files are not the pointers that Git writes where Git LFS is not installed.
+
+    Raises:
+        ModelError: naming the first that is one.
+    """
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                start = file.read(len(POINTER_START))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        if start == POINTER_START:
+            raise ModelError(
+                f"{path} is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder"
+            )
 
 
 def read_safetensors_header(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kleash.models.checkpoints.config_checks import (
     check_model_settings,
 )
 from kleash.models.checkpoints.file_hashes import hash_files
-from kleash.models.checkpoints.files import INDEX, read_json, read_safetensors_header
+from kleash.models.checkpoints.files import INDEX, check_pointers, read_json, read_safetensors_header
 from kleash.models.checkpoints.gguf_files import HUB_FILE, list_part_names, open_gguf
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.shipped import shipped_folder
@@ -143,6 +143,7 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     if is_gguf(name):
         return _find_gguf(name, revision)
     folder, commit = _find_folder(name, revision)
+    check_pointers(list_input_files(folder))
     if not (folder / "adapter_config.json").is_file():
         _check_model_folder(name, folder)
         return Checkpoint(name=name, folder=folder, revision=commit)
@@ -154,6 +155,7 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
         raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
     try:
         base_folder, _ = _find_base(base, settings.get("revision"), folder)
+        check_pointers(list_input_files(base_folder))
         if (base_folder / "adapter_config.json").is_file():
             raise ModelError(
                 f"{base} is an adapter itself; merge that into its base, and name the folder here"
@@ -187,6 +189,7 @@ def _find_gguf(name: str, revision: str | None) -> Checkpoint:
                 f"there is no file {part}; give a GGUF file, all parts of it if it is split, or "
                 "owner/name:file.gguf of the hub"
             )
+    check_pointers(paths)
     open_gguf(paths)
     return Checkpoint(name=name, folder=paths[0].parent, revision=commit, gguf=paths)
 

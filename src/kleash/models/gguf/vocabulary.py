@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.errors import ModelError
+from kleash.models.gguf.architecture_table import find_architecture
 from kleash.models.tokenizers import puts_begin_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -18,8 +19,15 @@ TYPE_NAMES = {
     UNUSED: "unused",
     BYTE: "byte",
 }
-PROJECTOR = "clip"
-"""``general.architecture`` of a file with the vision and audio parts of a model."""
+PROJECTOR = "the projector of a multimodal model (mmproj); give the file of its language model"
+OTHER_KINDS = {
+    "clip": PROJECTOR,
+    "mmproj": PROJECTOR,
+    "adapter": "a LoRA adapter in GGUF format; give the adapter as PEFT saves it, or the model it was merged into",
+    "controlvector": "a control vector; give a model",
+    "imatrix": "an importance matrix (imatrix) for a quantiser; give the quantised model",
+}
+"""``general.type`` or ``general.architecture`` of files that are no model → what they are, and what to give."""
 SPACE_LETTER = "\u0120"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -60,13 +68,15 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
     Raises:
         ModelError: if there is none, its lists do not belong together, or the file has no language model.
     """
-    if settings.get("general.architecture") == PROJECTOR:
-        raise ModelError(
-            f"{subject} is the projector of a multimodal model (mmproj); give the file of its language model, which is "
-            "measured on text"
-        )
+    names = (settings.get("general.type"), settings.get("general.architecture"))
+    for name in [name for name in names if isinstance(name, str) and name in OTHER_KINDS]:
+        raise ModelError(f"{subject} is {OTHER_KINDS[name]}")
     tokens = _list_of(settings, "tokens", str, subject)
     if not tokens:
+        try:
+            find_architecture(settings, ())
+        except ModelError as error:
+            raise ModelError(f"{subject} cannot be loaded: {error}") from error
         raise ModelError(
             f"{subject} has no tokenizer.ggml.tokens; convert the model again with its tokenizer"
         )
