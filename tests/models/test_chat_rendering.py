@@ -212,3 +212,77 @@ def test_published_templates_give_the_tokens_of_transformers(pair, name):
     for messages, prompt in zip(conversations, tokenise_prompts(conversations, pair), strict=True):
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(prompt.token_ids) == tokens
+
+
+END_TOKENS = {
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "phi3": "<|end|>",
+    "gptoss": "<|return|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+}
+
+
+@pytest.fixture
+def with_end(pair, tmp_path):
+    """Reads responses with a published or written template and an end token that is special, and perhaps a stop."""
+
+    def of(records, template, end, *, is_stop):
+        tokenizer = copy.deepcopy(pair.tokenizer)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", end]})
+        tokenizer.chat_template = template
+        stops = (tokenizer.convert_tokens_to_ids(end), 1) if is_stop else (1,)
+        policy = replace(pair.policy, context_length=None, eos_token_ids=stops, vocab_size=len(tokenizer))
+        reference = replace(pair.reference, context_length=None, vocab_size=len(tokenizer))
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return tokenizer, list(
+            read_responses(str(path), replace(pair, policy=policy, reference=reference, tokenizer=tokenizer))
+        )
+
+    return of
+
+
+@pytest.mark.parametrize("is_stop", [True, False], ids=["chat", "base"])
+@pytest.mark.parametrize("name", END_TOKENS)
+def test_an_answer_ends_with_the_token_that_ends_its_turn(with_end, name, is_stop):
+    """Up to that token its tokens are those that transformers adds to the prompt's, whatever ``finish_reason`` says."""
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    messages, end = [said("Hi"), said("Yes. <b> ", "assistant")], END_TOKENS[name]
+    reasons = ({}, {"finish_reason": "stop"}, {"finish_reason": "length"})
+    records = [{"messages": messages, **reason} for reason in reasons]
+    tokenizer, responses = with_end(records, template, end, is_stop=is_stop)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert whole[: len(prompt)] == prompt
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    answer = whole[len(prompt) :]
+    answer = tuple(answer[: answer.index(end_id) + 1])
+    if is_stop or name != "phi3":  # it writes the stop of a base model after its own
+        assert [one.response_ids for one in responses] == [answer, answer, answer[:-1]]
+    else:
+        assert [one.response_ids[-1] for one in responses[:2]] == [tokenizer.eos_token_id] * 2
+
+
+@pytest.mark.parametrize("is_stop", [True, False], ids=["chat", "base"])
+def test_an_end_token_is_counted_once(with_end, is_stop):
+    """A finished response of text gets the template's end token, and one that has it no second one."""
+    end, hi, start = "<|im_end|>", [said("Hi")], "<|im_start|>assistant\n"
+    rendered = f"<|im_start|>user\nHi<|im_end|>\n{start}"
+    records = [
+        {"prompt": hi, "completion": [said("Yes<|im_end|>", "assistant")]},
+        {"prompt": hi, "response": "Yes", "finish_reason": "stop"},
+        {"prompt": hi, "response": "Yes<|im_end|>", "finish_reason": "stop"},
+        {"prompt": rendered, "response": "Yes", "finish_reason": "stop"},
+        {"prompt": "The sea", "response": "Yes", "finish_reason": "stop"},
+        {"prompt": "The sea", "response": "Yes</s>", "finish_reason": "stop"},
+    ]
+    tokenizer, responses = with_end(records, IM + END.replace("assistant: ", start), end, is_stop=is_stop)
+    yes, end_id = (
+        tokenizer("Yes", add_special_tokens=False)["input_ids"],
+        tokenizer.convert_tokens_to_ids(end),
+    )
+    assert [one.response_ids for one in responses] == [(*yes, end_id)] * 4 + [(*yes, 1)] * 2

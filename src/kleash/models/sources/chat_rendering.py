@@ -58,9 +58,25 @@ def _content_text(record: SourceRecord, content: Any, name: str) -> str:
 
 
 def render_answer(
-    record: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
-) -> str:
-    """The text that the chat template adds to a prompt for an answer, up to and including the end token.
+    record: SourceRecord,
+    prompt: list[dict[str, Any]],
+    answer: list[dict[str, Any]],
+    tokenizer: Any,
+    eos_token_ids: tuple[int, ...] = (),
+) -> tuple[str, str]:
+    """The text that the chat template adds to a prompt for an answer, and the token that ends it.
+
+    What the template writes after that token, such as a line break, belongs to the next turn and is left out.
+
+    Args:
+        record: the record that they come from, for errors.
+        prompt: the messages before the answer.
+        answer: the messages of the answer.
+        tokenizer: its chat template is used.
+        eos_token_ids: tokens at which the model stops, as in ``Model``.
+
+    Returns:
+        The text up to the end token, and the end token as text; "" if the template writes none.
 
     Raises:
         SourceError: if the template renders the prompt differently when the answer follows.
@@ -72,10 +88,59 @@ def render_answer(
             f"{record.location}: the chat template writes the prompt in another way once it is answered, so the answer "
             "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
         )
-    text, eos = whole_text[len(prompt_text) :], tokenizer.eos_token
-    if eos and eos in text and not text[text.rindex(eos) + len(eos) :].strip():
-        return text[: text.rindex(eos) + len(eos)]
-    return text
+    return _split_end(whole_text[len(prompt_text) :], tokenizer, eos_token_ids)
+
+
+def turn_end(tokenizer: Any, eos_token_ids: tuple[int, ...] = ()) -> str:
+    """The token that the tokenizer's chat template writes at the end of an answer; "" if there is none."""
+    mark = "kleash"
+    conversation = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        text = render_chat(tokenizer, conversation)
+    except Exception:  # a template is code of the checkpoint and can raise any exception
+        return ""
+    return _split_end(text.rpartition(mark)[2], tokenizer, eos_token_ids)[1]
+
+
+def _split_end(text: str, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tuple[str, str]:
+    """The text of an answer up to and including the token that ends its turn, and that token; "" if there is none.
+
+    The end is looked for among the special tokens and the white space after the rest of the text. It is the first token
+    there at which the model stops. If there is none, as in a base model with the template of a chat model, it is the
+    last of the special tokens before white space.
+    """
+    special_tokens, stops = _end_tokens(tokenizer, eos_token_ids)
+    tokens: list[tuple[str, int]] = []
+    end = len(text.rstrip())
+    while text.endswith(special_tokens, 0, end):
+        token = next(token for token in special_tokens if text.endswith(token, 0, end))
+        tokens.insert(0, (token, end))
+        end -= len(token)
+        while end and text[end - 1].isspace():
+            end -= 1
+    known_stops = stops.intersection(token for token, _ in tokens)
+    for token, end in tokens:
+        is_last = not text[end : end + 1].strip() or text.startswith(token, end)
+        if token in known_stops or (is_last and not known_stops):
+            return text[:end], token
+    return text, ""
+
+
+@lru_cache(maxsize=4)
+def _end_tokens(tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The special tokens of a tokenizer, long ones first, and those of them at which the model stops."""
+    stops = {
+        str(tokenizer.convert_ids_to_tokens(token_id))
+        for token_id in eos_token_ids
+        if token_id < len(tokenizer)
+    }
+    special_tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special_tokens |= {*stops, *tokenizer.all_special_tokens}
+    return tuple(
+        sorted(filter(str.strip, special_tokens), key=lambda token: (-len(token), token))
+    ), frozenset(stops)
 
 
 def render_messages(

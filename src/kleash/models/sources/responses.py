@@ -11,7 +11,7 @@ from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.chat_rendering import join_contents, render_answer
+from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_answer, turn_end
 from kleash.models.sources.dataset_formats import (
     expand_responses,
     text_or_messages,
@@ -45,7 +45,8 @@ def read_responses(
     ids take precedence over text. It may have ``prompt_id`` and ``sample_id`` (by default equal prompts get equal
     numbers, in order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under the
     distribution that it was drawn from) and ``temperature``. The text of a response is tokenised separately from the
-    prompt; the end token is appended only if ``finish_reason`` is "stop". TRL's formats are read too: ``completion`` is
+    prompt; the end token is appended only if ``finish_reason`` is "stop": that of the chat template where the prompt is
+    rendered by it. TRL's formats are read too: ``completion`` is
     a response, a preference pair is two responses (chosen, rejected), and messages that end with one of the assistant
     are a prompt and its response. A response of messages is the text that the chat template adds to the prompt, up to
     the end token.
@@ -130,7 +131,7 @@ def _response(
     """The token sequence of one response."""
     prompt_ids, prompt_text = tokenise_prompt(record, pair, chat_template)
     finish_reason = get_field(record, "finish_reason", str, "text")
-    response_ids, response_text, retokenised = _answer(record, pair, finish_reason, chat_template)
+    response_ids, response_text, retokenised = _answer(record, pair, prompt_text, chat_template)
     check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
     prompt_id, sample_id = assigner.assign(record, prompt_hash, _first_hash(record, pair, chat_template))
@@ -160,10 +161,11 @@ def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> 
 
 
 def _answer(
-    record: SourceRecord, pair: Pair, finish_reason: str | None, chat_template: str | None
+    record: SourceRecord, pair: Pair, prompt_text: str, chat_template: str | None
 ) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
-    text = _response_text(record, pair, chat_template)
+    text, end = _response_text(record, pair, chat_template)
+    finish_reason = get_field(record, "finish_reason", str, "text")
     values = get_field(record, "response_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "response_token_ids", values, pair)
@@ -173,10 +175,11 @@ def _answer(
             f"{record.location}: expected a field 'response' or 'response_token_ids' and found "
             f"{describe_fields(record)}; --response-column names another"
         )
+    if end and finish_reason == "length":
+        text = text.removesuffix(end)
     token_ids = encode_text(pair.tokenizer, text, special_tokens=False)
-    eos = pair.tokenizer.eos_token_id
-    if finish_reason == "stop" and eos is not None and token_ids[-1:] != [eos]:
-        token_ids.append(eos)
+    if finish_reason == "stop" and not end:
+        token_ids += _missing_end(token_ids, pair, prompt_text)
     if not token_ids:
         raise SourceError(
             f"{record.location}: the response has no tokens, so there is nothing to score; leave the line out"
@@ -184,13 +187,23 @@ def _answer(
     return tuple(token_ids), text, True
 
 
-def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) -> str | None:
-    """The text of the response; messages are rendered by the chat template. None if the record has no text."""
+def _missing_end(token_ids: list[int], pair: Pair, prompt_text: str) -> list[int]:
+    """The end token that a finished response lacks: that of the chat template if it rendered the prompt."""
+    tokenizer, stops = pair.tokenizer, pair.policy.eos_token_ids
+    ends = [tokenizer.eos_token_id]
+    if is_rendered(prompt_text, tokenizer) and (end := turn_end(tokenizer, stops)):
+        ends.insert(0, tokenizer.convert_tokens_to_ids(end))
+    has_end = token_ids and token_ids[-1] in (*ends, *stops)
+    return [] if has_end or ends[0] is None else ends[:1]
+
+
+def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) -> tuple[str | None, str]:
+    """The text of the response, None if the record has none, and the end token that the chat template wrote, or ""."""
     response = text_or_messages(record, "response")
     if not isinstance(response, list):
-        return response
+        return response, ""
     if chat_template == "raw":
-        return join_contents(record, response, "response")
+        return join_contents(record, response, "response"), ""
     prompt = text_or_messages(record, "messages") or text_or_messages(record, "prompt")
     if isinstance(prompt, str) and chat_template == "apply":
         prompt = [{"role": "user", "content": prompt}]
@@ -199,7 +212,7 @@ def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) 
             f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both "
             "as messages"
         )
-    return render_answer(record, prompt, response, pair.tokenizer)
+    return render_answer(record, prompt, response, pair.tokenizer, pair.policy.eos_token_ids)
 
 
 def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray | None:
