@@ -3,12 +3,16 @@
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kleash.engines.ray import cluster
-from kleash.engines.ray.cluster import WorkerResources, reachable_address, worker_resources
+from kleash.engines.ray import cluster, cluster_address, compat
+from kleash.engines.ray.cluster import WorkerResources, connected_cluster, worker_resources
+from kleash.engines.ray.cluster_address import reachable_address
 from kleash.errors import ClusterError, OptionError
 from kleash.records import MeasureJob
 
@@ -41,9 +45,10 @@ def listening(answer: bytes | None) -> Iterator[str]:
 SETTINGS = bytes((0, 0, 6, 4, 0, 0, 0, 0, 0))
 
 
+@pytest.mark.peers("ray")
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_is_used_only_if_grpc_answers(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "PROBE_S", 0.3)
+    monkeypatch.setattr(cluster_address, "PROBE_S", 0.3)
     with listening(SETTINGS) as address:
         assert reachable_address(scheme + address) == scheme + address
     for answer in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b""):
@@ -58,6 +63,103 @@ def test_an_address_is_used_only_if_grpc_answers(scheme: str, monkeypatch: pytes
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(ClusterError, match=r" \(Connection refused\); is the cluster running"):
             reachable_address(scheme + address)
+
+
+@pytest.fixture(scope="module")
+def cluster_with_token() -> Iterator[str]:
+    """The address of a gRPC server that answers only to those with the token t."""
+    import grpc
+
+    def answer(_: bytes, context: Any) -> bytes:
+        if dict(context.invocation_metadata()).get("authorization") != "Bearer t":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or incorrect")
+        return b""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(Handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.mark.peers("ray")
+@pytest.mark.parametrize("address", ["", "ray://", "auto"])
+@pytest.mark.parametrize("mode", [None, "token", "disabled"])
+@pytest.mark.parametrize("token", ["t", "of another cluster", None])
+def test_the_token_of_a_cluster_is_sent_as_ray_sends_it(
+    cluster_with_token: str,
+    address: str,
+    mode: str | None,
+    token: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray sends it if RAY_AUTH_MODE is token, or if that is not set and the cluster is that of this machine."""
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    monkeypatch.setattr(cluster_address, "token_metadata", lambda: metadata)
+    monkeypatch.setattr(cluster_address, "address_of_this_machine", lambda: cluster_with_token)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    target = address if address == "auto" else address + cluster_with_token
+    is_sent = mode == "token" or (mode is None and address == "auto")
+    if is_sent and token == "t":
+        assert reachable_address(target).endswith(cluster_with_token)
+        return
+    state = "has none" if token is None else "has another one" if is_sent else "does not send one"
+    with pytest.raises(
+        ClusterError, match=f"requires its token, and this process {state}: set RAY_AUTH_MODE=token"
+    ):
+        reachable_address(target)
+
+
+@pytest.mark.peers("ray")
+def test_the_token_of_this_process_is_that_which_ray_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._raylet import AuthenticationTokenLoader
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 32)
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        assert compat.token_metadata() == (("authorization", "Bearer " + "a" * 32),)
+    finally:
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+class StandInRay(SimpleNamespace):
+    """Ray's module as far as connecting calls it; keeps the address that it is given."""
+
+    exceptions = SimpleNamespace(RayError=KeyError)
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **settings: Any) -> None:
+        self.address = settings["address"]
+        if self.error is not None:
+            raise self.error
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.mark.peers("ray")
+@pytest.mark.parametrize("address", ["auto", "host:1"])
+def test_ray_is_told_whether_it_found_the_cluster_itself(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sends its token to the cluster of this machine only if the address that it is given is auto."""
+    ray = StandInRay(error=None)
+    monkeypatch.setattr(cluster, "import_extra", lambda *_: ray)
+    monkeypatch.setattr(cluster, "reachable_address", lambda _: "host:1")
+    with connected_cluster(address):
+        assert ray.address == address
+    ray.error = KeyError("Token authentication is enabled but no authentication token was found")
+    message = r"^the Ray cluster at host:1 cannot be used: .*no authentication token"
+    with pytest.raises(ClusterError, match=message), connected_cluster(address):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,20 @@
-"""Connecting to a Ray cluster, and what a worker reserves on it.
-
-Ray's core ends the process, after minutes, if nothing answers at the address of a cluster. So the address is probed
-first: a cluster answers the opening of an HTTP/2 connection, over which gRPC runs, with a frame of settings.
-"""
+"""Connecting to a Ray cluster, and what a worker reserves on it."""
 
 import logging
 import os
-import re
 import signal
-import socket
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from kleash.engines.ray.compat import address_of_this_machine, without_messages
+from kleash.engines.ray.cluster_address import reachable_address
+from kleash.engines.ray.compat import without_messages
 from kleash.errors import ClusterError, OptionError
 from kleash.extras import import_extra
 from kleash.jobs.option_groups import parse_resources
-
-PROBE_S = 4.0
-"""Seconds within which an address must accept a connection, and again within which it must answer."""
-CLIENT_PORT = 10001
-"""The port of ``ray://host``."""
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""The opening of an HTTP/2 connection, with an empty frame of settings."""
-SETTINGS_FRAME = 4
-ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\[\]]+)(?::(?P<port>\d{1,5}))?")
-FORMS = "host:port, ray://host:port, or auto for the cluster on this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +102,8 @@ def connected_cluster(
         cpus = _local_cpus(workers, resources)
         settings |= {} if cpus is None else {"num_cpus": cpus}
     else:
-        settings = {"address": reachable_address(str(address))}
+        settings = {"address": address}
+        address = reachable_address(str(address))
     with without_messages():
         try:
             _connect(ray, str(address), settings)
@@ -138,7 +124,7 @@ def _connect(ray: ModuleType, address: str, settings: dict[str, Any]) -> None:
     try:
         with _keeping_handler(signal.SIGTERM):
             ray.init(**settings, log_to_driver=False, logging_level=logging.CRITICAL)
-    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if settings["address"] == "local":
             raise ClusterError(f"no Ray cluster can be started here: {reason}") from error
@@ -161,56 +147,6 @@ def _keeping_handler(number: int) -> Generator[None]:
         signal.signal(number, handler)
 
 
-def reachable_address(address: str) -> str:
-    """The address at which Ray connects, once something has answered there.
-
-    Raises:
-        OptionError: if the address is malformed.
-        ClusterError: if nothing answers, or something other than a Ray cluster does.
-    """
-    if address == "auto":
-        running = address_of_this_machine()
-        if running is None:
-            raise ClusterError(
-                "--address auto: no Ray cluster is running on this machine; start one with ray start --head, or leave "
-                "--address out"
-            )
-        _probe(running, *_host_and_port(running))
-        return running
-    _probe(address, *_host_and_port(address))
-    return address
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """The host and port of an address.
-
-    Raises:
-        OptionError: if it is malformed.
-    """
-    match = ADDRESS.fullmatch(address)
-    port = None if match is None else match["port"] or (CLIENT_PORT if match["client"] else None)
-    if match is None or port is None or not 0 < int(port) < 65536:
-        raise OptionError(f"--address takes {FORMS}; it is {address!r}")
-    return match["host"].strip("[]"), int(port)
-
-
-def _probe(address: str, host: str, port: int) -> None:
-    """Raise ClusterError unless a gRPC server answers; with TLS, unless one accepts a connection."""
-    advice = "is the cluster running, and is this its address (ray status says it on a node)?"
-    try:
-        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
-            if os.environ.get("RAY_USE_TLS", "0") == "1":
-                return
-            connection.settimeout(PROBE_S)
-            connection.sendall(HTTP2_PREFACE)
-            answer = connection.recv(9)
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise ClusterError(f"no Ray cluster answers at {address} ({reason}); {advice}") from error
-    if len(answer) < 4 or answer[3] != SETTINGS_FRAME:
-        raise ClusterError(f"what answers at {address} is no Ray cluster; {advice}")
-
-
 def _require_connected_to(ray: ModuleType, address: str | None) -> None:
     """Raise OptionError if an address is given and this process is connected to another cluster."""
     if address in (None, "auto"):
@@ -229,6 +165,11 @@ def _local_cpus(workers: int | None, resources: str | None) -> int | None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     needed = (workers or 0) * worker_resources(resources, has_gpus=False).cpu
     return max(cores, -int(-needed // 1))
+
+
+def _count_of(nodes: Sequence[Mapping[str, float]]) -> str:
+    """The subject of a sentence about what the nodes of a cluster have."""
+    return "its node has" if len(nodes) == 1 else f"its {len(nodes)} nodes have"
 
 
 def requested_workers(
@@ -256,7 +197,7 @@ def requested_workers(
             )
         )
         raise ClusterError(
-            f"no node of the Ray cluster has {resources} for a worker (its {len(nodes)} nodes have {offers}); change "
+            f"no node of the Ray cluster has {resources} for a worker ({_count_of(nodes)} {offers}); change "
             "--resources-per-worker, or add a node"
         )
     if workers is not None and workers > places:

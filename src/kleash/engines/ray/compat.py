@@ -4,6 +4,8 @@
 ``log_to_driver=False``, where a run may print JSON. If it is gone, these messages are printed.
 ``ray._private.services.canonicalize_bootstrap_address`` gives the address of the cluster on this machine, which must
 be probed before ``ray.init`` connects to it. If it is gone, ``--address auto`` is refused.
+``ray._raylet.AuthenticationTokenLoader`` reads the token of a cluster that requires one. If it is gone, such
+clusters are refused.
 """
 
 from collections.abc import Generator
@@ -42,3 +44,10 @@ def address_of_this_machine() -> str | None:
     except ConnectionError:
         return None
     return None if address is None else str(address)
+
+
+def token_metadata() -> tuple[tuple[str, str], ...]:
+    """The metadata of gRPC with which Ray sends the token of a cluster; empty if this process has none."""
+    loader = getattr(import_module("ray._raylet"), "AuthenticationTokenLoader", None)
+    headers = {} if loader is None else loader.instance().get_token_for_http_header(ignore_auth_mode=True)
+    return tuple((name.lower(), value) for name, value in headers.items())

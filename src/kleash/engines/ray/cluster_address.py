@@ -1,0 +1,123 @@
+"""The address of a Ray cluster, and whether it can be used.
+
+Ray's core ends the process, after minutes, if nothing answers at the address of a cluster. So the address is probed
+first: a cluster answers the opening of an HTTP/2 connection, over which gRPC runs, with a frame of settings. A cluster
+that requires a token is then asked whether it accepts that of this process, since Ray would repeat the refusal for many
+seconds, and give another reason.
+"""
+
+import os
+import re
+import socket
+from importlib import import_module
+
+from kleash.engines.ray.compat import address_of_this_machine, token_metadata
+from kleash.errors import ClusterError, OptionError
+
+PROBE_S = 4.0
+"""Seconds within which an address must accept a connection, and again within which it must answer."""
+CLIENT_PORT = 10001
+"""The port of ``ray://host``."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The opening of an HTTP/2 connection, with an empty frame of settings."""
+SETTINGS_FRAME = 4
+ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\[\]]+)(?::(?P<port>\d{1,5}))?")
+TOKEN_CALLS = {"": "/ray.rpc.NodeInfoGcsService/GetClusterId", "ray://": "/ray.rpc.RayletDriver/ClusterInfo"}
+"""A call without arguments of a cluster's head, and of its client server, which both require the token."""
+FORMS = "host:port, ray://host:port, or auto for the cluster on this machine"
+
+
+def reachable_address(address: str) -> str:
+    """The address at which Ray connects, once something has answered there.
+
+    Args:
+        address: host:port, ray://host:port, or auto for the cluster on this machine.
+
+    Raises:
+        OptionError: if the address is malformed.
+        ClusterError: if nothing answers, or something other than a Ray cluster does, or the cluster requires a token
+            that this process does not send.
+    """
+    if address == "auto":
+        running = address_of_this_machine()
+        if running is None:
+            raise ClusterError(
+                "--address auto: no Ray cluster is running on this machine; start one with ray start --head, or leave "
+                "--address out"
+            )
+        _probe(running, *_host_and_port(running))
+        _require_token_accepted(running, is_automatic=True)
+        return running
+    _probe(address, *_host_and_port(address))
+    _require_token_accepted(address, is_automatic=False)
+    return address
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The host and port of an address.
+
+    Raises:
+        OptionError: if it is malformed.
+    """
+    match = ADDRESS.fullmatch(address)
+    port = None if match is None else match["port"] or (CLIENT_PORT if match["client"] else None)
+    if match is None or port is None or not 0 < int(port) < 65536:
+        raise OptionError(f"--address takes {FORMS}; it is {address!r}")
+    return match["host"].strip("[]"), int(port)
+
+
+def _probe(address: str, host: str, port: int) -> None:
+    """Raise ClusterError unless a gRPC server answers; with TLS, unless one accepts a connection."""
+    advice = "is the cluster running, and is this its address (ray status says it on a node)?"
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") == "1":
+                return
+            connection.settimeout(PROBE_S)
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(9)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ClusterError(f"no Ray cluster answers at {address} ({reason}); {advice}") from error
+    if len(answer) < 4 or answer[3] != SETTINGS_FRAME:
+        raise ClusterError(f"what answers at {address} is no Ray cluster; {advice}")
+
+
+def _require_token_accepted(address: str, *, is_automatic: bool) -> None:
+    """Raise ClusterError if a cluster requires a token that this process has not or does not send.
+
+    ``ray start`` makes such clusters where a token exists. Ray itself sends one to an address only if RAY_AUTH_MODE is
+    "token", and to the cluster that it found on this machine also if that is not set.
+
+    Args:
+        address: at which a gRPC server answers.
+        is_automatic: whether the address is that of the cluster on this machine.
+    """
+    if os.environ.get("RAY_USE_TLS", "0") == "1":
+        return
+    host, port = _host_and_port(address)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    method = TOKEN_CALLS["ray://" if address.startswith("ray://") else ""]
+    if _accepts(target, method, ()):
+        return
+    mode = os.environ.get("RAY_AUTH_MODE")
+    sends_token = is_automatic if mode is None else mode.lower() == "token"
+    metadata = token_metadata()
+    if sends_token and metadata and _accepts(target, method, metadata):
+        return
+    state = "has none" if not metadata else "has another one" if sends_token else "does not send one"
+    raise ClusterError(
+        f"the Ray cluster at {address} requires its token, and this process {state}: set RAY_AUTH_MODE=token, and "
+        "RAY_AUTH_TOKEN to what ray get-auth-token prints on a node of the cluster (or copy its ~/.ray/auth_token)"
+    )
+
+
+def _accepts(target: str, method: str, metadata: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a gRPC server does not refuse a call as that of an unknown sender."""
+    grpc = import_module("grpc")
+    with grpc.insecure_channel(target) as channel:
+        try:
+            channel.unary_unary(method)(b"", timeout=PROBE_S, metadata=metadata)
+        except grpc.RpcError as error:
+            return error.code() is not grpc.StatusCode.UNAUTHENTICATED
+    return True
