@@ -30,12 +30,13 @@ FAULTS = (
     "truncated", "429", "500", "401", "400", "404", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
     "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
     "swapped", "retrained", "reflected", "error200", "object200", "gzip", "full", "adapter", "renamed", "float16",
-    "negative", "integer", "choices", "zeros", "chunk", "endless", "respaced",
+    "negative", "integer", "choices", "zeros", "chunk", "endless", "respaced", "stale",
 )  # fmt: skip
 """What may go wrong. "later" is one failure in the sixth request, after which a server that is "retrained" has another
 model; one that is "swapped" has it from the fifth on. "models" and "nomodels" are about the list; "full" refuses what
-is longer than its context. "renamed" swaps the texts of two tokens, and "zeros" leaves 30 tokens a probability. "gzip",
-"adapter" (a second model over the first) and "float16" are no faults."""
+is longer than its context. "renamed" swaps the texts of two tokens, "zeros" leaves 30 tokens a probability, "stale" has
+a row that was not computed, and "respaced" moves a space to the token before. "gzip", "adapter" (a second model over
+the first) and "float16" are no faults."""
 OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama": "me", "llamacpp": "llamacpp", "proxy": "someone"}
 ZERO = -9999.0
 RENAMED = {2001: 2002, 2002: 2001}
@@ -273,6 +274,8 @@ class Handler(BaseHTTPRequestHandler):
                 }
             )
         rows = rows[:-1] if fault == "counts" else rows
+        if fault == "stale":
+            rows[2] = {"0": {"logprob": 0.0, "rank": 0, "decoded_token": "<s>"}}
         choice: dict[str, Any] = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
         choice |= {"stop_reason": None, "token_ids": None, "prompt_logprobs": rows, "prompt_token_ids": None}
         return {

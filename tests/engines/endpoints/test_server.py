@@ -98,6 +98,11 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("vllm", "error200", r"answered with an error: 'overloaded, Bearer \*\*\*' \(tried 3 times\)"),
         ("vllm", "counts", r"prompt_logprobs where \d+ were sent"),
         ("vllm", "fewer", r"lists 4 tokens( beside token \d+)? where 5 were asked for"),
+        (
+            "vllm",
+            "stale",
+            r"lacks the log-probability of token \d+ at position 2, as after .*--no-enable-prefix-caching",
+        ),
         ("vllm", "nan", r"has nan as a log-probability"),
         (
             "vllm",

@@ -129,6 +129,11 @@ class VLLM:
                     texts[token_id] = fields["decoded_token"]
                 if token_id == token and isinstance(fields.get("rank"), int) and fields["rank"] > 0:
                     rank = fields["rank"] - 1  # which counts other tokens of the same probability
+            if token not in entries:
+                raise AnswerError(
+                    f"lacks the log-probability of token {token} at position {query.first + len(positions)}, as after "
+                    "a hit of the prefix cache (then start vLLM with --no-enable-prefix-caching)"
+                )
             positions.append(position_from_ids(entries, token, query.top, self.vocabulary.size, rank))
         return ListedLogprobs.of(positions, texts)
 

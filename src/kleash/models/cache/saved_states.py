@@ -74,9 +74,11 @@ class SavedStates:
         for path in sorted(folder.glob("*.jsonl")):
             self._add_jsonl(path, has_safetensors)
         if self._first is None:
+            within = next((path.parent for path in sorted(folder.glob("*/*.safetensors"))), None)
+            advice = "" if within is None else f"; files are in {within}: give that folder"
             raise OptionError(
                 f"{folder} holds no hidden states: expected *.safetensors of vLLM's ExampleHiddenStatesConnector, or "
-                "*.jsonl with the responses of SGLang"
+                f"*.jsonl with the responses of SGLang{advice}"
             )
 
     def __len__(self) -> int:
