@@ -180,6 +180,61 @@ def test_missing_weights_are_an_error(copied, unhooked):
     )
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "pretrained_model."])
+def test_a_prefix_of_a_wrapper_is_named(copied, unhooked, prefix):
+    stored = load_file(copied / "model.safetensors")
+    renamed = {prefix + name: tensor for name, tensor in stored.items()} | {"v_head.weight": torch.zeros(1)}
+    save_file(renamed, copied / "model.safetensors", metadata={"format": "pt"})
+    refuse(
+        copied, rf"all of them are there with the prefix '{prefix}', so save the model without its wrapper"
+    )
+
+
+def test_a_model_without_a_head_is_named(copied, unhooked):
+    stored = load_file(copied / "model.safetensors")
+    del stored["lm_head.weight"]
+    save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
+    refuse(
+        copied, "lm_head.weight; fetch the checkpoint again, unless it is a model of embeddings or rewards"
+    )
+
+
+def shard(folder, stored):
+    """Save tensors as two shards with an index."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    halves = [dict(list(stored.items())[part::2]) for part in (0, 1)]
+    for name, half in zip(names, halves, strict=True):
+        save_file(half, folder / name, metadata={"format": "pt"})
+    places = {key: name for name, half in zip(names, halves, strict=True) for key in half}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_shards_need_their_index_and_beside_one_file_have_the_same_tensors(copied, unhooked):
+    stored = load_file(copied / "model.safetensors")
+    shard(copied, stored)
+    assert load_pair(str(copied), str(copied)).policy.parameters
+    stored["model.norm.weight"] += 1
+    shard(copied, stored)
+    refuse(
+        copied,
+        "the tensor model.norm.weight in model.safetensors and in model-0000.-of-00002.safetensors, with",
+    )
+    (copied / "model.safetensors").unlink()
+    (copied / "model.safetensors.index.json").unlink()
+    refuse(copied, "has shards such as model-00001-of-00002.safetensors, and no model.safetensors.index.json")
+
+
+def test_a_class_of_own_code_that_is_not_run_gives_a_note(copied):
+    settings = json.loads((copied / "config.json").read_text())
+    settings |= {"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}, "architectures": ["MyModel"]}
+    (copied / "config.json").write_text(json.dumps(settings))
+    notes = load_pair(str(copied), str(copied)).notes
+    assert any(
+        "names the class MyModel of its own code, and transformers' LlamaForCausalLM" in note
+        for note in notes
+    )
+
+
 def test_unused_weights_give_a_note(copied):
     stored = load_file(copied / "model.safetensors")
     stored["mtp.layers.0.weight"] = torch.zeros(2)

@@ -1,5 +1,6 @@
 """Loading networks from checkpoints, with checks of their configuration and weights."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,8 @@ def _load_base(
     if unused_tensors:
         count, first = len(unused_tensors), unused_tensors[0]
         notes += (f"{count} tensors of {subject} are not used by its architecture, such as {first}",)
+    if not trust_remote_code and not has_other_parts(config):
+        notes += _describe_replaced_class(config, network, subject)
     return network, notes, _count(skeleton if is_packed(network) else network)
 
 
@@ -260,11 +263,39 @@ def _check_complete(report: Any, subject: str, explanation: str) -> None:
         )
     missing_weights = sorted(report["missing_keys"])
     if missing_weights:
-        advice = explanation or "; fetch the checkpoint again, or save it whole"
+        advice = explanation or _explain_missing(missing_weights, report["unexpected_keys"])
         raise ModelError(
             f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
             f"{', '.join(missing_weights[:3])}{advice}"
         )
+
+
+def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:
+    """A note on a checkpoint that names a class of its own code, in place of which transformers' class is run."""
+    names = getattr(config, "architectures", None) or []
+    if not getattr(config, "auto_map", None) or not names or type(network).__name__ in names:
+        return ()
+    note = (
+        f"{subject} names the class {str(names[0])[:60]} of its own code, and transformers' {type(network).__name__} "
+        "is measured; --trust-remote-code runs that code"
+    )
+    return (note,)
+
+
+def _explain_missing(missing: Sequence[str], unused: Collection[str]) -> str:
+    """What to do about weights that are missing: by a prefix that all tensors have, or since there is no head."""
+    prefixes = {name.removesuffix(missing[0]) for name in unused if name.endswith(f".{missing[0]}")}
+    for prefix in sorted(prefixes):
+        if all(f"{prefix}{name}" in unused for name in missing):
+            return (
+                f"; all of them are there with the prefix {prefix[:60]!r}, so save the model without its wrapper "
+                "(torch.compile, DistributedDataParallel, a value head)"
+            )
+    if list(missing) == ["lm_head.weight"]:
+        return (
+            "; fetch the checkpoint again, unless it is a model of embeddings or rewards, which have no head"
+        )
+    return "; fetch the checkpoint again, or save it whole"
 
 
 def _check_decoder_only(config: Any, subject: str) -> None:

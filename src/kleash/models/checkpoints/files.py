@@ -11,6 +11,7 @@ from kleash.errors import ModelError
 from kleash.models.compat import summarise_error
 
 POINTER_START = b"version https://git-lfs"
+SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_JSON_BYTES = 1 << 26
@@ -163,15 +164,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def list_weight_files(folder: Path) -> list[Path]:
     """The files from which transformers would read the weights of a model."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if (folder / INDEX).is_file():
-        return [folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    return _list_shards(folder) or sorted(folder.glob("*.safetensors"))
+
+
+def _list_shards(folder: Path) -> list[Path]:
+    """The files that the index of a checkpoint names; none without an index."""
+    if not (folder / INDEX).is_file():
+        return []
+    return [folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
 
 
 def check_repeated_tensors(subject: str, folder: Path) -> None:
     """Refuse a checkpoint of which two files hold a tensor of one name with different contents.
+
+    Where a folder has both a single file and the shards of an index, programs differ in which of them they read.
 
     Args:
         subject: the model, for errors.
@@ -181,7 +189,7 @@ def check_repeated_tensors(subject: str, folder: Path) -> None:
         ModelError: naming the tensor and the files.
     """
     paths_by_name: dict[str, Path] = {}
-    for path in list_weight_files(folder):
+    for path in dict.fromkeys([*list_weight_files(folder), *_list_shards(folder)]):
         for name in read_safetensors_header(path):
             first = paths_by_name.setdefault(name, path)
             if first != path and not _are_equal(name, first, path):

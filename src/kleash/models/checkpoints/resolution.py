@@ -15,7 +15,13 @@ from kleash.models.checkpoints.config_checks import (
     check_model_settings,
 )
 from kleash.models.checkpoints.file_hashes import hash_files
-from kleash.models.checkpoints.files import INDEX, check_pointers, read_json, read_safetensors_header
+from kleash.models.checkpoints.files import (
+    INDEX,
+    SINGLE_FILE,
+    check_pointers,
+    read_json,
+    read_safetensors_header,
+)
 from kleash.models.checkpoints.gguf_files import HUB_FILE, list_part_names, open_gguf
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.shipped import shipped_folder
@@ -24,6 +30,7 @@ from kleash.store.job_folder import KIND_OF_FINGERPRINT
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 SERVER_NAME = re.compile(r"\s*(https?\W|[a-z]{2,}:/|[\w.-]+:\d)")
 """The beginning of a server's address that lacks http://, or has another scheme: localhost:8000, ws://host."""
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 IGNORED_FILES = ["*/*", "consolidated*"]
@@ -295,6 +302,12 @@ def _check_model_folder(name: str, folder: Path) -> None:
     check_model_settings(folder / "config.json", read_json(folder / "config.json"))
     if (folder / INDEX).is_file():
         check_index(folder / INDEX, read_json(folder / INDEX))
+    elif not (folder / SINGLE_FILE).is_file():
+        shard = next(
+            (path.name for path in sorted(folder.glob("*.safetensors")) if SHARD.fullmatch(path.name)), None
+        )
+        if shard is not None:
+            raise ModelError(f"{name} has shards such as {shard}, and no {INDEX}; fetch that file, too")
     _check_weights(name, folder)
 
 
