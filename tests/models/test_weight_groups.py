@@ -1,5 +1,6 @@
 """Groups of weights: every weight in one group, swapped as the state dict would be, and undone without a trace."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,19 @@ def test_a_norm_with_another_epsilon_is_not_identical(tmp_path: Path) -> None:
     pair = load_pair(str(first), str(second))
     groups = weight_groups(pair.policy, pair.reference, "modules")
     assert [group.name for group in groups if not group.is_identical] == ["norms"]
+
+
+def test_embeddings_with_another_padding_index_are_identical(tmp_path: Path) -> None:
+    """It changes gradients only, and a GGUF file has none where a checkpoint names one."""
+    first, second = (save_tiny(tmp_path / name) for name in ("first", "second"))
+    config = json.loads((second / "config.json").read_text())
+    (second / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    pair = load_pair(str(first), str(second))
+    assert [model.network.model.embed_tokens.padding_idx for model in (pair.policy, pair.reference)] == [
+        2,
+        None,
+    ]
+    assert all(group.is_identical for group in weight_groups(pair.policy, pair.reference, "modules"))
 
 
 def test_modules_that_an_adapter_replaced_are_swapped_whole(folders: PairFolders, tmp_path: Path) -> None:

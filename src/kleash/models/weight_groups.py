@@ -311,12 +311,17 @@ def _are_equal_tensors(policy_part: torch.Tensor, reference_part: torch.Tensor) 
 
 
 def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.Module) -> bool:
-    """Whether the numbers and words that two modules hold as public attributes are equal."""
+    """Whether the numbers and words that two modules hold as public attributes are equal.
+
+    The padding index of an embedding changes gradients only; a GGUF file without a padding token has none.
+    """
     first, second = (
         {
             name: value
             for name, value in vars(module).items()
-            if not name.startswith("_") and isinstance(value, bool | int | float | str)
+            if not name.startswith("_")
+            and isinstance(value, bool | int | float | str)
+            and not (name == "padding_idx" and isinstance(module, torch.nn.Embedding))
         }
         for module in (policy_part, reference_part)
     )
