@@ -22,6 +22,7 @@ from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -157,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_bytes(200, b"<html>gateway</html>")
         elif fault == "redirect":
             self.send_response(307)
-            self.send_header("Location", "https://elsewhere.example/v1")
+            self.send_header("Location", f"https://elsewhere.example/v1?key={quote(str(key))}")
             self.send_header("Content-Length", "0")
             self.end_headers()
         elif fault == "deep":

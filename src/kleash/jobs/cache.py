@@ -10,6 +10,7 @@ from kleash.jobs.option_groups import (
     SHIPPED_TEXT,
     ScoringOptions,
     is_endpoint,
+    shown_endpoint,
 )
 
 IMPORT_OPTIONS = ("from_hidden_states", "layers")
@@ -51,7 +52,8 @@ class CacheJob(ScoringOptions):
         super().__post_init__()
         if is_endpoint(self.reference):
             raise OptionError(
-                f"--reference {self.reference} is a server, which gives no hidden states; name the model itself"
+                f"--reference {shown_endpoint(self.reference)} is a server, which gives no hidden states; name the "
+                "model itself"
             )
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the reference should read: --text or --responses")

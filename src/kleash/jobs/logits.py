@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import LoadingOptions, flag, is_endpoint
+from kleash.jobs.option_groups import LoadingOptions, flag, is_endpoint, shown_endpoint
 from kleash.jobs.output_options import FORMATS, FormatOption
 
 
@@ -71,5 +71,5 @@ class LogitsJob(FormatOption, LoadingOptions):
             model = getattr(self, name)
             if model is not None and is_endpoint(model):
                 raise OptionError(
-                    f"{flag(name)} {model} is a server, which gives no logits; name the model itself"
+                    f"{flag(name)} {shown_endpoint(model)} is a server, which gives no logits; name the model itself"
                 )

@@ -21,6 +21,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     is_gguf,
     require_limit,
+    shown_endpoint,
 )
 from kleash.jobs.output_options import MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
@@ -179,8 +180,8 @@ class MeasureJob(
             )
         if self.source[0] == "prompts":
             raise OptionError(
-                f"--{role} {getattr(self, role)} is a server, which scores given tokens: draw responses with its own "
-                "client first, keep their token ids, and give them with --responses; or give --text"
+                f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw "
+                "responses with its own client first, keep their token ids, and give them with --responses; or give --text"
             )
         if self.temperature != 1:
             raise OptionError(

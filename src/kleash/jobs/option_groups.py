@@ -246,6 +246,12 @@ def is_endpoint(name: str) -> bool:
     return name.lower().startswith(("http://", "https://"))
 
 
+def shown_endpoint(address: str) -> str:
+    """A server's address for an error, with an ellipsis in place of what may hold a password or a key."""
+    has_more = any(character in address for character in "@?#")
+    return f"{address.partition('//')[0]}//…" if has_more else address
+
+
 def is_gguf(name: str) -> bool:
     """Whether a model is named by a GGUF file."""
     return name.lower().endswith(".gguf")

@@ -16,6 +16,7 @@ from kleash.jobs.option_groups import (
     changed_options,
     is_endpoint,
     require_word,
+    shown_endpoint,
 )
 from kleash.jobs.output_options import FormatOption, TrackerOption
 
@@ -76,8 +77,8 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
         served = next((name for name in self.candidates if is_endpoint(name)), None)
         if served is not None:
             raise OptionError(
-                f"the candidate {served} is a server, which allows bounds and no exact KL; measure it alone with "
-                f"kleash measure --policy {served}"
+                f"the candidate {shown_endpoint(served)} is a server, which allows bounds and no exact KL; measure "
+                f"it alone with kleash measure --policy {shown_endpoint(served)}"
             )
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the models should read: --text or --responses")

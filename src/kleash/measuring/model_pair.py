@@ -92,7 +92,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         ModelError: if the local model cannot be loaded, or the tokenizers differ.
     """
     url, variable = getattr(job, role), f"KLEASH_{role.upper()}_API_KEY"
-    api_key = os.environ.get(variable) or None
+    api_key = os.environ.get(variable, "").strip() or None
     address = server_root(url, f"--{role}", api_key)
     client = JSONClient(
         url=address,

@@ -1,5 +1,7 @@
 """Addresses of servers: what may be given, and that no part of a password is shown."""
 
+from pathlib import Path
+
 import pytest
 
 from kleash.cli import main
@@ -47,3 +49,25 @@ def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(
 ) -> None:
     assert main(["measure", "--policy", name, "--text", "shipped:text", "--quiet"]) == 2
     assert "a server's address begins with http://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cache", "--reference", "ADDRESS", "--text", "shipped:text"],
+        ["sweep", "--candidates", "ADDRESS"],
+        ["measure", "--policy", "ADDRESS", "--prompts", "shipped:prompts"],
+        ["train", "rloo", "--policy", "ADDRESS", "--prompts", "shipped:prompts", "--reward", "math.fsum"],
+        ["logits", "base.kld", "--policy", "ADDRESS"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_refused_address_is_shown_without_its_password(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [] if words[0] == "logits" else ["--out", str(tmp_path / "out")]
+    given = [word.replace("ADDRESS", "http://me:a/secret@127.0.0.1:1/v1") for word in words]
+    assert main([*given, *out]) == 2
+    error = capsys.readouterr().err
+    assert "http://…" in error and "server" in error and "secret" not in error
+    assert not list(tmp_path.rglob("*.json"))

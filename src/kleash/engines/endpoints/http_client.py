@@ -23,7 +23,7 @@ from http.client import (
 )
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from kleash.engines.endpoints.addresses import SHORTEST_KEY
 from kleash.errors import EndpointError, OptionError
@@ -294,11 +294,15 @@ class JSONClient:
 
     def _without_key(self, content: bytes) -> bytes:
         """An answer without the key, which a server may repeat anywhere. Short keys stay, since they may be data."""
-        if self.api_key is None or len(self.api_key) < SHORTEST_KEY:
-            return content
-        for written in {self.api_key, json.dumps(self.api_key)[1:-1]}:
+        for written in self._long_key_forms():
             content = content.replace(written.encode(), b"***")
         return content
+
+    def _long_key_forms(self) -> set[str]:
+        """The key as it may stand in JSON, in an address or by itself; empty for a short key."""
+        if self.api_key is None or len(self.api_key) < SHORTEST_KEY:
+            return set()
+        return {self.api_key, json.dumps(self.api_key)[1:-1], quote(self.api_key, safe="")}
 
     def _quoted(self, content: bytes) -> str:
         """The message in the body of an error, without the key, in quotation marks after a colon; or an empty text."""
@@ -310,8 +314,8 @@ class JSONClient:
         """A server's text without the key, which it may repeat; a short key is removed where it stands as a word."""
         if not self.api_key:
             return text
-        if len(self.api_key) >= SHORTEST_KEY:
-            return text.replace(self.api_key, "***")
+        for written in self._long_key_forms():
+            text = text.replace(written, "***")
         return re.sub(rf"(?<!\w){re.escape(self.api_key)}(?!\w)", "***", text)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.jobs.option_groups import is_endpoint, is_gguf
+from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.models.checkpoints.config_checks import (
     check_adapter_files,
     check_index,
@@ -145,7 +145,8 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     """
     if is_endpoint(name):
         raise ModelError(
-            f"{name} is the address of a server, and the model itself is needed here; name its folder or hub id"
+            f"{shown_endpoint(name)} is the address of a server, and the model itself is needed here; name its folder "
+            "or hub id"
         )
     if is_gguf(name):
         return _find_gguf(name, revision)
