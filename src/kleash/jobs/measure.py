@@ -181,7 +181,8 @@ class MeasureJob(
         if self.source[0] == "prompts":
             raise OptionError(
                 f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw "
-                "responses with its own client first, keep their token ids, and give them with --responses; or give --text"
+                "responses with its own client first, keep their token ids, and give them with --responses; or give "
+                "--text"
             )
         if self.temperature != 1:
             raise OptionError(
