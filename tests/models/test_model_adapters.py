@@ -150,8 +150,22 @@ def test_a_base_path_is_relative_to_the_adapter_or_the_current_directory(base, t
 
 def test_a_missing_base_is_an_error(base, tmp_path, unhooked):
     adapter = tiny_adapter(tmp_path / "adapter", base, base_name="/nowhere/base")
-    with pytest.raises(ModelError, match="lies over the base /nowhere/base, but there is no folder"):
+    with pytest.raises(
+        ModelError,
+        match=r"lies over the base /nowhere/base, but there is no folder .*base_model_name_or_path",
+    ):
         load_pair(str(adapter), str(base))
+
+
+def test_settings_that_peft_does_not_know_give_a_note(base, adapter, tmp_path):
+    copied = shutil.copytree(adapter, tmp_path / "adapter")
+    settings = json.loads((copied / "adapter_config.json").read_text())
+    settings |= {"a_new_option": True, "another": {"size": 2}, "one_that_is_off": False, "absent": None}
+    (copied / "adapter_config.json").write_text(json.dumps(settings))
+    notes = [note for note in load_pair(str(copied), str(base)).notes if "does not know" in note]
+    assert len(notes) == 1
+    assert "leaves out: a_new_option, another; with a newer PEFT" in notes[0]
+    assert not [note for note in load_pair(str(adapter), str(base)).notes if "does not know" in note]
 
 
 def test_an_adapter_with_unexpected_tensors_is_an_error(base, adapter, tmp_path, unhooked):

@@ -15,6 +15,8 @@ from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import has_adapter_on_one_embedding, summarise_error
 from kleash.models.sandbox.process import check_patterns
 
+MAX_SHOWN_NAMES = 4
+
 
 def read_adapter_settings(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
     """Read the adapter_config.json of a checkpoint and check that the adapter can be measured.
@@ -30,6 +32,25 @@ def read_adapter_settings(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
         raise ModelError(f"the adapter {checkpoint.name} of the {role} ({kind}) {rule.reason}; {rule.advice}")
     check_adapter_sizes(f"the adapter {checkpoint.name} of the {role}", checkpoint.adapter, checkpoint.folder)
     return settings
+
+
+def describe_unknown_settings(checkpoint: Checkpoint, role: str) -> tuple[str, ...]:
+    """A note on the settings of an adapter that the installed PEFT does not know and leaves out.
+
+    A newer PEFT wrote them, and may compute the adapter otherwise.
+    """
+    assert checkpoint.adapter is not None
+    peft = import_extra("peft", "models")
+    settings = read_json(checkpoint.adapter / "adapter_config.json")
+    known = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type(settings)].__dataclass_fields__
+    unknown = sorted(str(name)[:60] for name, value in settings.items() if name not in known and value)
+    if not unknown:
+        return ()
+    note = (
+        f"the adapter {checkpoint.name} of the {role} has settings that PEFT {peft.__version__} does not know and "
+        f"leaves out: {', '.join(unknown[:MAX_SHOWN_NAMES])}; with a newer PEFT it may be another model"
+    )
+    return (note,)
 
 
 def require_unchanged_base(wrapper: Any, role: str, *, instead: str) -> None:

@@ -12,6 +12,7 @@ from kleash.models.adapters.peft_adapters import (
     attach_adapter,
     check_acts_by_weights,
     count_adapter_parameters,
+    describe_unknown_settings,
     has_tied_embeddings,
     read_adapter_settings,
     trained_token_ids,
@@ -144,6 +145,7 @@ def _load_on_one_base(
         role = names[folder] = roles[0]
         with TemporaryDirectory(prefix="kleash-adapter-") as scratch:
             checkpoint, notes[folder] = fit_adapter_names(network, checkpoints[role], Path(scratch))
+            notes[folder] += describe_unknown_settings(checkpoints[role], role)
             parameters[folder] = count_adapter_parameters(checkpoint)
             wrapper = attach_adapter(network, wrapper, checkpoint, role)
             wrapper.eval()

@@ -170,7 +170,10 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
             )
         _check_model_folder(base, base_folder)
     except ModelError as error:
-        raise ModelError(f"the adapter {name} lies over the base {base}, but {error}") from error
+        raise ModelError(
+            f"the adapter {name} lies over the base {base}, but {error} (adapter_config.json names the base as "
+            "base_model_name_or_path)"
+        ) from error
     return Checkpoint(name=name, folder=base_folder, revision=commit, adapter=folder, base=base)
 
 
