@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
+from kleash.cli import main
 from kleash.cli.sweeping import print_sweep
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import SweepJob
@@ -275,6 +276,19 @@ def test_the_command_exits_with_2_if_a_candidate_failed(kleash: Kleash, job: Swe
     process = kleash(*words, "--candidates", *job.candidates, "--json", expect=2)
     assert json.loads(process.stdout)["candidates"][2]["failure"]
     assert "could not be measured" in process.stderr
+
+
+@pytest.mark.parametrize(("rank", "code"), [("0", 2), ("1", 0)])
+def test_ranks_but_the_first_end_with_0(
+    result: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, code: int
+) -> None:
+    """When one ends with another code, torchrun kills the first, which is still printing."""
+    monkeypatch.setattr("kleash.measuring.sweep", lambda *_: result)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert result.failed
+    assert main(["sweep", "--candidates", "a", "--out", "b"]) == code
+    assert bool(capsys.readouterr().out) is (rank == "0")
 
 
 @pytest.mark.parametrize(

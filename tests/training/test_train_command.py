@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -196,7 +196,7 @@ def test_several_processes_require_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_first_process_prints(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = TrainingFolder(run).result()
+    result = replace(TrainingFolder(run).result(), stopped="it stopped after step 3")
     monkeypatch.setattr("kleash.training.algorithms.trainer_of", lambda job: lambda job, run_log: result)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

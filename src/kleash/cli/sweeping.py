@@ -40,6 +40,9 @@ MAX_GROUPS = 12
 def run_sweep(job: SweepJob) -> int:
     """Run ``kleash sweep`` and return its exit code: 2 if a candidate or an attribution failed, otherwise 0.
 
+    It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
+    still be writing the page and printing.
+
     Raises:
         KleashError: if the sweep cannot be made.
     """
@@ -52,18 +55,19 @@ def run_sweep(job: SweepJob) -> int:
     shows_progress = is_first and not job.quiet
     with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
         result = sweep(job, progress, launched_ranks)
-    if is_first:
-        if job.output_format is not None:
-            print_formatted(result, job.output_format)
-        elif not job.quiet:
-            print_sweep(result, Path(str(job.out)) / PAGE)
-        if job.quiet or job.output_format is not None:
-            for candidate in result.failed:
-                print(f"kleash: {candidate.name} could not be measured: {candidate.failure}", file=sys.stderr)
-            for attribution in shown_attributions(result):
-                if attribution.failure:
-                    sentence = describe_attribution(attribution, name_of_candidate(result, attribution))
-                    print(f"kleash: {terminal_sentence(sentence)}", file=sys.stderr)
+    if not is_first:
+        return 0
+    if job.output_format is not None:
+        print_formatted(result, job.output_format)
+    elif not job.quiet:
+        print_sweep(result, Path(str(job.out)) / PAGE)
+    if job.quiet or job.output_format is not None:
+        for candidate in result.failed:
+            print(f"kleash: {candidate.name} could not be measured: {candidate.failure}", file=sys.stderr)
+        for attribution in shown_attributions(result):
+            if attribution.failure:
+                sentence = describe_attribution(attribution, name_of_candidate(result, attribution))
+                print(f"kleash: {terminal_sentence(sentence)}", file=sys.stderr)
     is_attributed = not any(attribution.failure for attribution in result.attributions)
     return 0 if is_attributed and not result.failed else EXIT_FAILED
 

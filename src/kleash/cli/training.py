@@ -15,6 +15,9 @@ from kleash.store import TrainingResult
 def run_train(job: TrainJob) -> int:
     """Run a training job and return its exit code: 0, or 1 if it stopped before its last step.
 
+    It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
+    still be writing and printing.
+
     Raises:
         KleashError: if the job fails.
     """
@@ -32,7 +35,7 @@ def run_train(job: TrainJob) -> int:
                 steps.note("no --policy was given: this trains the small model that ships with kleash")
             result = train(job, steps)
     if launched_rank() != 0:
-        return 0 if result.stopped is None else 1
+        return 0
     if job.json:
         sys.stdout.write(result.to_json())
     elif not job.quiet:
