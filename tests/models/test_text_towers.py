@@ -73,6 +73,10 @@ def test_a_tower_is_measured_as_its_composite_model_reads_text(towers, family, t
         == text_parameters(composites[0])
         < sum(p.numel() for p in composites[0].parameters())
     )
+    weights = pair.policy.weights
+    assert weights.bytes == pytest.approx(4 * pair.policy.parameters, rel=1e-4)  # Gemma 4 also stores buffers
+    assert weights.bits_per_weight == 32
+    assert not [name for name in weights.modules if "vision" in name or "visual" in name or "audio" in name]
     assert pair.policy.context_length == 128
     scores = score(pair, SEQUENCES)
     kl = exact_kl(*composites)

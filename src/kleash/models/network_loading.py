@@ -163,15 +163,12 @@ def _load_base(
     trust_remote_code: bool,
 ) -> tuple[Any, tuple[str, ...], int]:
     """Load a transformers network without adapters, with notes on it and the number of its parameters."""
-    transformers = import_extra("transformers", "models")
     subject = f"the {role} {checkpoint.name}"
     check_config_sizes(subject, checkpoint.folder)
     check_repeated_tensors(subject, checkpoint.folder)
     packed = _find_unpacked(checkpoint, subject, device, device_map)
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint.folder, trust_remote_code=trust_remote_code
-        )
+        config = read_config(checkpoint, trust_remote_code)
         _check_decoder_only(config, subject)
         if not has_kernels(checkpoint.folder, device):
             decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
@@ -248,6 +245,12 @@ def _choose_class(
         f"{subject} ({config.model_type}) runs more than its language model on text, and transformers has no class of "
         "its text part alone; kleash measures language models"
     )
+
+
+def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The configuration of a checkpoint, as transformers reads it."""
+    transformers = import_extra("transformers", "models")
+    return transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
 
 
 def _check_complete(report: Any, subject: str, explanation: str) -> None:

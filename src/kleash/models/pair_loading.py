@@ -13,7 +13,7 @@ from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import summarise_error, suppress_library_output, without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
-from kleash.models.network_loading import PARALLEL_MAPS, load_networks
+from kleash.models.network_loading import PARALLEL_MAPS, load_networks, read_config
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_tokenizers import load_tokenizers
 from kleash.models.shard_storage import ShardStorage
@@ -156,7 +156,8 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        model = replace(model, weights=describe_weights(checkpoint, loaded.base_parameters))
+        config = None if checkpoint.gguf else read_config(checkpoint, loading.trust_remote_code)
+        model = replace(model, weights=describe_weights(checkpoint, loaded.base_parameters, config))
         models[role] = with_storage(model, view.storage)
         notes += [*loaded.notes, *([head_note] if head_note else [])]
     return models, notes

@@ -17,6 +17,7 @@ from kleash.models.checkpoints.files import (
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models.text_towers import is_of_other_part
 from kleash.store.measurement import StoredWeights
 
 PACKED_NAMES = ("qweight", "weight_packed", "blocks")
@@ -27,12 +28,13 @@ DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
-    """How the weights of a checkpoint, and of an adapter over it, are stored.
+def describe_weights(checkpoint: Checkpoint, parameters: int, config: Any) -> StoredWeights:
+    """How the weights of a checkpoint's text part, and of an adapter over it, are stored.
 
     Args:
         checkpoint: the checkpoint.
         parameters: number of weights of its network, without the adapter.
+        config: of the checkpoint; None if it is a GGUF file, which has a text part only.
 
     Raises:
         ModelError: if a header is damaged.
@@ -48,13 +50,16 @@ def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
         name: entry
         for path in list_weight_files(checkpoint.folder)
         for name, entry in read_safetensors_header(path).items()
+        if not is_of_other_part(config, name)
     }
     num_bytes = _bytes_of(entries)
     try:
         packed = find_packed_modules(checkpoint.folder, checkpoint.name)
     except ModelError:  # a layout that the format's own kernels read, or the model would not have been loaded
         packed = None
-    packed_modules = () if packed is None else packed.modules
+    packed_modules = [
+        module for module in (() if packed is None else packed.modules) if entries.keys() & set(module.parts)
+    ]
     packed_parts = {part for module in packed_modules for part in module.parts}
     types = {
         name: entry["dtype"]
@@ -64,7 +69,7 @@ def describe_weights(checkpoint: Checkpoint, parameters: int) -> StoredWeights:
     modules = {module.name: module.kind for module in packed_modules}
     modules |= dict(_module_types(checkpoint.folder, types, set(entries)))
     is_dense = all(kind in DENSE_TYPES for kind in modules.values())
-    # Packed weights and their scales are other numbers than the network's; parts that are not loaded count here.
+    # Packed weights and their scales are other numbers than the network's; tensors that are not loaded count here.
     elements = sum(prod(entry["shape"]) for entry in entries.values()) if is_dense else parameters
     return _stored_weights(num_bytes, elements, modules, adapter)
 
