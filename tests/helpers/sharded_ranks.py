@@ -42,6 +42,7 @@ from kleash.models import Sampling, live_model
 from kleash.store import Measurement
 
 VOCAB_SIZE = 320
+HEAD_SIZE = VOCAB_SIZE * 32
 PROMPTS = [
     "the sea was calm",
     "she counted the birds",
@@ -174,6 +175,17 @@ def largest_message() -> Iterator[Counter[str]]:
             setattr(dist, name, original)
 
 
+@contextmanager
+def small_messages() -> Iterator[Counter[str]]:
+    """``largest_message`` with blocks of few rows; at the end, none has half the size of the head."""
+    few_rows = {f"kleash.linear.impl.{name}.BLOCK_SHARE": 2**17 for name in ("stored_heads", "gathered_rows")}
+    with largest_message() as sizes, ExitStack() as patches:
+        for name, value in few_rows.items():
+            patches.enter_context(mock.patch(name, value))
+        yield sizes
+    assert max(sizes.values()) < HEAD_SIZE / 2, sizes
+
+
 def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
     for unit in ("token", "sequence"):
         a, b = one.per(unit), other.per(unit)
@@ -226,18 +238,39 @@ def an_adapter_over_a_sharded_base_is_measured(ranks):
 @check
 def no_message_has_the_size_of_the_head(ranks):
     policy, reference = ranks.sharded("llama-policy"), ranks.sharded("llama-reference")
-    head = policy.lm_head.weight.numel()
-    assert head == VOCAB_SIZE * 32
-    few_rows = {f"kleash.linear.impl.{name}.BLOCK_SHARE": 2**17 for name in ("stored_heads", "gathered_rows")}
-    with largest_message() as sizes, ExitStack() as patches:
-        for name, value in few_rows.items():
-            patches.enter_context(mock.patch(name, value))
+    assert policy.lm_head.weight.numel() == HEAD_SIZE
+    with small_messages() as sizes:
         ranks.drift(policy, reference, batch_tokens=20, prompts=PROMPTS[:2])
-    assert max(sizes.values()) < head / 2, sizes
     assert (
         sizes["full_tensor"] >= 32 * 48 and max(sizes[name] for name in sizes if "all_gather" in name) > 0
     ), "the counters see something"
     return dict(sizes)
+
+
+@check
+def compiled_networks_are_measured_as_they_are_written(ranks):
+    """What ``torch.compile`` wraps, as TrainingArguments' ``torch_compile`` does, and what it compiles in place."""
+
+    def compiled_modules(network: Any) -> Any:
+        for number, layer in enumerate(network.model.layers):
+            network.model.layers[number] = torch.compile(layer, backend="eager")
+        network.lm_head = torch.compile(network.lm_head, backend="eager")
+        network.model.embed_tokens = torch.compile(network.model.embed_tokens, backend="eager")
+        return network
+
+    def compiled_in_place(network: Any) -> Any:
+        for module in (network, network.lm_head, *network.model.layers):
+            module.compile(backend="eager")
+        return network
+
+    whole = ranks.network("llama-policy"), ranks.network("llama-reference")
+    alone = ranks.drift(*whole, alone=True, prompts=PROMPTS[:2])
+    for compiled in (partial(torch.compile, backend="eager"), compiled_modules, compiled_in_place):
+        pair = [compiled(ranks.sharded(f"llama-{role}")) for role in ("policy", "reference")]
+        with small_messages():
+            same(alone, ranks.drift(*pair, batch_tokens=20, prompts=PROMPTS[:2]))
+    network = shard(compiled_modules(ranks.network("llama-policy")), mesh=ranks.mesh)  # in the other order
+    same(alone, ranks.drift(network, whole[1], prompts=PROMPTS[:2]))
 
 
 @check

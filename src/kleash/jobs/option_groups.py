@@ -20,6 +20,8 @@ SHIPPED_TEXT = "shipped:text"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ENGINES = ("local", "ray")
+MIN_RESOURCE = 0.0001
+"""The least amount of a resource that Ray reserves, other than 0."""
 OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json", "format", "report_to"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources_per_worker"})
@@ -224,11 +226,12 @@ def parse_resources(text: str) -> dict[str, float]:
     """The amounts of ``--resources-per-worker`` by the names of resources: {"cpu": 4.0, "gpu": 1.0}.
 
     Raises:
-        OptionError: if it is not of the form name=number,name=number.
+        OptionError: if it is not of the form name=number,name=number, or Ray has no such amounts.
     """
     amounts: dict[str, float] = {}
     for entry in text.split(","):
         name, _, number = (part.strip() for part in entry.partition("="))
+        name = name.lower() if name.lower() in ("cpu", "gpu") else name
         try:
             amount = float(number)
         except ValueError:
@@ -238,6 +241,16 @@ def parse_resources(text: str) -> dict[str, float]:
                 f"--resources-per-worker takes amounts such as gpu=1 or cpu=4,memory=16e9, each once; it is {text!r}"
             )
         amounts[name] = amount
+        if 0 < amount < MIN_RESOURCE or (name == "gpu" and amount > 1 and amount % 1):
+            raise OptionError(
+                f"--resources-per-worker: Ray takes at least {MIN_RESOURCE:.4f} of a resource, and whole GPUs from 1 "
+                f"on; it is {text!r}"
+            )
+        if name == "object_store_memory":
+            raise OptionError(
+                f"--resources-per-worker: Ray has no {name} for a worker; leave it out, and reserve memory=16e9 or the "
+                "like for what the models and batches need"
+            )
     return amounts
 
 

@@ -5,7 +5,7 @@ Every private or undocumented attribute that the models floor relies on is in th
 ``integrations.deepspeed._hf_deepspeed_config_weak_ref``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
 torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``,
-FSDP1's ``_is_flat_param``.
+FSDP1's ``_is_flat_param``, and ``_orig_mod`` and ``_compiled_call_impl`` of what ``torch.compile`` makes.
 DeepSpeed: the modules in which its hooks are defined.
 """
 
@@ -27,6 +27,8 @@ from kleash.extras import import_extra
 MAX_REASON_CHARACTERS = 300
 HOOK_FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 """Attributes of ``torch.nn.Module`` that say how hooks are called."""
+OF_THE_ORIGINAL = "forward", "_compiled_call_impl"
+"""Attributes of an instance that are bound to it, so that a copy cannot have them."""
 
 _RENDERER_LOCK = threading.RLock()
 
@@ -224,21 +226,31 @@ def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
 
 
+def without_compilation(module: Any) -> Any:
+    """The module that ``torch.compile`` has wrapped; the module itself if it is not wrapped."""
+    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    while isinstance(module, compiled):
+        module = module._orig_mod
+    return module
+
+
 def copy_without_sharding(network: Any) -> Any:
     """A copy of a tree of modules that shares parameters and buffers, without hooks of FSDP and DeepSpeed.
 
     FSDP's classes are left out, too, and an instance's own ``forward`` (Accelerate's and TRL's wrappers), since it is
-    bound to the original. A module that occurs twice is copied once.
+    bound to the original; so is what ``torch.compile`` made of a module, in its place or around it: the copy runs as it
+    is written. A module that occurs twice is copied once.
     """
     kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
     copies: dict[int, Any] = {}
 
     def copy(module: Any) -> Any:
+        module = without_compilation(module)
         if id(module) in copies:
             return copies[id(module)]
         base = next(base for base in type(module).__mro__ if not issubclass(base, kind))
         result = copies[id(module)] = object.__new__(base)
-        state = {name: value for name, value in vars(module).items() if name != "forward"}
+        state = {name: value for name, value in vars(module).items() if name not in OF_THE_ORIGINAL}
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = state[name].items()
             state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_sharding(hook))
@@ -248,7 +260,7 @@ def copy_without_sharding(network: Any) -> Any:
         state["_parameters"] = dict(state["_parameters"])
         vars(result).update(state)
         children = state["_modules"].items()
-        vars(result)["_modules"] = {name: child and copy(child) for name, child in children}
+        vars(result)["_modules"] = {name: None if child is None else copy(child) for name, child in children}
         return result
 
     return copy(network)

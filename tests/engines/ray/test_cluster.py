@@ -196,6 +196,23 @@ def test_malformed_resources_are_refused_when_the_job_is_made(option: str) -> No
         MeasureJob(engine="ray", resources_per_worker=option)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "cpu=1e-9",
+            "Ray takes at least 0.0001 of a resource, and whole GPUs from 1 on; it is 'cpu=1e-9'",
+        ),
+        ("gpu=1.5", "Ray takes at least 0.0001 of a resource, and whole GPUs from 1 on; it is 'gpu=1.5'"),
+        ("object_store_memory=1e9", "Ray has no object_store_memory for a worker; leave it out"),
+        ("gpu=1,GPU=2", "takes amounts such as gpu=1"),
+    ],
+)
+def test_amounts_that_ray_cannot_reserve_are_refused(option: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        MeasureJob(engine="ray", resources_per_worker=option)
+
+
 def test_workers_fit_where_every_resource_does() -> None:
     resources = WorkerResources(cpu=2, gpu=1, memory=10.0)
     assert resources.places_on({"CPU": 16.0, "GPU": 4.0, "memory": 1000.0}) == 4

@@ -61,7 +61,6 @@ def worker_resources(option: str | None, *, has_gpus: bool) -> WorkerResources:
         OptionError: if the option is malformed.
     """
     amounts = {} if option is None else parse_resources(option)
-    amounts = {name.lower() if name.lower() in ("cpu", "gpu") else name: n for name, n in amounts.items()}
     return WorkerResources(
         cpu=amounts.pop("cpu", 1.0),
         gpu=amounts.pop("gpu", 1.0 if option is None and has_gpus else 0.0),
