@@ -336,3 +336,17 @@ def test_a_sequence_leaves_room_for_the_token_that_a_server_generates(connected:
     lengths = (None, 300, 400, 500)
     assert [connected("vllm").max_input_tokens(length) for length in lengths] == [398, 300, 398, 398]
     assert [connected("llama").max_input_tokens(length) for length in lengths] == [None, 298, 398, 498]
+
+
+def test_parts_of_a_character_are_not_scored_as_other_parts(
+    connected: Connect, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = tuple(tokenizer("of a smile \N{GRINNING FACE}")["input_ids"])
+    endpoint, expected = connected("llama"), connected("vllm").score(sequence(ids[:-2], ids[-2:]))
+    np.testing.assert_array_equal(
+        endpoint.score(sequence(ids[:-2], ids[-2:])).token_logp, expected.token_logp
+    )
+    with pytest.raises(
+        EndpointError, match=r"other tokens \(it has parts of characters, as where a response was"
+    ):
+        endpoint.score(sequence(ids[:-3], ids[-3:-1]))

@@ -244,16 +244,19 @@ class EchoServer:
         """The text that the server cuts into these tokens.
 
         Raises:
-            UnsendableError: if the server would put a begin token before a sequence that has none.
+            UnsendableError: if the server would put a begin token before a sequence that has none, or if parts of
+                characters are other tokens than those of the text.
         """
-        if not self.adds_begin_token:
-            return self.vocabulary.decode(token_ids)
-        if token_ids[0] != self.vocabulary.tokenizer.bos_token_id:
+        if self.adds_begin_token and token_ids[0] != self.vocabulary.tokenizer.bos_token_id:
             raise UnsendableError(
                 "the server puts a begin token before every text, and this sequence has none; read each document whole "
                 "(a larger --window), or serve the model with vLLM or SGLang"
             )
-        return self.vocabulary.decode(token_ids[1:])
+        words = token_ids[1:] if self.adds_begin_token else token_ids
+        text = self.vocabulary.decode(words)
+        if self.vocabulary.has_parts(words) and not self.vocabulary.cuts_into(text, words):
+            raise _other_tokens("it has parts of characters, as where a response was cut short")
+        return text
 
     def read(self, answer: Any, query: Query) -> ListedLogprobs:
         """The log-probabilities in an answer.

@@ -245,6 +245,14 @@ class VocabularyTexts:
             list(token_ids), clean_up_tokenization_spaces=False, skip_special_tokens=False
         )
 
+    def has_parts(self, token_ids: Sequence[int]) -> bool:
+        """Whether any token is a part of a character, which its text does not tell from others."""
+        return any(REPLACEMENT in self.piece_of(token_id) for token_id in token_ids)
+
+    def cuts_into(self, text: str, token_ids: Sequence[int]) -> bool:
+        """Whether the local tokenizer cuts a text into these tokens."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] == list(token_ids)
+
     def matches(self, token_id: int, text: str) -> bool:
         """Whether ``text`` is how a server may write a token: leading spaces and parts of characters may differ."""
         local_text = self.text_of(token_id)
