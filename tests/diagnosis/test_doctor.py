@@ -163,6 +163,18 @@ OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "probabilities": ("probabilities, not their logarithms", np.exp),
     "negative": ("negative log-likelihoods", np.negative),
     "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
+    "sums of responses": (
+        "equal within each response, near to the sum",
+        lambda logp: logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME),
+    ),
+    "means of responses": (
+        "equal within each response, near to the mean",
+        lambda logp: logp.reshape(SEQUENCES, TIME).mean(1).repeat(TIME),
+    ),
+    "entropies": (
+        "larger where the other side's",
+        lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp))),
+    ),
     "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
     "reversed": ("do not depend on each other", lambda logp: logp[::-1]),
 }
@@ -177,6 +189,85 @@ def test_a_column_that_is_not_of_log_probabilities_is_named_by_what_it_holds(kin
     for columns in ((trainer, change(engine)), (change(engine), trainer)):
         (finding,) = diagnose(world.rollouts(*columns)).findings
         assert finding.cause == "column" and evidence in finding.evidence
+
+
+def in_bfloat16(column: Array) -> Array:
+    return torch.from_numpy(column).bfloat16().double().numpy()
+
+
+HEALTHY_NOISE: dict[str, Callable[[World, Array], Array]] = {
+    "heavy tails": lambda world, size: 0.005 * size * world.random.standard_t(2, len(size)),
+    "two kernels": lambda world, size: (
+        size
+        * np.where(world.random.random(len(size)) < 0.3, 0.03, 0.003)
+        * world.random.standard_normal(len(size))
+    ),
+    "half of the tokens equal": lambda world, size: (
+        0.01 * size * world.random.standard_normal(len(size)) * (world.random.random(len(size)) < 0.5)
+    ),
+    "shrinking": lambda world, size: (
+        0.03 * size * world.random.standard_normal(len(size)) / (1 + world.position / 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY_NOISE)
+def test_rounding_that_varies_among_tokens_is_healthy(kind: str) -> None:
+    """Errors of logits below those that bfloat16 explains, in any mixture: not some tokens' experts or prompts."""
+    world = World(0)
+    trainer = world.logp(world.logits)
+    engine = np.minimum(trainer + HEALTHY_NOISE[kind](world, 1 - np.exp(trainer)), 0)
+    assert diagnose(world.rollouts(trainer, engine)).findings == ()
+
+
+def test_columns_of_bfloat16_numbers_on_both_sides_are_a_note_and_no_finding() -> None:
+    """Rounding of unlikely tokens is far above that of logits, and was taken for routing."""
+    world = World(0)
+    columns = in_bfloat16(world.logp(world.logits)), in_bfloat16(world.noisy(0.01))
+    diagnosis = diagnose(world.rollouts(*columns))
+    assert diagnosis.findings == () and any("16-bit numbers" in note for note in diagnosis.notes)
+
+
+@pytest.mark.parametrize("fault", ["temperature", "top-p", "a shifted column", "padding that counts"])
+def test_a_column_of_bfloat16_numbers_hides_no_other_fault(fault: str) -> None:
+    cause, plant = FAULTS[fault]
+    world = World(5)
+    trainer, engine = plant(world)
+    both = diagnose(world.rollouts(in_bfloat16(trainer), in_bfloat16(engine))).findings
+    assert both[0].cause == cause and all(finding.cause != "precision" for finding in both)
+    first, *_, last = diagnose(world.rollouts(trainer, in_bfloat16(engine))).findings
+    assert first.cause == cause and last.cause == "precision" and "bfloat16 numbers" in last.evidence
+
+
+@pytest.mark.parametrize(
+    ("cause", "plant"), [("shift", shift), ("weights", other_weights), ("temperature", temperature)]
+)
+def test_a_fault_of_some_responses_is_named_with_their_number(
+    cause: str, plant: Callable[[World], tuple[Array, Array]]
+) -> None:
+    world = World(7)
+    trainer, faulty = plant(world)
+    is_faulty = np.repeat(np.arange(SEQUENCES) < 6, TIME)
+    engine = np.where(is_faulty, faulty, trainer)
+    finding = diagnose(world.rollouts(trainer, engine)).findings[0]
+    assert finding.cause == cause and f"in 6 of {SEQUENCES} responses" in finding.evidence
+
+
+def test_tokens_of_probability_0_are_few_tokens_far_out_and_a_note() -> None:
+    world = World(8)
+    engine = world.logp(world.logits)
+    trainer = world.noisy(0.005)
+    trainer[[17, 400]] = -np.inf
+    diagnosis = diagnose(world.rollouts(trainer, engine))
+    assert diagnosis.findings[0].cause == "tensor_parallel"
+    assert "the trainer gives a probability of 0 to 2 tokens that the engine drew" in diagnosis.notes
+
+
+@pytest.mark.parametrize("inverse", [1.01, 3.3])
+def test_a_temperature_near_1_or_far_below_is_named_without_models(inverse: float) -> None:
+    world = World(9, temperature=1 / inverse)
+    columns = world.logp(world.logits), world.logp(world.logits * inverse)
+    assert diagnose(world.rollouts(*columns), rounding="float32").findings[0].cause == "temperature"
 
 
 @pytest.mark.parametrize("size", [0.001, 0.02, 0.1])

@@ -14,6 +14,9 @@ CERTAIN = IMPOSSIBLE + 1
 """Log-likelihood of a token where the values themselves decide: above that of logits."""
 BASES = {"2": math.log(2), "10": math.log(10)}
 """Base of a logarithm -> nats for each of its units."""
+FALLING = -0.2
+"""Correlation of positive values with log-probabilities below which they are no logits, which rise with them."""
+LEAST_RESPONSES = 2
 LARGEST_CORRELATION = 0.2
 """Correlation of the columns up to which they may be of different tokens."""
 
@@ -27,7 +30,7 @@ def column_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypot
     """
     sides = (("engine", table.engine, table.trainer), ("trainer", table.trainer, table.engine))
     for name, column, other in sides:
-        evidence = _evidence_of_values(column, other)
+        evidence = _evidence_of_values(column, other) or _evidence_of_sums(table, column, other)
         if evidence is not None:
             yield Hypothesis(
                 cause="column",
@@ -51,7 +54,28 @@ def _evidence_of_values(column: Floats, other: Floats) -> str | None:
         return f"are from {column.min():.2g} to {column.max():.2g}: probabilities, not their logarithms"
     if column.min() >= 0 and (other <= ROUNDING_NATS).all() and _correlation(column, other) < -0.9:
         return "are those of the other side with the other sign: negative log-likelihoods"
+    if column.min() >= 0 and (other <= ROUNDING_NATS).all() and _correlation(column, other) < FALLING:
+        return "are above 0 and larger where the other side's log-probabilities are smaller: entropies"
     return None
+
+
+def _evidence_of_sums(table: TokenTable, column: Floats, other: Floats) -> str | None:
+    """Whether a column has one value for each response, in the place of one for each token."""
+    first = np.flatnonzero(np.diff(table.sequence, prepend=-1))
+    lengths = np.diff(np.r_[first, len(column)])
+    if (
+        (lengths > 1).sum() < LEAST_RESPONSES
+        or (column != np.repeat(column[first], lengths)).any()
+        or (other == np.repeat(other[first], lengths)).all()
+    ):
+        return None
+    sums = np.add.reduceat(other, first)
+    distances = {
+        "the sum over": np.abs(column[first] - sums),
+        "the mean of": np.abs(column[first] - sums / lengths),
+    }
+    statistic = min(distances, key=lambda name: float(np.median(distances[name])))
+    return f"are equal within each response, near to {statistic} its log-probabilities; give one value for each token"
 
 
 def _base_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
@@ -61,7 +85,7 @@ def _base_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypoth
         for name, (of_trainer, of_engine) in scales.items():
             engine = of_engine * table.engine
             difference = of_trainer * table.trainer - engine
-            fit = rounding(Residuals(difference, token_unit(engine), table.decimals_error), largest_scale)
+            fit = rounding(Residuals(difference, token_unit(engine), table.rounding_error), largest_scale)
             yield Hypothesis(
                 cause="column",
                 log_likelihood=table.by_sequence(fit.log_likelihood),

@@ -11,10 +11,11 @@ from kleash.diagnosis.hypotheses import Hypothesis, hypotheses_without_models
 from kleash.diagnosis.model_hypotheses import hypotheses_with_models
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import healthy_scale
+from kleash.diagnosis.part_of_responses import hypotheses_about_some_responses
 from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
-from kleash.diagnosis.rollout_records import ROUNDING_NATS, RolloutRecord
-from kleash.diagnosis.token_table import TokenTable, tabulate
+from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
+from kleash.diagnosis.token_table import TokenTable, short_dtype, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with
@@ -64,6 +65,7 @@ def diagnose(
     else:
         hypotheses = hypotheses_without_models(table, largest_scale)
         hypotheses += column_hypotheses(table, largest_scale)
+        hypotheses += hypotheses_about_some_responses(table, largest_scale)
         scores = None
         if pair is not None:
             scores = ModelScores.of(pair, rollouts, table, batch_tokens)
@@ -71,11 +73,21 @@ def diagnose(
             hypotheses = [hypothesis for hypothesis in hypotheses if not hypothesis.is_superseded]
         findings += _ranked(hypotheses, has_models=pair is not None)
         findings += _ranked(reference_hypotheses(table, scores, largest_scale), has_models=pair is not None)
+        findings.sort(key=lambda finding: -finding.probability)
+        findings = _with_short_column(findings, table)
         notes += _impossible_values(table)
+        zeros = int(np.sum(table.trainer <= LOG_OF_ZERO))
+        if zeros:
+            notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
         if table.decimals_error:
             notes.append(
                 "the log-probabilities are written with few decimals, so differences of about "
                 f"{table.decimals_error:.1g} nats are not examined; write at least 6"
+            )
+        elif table.rounding_error.any() and not _short_side(table):
+            notes.append(
+                "the log-probabilities of both sides are 16-bit numbers, so differences of about "
+                f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; keep them in float32"
             )
         if table.reference is None:
             notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
@@ -88,7 +100,7 @@ def diagnose(
         sequences=table.num_sequences,
         examined=tokens >= MIN_TOKENS,
         models=() if pair is None else (pair.policy.path, pair.reference.path),
-        findings=tuple(sorted(findings, key=lambda finding: -finding.probability)),
+        findings=tuple(findings),
         notes=tuple(notes),
     )
 
@@ -109,6 +121,39 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
     )
     one_sided = note_on_one_sided_files(read.kl_by_file()) if diagnosis.examined else ()
     return replace(diagnosis, files=read.sizes, notes=(*one_sided, *read.notes, *diagnosis.notes))
+
+
+def _short_side(table: TokenTable) -> tuple[str, str] | None:
+    """The side whose log-probabilities are 16-bit numbers where those of the other side are not, and their type."""
+    trainer, engine = short_dtype(table.trainer), short_dtype(table.engine)
+    if (trainer is None) == (engine is None):
+        return None
+    return ("trainer", trainer) if trainer is not None else ("engine", str(engine))
+
+
+def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> list[LikelyCause]:
+    """Findings with "precision" for a side whose log-probabilities are 16-bit numbers.
+
+    All hypotheses allow for that rounding, so it comes after the causes of the other differences, if there are any.
+    """
+    short_side = _short_side(table)
+    if short_side is None:
+        return list(findings)
+    side, dtype = short_side
+    evidence = f"all log-probabilities of the {side} are {dtype} numbers, those of the other side are not"
+    named = [finding for finding in findings if finding.cause == "precision"]
+    if named:
+        evidence = f"{evidence}; {named[0].evidence}"
+    precision = LikelyCause(
+        cause="precision",
+        meaning=CAUSES["precision"].meaning,
+        probability=1.0,
+        evidence=evidence,
+        next_test=CAUSES["precision"].next_test,
+    )
+    if named:
+        return [precision if finding.cause == "precision" else finding for finding in findings]
+    return [*findings, precision]
 
 
 def _impossible_values(table: TokenTable) -> list[str]:

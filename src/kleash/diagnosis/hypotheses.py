@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.noise_models import (
     LARGEST_COARSE_SCALE,
-    MACHINE_EPSILON,
     Floats,
     NoiseFit,
     Residuals,
@@ -20,11 +18,12 @@ from kleash.diagnosis.noise_models import (
     log_t,
     other_model,
     rounding,
+    rounding_by_sequence,
     some_tokens,
     token_unit,
 )
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
-from kleash.diagnosis.token_table import TokenTable, decimals_error
+from kleash.diagnosis.token_table import TokenTable, decimals_error, short_dtype
 
 DISTINCT = 3.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
@@ -32,7 +31,6 @@ SMALLEST_DIFFERENCE = 3e-3
 """Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
 UNEXPLAINED = math.log(1 / 60)
 """Log-density of a token about which a hypothesis says nothing: uniform over 60 nats."""
-LATTICE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
 DECAYS = (1.0, 3.0, 10.0, 30.0)
@@ -86,8 +84,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
         table: the tokens.
         largest_scale: the largest error of logits that rounding explains, in nats.
     """
-    residuals = Residuals(table.difference, table.unit, table.decimals_error)
-    healthy = rounding(residuals, largest_scale)
+    residuals = Residuals(table.difference, table.unit, table.rounding_error)
     fault_scale = max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale)
     share_moved = float(np.mean(np.abs(residuals.values) > 0.05))
     typical = float(np.median(np.abs(residuals.values)))
@@ -96,7 +93,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
     few = few_tokens_far_out(residuals, largest_scale)
     far = int(np.sum(np.abs(residuals.values) > 1))
     return [
-        from_fit(table, HEALTHY, healthy, f"errors of logits of {healthy.scale:.2g} nats"),
+        *healthy_hypotheses(table, residuals, largest_scale),
         from_fit(
             table,
             "weights",
@@ -118,12 +115,28 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
         *coarse_hypotheses(table, residuals, largest_scale, fault_scale),
         *shift_hypotheses(table, largest_scale),
         *mask_hypotheses(table, largest_scale),
-        *lattice_hypotheses(table, largest_scale),
         *context_hypotheses(table, residuals, largest_scale, fault_scale),
         *truncation_hypotheses(table, residuals, largest_scale, fault_scale),
         *temperature_hypotheses(table, residuals, largest_scale),
         *logit_hypotheses(table),
     ]
+
+
+def healthy_hypotheses(table: TokenTable, residuals: Residuals, largest_scale: float) -> Iterator[Hypothesis]:
+    """Rounding whose size varies among tokens, among responses, or along the response."""
+    position = table.position.astype(np.float64)
+    fits = [
+        rounding(residuals, largest_scale),
+        rounding_by_sequence(residuals, largest_scale, table.sequence),
+    ]
+    for decay in DECAYS:
+        size = 1 + position / decay
+        fits += [
+            rounding(residuals._replace(unit=residuals.unit * weight), largest_scale)
+            for weight in (1 / size, size / size.max())
+        ]
+    for fit in fits:
+        yield from_fit(table, HEALTHY, fit, f"errors of logits of {fit.scale:.2g} nats")
 
 
 COARSE = 1.5
@@ -163,7 +176,7 @@ def shift_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypoth
         known = np.isfinite(moved)
         if known.sum() < 2:
             continue
-        rest = Residuals(moved[known] - table.engine[known], table.unit[known], table.decimals_error)
+        rest = Residuals(moved[known] - table.engine[known], table.unit[known], table.rounding_error[known])
         fit = rounding(rest, largest_scale)
         log_likelihood = np.full(len(moved), UNEXPLAINED)
         log_likelihood[known] = fit.log_likelihood
@@ -186,9 +199,10 @@ def mask_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothe
         if not in_run.any() or in_run.all():
             continue
         rest = ~in_run
-        unmasked = Residuals(table.difference[rest], table.unit[rest], table.decimals_error)
+        unmasked = Residuals(table.difference[rest], table.unit[rest], table.rounding_error[rest])
         fit = rounding(unmasked, largest_scale)
-        log_likelihood = np.full(len(in_run), UNEXPLAINED + REPETITION_NATS)
+        repetition = REPETITION_NATS if short_dtype(column) is None else SHORT_REPETITION_NATS
+        log_likelihood = np.full(len(in_run), UNEXPLAINED + repetition)
         log_likelihood[rest] = fit.log_likelihood
         values = np.unique(column[in_run])
         repeated = table.token_id[in_run]
@@ -207,36 +221,8 @@ MOST_DECIMALS_ERROR = 0.01
 FLAGGED_NATS = 1e-3
 """Difference from which a token in a run of equal values is taken for a placeholder."""
 REPETITION_NATS = 16 * math.log(2)
-"""A real log-probability equals that of its neighbour with a probability of about 2^-16."""
-
-
-def lattice_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
-    """All values of one column are numbers of a short floating-point type, those of the other are not.
-
-    Each such value has a probability of about 2^-16 (2^-13 for float16) among numbers of float32.
-    """
-    for name, dtype in LATTICE_DTYPES.items():
-        is_short = [
-            torch.from_numpy(column.astype(np.float32)).to(dtype).float().numpy() == column.astype(np.float32)
-            for column in (table.engine, table.trainer)
-        ]
-        informative = (table.engine < -0.01) & (table.trainer < -0.01)
-        if informative.sum() < 8:
-            continue
-        shares = [float(short[informative].mean()) for short in is_short]
-        if max(shares) < 0.99 or min(shares) > 0.5:
-            continue
-        side, column = ("engine", table.engine) if shares[0] > shares[1] else ("trainer", table.trainer)
-        spacing = np.abs(column) * MACHINE_EPSILON[name] / math.sqrt(12)
-        error = np.hypot(spacing, table.decimals_error)
-        fit = rounding(Residuals(table.difference, table.unit, error), largest_scale)
-        improbability = (23 + math.log2(MACHINE_EPSILON[name])) * math.log(2)
-        yield Hypothesis(
-            cause="precision",
-            log_likelihood=table.by_sequence(fit.log_likelihood + improbability * informative),
-            parameters=2,
-            evidence=f"all log-probabilities of the {side} are {name} numbers, those of the other side are not",
-        )
+SHORT_REPETITION_NATS = 7 * math.log(2)
+"""A real log-probability equals that of its neighbour with a probability of about 2^-16; 2^-7 for 16-bit numbers."""
 
 
 def context_hypotheses(
@@ -346,11 +332,21 @@ def temperature_hypotheses(
     position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
     size that beta - 1 determines.
     """
-    fits = (_temperature_fit(table, residuals, largest_scale, power) for power in ENTROPY_POWERS)
-    known = [fit for fit in fits if fit is not None]
-    if not known:
+    sides = {"engine": (table.engine, residuals)}
+    is_visible = np.abs(residuals.values) > residuals.scale(largest_scale)
+    share_above = float(np.mean(residuals.values[is_visible] > 0)) if is_visible.any() else 0.0
+    if min(share_above, 1 - share_above) > LEAST_RARE_SIGN:
+        swapped = residuals._replace(values=-residuals.values, unit=token_unit(table.trainer))
+        sides["trainer"] = (table.trainer, swapped)
+    fits = [
+        (fit, slope if side == "engine" else 1 / (1 + slope) - 1)
+        for side, (column, rest) in sides.items()
+        for power in ENTROPY_POWERS
+        for fit, slope in _temperature_fits(np.minimum(column, 0.0), rest, largest_scale, power)
+    ]
+    if not fits:
         return
-    fit, slope = max(known, key=lambda pair: pair[0].total)
+    fit, slope = max(fits, key=lambda pair: pair[0].total)
     sharper = "trainer" if slope > 0 else "engine"
     yield Hypothesis(
         cause="temperature",
@@ -361,13 +357,19 @@ def temperature_hypotheses(
     )
 
 
-def _temperature_fit(
-    table: TokenTable, residuals: Residuals, largest_scale: float, power: float
-) -> tuple[NoiseFit, float] | None:
-    """The curve of a temperature for one power of 1 - p, and its slope; None if no temperatures give the slope."""
-    engine = np.minimum(table.engine, 0.0)
+def _temperature_fits(
+    column: Floats, residuals: Residuals, largest_scale: float, power: float
+) -> Iterator[tuple[NoiseFit, float]]:
+    """The curve of a temperature for one power of 1 - p, and its slope; none if no temperatures give the slope.
+
+    Args:
+        column: the log-probabilities of one side.
+        residuals: the other side's minus these, with 1 - p of these.
+        largest_scale: of rounding.
+        power: of 1 - p.
+    """
     curve = residuals.unit**power
-    basis = np.stack([engine, token_unit(engine) ** power], axis=1)
+    basis = np.stack([column, token_unit(column) ** power], axis=1)
     weight = 1 / np.hypot(curve, 0.01)
     usable = np.abs(residuals.values) < 10
     slope, height = np.linalg.lstsq(
@@ -375,19 +377,17 @@ def _temperature_fit(
     )[0]
     entropy = height / slope if slope else 0.0
     if abs(slope) < SMALLEST_SLOPE or slope < SMALLEST_RATIO - 1 or not 0 < entropy < 8:
-        return None
+        return
     values = residuals.values - basis @ np.array([slope, height])
-    fits = (
-        rounding(
-            Residuals(values, residuals.unit, np.hypot(abs(slope) * spread * curve, residuals.extra)),
-            largest_scale,
-        )
-        for spread in ENTROPY_SPREADS
-    )
-    return max(fits, key=lambda fit: fit.total), float(slope)
+    for spread in ENTROPY_SPREADS:
+        spread_nats = np.hypot(abs(slope) * spread * curve, residuals.extra)
+        yield rounding(Residuals(values, residuals.unit, spread_nats), largest_scale), float(slope)
 
 
-SMALLEST_SLOPE = 0.02
+LEAST_RARE_SIGN = 0.02
+"""Share of the differences with the rarer sign above which the curve may be one of the trainer's column: for an engine
+at a temperature far below 1, most of whose tokens are certain. After a cut, all differences have one sign."""
+SMALLEST_SLOPE = 0.005
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
 SMALLEST_RATIO = 0.1
 """Ratio of the two temperatures from which they are a hypothesis."""

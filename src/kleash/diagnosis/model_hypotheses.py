@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, Hypothesis, from_fit
 from kleash.diagnosis.model_scores import ModelScores, Settings, log_kept_mass
 from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO
+from kleash.diagnosis.token_table import SHORT_DTYPES
 
 LOG_TEMPERATURES = (math.log(0.1), math.log(10.0))
 TEMPERATURE_STEPS = 24
@@ -25,13 +27,14 @@ TRUNCATIONS: tuple[Settings, ...] = (
     *({"top_k": k, "top_p": p} for k in (20, 50) for p in (0.8, 0.9, 0.95)),
 )
 """Settings of truncated sampling that are tried."""
+LARGEST_KEPT_MASS = 0.999
+"""Mass that a cut keeps on average, above which a temperature alone explains the columns."""
 CUT_SAMPLE = 64
 """Tokens to which a temperature with a truncation is fitted."""
 LARGEST_COUNTED = 5.0
 """Nats above which a difference counts as this much in such a fit: a token just outside the cut has any difference."""
 ONE_SIDED = 0.9
 """Share of the larger differences that a truncation makes of one sign."""
-SHORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def hypotheses_with_models(
@@ -41,13 +44,13 @@ def hypotheses_with_models(
 
     Args:
         scores: of the models.
-        without_models: the hypotheses that need none, the healthy one first. Where it explains the columns best, only
-            the precision of logits is examined, whose errors are of the size of rounding.
+        without_models: the hypotheses that need none. Where a healthy one explains the columns best, only the
+            precision of logits is examined, whose errors are of the size of rounding.
         largest_scale: the largest error of logits that rounding explains, in nats.
     """
     hypotheses = [*_precision(scores, largest_scale)]
-    healthy = without_models[0]
-    if healthy.score >= max(hypothesis.score for hypothesis in without_models):
+    likeliest = max(without_models, key=lambda hypothesis: hypothesis.score)
+    if likeliest.cause == HEALTHY:
         return hypotheses
     hypotheses += _temperatures(scores, largest_scale)
     hypotheses += _cut_at_a_temperature(scores, largest_scale)
@@ -64,7 +67,7 @@ def _predicted(
     """The hypothesis that the differences are a prediction up to rounding."""
     table = scores.table
     rest = table.difference - np.nan_to_num(prediction, nan=0.0, posinf=-LOG_OF_ZERO, neginf=LOG_OF_ZERO)
-    fit = rounding(Residuals(rest, table.unit, table.decimals_error), largest_scale)
+    fit = rounding(Residuals(rest, table.unit, table.rounding_error), largest_scale)
     before, after = (float(np.median(np.abs(values))) for values in (table.difference, rest))
     evidence = f"{what}, the differences fall from {before:.2g} to {after:.2g} nats in the median"
     return from_fit(table, cause, fit, evidence, more_parameters=parameters)
@@ -128,6 +131,8 @@ def _cut_at_a_temperature(scores: ModelScores, largest_scale: float) -> Iterator
     if abs(math.log(trainer / temperature)) < SMALLEST_LOG_RATIO:
         return
     mass = log_kept_mass(scores, settings, None, temperature)
+    if float(np.exp(mass).mean()) > LARGEST_KEPT_MASS:
+        return
     prediction = scores.at_temperature(trainer) - scores.at_temperature(temperature) + mass
     what = (
         f"with the trainer at temperature {trainer:.3g}, the engine at {temperature:.3g} and cut to "
@@ -255,7 +260,7 @@ def _weights(scores: ModelScores, largest_scale: float) -> Iterator[Hypothesis]:
     if not size or not total:
         return
     part = float(gap @ table.difference) / size
-    rest = Residuals(table.difference - part * gap, table.unit, table.decimals_error)
+    rest = Residuals(table.difference - part * gap, table.unit, table.rounding_error)
     fit = other_model(rest, max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale))
     removed = 1 - float(rest.values @ rest.values) / total
     yield from_fit(

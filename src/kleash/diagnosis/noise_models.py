@@ -90,10 +90,42 @@ def rounding_scales(largest_scale: float) -> Floats:
 def rounding(residuals: Residuals, largest_scale: float) -> NoiseFit:
     """The fit of rounding errors of at most ``largest_scale``: the model of a healthy engine.
 
-    Student's t with 5 degrees of freedom, and one token in 10 000 anywhere.
+    Student's t with 5 degrees of freedom, and one token in 10 000 anywhere. Either all tokens have one scale, or a
+    mixture of all scales up to the largest, whose weights are fitted: kernels and batches differ in rounding.
     """
-    fits = (_contaminated(residuals, scale, OUTLIER_SHARE) for scale in rounding_scales(largest_scale))
-    return max(fits, key=lambda fit: fit.total)
+    scales = rounding_scales(largest_scale)
+    fits = [_contaminated(residuals, scale, OUTLIER_SHARE) for scale in scales]
+    log_likelihoods = np.stack([fit.log_likelihood for fit in fits])
+    highest = log_likelihoods.max(axis=0)
+    likelihoods = np.exp(log_likelihoods - highest)
+    weights = np.full(len(scales), 1 / len(scales))
+    for _ in range(MIXTURE_STEPS):
+        weights *= (likelihoods / (weights @ likelihoods)).mean(axis=1)
+    mixture = NoiseFit(
+        log_likelihood=highest + np.log(weights @ likelihoods), scale=float(np.sqrt(weights @ scales**2))
+    )
+    return max([mixture, *fits], key=lambda fit: fit.total)
+
+
+MIXTURE_STEPS = 30
+"""Steps of expectation maximisation."""
+
+
+def rounding_by_sequence(residuals: Residuals, largest_scale: float, sequence: NDArray[np.int64]) -> NoiseFit:
+    """The fit of rounding errors whose scale differs from response to response, with equal weight for each scale."""
+    scales = rounding_scales(largest_scale)
+    log_likelihoods = np.stack(
+        [_contaminated(residuals, scale, OUTLIER_SHARE).log_likelihood for scale in scales]
+    )
+    sums = np.stack([np.bincount(sequence, weights=row) for row in log_likelihoods])
+    highest = sums.max(axis=0)
+    share = np.exp(sums - highest)
+    integrated = highest + np.log(share.mean(axis=0))
+    lengths = np.bincount(sequence)
+    return NoiseFit(
+        log_likelihood=(integrated / np.maximum(lengths, 1))[sequence],
+        scale=float(np.sqrt(np.mean((share / share.sum(axis=0)).T @ scales**2))),
+    )
 
 
 def coarse_rounding(residuals: Residuals, smallest_scale: float, largest_scale: float) -> NoiseFit | None:
@@ -123,17 +155,26 @@ def equal_noise(residuals: Residuals, largest_scale: float, smallest_noise: floa
     """
     fits = [
         (_contaminated(noisy, part * largest_scale, OUTLIER_SHARE), float(noise))
-        for noise in scales_between(smallest_noise, max(1.0, 2 * smallest_noise))
+        for noise in scales_between(smallest_noise, max(LARGEST_EQUAL_NOISE, 2 * smallest_noise))
         for noisy in [residuals._replace(extra=np.hypot(residuals.extra, noise))]
         for part in (1e-3, 0.03, 0.1, 0.3, 1.0)
     ]
     fit, noise = max(fits, key=lambda pair: pair[0].total)
-    certain = np.abs(residuals.values[residuals.unit * fit.scale < noise / 3])
-    if np.sum(certain > noise / 2) < max(LEAST_VISIBLE, LEAST_VISIBLE_SHARE * len(certain)):
+    is_certain = residuals.unit * fit.scale < noise / 3
+    is_visible = is_certain & (np.abs(residuals.values) > noise / 2)
+    if is_visible.sum() < max(LEAST_VISIBLE, LEAST_VISIBLE_SHARE * is_certain.sum()):
+        return None
+    # Errors of a token of probability 1 have one sign, since no probability is larger. Others have both.
+    free = residuals.values[is_visible & (residuals.unit > 2 * noise)]
+    if len(free) >= LEAST_VISIBLE and min(np.mean(free > 0), np.mean(free < 0)) < LEAST_SIGN_SHARE:
         return None
     return replace(fit, scale=noise, parameters=2)
 
 
+LARGEST_EQUAL_NOISE = 0.3
+"""Errors of one size in all log-probabilities, in nats, that are not larger than those of 8 bits."""
+LEAST_SIGN_SHARE = 0.1
+"""Share of the errors that have the rarer sign, if they are rounding."""
 LEAST_VISIBLE, LEAST_VISIBLE_SHARE = 5, 0.2
 """Tokens, and share of those with small errors of logits, that show an error of one size in all log-probabilities."""
 
@@ -189,7 +230,7 @@ def few_tokens_far_out(residuals: Residuals, largest_scale: float) -> NoiseFit:
         _contaminated(residuals, scale, share, width=width)
         for scale in core_scales(largest_scale)
         for share in (5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02)
-        for width in (1.0, 3.0, 8.0)
+        for width in (1.0, 3.0, 8.0, math.inf)
     ]
     return replace(max(fits, key=lambda fit: fit.total), parameters=3)
 
@@ -203,9 +244,15 @@ def core_scales(largest_scale: float) -> Floats:
 def _contaminated(
     residuals: Residuals, scale: float, share: float, *, width: float = 1.0, freedom: float = HEALTHY_TAIL
 ) -> NoiseFit:
-    """The fit of Student's t for rounding, with a share of outliers of a Laplace distribution."""
+    """The fit of Student's t for rounding, with a share of outliers of a Laplace distribution.
+
+    For an infinite width, they have a Cauchy distribution, whose tail reaches to probabilities of 0.
+    """
     core = log_t(residuals.values, residuals.scale(scale), freedom)
-    outlier = -np.abs(residuals.values) / width - math.log(2 * width)
+    if math.isinf(width):
+        outlier = log_t(residuals.values, np.ones_like(residuals.values), 1.0)
+    else:
+        outlier = -np.abs(residuals.values) / width - math.log(2 * width)
     log_likelihood = np.logaddexp(math.log1p(-share) + core, math.log(share) + outlier)
     return NoiseFit(log_likelihood=log_likelihood, scale=float(scale), share=share)
 

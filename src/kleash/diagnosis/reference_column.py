@@ -1,6 +1,5 @@
 """Hypotheses about the reference's column: whether its log-probabilities are of the reference."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +8,7 @@ from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, UNEXPLAINED, Hypothesis, from_fit
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding, token_unit
-from kleash.diagnosis.token_table import TokenTable, decimals_error
+from kleash.diagnosis.token_table import TokenTable, rounding_error
 
 
 def reference_hypotheses(
@@ -38,7 +37,7 @@ def _with_models(
 ) -> list[Hypothesis]:
     """The column against the scores of reference and policy."""
     unit = token_unit(scores.reference)
-    error = decimals_error(column)
+    error = rounding_error(column)
     rest = Residuals(column - scores.reference, unit, error)
     typical = float(np.median(np.abs(rest.values)))
     away = f"the column differs from the reference's own scores by {typical:.2g} nats in the median"
@@ -58,7 +57,7 @@ def _without_models(table: TokenTable, column: Floats, largest_scale: float) -> 
     """The column against the trainer's."""
     trainer = table.trainer
     unit, smallest = token_unit(trainer), max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale)
-    error = math.hypot(decimals_error(column), decimals_error(trainer))
+    error = np.hypot(rounding_error(column), rounding_error(trainer))
     hypotheses = [
         from_fit(
             table, HEALTHY, other_model(Residuals(column - trainer, unit, error), smallest), "another model"
@@ -76,7 +75,9 @@ def _without_models(table: TokenTable, column: Floats, largest_scale: float) -> 
         is_known = np.isfinite(moved)
         if is_known.sum() < 2:
             continue
-        fit = other_model(Residuals(moved[is_known] - trainer[is_known], unit[is_known], error), smallest)
+        fit = other_model(
+            Residuals(moved[is_known] - trainer[is_known], unit[is_known], error[is_known]), smallest
+        )
         log_likelihood = np.full(len(moved), UNEXPLAINED)
         log_likelihood[is_known] = fit.log_likelihood
         hypotheses.append(

@@ -3,16 +3,24 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 
-from kleash.diagnosis.noise_models import Floats, token_unit
+from kleash.diagnosis.noise_models import MACHINE_EPSILON, Floats, token_unit
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
 
 SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""
 MOST_DECIMALS = 4
 """Decimals of a column whose rounding is larger than other errors of the file."""
+
+SHORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SHORT_SHARE = 0.99
+"""Share of a column's values that are numbers of a 16-bit type, from which its log-probabilities are rounded to it."""
+LARGEST_INFORMATIVE, LEAST_INFORMATIVE = -0.01, 8
+"""Values by which that is decided: all below the first, at least as many as the second."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,6 +47,12 @@ class TokenTable:
         """Standard deviation of the differences that come from writing the columns with few decimals, in nats."""
         return math.hypot(*(decimals_error(column) for column in (self.trainer, self.engine)))
 
+    @cached_property
+    def rounding_error(self) -> Floats:
+        """Standard deviation of each token's difference that comes from rounding the columns, in nats: to few
+        decimals, or to 16-bit numbers."""
+        return np.hypot(rounding_error(self.trainer), rounding_error(self.engine))
+
     @property
     def difference(self) -> Floats:
         """Trainer minus engine, in nats."""
@@ -53,6 +67,19 @@ class TokenTable:
         """The sum of a column over each response."""
         sums = np.bincount(self.sequence, weights=values, minlength=self.num_sequences)
         return sums.astype(np.float64)
+
+    def selected(self, is_selected: np.ndarray) -> "TokenTable":
+        """The table of some of the tokens, with the same numbers of responses."""
+        return TokenTable(
+            trainer=self.trainer[is_selected],
+            engine=self.engine[is_selected],
+            reference=None if self.reference is None else self.reference[is_selected],
+            sequence=self.sequence[is_selected],
+            position=self.position[is_selected],
+            token_id=self.token_id[is_selected],
+            rows=self.rows[is_selected],
+            num_sequences=self.num_sequences,
+        )
 
     def neighbour(self, values: Floats, offset: int) -> Floats:
         """The value of the token ``offset`` places later in the same response; NaN where there is none that counts."""
@@ -89,6 +116,33 @@ def decimals_error(column: Floats) -> float:
         if len(scaled) and np.all(np.abs(scaled - np.round(scaled)) <= tolerance):
             return 10.0**-decimals / math.sqrt(12)
     return 0.0
+
+
+def short_dtype(column: Floats) -> str | None:
+    """The 16-bit type whose numbers a column's log-probabilities are, "bfloat16" or "float16"; None if they are not.
+
+    A number of float32 is one of bfloat16 with a probability of about 2^-16 (2^-13 for float16).
+    """
+    values = column[column < LARGEST_INFORMATIVE].astype(np.float32)
+    if (
+        len(values) < LEAST_INFORMATIVE
+        or len(np.unique(values)) < LEAST_INFORMATIVE / 2
+        or decimals_error(column)
+    ):
+        return None
+    for name, dtype in SHORT_DTYPES.items():
+        if np.mean(torch.from_numpy(values).to(dtype).float().numpy() == values) >= SHORT_SHARE:
+            return name
+    return None
+
+
+def rounding_error(column: Floats) -> Floats:
+    """Standard deviation of the rounding of each value of a column: to few decimals, or to 16-bit numbers; else 0."""
+    name = short_dtype(column)
+    if name is None:
+        return np.full(len(column), decimals_error(column))
+    exponent = np.frexp(column)[1] - 1
+    return np.where(column == 0, 0.0, np.ldexp(MACHINE_EPSILON[name] / math.sqrt(12), exponent))
 
 
 def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
