@@ -368,6 +368,14 @@ def test_hostile_files_are_refused(
         open_base_logits(path).read(0, 0, 15)
 
 
+def test_a_file_that_ends_within_its_header_is_refused(written: tuple[Path, ...], tmp_path: Path) -> None:
+    path = tmp_path / "base.kld"
+    for length in (8, 15, 19):
+        path.write_bytes(written[2].read_bytes()[:length])
+        with pytest.raises(SourceError, match=f"ends within its header of 20 bytes, after {length}"):
+            open_base_logits(path)
+
+
 def test_a_file_of_holes_takes_no_memory(tmp_path: Path) -> None:
     """31 GB of zeros that no disk holds: tokens are read a chunk at a time."""
     context, vocab, chunks = 4, 1, 1_100_000_000
@@ -400,6 +408,10 @@ def test_models_and_options_that_do_not_fit_are_refused(written: tuple[Path, ...
     row, scored = 334, 15
     other.write_bytes(data[: 20 + 4 * 256] + bytes(2 * row * scored * 8))
     with pytest.raises(ModelError, match=r"has 320 logits and .* has 330"):
+        measure_base_logits(LogitsJob(logits=str(other), policy=str(policy)))
+    struct.pack_into("<i", data, 12, 299)
+    other.write_bytes(data[:20] + bytes(4 * 256 + 2 * 304 * scored * 8))
+    with pytest.raises(ModelError, match=r"has 300 tokens and .*other.kld has logits of 299"):
         measure_base_logits(LogitsJob(logits=str(other), policy=str(policy)))
     text = tmp_path / "short.txt"
     text.write_text("Short.")

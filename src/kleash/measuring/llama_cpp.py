@@ -42,7 +42,7 @@ from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
 from kleash.models.sources.source_files import read_whole_text
 from kleash.models.threads import threads_for_scoring
-from kleash.models.tokenizers import puts_begin_token
+from kleash.models.tokenizers import puts_begin_token, token_count
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 from kleash.uncertainty import ratio_of_sums
 
@@ -64,7 +64,7 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
 
     Raises:
         SourceError: if the file is damaged.
-        ModelError: if the policy cannot be loaded, or has fewer logits than the file.
+        ModelError: if the policy cannot be loaded, has fewer logits than the file, or a tokenizer with more tokens.
         NonFiniteError: if the policy's hidden states or logits are NaN or infinite.
     """
     file = open_base_logits(Path(job.logits).expanduser())
@@ -164,7 +164,17 @@ def _begin_token(name: str, revision: str | None, pair: Pair) -> int | None:
 
 
 def _with_vocabulary(model: Model, file: BaseLogitsFile) -> tuple[Model, tuple[str, ...]]:
-    """The model with as many logits as the file; also a note if some are left out."""
+    """The model with as many logits as the file; also a note if some are left out.
+
+    Raises:
+        ModelError: if the model has fewer logits than the file, or its tokenizer has more tokens.
+    """
+    tokens = token_count(model.tokenizer)
+    if tokens > file.vocab_size:
+        raise ModelError(
+            f"the tokenizer of the policy {model.path} has {tokens} tokens and {file.path} has logits of "
+            f"{file.vocab_size}; give a file of a base with the policy's vocabulary"
+        )
     if model.vocab_size < file.vocab_size:
         raise ModelError(
             f"the policy {model.path} has {model.vocab_size} logits and {file.path} has {file.vocab_size}; give a "

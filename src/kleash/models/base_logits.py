@@ -146,7 +146,11 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
                 raise SourceError(
                     f"{path} does not begin with _logits_; give a file of llama-perplexity --kl-divergence-base"
                 )
-            context, vocab_size, chunks = np.frombuffer(head[8:].ljust(12, b"\0"), dtype="<i4").tolist()
+            if len(head) < HEADER_BYTES:
+                raise SourceError(
+                    f"{path} ends within its header of {HEADER_BYTES} bytes, after {len(head)}; write it again"
+                )
+            context, vocab_size, chunks = np.frombuffer(head[8:], dtype="<i4").tolist()
             if not (4 <= context <= MAX_CONTEXT and 1 <= vocab_size <= MAX_VOCAB and chunks >= 1):
                 raise SourceError(
                     f"{path} claims {chunks} chunks of {context} tokens and a vocabulary of {vocab_size}; write it "
