@@ -7,11 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_forks import CommandFork, CommandForks
+
+from kleash.cli import entry
+from kleash.measuring.run import _resumable
 
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
 OPTIONS = ["--max-new-tokens", "6", "--batch-tokens", "8", "--quiet"]
@@ -104,6 +108,33 @@ def test_ctrl_c_and_sigterm_print_the_options_that_resume(
     assert error.strip() == (
         f"kleash: {cause}; finished shards are on disk: resume with --resume --out {out}"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated by SIGTERM")]
+)
+@pytest.mark.parametrize("out", [None, "run"])
+def test_an_interruption_whose_message_a_library_drops_is_described(
+    number: signal.Signals,
+    cause: str,
+    out: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As Ray does while it waits for workers: it raises a KeyboardInterrupt without a message."""
+
+    def interrupted(_: list[str]) -> int:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(number)
+        with nullcontext() if out is None else _resumable(out):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "_run", interrupted)
+    assert entry.main(["measure"]) == 128 + number
+    expected = (
+        cause if out is None else "interrupted; finished shards are on disk: resume with --resume --out run"
+    )
+    assert capsys.readouterr().err == f"kleash: {expected}\n"
 
 
 def test_resume_with_other_settings_raises_with_their_names(

@@ -45,7 +45,7 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
             _print_error(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt as stop:
-        _print_interruption(stop)
+        _print_interruption(stop, termination)
         return termination.exit_code(EXIT_INTERRUPTED)
     except BrokenPipeError:  # such as "kleash … | head"
         return EXIT_BROKEN_PIPE
@@ -56,15 +56,18 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
     except Exception:  # an interrupted import may raise another exception, as numpy's does
         if termination.received is None:
             raise
-        _print_interruption(KeyboardInterrupt())
+        _print_interruption(KeyboardInterrupt(), termination)
         return termination.exit_code(EXIT_INTERRUPTED)
 
 
-def _print_interruption(stop: KeyboardInterrupt) -> None:
-    """Print why the command was interrupted, and what was saved; of several ranks one does."""
+def _print_interruption(stop: KeyboardInterrupt, termination: Termination) -> None:
+    """Print why the command was interrupted, and what was saved; of several ranks one does.
+
+    A library that catches the exception of the signal may raise another one, without its message, as Ray does.
+    """
     is_reported = stop.is_reported if isinstance(stop, Interrupted) else launched_rank() != 0
     if not is_reported:
-        _print_error(str(stop) or "interrupted")
+        _print_error(str(stop) or termination.reason)
 
 
 def _print_error(message: str) -> None:

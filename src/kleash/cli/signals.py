@@ -35,7 +35,12 @@ class Termination:
         if self.received is not None and self._ignores_repetition:
             return
         self.received = self.received or number
-        raise KeyboardInterrupt("terminated by SIGTERM" if number == signal.SIGTERM else "interrupted")
+        raise KeyboardInterrupt(self.reason)
+
+    @property
+    def reason(self) -> str:
+        """Why the command ends, for the user."""
+        return "terminated by SIGTERM" if self.received == signal.SIGTERM else "interrupted"
 
     def exit_code(self, default: int) -> int:
         """128 and the number of the signal; ``default`` if none arrived."""

@@ -202,7 +202,7 @@ def _resumable(out: str | Path) -> Generator[None]:
         yield
     except KeyboardInterrupt as stop:
         raise Interrupted(
-            f"{stop or 'interrupted'}; finished shards are on disk: resume with --resume --out {out}"
+            f"{str(stop) or 'interrupted'}; finished shards are on disk: resume with --resume --out {out}"
         ) from stop
 
 
