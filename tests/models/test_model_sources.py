@@ -115,7 +115,7 @@ BAD_PROMPTS = {
     "unknown id": ('{"prompt_token_ids": [3, 320]}', "token ids from 0 to 319 and found '320'"),
     "bool id": ('{"prompt_token_ids": [true]}', "token ids from 0 to 319 and found 'true'"),
     "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
-    "blank": ("\n \n", "holds no prompt$"),
+    "blank": ("\n \n", "holds no prompt; give a source with at least one$"),
     "half": (r'{"prompt": "Oh \ud83d"}', r"line 1: 'prompt' holds half a character, .ud83d, at place 3"),
     "half in a message": (
         r'{"messages": [{"role": "user", "content": "\ude00"}]}',

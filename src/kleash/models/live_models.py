@@ -130,7 +130,9 @@ def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | N
     """The name of the adapter to measure; None for the base."""
     if peft_model is None:
         if adapter not in (ACTIVE_ADAPTER, None):
-            raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
+            raise ModelError(
+                f"the {role} has no adapter {adapter!r}: it is no PEFT model; leave the name of the adapter out"
+            )
         return None
     if adapter != ACTIVE_ADAPTER:
         return adapter

@@ -58,7 +58,7 @@ def read_prompts(
     records = islice(source.records(), limit)
     prompts = _prompts(records, pair, columns=columns, chat_template=source.reading.chat_template)
     if not prompts:
-        raise SourceError(f"{name} holds no prompt")
+        raise SourceError(f"{name} holds no prompt; give a source with at least one")
     return prompts
 
 

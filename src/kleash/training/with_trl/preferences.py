@@ -107,5 +107,5 @@ def read_pairs(
             raise SourceError(f"{record.location}: texts and lists of messages in one file; split it")
         rows.append(row)
     if not rows:
-        raise SourceError(f"{name} has no pairs")
+        raise SourceError(f"{name} holds no pair; give a file with at least one")
     return rows
