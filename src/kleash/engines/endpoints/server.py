@@ -7,14 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kleash.engines.endpoints.answer_precision import LogprobPrecision, check_totals, find_precision
-from kleash.engines.endpoints.dialects import (
-    DIALECTS,
-    NO_PROMPT_LOGPROBS,
-    VLLM,
-    Dialect,
-    EchoServer,
-    Query,
-)
+from kleash.engines.endpoints.dialects import DIALECTS, NO_PROMPT_LOGPROBS, VLLM
+from kleash.engines.endpoints.echo_server import EchoServer
 from kleash.engines.endpoints.http_client import JSONClient, RefusedRequestError
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
@@ -22,6 +16,7 @@ from kleash.engines.endpoints.listed_logprobs import (
     UnsendableError,
     VocabularyTexts,
 )
+from kleash.engines.endpoints.queries import Dialect, Query
 from kleash.errors import EndpointError, NonFiniteError
 from kleash.models import TokenizerMismatchError, TokenSequence
 from kleash.store.job_folder import PROBE_NATS, probe_change
