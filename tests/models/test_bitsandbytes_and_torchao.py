@@ -154,6 +154,19 @@ def test_damaged_codes_are_refused(tmp_path: Path, part: str, value: Any, reason
         unpacked(folder)
 
 
+@pytest.mark.parametrize("columns", [16, 48])
+def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path: Path, columns: int) -> None:
+    tensors, _ = pack_codes(np.random.default_rng(1).normal(size=(32, columns)))
+    folder = write_module(tmp_path, tensors, BITSANDBYTES)
+    stored = load_file(folder / "model.safetensors")
+    stored["m.weight.absmax"] = stored["m.weight.absmax"].view(32, -1).T.contiguous().bfloat16()
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"transposed its scales .*save_pretrained before the first forward pass"
+    ):
+        unpacked(folder)
+
+
 def test_damaged_integers_are_refused(tmp_path: Path) -> None:
     tensors, _ = pack_integers(np.ones((4, 6)))
     folder = write_module(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)}, BITSANDBYTES)

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import LoadingOptions, flag, is_endpoint, shown_endpoint
+from kleash.jobs.option_groups import (
+    LoadingOptions,
+    flag,
+    is_endpoint,
+    require_folder_or_hub_id,
+    shown_endpoint,
+)
 from kleash.jobs.output_options import FORMATS, FormatOption
 
 
@@ -50,6 +56,7 @@ class LogitsJob(FormatOption, LoadingOptions):
         """
         super().__post_init__()
         self._at_least_1("limit")
+        require_folder_or_hub_id("--tokenizer", self.tokenizer)
         if self.context < 4:
             raise OptionError(f"--context must be at least 4; it is {self.context}")
         if (self.policy is None) == (self.reference is None):

@@ -160,6 +160,7 @@ class ScoringOptions(LoadingOptions, ReadOptions):
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._at_least_1("window", "stride")
+        require_folder_or_hub_id("--tokenizer", self.tokenizer)
         check_read_options(self)
         if self.stride is not None and self.stride > (self.window or self.stride):
             raise OptionError(
@@ -263,6 +264,19 @@ def shown_endpoint(address: str) -> str:
     """A server's address for an error, with an ellipsis in place of what may hold a password or a key."""
     has_more = any(character in address for character in "@?#")
     return f"{address.partition('//')[0]}//…" if has_more else address
+
+
+def require_folder_or_hub_id(name: str, value: str | None) -> None:
+    """Check that an option that names a tokenizer is not an address.
+
+    Raises:
+        OptionError: if it is; the error does not show what may hold a password.
+    """
+    if value is not None and "://" in value:
+        raise OptionError(
+            f"{name} {shown_endpoint(value)} is an address; give the tokenizer's folder, or its name on the hub "
+            "(owner/name)"
+        )
 
 
 def is_gguf(name: str) -> bool:

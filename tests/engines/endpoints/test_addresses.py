@@ -71,3 +71,28 @@ def test_a_refused_address_is_shown_without_its_password(
     error = capsys.readouterr().err
     assert "http://…" in error and "server" in error and "secret" not in error
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["measure", "--policy", "shipped:policy", "--tokenizer", "ADDRESS"],
+        ["sweep", "--candidates", "shipped:policy", "--tokenizer", "ADDRESS"],
+        ["cache", "--reference", "shipped:reference", "--text", "shipped:text", "--tokenizer", "ADDRESS"],
+        ["logits", "base.kld", "--policy", "shipped:policy", "--tokenizer", "ADDRESS"],
+        ["measure", "--policy", "shipped:policy", "--text", "ADDRESS"],
+        ["measure", "--policy", "shipped:policy", "--prompts", "ADDRESS"],
+        ["sweep", "--candidates", "shipped:policy", "--responses", "ADDRESS"],
+    ],
+    ids=lambda words: f"{words[0]}{words[-2]}",
+)
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_an_address_where_a_folder_or_file_is_expected_is_refused_without_its_password(
+    words: list[str], scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [] if words[0] == "logits" else ["--out", str(tmp_path / "out")]
+    address = f"{scheme}://me:secret@127.0.0.1:1/file.jsonl"
+    assert main([*[word.replace("ADDRESS", address) for word in words], *out]) == 2
+    error = capsys.readouterr().err
+    assert f"{scheme}://… is an address" in error and "secret" not in error
+    assert "secret" not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))

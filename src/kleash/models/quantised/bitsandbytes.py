@@ -135,6 +135,7 @@ def _describe_codes(
     blocks = -(-count // codes.block_size)
     _require_size(tensors, "weight.quant_map", TABLE_SIZE, ("F32", "F16", "BF16"))
     if codes.nested_block_size is None:
+        _refuse_transposed_scales(tensors, codes)
         _require_size(tensors, "weight.absmax", blocks, ("F32",))
     else:
         _require_size(tensors, "weight.absmax", blocks, ("U8",))
@@ -148,6 +149,22 @@ def _describe_codes(
         kind=f"{METHOD} {codes.kind}, groups of {codes.block_size}",
         parts=tuple(tensors.full_name(part) for part in parts),
         open=partial(_open_codes, tensors, codes),
+    )
+
+
+def _refuse_transposed_scales(tensors: ModuleTensors, codes: BlockCodes) -> None:
+    """Refuse scales that bitsandbytes transposed for a kernel of the CPU and saved so, which it reads in another order.
+
+    Raises:
+        ModelError: if they are transposed.
+    """
+    rows, columns = codes.shape
+    header = tensors.headers.get("weight.absmax")
+    tensors.require(
+        header is None or (header.dtype, header.shape) != ("BF16", (columns // codes.block_size, rows)),
+        "was saved after a forward pass on a CPU, in which bitsandbytes transposed its scales (absmax) and rounded "
+        "them to bfloat16; bitsandbytes itself loads other weights from this file. Call save_pretrained before the "
+        "first forward pass",
     )
 
 

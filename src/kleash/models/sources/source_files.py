@@ -14,6 +14,7 @@ from tempfile import mkdtemp
 from typing import BinaryIO
 
 from kleash.errors import SourceError
+from kleash.jobs.option_groups import shown_endpoint
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
 from kleash.models.sources.columns import (
     ColumnChoice,
@@ -153,7 +154,12 @@ def source_path(name: str, kind: SourceKind) -> Path:
     except (FileNotFoundError, NotADirectoryError) as error:
         hub_name = HUB_ADDRESS.match(name)
         hint = f"; give the name of the data set on the hub, {hub_name[1]}" if hub_name else ""
-        raise SourceError(f"there is no file {name}{hint}") from error
+        if "://" in name and not hub_name:
+            raise SourceError(
+                f"{shown_endpoint(name)} is an address, and files are not downloaded; download it, and give the file's "
+                "name"
+            ) from error
+        raise SourceError(f"there is no file {shown_endpoint(name)}{hint}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         reason = getattr(error, "strerror", None) or error
         raise SourceError(
