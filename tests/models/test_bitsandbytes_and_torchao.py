@@ -262,6 +262,41 @@ def test_codes_of_torchao_are_unpacked(
     assert (packed.modules[0].parameter, packed.also_quantised) == ("m.weight", ())
 
 
+def test_matrices_of_composite_models_are_found_under_the_names_that_transformers_stores(
+    tmp_path: Path,
+) -> None:
+    values: dict[str, np.ndarray] = {}
+    stored: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    rng = np.random.default_rng(4)
+    for (
+        name,
+        network_name,
+        columns,
+    ) in (  # names of files and metadata as transformers 5 writes them for Gemma 3
+        *((f"language_model.model.layers.{i}", f"model.language_model.layers.{i}", 12) for i in range(2)),
+        ("vision_tower.encoder.layers.0", "model.vision_tower.encoder.layers.0", 8),
+    ):
+        module = f"{name}.self_attn.q_proj"
+        codes, scales = rng.integers(-8, 8, size=(3, columns)), rng.uniform(0.1, 0.2, (3, columns // 4))
+        stored |= {
+            f"{module}._weight_qdata": torch.from_numpy(codes).to(torch.int8),
+            f"{module}._weight_scale": torch.from_numpy(scales),
+        }
+        values[f"{module}.weight"] = codes * np.repeat(scales, 4, axis=1)
+        (entry,) = (text for text in torchao_metadata("Int8Tensor", [1, 4]).values() if "Int8" in text)
+        metadata[f"{network_name}.self_attn.q_proj.weight"] = entry
+    save_file(stored, tmp_path / "model.safetensors", metadata=metadata)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": TORCHAO}))
+    packed = find_packed_modules(tmp_path, "the policy")
+    assert packed is not None
+    assert {module.parameter for module in packed.modules} == set(values)
+    with TensorReader(packed.headers) as reader:
+        for module in packed.modules:
+            weight = unpacking.unpack(module, reader, torch.float64)
+            np.testing.assert_allclose(weight.numpy(), values[module.parameter], rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [

@@ -11,7 +11,8 @@ Source: torchao, ``prototype/safetensors`` and ``quantization/quantize_/workflow
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ PART_NAMES = {
     COLUMN_FACTORS: "act_pre_scale",
 }
 """Names in ``scaled_weights`` → torchao's."""
+CODES = "_qdata"
+"""End of the name of the tensor of a parameter's codes."""
 SMALL_INTEGERS = tuple(f"int{bits}" for bits in range(1, 8))
 ACTIVATION_SETTINGS = ("act_quant_kwargs", "activation_quantization")
 
@@ -70,7 +73,10 @@ def find_torchao_modules(
         ModelError: if the tensors of a module do not fit together.
     """
     modules: list[PackedModule] = []
-    for name, parameter in read_parameters(headers, reader).items():
+    parameters = read_parameters(headers, reader)
+    stored_names = _match_stored_names(parameters, headers)
+    for network_name, parameter in parameters.items():
+        name = stored_names.get(network_name, network_name)
         kind, attributes = parameter["_type"], parameter["_data"]
         if kind not in PLAIN_CLASSES:
             raise UnsupportedLayoutError(
@@ -84,6 +90,42 @@ def find_torchao_modules(
         packed = describe_scaled_module(tensors, "torchao", schemes, reader)
         modules.append(replace(packed, kind=packed.kind.replace("int8", _integer_type(attributes))))
     return modules
+
+
+def _match_stored_names(parameters: Iterable[str], headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """The names in the files of the parameters that the metadata call otherwise.
+
+    transformers writes tensors of composite models under the names of older versions
+    ("language_model.model.layers.0…"), and metadata under those of the network ("model.language_model.layers.0…"). A
+    parameter belongs to the stored one with the same numbers and last parts that has most parts of its name; it is left
+    out if there are two of them.
+    """
+    stored = [
+        f"{module}.{part.removeprefix('_').removesuffix(CODES)}"
+        for module, _, part in (name.rpartition(".") for name in headers)
+        if part.startswith("_") and part.endswith(CODES)
+    ]
+    other_names = set(parameters) - set(stored)
+    candidates: dict[tuple[str, ...], list[str]] = {}
+    for name in set(stored) - set(parameters):
+        candidates.setdefault(_fixed_parts(name), []).append(name)
+    matches: dict[str, str] = {}
+    for name in other_names:
+        shared = {
+            candidate: (Counter(candidate.split(".")) & Counter(name.split("."))).total()
+            for candidate in candidates.get(_fixed_parts(name), [])
+        }
+        best = [candidate for candidate, count in shared.items() if count == max(shared.values())]
+        if len(best) == 1:
+            matches[name] = best[0]
+    counts = Counter(matches.values())
+    return {name: match for name, match in matches.items() if counts[match] == 1}
+
+
+def _fixed_parts(name: str) -> tuple[str, ...]:
+    """The parts of a parameter's name that stay when its model is renamed: the numbers and the last two."""
+    parts = name.split(".")
+    return (*(part for part in parts if part.isdigit()), *parts[-2:])
 
 
 def _integer_type(attributes: Mapping[str, Any]) -> str:
