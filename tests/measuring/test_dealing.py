@@ -485,3 +485,41 @@ def test_parts_that_are_missing_or_differ_are_named(
         merge(out)
     assert str(caught.value).startswith(message)
     assert not (out / "measurement.json").exists()
+
+
+@pytest.mark.parametrize("change", ["source", "policy", "relative source", "relative policy", "run in out"])
+def test_a_merge_says_which_inputs_have_changed_or_are_not_there(
+    job: MeasureJob, parts_of_run: Path, tmp_path: Path, change: str
+) -> None:
+    out = shutil.copytree(parts_of_run, tmp_path / "run")
+    headers = [json.loads(path.read_text()) for path in sorted(out.glob("*/run.json"))]
+    for path, header in zip(sorted(out.glob("*/run.json")), headers, strict=True):
+        if change == "source":
+            rewrite_record(path, source_sha256="0" * 64)
+        elif change == "policy":
+            rewrite_record(path, fingerprints={**header["fingerprints"], "policy": "sha256:0"})
+        elif change.startswith("relative"):
+            name = "prompts" if change == "relative source" else "policy"
+            rewrite_record(path, settings={**header["settings"], name: "moved/x.jsonl"})
+    if change == "run in out":
+        shutil.copytree(out / "shard-1-of-3", out, dirs_exist_ok=True)
+        rewrite_record(out / "run.json", settings={**headers[0]["settings"], "seed": 7})
+    start, end = {
+        "source": (
+            f"the parts in {out} were scored with other inputs: the source's content (sha256) was '000",
+            "; put these back, or score the parts again, then merge",
+        ),
+        "policy": (
+            f"the parts in {out} were scored with other inputs: the fingerprint of the policy's weights",
+            "; put these back, or score the parts again, then merge",
+        ),
+        "run in out": (
+            f"{out} holds another run than its parts: --seed was 7 and is now 0",
+            "; move the parts into a folder of their own, then merge",
+        ),
+    }.get(change, ("", "; relative paths are those of the tasks: merge in the folder in which they ran"))
+    with pytest.raises(KleashError) as caught:
+        merge(out)
+    assert str(caught.value).startswith(start) and str(caught.value).endswith(end)
+    assert not (out / "measurement.json").exists()
+    assert (out / "tokens").exists() == (change in ("source", "policy", "run in out"))

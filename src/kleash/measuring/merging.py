@@ -1,18 +1,22 @@
 """Making one run of the parts that array tasks scored."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import RunFolderError
+from kleash.errors import ModelError, RunFolderError, SourceError
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import is_endpoint
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.run import measure
+from kleash.models import find_source
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.reports.trackers import require_trackers
 from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.array_task import part_folders
-from kleash.store.job_folder import RunHeader, describe_differences
+from kleash.store.job_folder import OtherRunError, RunHeader, describe_differences
 from kleash.store.worker_log import append_worker_lines, read_worker_lines
 from kleash.version import __version__
 
@@ -39,7 +43,9 @@ def merge(
         The measurement, as in ``measurement.json``.
 
     Raises:
-        RunFolderError: if parts are missing, unfinished, damaged, of different runs or of another version.
+        RunFolderError: if parts are missing, unfinished, damaged, of different runs or of another version, or their
+            models or source have changed.
+        SourceError, ModelError: if these are not there, such as under a relative path of another working folder.
         OptionError: if ``at_most`` is not a limit, or a tracker is not known.
         MissingExtraError: if a tracker is not installed.
         And what ``measure`` raises.
@@ -51,8 +57,14 @@ def merge(
     headers = [RunFolder(folder).header() for folder in folders]
     _require_one_run(folders, tasks, headers)
     job = replace(_job_of(headers[0], out, at_most), report_to=tuple(report_to))
+    _require_inputs(job)
     run = RunFolder(out)
-    with run.writing(headers[0], resume=True):
+    with (
+        _other_run_described(
+            f"{out} holds another run than its parts", "move the parts into a folder of their own"
+        ),
+        run.writing(headers[0], resume=True),
+    ):
         on_disk = set(run.finished_shards())
         for folder, task in zip(folders, tasks, strict=True):
             part = RunFolder(folder)
@@ -63,7 +75,42 @@ def merge(
             run.copy_shards(to_copy, part)
         run.require_shards(tasks[0].shards)
     reporter.note(f"{tasks[0].shards} shards of {len(folders)} parts are in {out}")
-    return measure(job, reporter)
+    with _other_run_described(
+        f"the parts in {out} were scored with other inputs", "put these back, or score the parts again"
+    ):
+        return measure(job, reporter)
+
+
+@contextmanager
+def _other_run_described(subject: str, advice: str) -> Generator[None]:
+    """Context in which a folder that holds another run is an error with advice for a merge, which has no ``--out``."""
+    try:
+        yield
+    except OtherRunError as error:
+        raise RunFolderError(f"{subject}: {'; '.join(error.differences)}; {advice}, then merge") from error
+
+
+def _require_inputs(job: MeasureJob) -> None:
+    """Check that the source and the models of a job are there, before anything is copied.
+
+    Raises:
+        SourceError, ModelError: if one is not.
+    """
+    kind, name = job.source
+    advice = "relative paths are those of the tasks: merge in the folder in which they ran"
+    try:
+        find_source(name, kind, job)
+    except SourceError as error:
+        raise SourceError(f"{error}; {advice}") from error
+    models = [(job.policy, job.revision_policy)]
+    if job.reference_cache is None:
+        models.append((job.reference, job.revision_reference))
+    try:
+        for model, revision in models:
+            if not is_endpoint(model):
+                find_checkpoint(model, revision)
+    except ModelError as error:
+        raise ModelError(f"{error}; {advice}") from error
 
 
 def _require_one_run(folders: list[Path], tasks: list[ArrayTask], headers: list[RunHeader]) -> None:

@@ -145,7 +145,8 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     """Check that the run in a folder is the one that is to be continued.
 
     Raises:
-        RunFolderError: naming what differs, if it is another.
+        OtherRunError: naming what differs, if it is another.
+        RunFolderError: if it may be another, since an older kleash made it.
     """
     differences = stored.differences(header)
     has_older_fingerprint = any(
@@ -160,7 +161,21 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
             "before)"
         )
     if differences:
-        raise RunFolderError(f"{root} holds another run: {'; '.join(differences)}; give another --out")
+        raise OtherRunError(root, differences)
+
+
+class OtherRunError(RunFolderError):
+    """A folder that holds another run than that which is to be continued."""
+
+    def __init__(self, root: Path, differences: Sequence[str]) -> None:
+        """Make the error.
+
+        Args:
+            root: the folder.
+            differences: as of ``RunHeader.differences``.
+        """
+        super().__init__(f"{root} holds another run: {'; '.join(differences)}; give another --out")
+        self.differences = tuple(differences)
 
 
 def read_header(root: Path) -> RunHeader:

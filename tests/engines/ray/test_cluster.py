@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
@@ -42,7 +42,8 @@ def listening(answer: bytes | None) -> Iterator[str]:
             connection.close()
 
 
-SETTINGS = bytes((0, 0, 6, 4, 0, 0, 0, 0, 0))
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+HEADERS_FRAME = 1
 
 
 @pytest.mark.peers("ray")
@@ -65,6 +66,27 @@ def test_an_address_is_used_only_if_grpc_answers(scheme: str, monkeypatch: pytes
             reachable_address(scheme + address)
 
 
+@contextmanager
+def grpc_server(answer: Callable[[bytes, Any], bytes], calls: Collection[str]) -> Iterator[str]:
+    """The address of a gRPC server that has these calls."""
+    import grpc
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: Any) -> Any:
+            return (
+                grpc.unary_unary_rpc_method_handler(answer) if handler_call_details.method in calls else None
+            )
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(Handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+HEAD, CLIENT_SERVER = "/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo"
+
+
 @pytest.fixture(scope="module")
 def cluster_with_token() -> Iterator[str]:
     """The address of a gRPC server that answers only to those with the token t."""
@@ -75,15 +97,75 @@ def cluster_with_token() -> Iterator[str]:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or incorrect")
         return b""
 
-    class Handler(grpc.GenericRpcHandler):
-        def service(self, handler_call_details: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(answer)
+    with grpc_server(answer, (HEAD, CLIENT_SERVER)) as address:
+        yield address
 
-    server = grpc.server(ThreadPoolExecutor(1), handlers=(Handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+
+@pytest.mark.peers("ray")
+@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "NOT_FOUND"])
+def test_a_server_without_the_call_of_the_address_is_refused(code: str) -> None:
+    """A head has one call and the client server the other; neither the answer nor the token matters."""
+    import grpc
+
+    def answer(_: bytes, context: Any) -> bytes:
+        context.abort(grpc.StatusCode[code], "as of Ray")
+
+    with grpc_server(answer, ()) as address:
+        for scheme in ("", "ray://"):
+            with pytest.raises(
+                ClusterError, match=f"^what answers at {scheme}{address} is no Ray cluster; is"
+            ):
+                reachable_address(scheme + address)
+    with grpc_server(answer, (HEAD,)) as address:
+        message = f"^what answers at ray://{address} is the head of a Ray cluster: give --address {address}$"
+        with pytest.raises(ClusterError, match=message):
+            reachable_address("ray://" + address)
+    with grpc_server(answer, (CLIENT_SERVER,)) as address:
+        message = f"is the client server of a Ray cluster: give --address ray://{address}$"
+        with pytest.raises(ClusterError, match=message):
+            reachable_address(address)
+
+
+@contextmanager
+def web_server(status: int) -> Iterator[str]:
+    """The address of an HTTP/2 server that answers with a status, as the byte of HPACK's table, and no content."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection = server.accept()[0]
+                connections.append(connection)
+                with suppress(OSError):
+                    connection.sendall(SETTINGS)
+                    frames = connection.makefile("rb")
+                    frames.read(24)
+                    while header := frames.read(9):
+                        frames.read(int.from_bytes(header[:3], "big"))
+                        if header[3] == HEADERS_FRAME:
+                            connection.sendall(bytes((0, 0, 1, 1, 5)) + header[5:] + bytes((status,)))
+
+    connections = list[socket.socket]()
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.peers("ray")
+@pytest.mark.parametrize("status", [0x88, 0x8C, 0x8E])  # 200, 400 and 500
+def test_a_web_server_is_no_ray_cluster(status: int) -> None:
+    with (
+        web_server(status) as address,
+        pytest.raises(ClusterError, match="is no Ray cluster; is the cluster"),
+    ):
+        reachable_address(address)
 
 
 @pytest.mark.peers("ray")
@@ -179,7 +261,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         ("gpu=0.5", True, {"CPU": 1, "GPU": 0.5}),
         ("cpu=0,gpu=1", True, {"GPU": 1}),
         ("CPU=4, memory=64e9", True, {"CPU": 4, "memory": 64e9}),
-        ("cpu=2,A100=1", False, {"CPU": 2, "A100": 1}),
+        ("cpu=1.5,A100=1.5", False, {"CPU": 1.5, "A100": 1.5}),
     ],
 )
 def test_what_a_worker_reserves(option: str | None, has_gpus: bool, amounts: dict[str, float]) -> None:

@@ -1,15 +1,16 @@
 """The address of a Ray cluster, and whether it can be used.
 
 Ray's core ends the process, after minutes, if nothing answers at the address of a cluster. So the address is probed
-first: a cluster answers the opening of an HTTP/2 connection, over which gRPC runs, with a frame of settings. A cluster
-that requires a token is then asked whether it accepts that of this process, since Ray would repeat the refusal for many
-seconds, and give another reason.
+first: a cluster answers the opening of an HTTP/2 connection, over which gRPC runs, with a frame of settings. Then one
+of its calls is made: another server does not have it, and a cluster that requires a token refuses it. Ray itself
+would repeat either refusal for many seconds, and give another reason.
 """
 
 import os
 import re
 import socket
 from importlib import import_module
+from typing import NamedTuple
 
 from kleash.engines.ray.compat import address_of_this_machine, token_metadata
 from kleash.errors import ClusterError, OptionError
@@ -22,8 +23,11 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0
 """The opening of an HTTP/2 connection, with an empty frame of settings."""
 SETTINGS_FRAME = 4
 ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\[\]]+)(?::(?P<port>\d{1,5}))?")
-TOKEN_CALLS = {"": "/ray.rpc.NodeInfoGcsService/GetClusterId", "ray://": "/ray.rpc.RayletDriver/ClusterInfo"}
+CALLS = {"": "/ray.rpc.NodeInfoGcsService/GetClusterId", "ray://": "/ray.rpc.RayletDriver/ClusterInfo"}
 """A call without arguments of a cluster's head, and of its client server, which both require the token."""
+FROM_WEB_SERVER = ("Received http2 header with status", "No status received")
+"""What gRPC says of an answer over HTTP/2 that is not gRPC's."""
+ADVICE = "is the cluster running, and is this its address (ray status says it on a node)?"
 FORMS = "host:port, ray://host:port, or auto for the cluster on this machine"
 
 
@@ -46,10 +50,10 @@ def reachable_address(address: str) -> str:
                 "--address out"
             )
         _probe(running, *_host_and_port(running))
-        _require_token_accepted(running, is_automatic=True)
+        _require_call_accepted(running, is_automatic=True)
         return running
     _probe(address, *_host_and_port(address))
-    _require_token_accepted(address, is_automatic=False)
+    _require_call_accepted(address, is_automatic=False)
     return address
 
 
@@ -68,7 +72,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _probe(address: str, host: str, port: int) -> None:
     """Raise ClusterError unless a gRPC server answers; with TLS, unless one accepts a connection."""
-    advice = "is the cluster running, and is this its address (ray status says it on a node)?"
     try:
         with socket.create_connection((host, port), timeout=PROBE_S) as connection:
             if os.environ.get("RAY_USE_TLS", "0") == "1":
@@ -78,46 +81,64 @@ def _probe(address: str, host: str, port: int) -> None:
             answer = connection.recv(9)
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
-        raise ClusterError(f"no Ray cluster answers at {address} ({reason}); {advice}") from error
+        raise ClusterError(f"no Ray cluster answers at {address} ({reason}); {ADVICE}") from error
     if len(answer) < 4 or answer[3] != SETTINGS_FRAME:
-        raise ClusterError(f"what answers at {address} is no Ray cluster; {advice}")
+        raise ClusterError(f"what answers at {address} is no Ray cluster; {ADVICE}")
 
 
-def _require_token_accepted(address: str, *, is_automatic: bool) -> None:
-    """Raise ClusterError if a cluster requires a token that this process has not or does not send.
+def _require_call_accepted(address: str, *, is_automatic: bool) -> None:
+    """Raise ClusterError if a server is no Ray cluster, or requires a token that this process has not or does not send.
 
-    ``ray start`` makes such clusters where a token exists. Ray itself sends one to an address only if RAY_AUTH_MODE is
-    "token", and to the cluster that it found on this machine also if that is not set.
+    ``ray start`` makes clusters with a token where one exists. Ray itself sends it to an address only if RAY_AUTH_MODE
+    is "token", and to the cluster that it found on this machine also if that is not set.
 
     Args:
-        address: at which a gRPC server answers.
+        address: at which a server answers over HTTP/2.
         is_automatic: whether the address is that of the cluster on this machine.
     """
     if os.environ.get("RAY_USE_TLS", "0") == "1":
         return
     host, port = _host_and_port(address)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    method = TOKEN_CALLS["ray://" if address.startswith("ray://") else ""]
-    if _accepts(target, method, ()):
-        return
-    mode = os.environ.get("RAY_AUTH_MODE")
+    scheme, other_scheme = ("ray://", "") if address.startswith("ray://") else ("", "ray://")
+    metadata, mode = token_metadata(), os.environ.get("RAY_AUTH_MODE")
     sends_token = is_automatic if mode is None else mode.lower() == "token"
-    metadata = token_metadata()
-    if sends_token and metadata and _accepts(target, method, metadata):
+    answer = _call(target, CALLS[scheme], ())
+    if answer.is_refusal and sends_token and metadata:
+        answer = _call(target, CALLS[scheme], metadata)
+    if answer.is_refusal:
+        state = "has none" if not metadata else "has another one" if sends_token else "does not send one"
+        raise ClusterError(
+            f"the Ray cluster at {address} requires its token, and this process {state}: set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN to what ray get-auth-token prints on a node of the cluster (or copy its ~/.ray/auth_token)"
+        )
+    if answer.is_of_ray:
         return
-    state = "has none" if not metadata else "has another one" if sends_token else "does not send one"
-    raise ClusterError(
-        f"the Ray cluster at {address} requires its token, and this process {state}: set RAY_AUTH_MODE=token, and "
-        "RAY_AUTH_TOKEN to what ray get-auth-token prints on a node of the cluster (or copy its ~/.ray/auth_token)"
-    )
+    if _call(target, CALLS[other_scheme], ()).is_of_ray:
+        server = "client server" if other_scheme else "head"
+        raise ClusterError(
+            f"what answers at {address} is the {server} of a Ray cluster: give --address {other_scheme}{target}"
+        )
+    raise ClusterError(f"what answers at {address} is no Ray cluster; {ADVICE}")
 
 
-def _accepts(target: str, method: str, metadata: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a gRPC server does not refuse a call as that of an unknown sender."""
+class CallAnswer(NamedTuple):
+    """How a server answered a call of Ray's."""
+
+    is_of_ray: bool
+    """False if the server does not have the call, or does not speak gRPC."""
+    is_refusal: bool
+    """Whether it refused the call as that of an unknown sender."""
+
+
+def _call(target: str, method: str, metadata: tuple[tuple[str, str], ...]) -> CallAnswer:
+    """Make a call without arguments; a server that does not answer in time may be a busy cluster."""
     grpc = import_module("grpc")
     with grpc.insecure_channel(target) as channel:
         try:
             channel.unary_unary(method)(b"", timeout=PROBE_S, metadata=metadata)
         except grpc.RpcError as error:
-            return error.code() is not grpc.StatusCode.UNAUTHENTICATED
-    return True
+            code, details = error.code(), str(error.details())
+            is_of_ray = code is not grpc.StatusCode.UNIMPLEMENTED and not details.startswith(FROM_WEB_SERVER)
+            return CallAnswer(is_of_ray, is_of_ray and code is grpc.StatusCode.UNAUTHENTICATED)
+    return CallAnswer(is_of_ray=True, is_refusal=False)
