@@ -15,7 +15,7 @@ from tiny_models import save_tiny
 
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
-from kleash.models.quantised import unpacking
+from kleash.models.quantised import transformers_formats, unpacking
 from kleash.models.quantised.integers import decode_float_8
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
@@ -97,6 +97,23 @@ def floats_of_8_bits(shape: tuple[int, ...], blocks: tuple[int, int], words: str
     tensors = {"weight": codes, "weight_scale": torch.from_numpy(np.asarray(scales))}
     settings = settings or settings_of("float-quantized", num_bits=8, type="float")
     return tensors, settings, weight, f"fp8, {words}"
+
+
+def floats_by_gptqmodel(shape: tuple[int, ...], blocks: tuple[int, int], words: str, **settings: Any) -> Case:
+    """GPTQModel's FP8: ``weight_scale_inv`` is 448 / max |W| of a block, and weights are codes divided by it."""
+    weight = RNG.normal(size=(ROWS, COLUMNS))
+    height, width = blocks
+    largest = (
+        np.abs(weight).reshape(ROWS // height, height, COLUMNS // width, width).max((1, 3)).reshape(shape)
+    )
+    inverse = (448 / largest).astype(np.float32)
+    divisors = spread(inverse.astype(np.float64).reshape(ROWS // height, COLUMNS // width), *blocks)
+    codes = torch.from_numpy(weight * divisors).to(torch.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale_inv": torch.from_numpy(np.asarray(inverse))}
+    settings |= {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"}
+    decoded = codes.double().numpy() / divisors
+    np.testing.assert_allclose(decoded, weight, rtol=0.07, atol=0.01)
+    return tensors, settings, decoded, f"fp8, {words}"
 
 
 def floats_of_4_bits(group: int, kind: str) -> Case:
@@ -186,6 +203,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "autofp8": lambda: floats_of_8_bits((1,), (ROWS, COLUMNS), "one scale", quant_method="fp8"),
     "fbgemm": lambda: floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows", quant_method="fbgemm_fp8"),
     "modelopt-fp8": lambda: floats_of_8_bits((), (ROWS, COLUMNS), "one scale", quant_method="modelopt"),
+    "gptqmodel-matrix": lambda: floats_by_gptqmodel((), (ROWS, COLUMNS), "one scale"),
+    "gptqmodel-rows": lambda: floats_by_gptqmodel((ROWS,), (1, COLUMNS), "rows"),
+    "gptqmodel-blocks": lambda: floats_by_gptqmodel(
+        (5, 2), (16, 48), "blocks of 16 x 48", weight_block_size=[16, 48]
+    ),
     "mxfp8": exponents,
     "nvfp4": lambda: floats_of_4_bits(16, "nvfp4"),
     "mxfp4": lambda: floats_of_4_bits(32, "mxfp4"),
@@ -353,6 +375,22 @@ def test_settings_that_are_not_read_are_refused(tmp_path: Path, change: dict[str
         ModelError, match=f"the policy is quantised .* in a layout that is not read: {reason}"
     ):
         find_packed_modules(folder, "the policy")
+
+
+def test_scales_of_gptqmodel_are_read_by_no_kernel_and_no_other_meaning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, settings, _, _ = CASES["gptqmodel-blocks"]()
+    folder = write_module(tmp_path, tensors, settings | {"weight_scale_semantics": "other"})
+    with pytest.raises(
+        ModelError, match="in a layout that is not read: its weight_scale_semantics is 'other'"
+    ):
+        find_packed_modules(folder, "the policy")
+    monkeypatch.setitem(transformers_formats.KERNEL_PACKAGES, "fp8", "json")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for meaning, is_run_packed in (("inverse", False), (None, True)):
+        write_module(tmp_path, tensors, settings | {"weight_scale_semantics": meaning})
+        assert transformers_formats.has_kernels(tmp_path, torch.device("cuda")) == is_run_packed
 
 
 def test_settings_without_packed_tensors_are_refused(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from kleash.models.quantised.settings import (
     check_modelopt_algorithms,
     check_rotations,
     describe_settings_place,
+    has_reciprocal_scales,
     read_block,
     read_group_size,
     read_integer,
@@ -300,7 +301,8 @@ def _scaled_float_modules(tensors: _PackedTensors) -> list[PackedModule]:
     modules = group_by_module(tensors.subject, tensors.headers)
     has_blocks = any(BLOCK_SCALES in module.headers for module in modules.values())
     block = read_block(tensors.settings, "weight_block_size") or FP8_BLOCK
-    schemes = [WeightScheme(bits=8, block=block)] if has_blocks else []
+    schemes = [WeightScheme(bits=8, block=block, divides=has_reciprocal_scales(tensors.settings))]
+    schemes = schemes if has_blocks else []
     return find_scaled_modules(modules, method, schemes, tensors.reader)
 
 

@@ -10,13 +10,14 @@ The blocks are the whole matrix, rows, groups of columns in a row, or rectangles
 | ``weight_packed`` or ``weight`` (U8) | pairs of 4-bit floating-point numbers E2M1, the first in the lower bits |
 | ``weight`` (I8, F8_E4M3, F8_E5M2) | the numbers themselves |
 
-The scales are ``weight_scale``, or ``weight_scale_inv`` in fine-grained FP8, which are factors as well. Scales stored
+The scales are ``weight_scale``, or ``weight_scale_inv`` in fine-grained FP8, which are factors as well; GPTQModel's FP8
+has the reciprocals of scales under that name (``weight_scale_semantics``). Scales stored
 as U8 or F8_E8M0 are powers of two, 2^(s - 127). Those of 4-bit floating-point numbers are divided by
 ``weight_global_scale``, or multiplied by ``weight_scale_2`` (ModelOpt). ModelOpt's AWQ multiplies the inputs of a
 matrix by ``pre_quant_scale``, which are factors of its columns here.
 
 Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_utils.py``; DeepSeek-V3,
-``inference/fp8_cast_bf16.py``.
+``inference/fp8_cast_bf16.py``; GPTQModel, ``nn_modules/qlinear/fp8.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,8 @@ class WeightScheme:
     """Columns of a group; None or -1 if the scales are not of groups."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block; None if the scales are of the matrix, of rows or of groups in a row."""
+    divides: bool = False
+    """Whether weights are the stored numbers divided by the scales, and not multiplied."""
 
 
 class BlockValues(NamedTuple):
@@ -122,7 +125,7 @@ def describe_scaled_module(
         shape=shape,
         kind=f"{' '.join(dict.fromkeys((method, kind)))}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),
-        open=partial(_open, tensors, codes, shape, bits, block),
+        open=partial(_open, tensors, codes, shape, bits, block, any(scheme.divides for scheme in schemes)),
     )
 
 
@@ -223,6 +226,7 @@ def _open(
     shape: tuple[int, int],
     bits: int,
     block: tuple[int, int],
+    divides: bool,
     reader: TensorReader,
     dtype: torch.dtype,
 ) -> RowDecoder:
@@ -234,7 +238,8 @@ def _open(
     def by_block(values: Tensor) -> BlockValues:
         return BlockValues(values.reshape(-(-rows // block[0]), -1), block[0])
 
-    scales = by_block(_read_scales(tensors, reader, dtype))
+    stored_scales = _read_scales(tensors, reader, dtype)
+    scales = by_block(stored_scales.reciprocal() if divides else stored_scales)
     zeros = None
     if "weight_zero_point" in tensors.headers:
         zeros = by_block(_read_zeros(tensors, reader, scales.values, bits, codes.dtype).to(dtype))

@@ -13,6 +13,8 @@ OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with the settings of checkpoints that were written before config.json had them, and their formats."""
 MLX_SETTINGS, ACTIVATIONS = "quantization", "quantize_activations"
 """Settings in the config.json of MLX, which do not name the format; others of its name stand beside them."""
+SCALE_MEANING = "weight_scale_semantics"
+"""Setting of GPTQModel's FP8."""
 MODELOPT_SETTINGS, QUANTO_SETTINGS = "hf_quant_config.json", "quanto_qmap.json"
 ROTATION_SETTINGS = re.compile(r"rotation|hadamard|quarot|spinquant|transform_config")
 """Names of settings of formats that also change activations while the model runs."""
@@ -125,6 +127,18 @@ def read_block(settings: Mapping[str, Any], name: str) -> tuple[int, int] | None
         if 0 < rows <= MAX_GROUP_SIZE and 0 < columns <= MAX_GROUP_SIZE:
             return rows, columns
     raise UnsupportedLayoutError(f"its {name} is {value!r:.60}")
+
+
+def has_reciprocal_scales(settings: Mapping[str, Any]) -> bool:
+    """Whether ``weight_scale_inv`` holds the reciprocals of scales, as GPTQModel's FP8 says, and not the scales.
+
+    Raises:
+        UnsupportedLayoutError: if the setting has another value.
+    """
+    meaning = settings.get(SCALE_MEANING)
+    if meaning not in (None, "inverse"):
+        raise UnsupportedLayoutError(f"its {SCALE_MEANING} is {meaning!r:.60}")
+    return meaning is not None
 
 
 def read_object(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

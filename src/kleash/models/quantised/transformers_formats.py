@@ -11,7 +11,7 @@ import torch
 from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.quantised.packed_modules import TensorHeader, read_headers
-from kleash.models.quantised.settings import read_quantisation_settings
+from kleash.models.quantised.settings import SCALE_MEANING, read_quantisation_settings
 from kleash.models.text_towers import is_of_other_part
 
 MAX_METHOD_CHARACTERS = 40
@@ -92,7 +92,7 @@ def has_kernels(folder: Path, device: torch.device) -> bool:
     method = "" if settings is None else str(settings.get("quant_method", "")).lower()
     if settings is not None and method == "fp8":
         has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-        if not settings.get("weight_block_size") or not has_units:
+        if not settings.get("weight_block_size") or not has_units or settings.get(SCALE_MEANING):
             return False
     return method in KERNEL_PACKAGES and find_spec(KERNEL_PACKAGES[method]) is not None
 
