@@ -77,7 +77,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> StandInRay:
         yield stand_in
 
     monkeypatch.setattr(workers, "connected_cluster", connected)
-    monkeypatch.setattr(workers, "requested_workers", lambda *_: (2, WorkerResources()))
+    monkeypatch.setattr(workers, "requested_workers", lambda *_: (2, 2, WorkerResources()))
     return stand_in
 
 

@@ -58,9 +58,10 @@ def ray_engine(job: MeasureJob, note: Callable[[str], None]) -> Generator[RayEng
     expected = expected_description(job)
     tokenizer = policy_tokenizer(job)
     with connected_cluster(job.address, workers=job.workers, resources=job.resources_per_worker) as ray:
-        count, resources = requested_workers(ray, job.workers, job.resources_per_worker, note)
+        count, room, resources = requested_workers(ray, job.workers, job.resources_per_worker, note)
         spec = WorkerSpec(
             count=count,
+            room=room,
             resources=resources,
             code=WorkerCode(partial(worker_engine, job, str(Path.cwd())), describe_models, pack_shard),
             batch_tokens=job.batch_tokens,

@@ -295,6 +295,17 @@ def test_amounts_that_ray_cannot_reserve_are_refused(option: str, message: str) 
         MeasureJob(engine="ray", resources_per_worker=option)
 
 
+def test_a_machine_runs_only_so_many_workers_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(cluster, "import_extra", lambda *_: StandInRay(error=AssertionError))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    message = r"^--workers is 17, each with both models, and this machine has 2 cores; give at most 16, or the --addr"
+    with pytest.raises(OptionError, match=message), connected_cluster(None, workers=17):
+        pass
+    with pytest.raises(AssertionError), connected_cluster(None, workers=16):
+        pass
+
+
 def test_workers_fit_where_every_resource_does() -> None:
     resources = WorkerResources(cpu=2, gpu=1, memory=10.0)
     assert resources.places_on({"CPU": 16.0, "GPU": 4.0, "memory": 1000.0}) == 4

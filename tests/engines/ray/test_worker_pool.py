@@ -5,16 +5,17 @@ Real workers of a real cluster are killed by ``tests/measuring/test_ray_run.py``
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import length_hint
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kleash.engines import Shard
-from kleash.engines.ray import WorkerCode, WorkerPool, WorkerSpec, task_queue
+from kleash.engines.ray import WorkerCode, WorkerPool, WorkerSpec, pool, task_queue
 from kleash.engines.ray.cluster import WorkerResources
 from kleash.engines.ray.shard_worker import LoadedModels, ScoredPart
 from kleash.engines.ray.task_queue import IN_FLIGHT
@@ -155,11 +156,12 @@ def shards(count: int) -> Iterator[Shard]:
         )
 
 
-def make_pool(ray: StandInRay, workers: int = 3) -> tuple[WorkerPool, list[str]]:
+def make_pool(ray: StandInRay, workers: int = 3, room: int | None = None) -> tuple[WorkerPool, list[str]]:
     notes: list[str] = []
     code = WorkerCode(lambda: None, lambda engine: {}, lambda *_: None)  # pyright: ignore[reportArgumentType]
     spec = WorkerSpec(
         count=workers,
+        room=workers if room is None else room,
         resources=WorkerResources(),
         code=code,
         batch_tokens=64,
@@ -324,6 +326,35 @@ def test_a_shard_that_waits_behind_a_slow_one_is_given_to_an_idle_worker() -> No
     made, _ = make_pool(ray)
     assert sorted(scored.shard.index for scored in made.results(shards(30), lambda: None)) == list(range(30))
     assert {shard for _, shard in ray.scored[:29]} == set(range(30)) - {5}
+
+
+@pytest.mark.parametrize(
+    ("count", "started"), [(2, [1]), (3, [2]), (30, range(5, 30)), (300, range(30, 301))]
+)
+def test_workers_without_room_are_started_only_for_shards_that_no_worker_has(
+    count: int, started: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 000 workers there is room for one, which has two shards; four others may wait at a time."""
+    monkeypatch.setattr(pool, "MAX_WAITING", 4)
+    ray = StandInRay(never, random.Random(0))
+    made, notes = make_pool(ray, workers=100_000, room=1)
+    most_waiting, most_ahead, taken = 0, 0, iter(range(count))
+    assert len(ray.queues) == 1 and notes == []
+
+    def source() -> Iterator[Shard]:
+        return (shard for shard, _ in zip(shards(count), taken, strict=False))
+
+    def hint() -> None:
+        nonlocal most_waiting, most_ahead
+        starting = [any(name != "score" for _, name, _ in queue) for queue in ray.queues.values()]
+        most_waiting = max(most_waiting, sum(starting))
+        queued = sum(name == "score" for queue in ray.queues.values() for _, name, _ in queue)
+        most_ahead = max(most_ahead, count - length_hint(taken) - queued - len(ray.scored))
+
+    indices = [scored.shard.index for scored in made.results(source(), hint)]
+    assert sorted(indices) == list(range(count)) and most_waiting <= 4 and most_ahead <= 4
+    assert len(ray.queues) in started
+    assert len({worker for worker, _ in ray.scored}) > 1 or count < 4
 
 
 def test_a_call_goes_to_another_worker_if_one_is_lost() -> None:

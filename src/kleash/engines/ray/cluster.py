@@ -16,6 +16,9 @@ from kleash.errors import ClusterError, OptionError
 from kleash.extras import import_extra
 from kleash.jobs.option_groups import parse_resources
 
+MAX_WORKERS_PER_CORE = 8
+"""Workers that a cluster which is started here has for each core of the machine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
@@ -85,7 +88,8 @@ def connected_cluster(
 
     Raises:
         MissingExtraError: if ray is not installed.
-        OptionError: if the address is malformed, or not that of the cluster to which this process is connected.
+        OptionError: if the address is malformed, or not that of the cluster to which this process is connected, or
+            this machine is to run too many workers.
         ClusterError: if nothing answers, or what answers is no Ray cluster of this version.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -160,8 +164,18 @@ def _require_connected_to(ray: ModuleType, address: str | None) -> None:
 
 
 def _local_cpus(workers: int | None, resources: str | None) -> int | None:
-    """The CPUs that a cluster of this machine must claim to have for its workers; None for those it has."""
+    """The CPUs that a cluster of this machine must claim to have for its workers; None for those it has.
+
+    Raises:
+        OptionError: if there are more than ``MAX_WORKERS_PER_CORE`` workers for each core.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = MAX_WORKERS_PER_CORE * cores
+    if workers is not None and workers > limit:
+        raise OptionError(
+            f"--workers is {workers}, each with both models, and this machine has {cores} cores; give at most {limit}, "
+            "or the --address of a cluster"
+        )
     needed = (workers or 0) * worker_resources(resources, has_gpus=False).cpu
     return max(cores, -int(-needed // 1))
 
@@ -173,8 +187,8 @@ def _count_of(nodes: Sequence[Mapping[str, float]]) -> str:
 
 def requested_workers(
     ray: ModuleType, workers: int | None, option: str | None, note: Callable[[str], None]
-) -> tuple[int, WorkerResources]:
-    """The number of workers of a run and what each reserves, from the options and the nodes of the cluster.
+) -> tuple[int, int, WorkerResources]:
+    """The number of workers of a run, how many have room, and what each reserves, from options and nodes.
 
     Args:
         ray: the connected module.
@@ -203,4 +217,5 @@ def requested_workers(
         note(
             f"the Ray cluster has room for {places} of {workers} workers; the others join when there is more"
         )
-    return workers or places, resources
+    count = workers or places
+    return count, min(count, places), resources

@@ -2,6 +2,9 @@
 
 Each worker has at most ``IN_FLIGHT`` shards, so that it never waits for the next one and few results are in memory.
 Which shard is next, and what happens to those of a lost worker, is in ``task_queue``.
+
+Workers for which the cluster has no room yet wait in its queue, where they tell its autoscaler what is needed. There
+are no more of them than shards that no worker has.
 """
 
 import time
@@ -28,6 +31,8 @@ JOIN_S = 20.0
 """Seconds for which the first worker waits for the others before anything is written."""
 NOTE_S = 30.0
 """Seconds after which the user is told that the cluster has no room yet."""
+MAX_WAITING = 64
+"""Workers that wait in the cluster's queue at a time."""
 POLL_S = 1.0
 """Seconds from one look at the clock to the next."""
 
@@ -54,7 +59,7 @@ class WorkerPool:
         self._first: LoadedModels | None = None
         self.workers: list[PoolWorker] = []
         """All workers that were started, also those that were lost."""
-        for _ in range(spec.count):
+        for _ in range(spec.room):
             self._start_worker()
 
     def wait_for_models(self) -> LoadedModels:
@@ -72,8 +77,8 @@ class WorkerPool:
         while not all(worker.is_ready for worker in self._alive) and time.monotonic() < deadline:
             self._receive()
         ready = sum(worker.is_ready for worker in self._alive)
-        if ready < self._spec.count:
-            self._note(f"{ready} of {self._spec.count} workers have started; the others join later")
+        if ready < self._spec.room:
+            self._note(f"{ready} of {self._spec.room} workers have started; the others join later")
         return self._first
 
     def results(self, shards: Iterator[Shard], hint: Callable[[], Any]) -> Iterator[ScoredShard]:
@@ -92,6 +97,7 @@ class WorkerPool:
         self._tasks.read_from(shards)
         while True:
             self._hand_out(hint)
+            self._start_waiting_workers()
             self._tasks.raise_failure()
             if self._tasks.is_empty:
                 return
@@ -141,6 +147,16 @@ class WorkerPool:
         self.workers.append(worker)
         self._alive.append(worker)
         self._send(Call("versions", worker), self._spec.packages)
+
+    def _start_waiting_workers(self) -> None:
+        """Ask for workers beyond those that had room at the start, as long as there are shards for them."""
+        missing = self._spec.count - len(self._alive)
+        if missing <= 0:
+            return
+        waiting = sum(not worker.is_ready for worker in self._alive)
+        limit = min(MAX_WAITING, self._tasks.count_unassigned(MAX_WAITING))
+        for _ in range(min(missing, limit - waiting)):
+            self._start_worker()
 
     def _send(self, call: Call, *arguments: Any) -> None:
         """Call a worker's method."""

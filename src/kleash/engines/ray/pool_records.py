@@ -16,6 +16,8 @@ class WorkerSpec:
     """The workers that a run asks for."""
 
     count: int
+    room: int
+    """Those that the cluster's nodes have room for now: they are started before the shards are known."""
     resources: WorkerResources
     code: WorkerCode
     batch_tokens: int

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from statistics import median
 
 from kleash.engines.base import Shard
@@ -28,6 +29,7 @@ class TaskQueue:
         """``batch_tokens``: of a batch of a shard that is handed out for the first time."""
         self._batch_tokens = batch_tokens
         self._source: Iterator[Shard] = iter(())
+        self._ahead: deque[Shard] = deque()
         self._backlog: list[Task] = []
         self._open: dict[int, Task] = {}
         self._failures: dict[int, BaseException] = {}
@@ -56,11 +58,20 @@ class TaskQueue:
             task = min(lost, key=lambda task: task.shard.index)
             self._backlog.remove(task)
             return task
-        shard = next(self._source, None) if failed is None else None
-        if shard is None:
+        if failed is not None or not self._read_ahead(1):
             return None
+        shard = self._ahead.popleft()
         self._open[shard.index] = Task(shard=shard, batch_tokens=self._batch_tokens)
         return self._open[shard.index]
+
+    def count_unassigned(self, limit: int) -> int:
+        """The number of shards that no worker has, up to a limit, which is read ahead from the source."""
+        return min(limit, len(self._backlog) + self._read_ahead(limit))
+
+    def _read_ahead(self, count: int) -> int:
+        """Read shards from the source until so many are at hand; the number that are."""
+        self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
+        return len(self._ahead)
 
     def copied_task(self, workers: Sequence[PoolWorker]) -> Task | None:
         """A shard for a worker that has none, at the end of a run: one that waits behind another in its worker.
