@@ -224,6 +224,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "auto-round-mxfp4": lambda: by_auto_round(
         floats_of_4_bits(32, "mxfp4"), "llm_compressor", data_type="mx_fp", bits=4, group_size=32
     ),
+    "auto-round-fp8-unnamed": lambda: with_settings(
+        floats_of_8_bits((1,), (ROWS, COLUMNS), "one scale", quant_method="auto-round"),
+        data_type="fp",
+        bits=8,
+        group_size=0,
+        activation_scheme="dynamic",
+        fmt="e4m3",
+    ),
     "auto-round-fp8": lambda: by_auto_round(
         floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows"), "fp8_static", data_type="fp", bits=8, group_size=-1
     ),

@@ -19,8 +19,9 @@ SCALED_PACKINGS = {"auto_round:llm_compressor": ("mx_fp", "nv_fp"), "auto_round:
 
 
 def read_auto_round_layout(settings: Mapping[str, Any]) -> str:
-    """The ``packing_format`` of an AutoRound checkpoint; versions before 0.5 name a ``backend`` instead.
+    """The ``packing_format`` of an AutoRound checkpoint.
 
+    Versions before 0.5 name a ``backend`` instead, and FP8 of version 0.16 neither.
     Their own backends, such as "auto_round:exllamav2", store zero points as they are; those of GPTQ, such as
     "auto_round:gptq:exllamav2", and of AWQ store them as these formats do.
     """
@@ -30,5 +31,7 @@ def read_auto_round_layout(settings: Mapping[str, Any]) -> str:
             layout = "auto_round:auto_awq"
         else:
             layout = "auto_round:auto_gptq" if "gptq" in backend else "auto_round"
+    if layout is None and backend is None and str(settings.get("data_type")).startswith("fp"):
+        layout = "auto_round:fp8_static"
     layout = str(layout or "auto")
     return ALIASES.get(layout, layout)
