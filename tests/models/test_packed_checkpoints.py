@@ -478,6 +478,33 @@ def test_packed_weights_run_on_an_accelerator_that_has_the_package(
     assert not has_kernels(gptq[1], torch.device("cuda"))
 
 
+@pytest.mark.parametrize("name", ["m", ".*"])
+@pytest.mark.parametrize("with_groups", [True, False])
+def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_allow_others(
+    tmp_path: Path, name: str, with_groups: bool
+) -> None:
+    pack = pack_gptq(4, 96, act_order=False, version=1, with_groups=with_groups)
+    tensors, expected = pack(np.random.default_rng(0).normal(size=(32, 192)))
+    stored = {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    settings = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "extra_config": {name: {"group_size": 96}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    if name == ".*" and not with_groups:
+        with pytest.raises(ModelError, match="2 groups of scales for 192 inputs, which may be of 128 or 96"):
+            find_packed_modules(tmp_path, "the policy")
+        return
+    packed = find_packed_modules(tmp_path, "the policy")
+    assert packed is not None
+    with TensorReader(packed.headers) as reader:
+        weight = unpacking.unpack(packed.modules[0], reader, torch.float64)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
+
+
 def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "old"
     shutil.copytree(gptq[0], folder)

@@ -10,7 +10,7 @@ Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -43,6 +43,8 @@ class GPTQSettings:
     """Whether zero points are stored less one (version 1)."""
     has_overrides: bool
     """Whether some modules have other bits or groups."""
+    group_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Group sizes of single modules, by their names or the patterns of them that the settings have."""
     is_symmetric: bool = False
     """Whether all zero points are 2^(bits - 1)."""
 
@@ -96,10 +98,22 @@ def _describe_module(tensors: ModuleTensors, settings: GPTQSettings) -> PackedMo
 
 
 def _group_size(tensors: ModuleTensors, columns: int, groups: int, settings: GPTQSettings) -> int:
-    """The number of inputs in a group; the last group may be smaller."""
-    size = settings.group_size if settings.group_size > 0 else columns
-    if -(-columns // size) == groups:
-        return size
+    """The number of inputs in a group; the last group may be smaller.
+
+    Raises:
+        ModelError: if the settings have no size with this number of groups, or several and no ``g_idx`` decides.
+    """
+    named = settings.group_sizes.get(tensors.name)
+    sizes = [settings.group_size, *settings.group_sizes.values()] if named is None else [named]
+    in_columns = [min(size, columns) if size > 0 else columns for size in sizes]
+    fitting = list(dict.fromkeys(size for size in in_columns if -(-columns // size) == groups))
+    if fitting:
+        tensors.require(
+            len(fitting) == 1 or "g_idx" in tensors.headers,
+            f"has {groups} groups of scales for {columns} inputs, which may be of {' or '.join(map(str, fitting))} by "
+            "its quantization_config",
+        )
+        return fitting[0]
     tensors.require(
         settings.has_overrides and columns % groups == 0,
         f"has {groups} groups of scales, and {columns} inputs in groups of {settings.group_size}",

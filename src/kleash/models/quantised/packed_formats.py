@@ -37,6 +37,7 @@ from kleash.models.quantised.settings import (
     read_block,
     read_group_size,
     read_integer,
+    read_module_group_sizes,
     read_object,
     read_quantisation_settings,
 )
@@ -205,6 +206,7 @@ def _gptq_modules(tensors: _PackedTensors) -> list[PackedModule]:
             group_size=read_group_size(settings),
             has_shifted_zeros=GPTQ_LAYOUTS[layout],
             has_overrides=bool(settings.get("dynamic")),
+            group_sizes=read_module_group_sizes(settings, "dynamic"),
             is_symmetric=settings.get("sym") is True,
         ),
     )
@@ -254,6 +256,10 @@ def _auto_round_modules(tensors: _PackedTensors) -> list[PackedModule]:
             group_size=read_group_size(settings),
             has_shifted_zeros=GPTQ_PACKINGS[layout],
             has_overrides=bool(settings.get("extra_config")) or bool(settings.get("dynamic")),
+            group_sizes={
+                **read_module_group_sizes(settings, "extra_config"),
+                **read_module_group_sizes(settings, "dynamic"),
+            },
             is_symmetric=settings.get("sym") is True,
         ),
     )

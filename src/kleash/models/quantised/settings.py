@@ -112,6 +112,20 @@ def read_group_size(settings: Mapping[str, Any]) -> int:
     return size
 
 
+def read_module_group_sizes(settings: Mapping[str, Any], name: str) -> dict[str, int]:
+    """The group sizes of single modules in a setting, by the names or patterns that it has; -1 for all inputs.
+
+    Raises:
+        UnsupportedLayoutError: if the setting is no object, or a size is another number.
+    """
+    modules = read_object(settings, name)
+    return {
+        module: read_group_size(values)
+        for module, values in modules.items()
+        if isinstance(values, dict) and values.get("group_size") is not None
+    }
+
+
 def read_block(settings: Mapping[str, Any], name: str) -> tuple[int, int] | None:
     """Rows and columns of a block; None if there is no such setting.
 
