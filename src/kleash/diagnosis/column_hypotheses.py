@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kleash.diagnosis.hypotheses import IMPOSSIBLE, Hypothesis
+from kleash.diagnosis.hypotheses import IMPOSSIBLE
+from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.noise_models import Floats, Residuals, rounding, token_unit
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable

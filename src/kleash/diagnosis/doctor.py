@@ -7,7 +7,8 @@ import numpy as np
 
 from kleash.diagnosis.causes import CAUSES, HEALTHY
 from kleash.diagnosis.column_hypotheses import column_hypotheses
-from kleash.diagnosis.hypotheses import Hypothesis, hypotheses_without_models
+from kleash.diagnosis.hypotheses import hypotheses_without_models
+from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.model_hypotheses import hypotheses_with_models
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import healthy_scale
@@ -15,7 +16,7 @@ from kleash.diagnosis.part_of_responses import hypotheses_about_some_responses
 from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
-from kleash.diagnosis.token_table import TokenTable, short_dtype, tabulate
+from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with
@@ -26,8 +27,8 @@ from kleash.version import __version__
 RESAMPLES = 200
 SMALLEST_PROBABILITY = 0.01
 """Causes below it are not listed."""
-MIN_TOKENS = 50
-"""Fewer tokens are not diagnosed."""
+MIN_TOKENS, MOST_TOKENS = 50, 100_000
+"""Fewer tokens than the first are not diagnosed; of more than the second, a sample is."""
 
 
 def diagnose(
@@ -47,7 +48,8 @@ def diagnose(
     no findings.
 
     Args:
-        rollouts: with trainer's and engine's log-probabilities, and perhaps the reference's.
+        rollouts: with trainer's and engine's log-probabilities, and perhaps the reference's. Of more than 100 000
+            tokens, a sample is examined, and a note says so.
         pair: policy and reference, to score the same tokens again; None without the models.
         rounding: dtype of the networks of trainer and engine, the coarser of the two: the size of healthy rounding.
         file: its name, for the record.
@@ -56,10 +58,17 @@ def diagnose(
     Raises:
         ModelError, NonFiniteError: if a model cannot score the tokens.
     """
-    table, largest_scale = tabulate(rollouts), healthy_scale(rounding)
+    largest_scale = healthy_scale(rounding)
+    tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
+    examined = sample_rollouts(rollouts, MOST_TOKENS)
+    table = tabulate(examined)
     notes: list[str] = []
     findings: list[LikelyCause] = []
-    tokens = len(table.trainer)
+    if len(table.trainer) < tokens:
+        notes.append(
+            f"{len(table.trainer):,} of {tokens:,} tokens were examined, a random sample in {len(examined):,} of "
+            f"{len(rollouts):,} responses"
+        )
     if tokens < MIN_TOKENS:
         notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
@@ -68,7 +77,7 @@ def diagnose(
         hypotheses += hypotheses_about_some_responses(table, largest_scale)
         scores = None
         if pair is not None:
-            scores = ModelScores.of(pair, rollouts, table, batch_tokens)
+            scores = ModelScores.of(pair, examined, table, batch_tokens)
             hypotheses += hypotheses_with_models(scores, hypotheses, largest_scale)
             hypotheses = [hypothesis for hypothesis in hypotheses if not hypothesis.is_superseded]
         findings += _ranked(hypotheses, has_models=pair is not None)
@@ -97,7 +106,7 @@ def diagnose(
         kleash=__version__,
         file=file,
         tokens=tokens,
-        sequences=table.num_sequences,
+        sequences=len(rollouts),
         examined=tokens >= MIN_TOKENS,
         models=() if pair is None else (pair.policy.path, pair.reference.path),
         findings=tuple(findings),

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from kleash.diagnosis.causes import HEALTHY
+from kleash.diagnosis.hypothesis import DISTINCT, SMALLEST_DIFFERENCE, UNEXPLAINED, Hypothesis, from_fit
 from kleash.diagnosis.noise_models import (
     LARGEST_COARSE_SCALE,
     Floats,
-    NoiseFit,
     Residuals,
     coarse_rounding,
     equal_noise,
@@ -23,58 +23,13 @@ from kleash.diagnosis.noise_models import (
     token_unit,
 )
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
+from kleash.diagnosis.temperature_hypotheses import temperature_hypotheses
 from kleash.diagnosis.token_table import TokenTable, decimals_error, short_dtype
 
-DISTINCT = 3.0
-"""A fault's errors are at least so many times as large as those that rounding explains."""
-SMALLEST_DIFFERENCE = 3e-3
-"""Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
-UNEXPLAINED = math.log(1 / 60)
-"""Log-density of a token about which a hypothesis says nothing: uniform over 60 nats."""
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
 DECAYS = (1.0, 3.0, 10.0, 30.0)
 """Response tokens over which the effect of another context halves."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Hypothesis:
-    """A cause with its log-likelihood of the columns, and what supports it."""
-
-    cause: str
-    log_likelihood: Floats
-    """Of each response."""
-    parameters: int
-    """Number of fitted parameters."""
-    evidence: str
-    is_unmistakable: bool = False
-    """Whether the evidence excludes the causes that are otherwise alike."""
-    second_cause: str | None = None
-    """A second cause, if both are needed."""
-    is_superseded: bool = False
-    """Whether it is left out where the models are at hand, which test what it stands for one by one."""
-
-    @property
-    def score(self) -> float:
-        """The log-likelihood with a penalty for the parameters (BIC / -2)."""
-        return float(self.log_likelihood.sum()) - self.penalty
-
-    @property
-    def penalty(self) -> float:
-        """Half the number of parameters times the log of the number of responses."""
-        return 0.5 * self.parameters * math.log(max(2, len(self.log_likelihood)))
-
-
-def from_fit(
-    table: TokenTable, cause: str, fit: NoiseFit, evidence: str, more_parameters: int = 0
-) -> Hypothesis:
-    """The hypothesis of a noise model."""
-    return Hypothesis(
-        cause=cause,
-        log_likelihood=table.by_sequence(fit.log_likelihood),
-        parameters=fit.parameters + more_parameters,
-        evidence=evidence,
-    )
 
 
 def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[Hypothesis]:
@@ -91,7 +46,8 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
     models = other_model(residuals, fault_scale)
     routed = some_tokens(residuals, largest_scale, fault_scale)
     few = few_tokens_far_out(residuals, largest_scale)
-    far = int(np.sum(np.abs(residuals.values) > 1))
+    is_far = np.abs(residuals.values) > 1
+    far_responses = len(np.unique(table.sequence[is_far]))
     return [
         *healthy_hypotheses(table, residuals, largest_scale),
         from_fit(
@@ -110,7 +66,8 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
             table,
             "tensor_parallel",
             few,
-            f"{far} of {len(residuals.values)} tokens differ by more than a nat, the others by rounding",
+            f"{is_far.sum()} of {len(residuals.values)} tokens, in {far_responses} of {len(np.unique(table.sequence))} "
+            "responses, differ by more than a nat, the others by rounding",
         ),
         *coarse_hypotheses(table, residuals, largest_scale, fault_scale),
         *shift_hypotheses(table, largest_scale),
@@ -321,82 +278,6 @@ HIDDEN_SHARES = (0.1, 0.3, 0.5)
 """Shares of the tokens of a truncated column whose difference rounding hides."""
 ONE_SIDED = 0.9
 """Share of the visible differences of one sign from which more of them may be hidden than a tenth."""
-
-
-def temperature_hypotheses(
-    table: TokenTable, residuals: Residuals, largest_scale: float
-) -> Iterator[Hypothesis]:
-    """The differences follow a curve of the log-probability, as between temperatures.
-
-    log p at beta = 1/T is (beta - 1) (log p + H) more than at 1, with H the Renyi entropy of order beta at the
-    position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
-    size that beta - 1 determines.
-    """
-    sides = {"engine": (table.engine, residuals)}
-    is_visible = np.abs(residuals.values) > residuals.scale(largest_scale)
-    share_above = float(np.mean(residuals.values[is_visible] > 0)) if is_visible.any() else 0.0
-    if min(share_above, 1 - share_above) > LEAST_RARE_SIGN:
-        swapped = residuals._replace(values=-residuals.values, unit=token_unit(table.trainer))
-        sides["trainer"] = (table.trainer, swapped)
-    fits = [
-        (fit, slope if side == "engine" else 1 / (1 + slope) - 1)
-        for side, (column, rest) in sides.items()
-        for power in ENTROPY_POWERS
-        for fit, slope in _temperature_fits(np.minimum(column, 0.0), rest, largest_scale, power)
-    ]
-    if not fits:
-        return
-    fit, slope = max(fits, key=lambda pair: pair[0].total)
-    sharper = "trainer" if slope > 0 else "engine"
-    yield Hypothesis(
-        cause="temperature",
-        log_likelihood=table.by_sequence(fit.log_likelihood),
-        parameters=5,
-        evidence=f"the trainer's log-probability changes by about {1 + slope:.2f} nats for each nat of the engine's: "
-        f"the {sharper} is the sharper one",
-    )
-
-
-def _temperature_fits(
-    column: Floats, residuals: Residuals, largest_scale: float, power: float
-) -> Iterator[tuple[NoiseFit, float]]:
-    """The curve of a temperature for one power of 1 - p, and its slope; none if no temperatures give the slope.
-
-    Args:
-        column: the log-probabilities of one side.
-        residuals: the other side's minus these, with 1 - p of these.
-        largest_scale: of rounding.
-        power: of 1 - p.
-    """
-    curve = residuals.unit**power
-    basis = np.stack([column, token_unit(column) ** power], axis=1)
-    weight = 1 / np.hypot(curve, 0.01)
-    usable = np.abs(residuals.values) < 10
-    slope, height = np.linalg.lstsq(
-        basis[usable] * weight[usable, None], residuals.values[usable] * weight[usable], rcond=None
-    )[0]
-    entropy = height / slope if slope else 0.0
-    if abs(slope) < SMALLEST_SLOPE or slope < SMALLEST_RATIO - 1 or not 0 < entropy < 8:
-        return
-    values = residuals.values - basis @ np.array([slope, height])
-    for spread in ENTROPY_SPREADS:
-        spread_nats = np.hypot(abs(slope) * spread * curve, residuals.extra)
-        yield rounding(Residuals(values, residuals.unit, spread_nats), largest_scale), float(slope)
-
-
-LEAST_RARE_SIGN = 0.02
-"""Share of the differences with the rarer sign above which the curve may be one of the trainer's column: for an engine
-at a temperature far below 1, most of whose tokens are certain. After a cut, all differences have one sign."""
-SMALLEST_SLOPE = 0.005
-"""Difference of 1/T between the two sides from which temperatures are a hypothesis."""
-SMALLEST_RATIO = 0.1
-"""Ratio of the two temperatures from which they are a hypothesis."""
-ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
-"""Powers of 1 - p that the mean of H is proportional to. At a temperature far below 1, where H is the Renyi entropy of
-the other side, a token that is nearly certain still has some."""
-ENTROPY_SPREADS = (0.25, 0.5, 1.0, 1.5, 2.0)
-"""Standard deviations of the entropy among positions at which the drawn token has one probability, in nats for each
-1 - p: entropies of language models lie between 0 and about 6 nats."""
 
 
 IMPOSSIBLE = 100.0

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kleash.diagnosis.causes import HEALTHY
-from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, Hypothesis, from_fit
+from kleash.diagnosis.hypothesis import DISTINCT, SMALLEST_DIFFERENCE, Hypothesis, from_fit
 from kleash.diagnosis.model_scores import ModelScores, Settings, log_kept_mass
 from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO

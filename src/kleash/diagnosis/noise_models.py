@@ -213,25 +213,37 @@ def some_tokens(residuals: Residuals, largest_scale: float, smallest_scale: floa
         largest_scale: of rounding.
         smallest_scale: of the larger errors.
     """
-    cores = [_contaminated(residuals, scale, OUTLIER_SHARE) for scale in core_scales(largest_scale)]
-    fits = []
-    for scale in scales_between(smallest_scale, max(1.0, 2 * smallest_scale)):
-        fault = log_t(residuals.values, residuals.scale(scale), FAULT_TAIL)
-        for share in (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8):
-            for core in cores:
-                mixture = np.logaddexp(math.log1p(-share) + core.log_likelihood, math.log(share) + fault)
-                fits.append(NoiseFit(log_likelihood=mixture, scale=float(scale), share=share, parameters=3))
+    cores = [
+        rounding(residuals, largest_scale),
+        *(_contaminated(residuals, scale, OUTLIER_SHARE) for scale in core_scales(largest_scale)),
+    ]
+    fits = (
+        NoiseFit(
+            log_likelihood=np.logaddexp(math.log1p(-share) + core.log_likelihood, math.log(share) + fault),
+            scale=float(scale),
+            share=share,
+            parameters=3,
+        )
+        for scale in scales_between(smallest_scale, max(1.0, 2 * smallest_scale))
+        for fault in [log_t(residuals.values, residuals.scale(scale), FAULT_TAIL)]
+        for share in (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
+        for core in cores
+    )
     return max(fits, key=lambda fit: fit.total)
 
 
 def few_tokens_far_out(residuals: Residuals, largest_scale: float) -> NoiseFit:
     """The fit of rounding on nearly all tokens and differences of nats on at most 2 %, as of a missing shard."""
-    fits = [
-        _contaminated(residuals, scale, share, width=width)
-        for scale in core_scales(largest_scale)
+    cores = [
+        rounding(residuals, largest_scale),
+        *(_contaminated(residuals, scale, 0.0) for scale in core_scales(largest_scale)),
+    ]
+    fits = (
+        _with_outliers(residuals, core, share, width)
+        for core in cores
         for share in (5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02)
         for width in (1.0, 3.0, 8.0, math.inf)
-    ]
+    )
     return replace(max(fits, key=lambda fit: fit.total), parameters=3)
 
 
@@ -242,19 +254,25 @@ def core_scales(largest_scale: float) -> Floats:
 
 
 def _contaminated(
-    residuals: Residuals, scale: float, share: float, *, width: float = 1.0, freedom: float = HEALTHY_TAIL
+    residuals: Residuals, scale: float, share: float, *, freedom: float = HEALTHY_TAIL
 ) -> NoiseFit:
-    """The fit of Student's t for rounding, with a share of outliers of a Laplace distribution.
+    """The fit of Student's t for rounding, with a share of outliers of a Laplace distribution."""
+    core = log_t(residuals.values, residuals.scale(scale), freedom)
+    fit = NoiseFit(log_likelihood=core, scale=float(scale))
+    return _with_outliers(residuals, fit, share, width=1.0) if share else fit
+
+
+def _with_outliers(residuals: Residuals, core: NoiseFit, share: float, width: float) -> NoiseFit:
+    """The fit of rounding with a share of outliers of a Laplace distribution.
 
     For an infinite width, they have a Cauchy distribution, whose tail reaches to probabilities of 0.
     """
-    core = log_t(residuals.values, residuals.scale(scale), freedom)
     if math.isinf(width):
         outlier = log_t(residuals.values, np.ones_like(residuals.values), 1.0)
     else:
         outlier = -np.abs(residuals.values) / width - math.log(2 * width)
-    log_likelihood = np.logaddexp(math.log1p(-share) + core, math.log(share) + outlier)
-    return NoiseFit(log_likelihood=log_likelihood, scale=float(scale), share=share)
+    log_likelihood = np.logaddexp(math.log1p(-share) + core.log_likelihood, math.log(share) + outlier)
+    return replace(core, log_likelihood=log_likelihood, share=share)
 
 
 def log_t(values: Floats, scale: Floats, freedom: float) -> Floats:

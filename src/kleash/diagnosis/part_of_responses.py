@@ -7,7 +7,8 @@ import numpy as np
 
 from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.column_hypotheses import column_hypotheses
-from kleash.diagnosis.hypotheses import DISTINCT, Hypothesis, hypotheses_without_models
+from kleash.diagnosis.hypotheses import hypotheses_without_models
+from kleash.diagnosis.hypothesis import DISTINCT, Hypothesis
 from kleash.diagnosis.noise_models import Residuals
 from kleash.diagnosis.token_table import TokenTable
 

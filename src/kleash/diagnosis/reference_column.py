@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kleash.diagnosis.causes import HEALTHY
-from kleash.diagnosis.hypotheses import DISTINCT, SMALLEST_DIFFERENCE, UNEXPLAINED, Hypothesis, from_fit
+from kleash.diagnosis.hypothesis import DISTINCT, SMALLEST_DIFFERENCE, UNEXPLAINED, Hypothesis, from_fit
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.noise_models import Floats, Residuals, other_model, rounding, token_unit
 from kleash.diagnosis.token_table import TokenTable, rounding_error

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +15,9 @@ SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""
 MOST_DECIMALS = 4
 """Decimals of a column whose rounding is larger than other errors of the file."""
+
+LEAST_SAMPLED = 256
+"""Responses that a sample has at least."""
 
 SHORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORT_SHARE = 0.99
@@ -143,6 +146,34 @@ def rounding_error(column: Floats) -> Floats:
         return np.full(len(column), decimals_error(column))
     exponent = np.frexp(column)[1] - 1
     return np.where(column == 0, 0.0, np.ldexp(MACHINE_EPSILON[name] / math.sqrt(12), exponent))
+
+
+def sample_rollouts(rollouts: Sequence[RolloutRecord], most_tokens: int) -> Sequence[RolloutRecord]:
+    """Rollouts drawn at random, in their order, of which at most ``most_tokens`` tokens count.
+
+    At least 256 are drawn, if there are so many. Where these have too many tokens, only parts of the longest count:
+    the beginning, and as many tokens in a row from a random place on.
+    """
+    tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
+    if tokens <= most_tokens:
+        return rollouts
+    random = np.random.default_rng(0)
+    count = min(len(rollouts), max(LEAST_SAMPLED, len(rollouts) * most_tokens // tokens))
+    drawn = [rollouts[index] for index in np.sort(random.choice(len(rollouts), count, replace=False))]
+    excess = sum(int(rollout.is_counted.sum()) for rollout in drawn) > most_tokens
+    return [_shortened(rollout, most_tokens // count, random) for rollout in drawn] if excess else drawn
+
+
+def _shortened(rollout: RolloutRecord, most_tokens: int, random: np.random.Generator) -> RolloutRecord:
+    """The rollout with at most so many tokens that count: half of them at its beginning, half from a random place."""
+    places = np.flatnonzero(rollout.is_counted)
+    if len(places) <= most_tokens:
+        return rollout
+    first = most_tokens // 2
+    start = first + int(random.integers(len(places) - most_tokens + 1))
+    is_counted = np.zeros_like(rollout.is_counted)
+    is_counted[places[:first]] = is_counted[places[start : start + most_tokens - first]] = True
+    return replace(rollout, is_counted=is_counted)
 
 
 def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
