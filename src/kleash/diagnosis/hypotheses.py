@@ -46,7 +46,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
     models = other_model(residuals, fault_scale)
     routed = some_tokens(residuals, largest_scale, fault_scale)
     few = few_tokens_far_out(residuals, largest_scale)
-    is_far = np.abs(residuals.values) > 1
+    is_far = np.abs(residuals.values) > DISTINCT * residuals.scale(largest_scale)
     far_responses = len(np.unique(table.sequence[is_far]))
     return [
         *healthy_hypotheses(table, residuals, largest_scale),
@@ -67,7 +67,7 @@ def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[H
             "tensor_parallel",
             few,
             f"{is_far.sum()} of {len(residuals.values)} tokens, in {far_responses} of {len(np.unique(table.sequence))} "
-            "responses, differ by more than a nat, the others by rounding",
+            f"responses, differ by more than rounding, by up to {np.abs(residuals.values).max():.2g} nats",
         ),
         *coarse_hypotheses(table, residuals, largest_scale, fault_scale),
         *shift_hypotheses(table, largest_scale),
