@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -303,6 +303,54 @@ def test_a_machine_runs_only_so_many_workers_for_each_core(monkeypatch: pytest.M
     with pytest.raises(OptionError, match=message), connected_cluster(None, workers=17):
         pass
     with pytest.raises(AssertionError), connected_cluster(None, workers=16):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "connected", "is_same"),
+    [
+        ("127.0.0.1:6379", "192.0.2.7:6379", True),  # as Ray connects to localhost
+        ("localhost:6379", "192.0.2.7:6379", True),
+        ("head:6379", "192.0.2.7:6379", True),
+        ("head:6379", "head:6379", True),
+        ("127.0.0.1:6379", "192.0.2.7:6380", False),
+        ("127.0.0.1:6379", "192.0.2.8:6379", False),
+        ("head:6379", "192.0.2.8:6379", False),
+        ("unknown:6379", "192.0.2.7:6379", False),
+        ("unknown:6379", "unknown:6379", True),
+    ],
+)
+def test_a_connected_cluster_is_used_by_any_of_its_addresses(
+    address: str, connected: str, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine is 192.0.2.7, and called head."""
+    known = {"localhost": "127.0.0.1", "head": "192.0.2.7"}
+
+    class Socket(socket.socket):
+        def bind(self, target: Any) -> None:
+            if target[0] not in ("127.0.0.1", "192.0.2.7"):
+                raise OSError("Cannot assign requested address")
+
+    def resolve(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if host == "unknown":
+            raise socket.gaierror("Name or service not known")
+        return [(0, 0, 0, "", (known.get(host, host), 0))]
+
+    monkeypatch.setattr(cluster_address, "socket", SimpleNamespace(**vars(socket)))
+    monkeypatch.setattr(cluster_address.socket, "socket", Socket)
+    monkeypatch.setattr(cluster_address.socket, "getaddrinfo", resolve)
+    context = SimpleNamespace(gcs_address=connected)
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setattr(cluster, "import_extra", lambda *_: ray)
+    monkeypatch.setattr(cluster, "without_messages", nullcontext)
+    if is_same:
+        with connected_cluster(address) as module:
+            assert module is ray
+        return
+    message = (
+        f"^--address is {address}, and this process is connected to the Ray cluster at {connected}; leave"
+    )
+    with pytest.raises(OptionError, match=message), connected_cluster(address):
         pass
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from kleash.engines.ray.cluster_address import reachable_address
+from kleash.engines.ray.cluster_address import is_same_address, reachable_address
 from kleash.engines.ray.compat import without_messages
 from kleash.errors import ClusterError, OptionError
 from kleash.extras import import_extra
@@ -155,7 +155,7 @@ def _require_connected_to(ray: ModuleType, address: str | None) -> None:
     if address in (None, "auto"):
         return
     connected = str(ray.get_runtime_context().gcs_address)
-    if str(address).startswith("ray://") or address == connected:
+    if str(address).startswith("ray://") or is_same_address(str(address), connected):
         return
     raise OptionError(
         f"--address is {address}, and this process is connected to the Ray cluster at {connected}; leave the address "

@@ -9,6 +9,7 @@ would repeat either refusal for many seconds, and give another reason.
 import os
 import re
 import socket
+from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
@@ -68,6 +69,42 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if match is None or port is None or not 0 < int(port) < 65536:
         raise OptionError(f"--address takes {FORMS}; it is {address!r}")
     return match["host"].strip("[]"), int(port)
+
+
+def is_same_address(first: str, second: str) -> bool:
+    """Whether two addresses of the form host:port are those of one server.
+
+    Ray names a cluster by the IP address of its head, also where it connected to localhost or to a host's name.
+
+    Raises:
+        OptionError: if one is malformed.
+    """
+    (first_host, first_port), (second_host, second_port) = _host_and_port(first), _host_and_port(second)
+    if first_port != second_port:
+        return False
+    first_ips, second_ips = _ip_addresses(first_host), _ip_addresses(second_host)
+    return bool(first_ips & second_ips) or (
+        _is_of_this_machine(first_ips) and _is_of_this_machine(second_ips)
+    )
+
+
+def _ip_addresses(host: str) -> frozenset[str]:
+    """The IP addresses of a host; its name alone if they are not known."""
+    try:
+        return frozenset(
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        )
+    except OSError:
+        return frozenset((host,))
+
+
+def _is_of_this_machine(addresses: frozenset[str]) -> bool:
+    """Whether one of some IP addresses is an interface's of this machine, so that a socket can be bound to it."""
+    for address in addresses:
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as bound:
+            bound.bind((address, 0))
+            return True
+    return False
 
 
 def _probe(address: str, host: str, port: int) -> None:
