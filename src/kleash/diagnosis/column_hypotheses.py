@@ -18,6 +18,7 @@ BASES = {"2": math.log(2), "10": math.log(10)}
 FALLING = -0.2
 """Correlation of positive values with log-probabilities below which they are no logits, which rise with them."""
 LEAST_RESPONSES = 2
+"""Responses of several tokens that a column with one value for each response has at least."""
 LARGEST_CORRELATION = 0.2
 """Correlation of the columns up to which they may be of different tokens."""
 

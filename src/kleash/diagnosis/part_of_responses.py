@@ -18,6 +18,7 @@ has none."""
 LARGEST_UNCLEAR = 0.1
 """Share of the responses that may lie between the two; with more, the fault is in all of them, at some tokens."""
 LEAST_RESPONSES = 2
+"""Responses that are faulty, and that are sound, at least: one alone is no group."""
 TOKEN_CAUSES = ("routing", "tensor_parallel")
 """Causes that are of tokens, not of responses."""
 

@@ -180,7 +180,7 @@ def _local_cpus(workers: int | None, resources: str | None) -> int | None:
     return max(cores, -int(-needed // 1))
 
 
-def _count_of(nodes: Sequence[Mapping[str, float]]) -> str:
+def _subject(nodes: Sequence[Mapping[str, float]]) -> str:
     """The subject of a sentence about what the nodes of a cluster have."""
     return "its node has" if len(nodes) == 1 else f"its {len(nodes)} nodes have"
 
@@ -210,7 +210,7 @@ def requested_workers(
             )
         )
         raise ClusterError(
-            f"no node of the Ray cluster has {resources} for a worker ({_count_of(nodes)} {offers}); change "
+            f"no node of the Ray cluster has {resources} for a worker ({_subject(nodes)} {offers}); change "
             "--resources-per-worker, or add a node"
         )
     if workers is not None and workers > places:

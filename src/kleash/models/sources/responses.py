@@ -131,7 +131,9 @@ def _response(
     """The token sequence of one response."""
     prompt_ids, prompt_text = tokenise_prompt(record, pair, chat_template)
     finish_reason = get_field(record, "finish_reason", str, "text")
-    response_ids, response_text, retokenised = _answer(record, pair, prompt_text, chat_template)
+    response_ids, response_text, retokenised = _answer(
+        record, pair, prompt_text, finish_reason, chat_template
+    )
     check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
     prompt_id, sample_id = assigner.assign(record, prompt_hash, _first_hash(record, pair, chat_template))
@@ -161,11 +163,10 @@ def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> 
 
 
 def _answer(
-    record: SourceRecord, pair: Pair, prompt_text: str, chat_template: str | None
+    record: SourceRecord, pair: Pair, prompt_text: str, finish_reason: str | None, chat_template: str | None
 ) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
     text, end = _response_text(record, pair, chat_template)
-    finish_reason = get_field(record, "finish_reason", str, "text")
     values = get_field(record, "response_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "response_token_ids", values, pair)
