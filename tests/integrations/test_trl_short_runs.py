@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM
-from trl_batches import PROMPT, TIME, batch, counted, make, moved, score, whole_logp
+from trl_batches import PROMPT, TIME, batch, config, counted, make, moved, score, whole_logp
 
 from kleash.errors import CannotRunError, ModelError, OptionError
 from kleash.leash import PIDBeta
@@ -187,10 +187,9 @@ def test_nan_at_padding_is_in_no_number_of_a_run(trl, folder, tmp_path, monkeypa
     assert logs[1] == logs[0] and math.isfinite(sum(logs[0][1]))
 
 
-def test_beta_0_without_a_configuration_is_refused(trl, folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where TRL's default configuration writes
+def test_beta_0_in_a_positional_configuration_is_refused(trl, folder, tmp_path):
     with pytest.raises(OptionError, match="beta is 0"):
-        trl.LeashedGRPOTrainer(str(folder), [score])
+        trl.LeashedGRPOTrainer(str(folder), [score], config(trl.GRPOConfig, tmp_path, beta=0.0))
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
