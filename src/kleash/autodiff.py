@@ -1,4 +1,4 @@
-"""Detecting and refusing forward-mode differentiation, ``torch.func`` transforms and double backward."""
+"""Values with a given slope; detecting and refusing forward mode, ``torch.func`` transforms and double backward."""
 
 import functools
 import sys
@@ -137,6 +137,40 @@ class _FirstDerivative(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise CannotRunError(ctx.message)
+
+
+def with_slope(value: Tensor, u: Tensor, slope: Tensor) -> Tensor:
+    """``value`` with the gradient ``slope`` in ``u``, which counts nothing where it is multiplied by 0.
+
+    A token that a caller masks *after* the value was computed gets the gradient 0 also if its slope is infinite or NaN;
+    a finite slope is multiplied as always, so that second derivatives are those of ``slope``.
+
+    Args:
+        value: one number per token, without a gradient.
+        u: what the gradient flows to, in the dtype of ``value``.
+        slope: the derivative of ``value`` in ``u``.
+    """
+    apply = cast("Callable[..., Tensor]", _WithSlope.apply)  # pyright: ignore[reportUnknownMemberType]
+    return apply(u, value, slope)
+
+
+class _WithSlope(torch.autograd.Function):
+    """The identity on ``value``, with a given derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(u: Tensor, value: Tensor, slope: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (slope,) = ctx.saved_tensors
+        return weight * torch.where((weight == 0) & ~slope.isfinite(), 0.0, slope), None, None
 
 
 def _dual_level() -> int:

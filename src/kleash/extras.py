@@ -120,6 +120,14 @@ def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) 
         )
 
 
+def replace_everywhere(owner: ModuleType, name: str, replacement: Any) -> None:
+    """Replace a function of the module ``owner``, there and in all modules of its package that imported it by name."""
+    original, package = getattr(owner, name), owner.__name__.partition(".")[0]
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(f"{package}.") and vars(module).get(name) is original:
+            setattr(module, name, replacement)
+
+
 def call_after_import(module: str, function: Callable[[ModuleType], None]) -> None:
     """Call ``function`` with ``module`` as soon as it is imported, or now if it already is.
 

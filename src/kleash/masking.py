@@ -1,6 +1,10 @@
 """Masked means, represented by a sum and a count so that parts can be added."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,29 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
     if mask.is_floating_point() or mask.is_complex():
         raise ShapeError(f"a mask is bool, or 0 and 1 as integers; this one is {mask.dtype}")
     return mask.to(torch.bool)
+
+
+def selecting(aggregate: Callable[..., Tensor], values: str, mask: str) -> Callable[..., Tensor]:
+    """``aggregate``, which multiplies by its mask, with values of 0 where that is 0: NaN times 0 would be NaN.
+
+    Args:
+        aggregate: another package's function.
+        values: the name of its argument with the values.
+        mask: the name of its argument with the mask, which may be None.
+    """
+    if hasattr(aggregate, "kleash"):
+        return aggregate
+    signature = inspect.signature(aggregate)
+
+    @wraps(aggregate)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments[mask] is not None:
+            given.arguments[values] = torch.where(given.arguments[mask].bool(), given.arguments[values], 0.0)
+        return aggregate(*given.args, **given.kwargs)
+
+    vars(call)["kleash"] = True
+    return call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,16 +39,24 @@ def config(kind: Any, folder: Path, **more: Any) -> Any:
 
 
 def make(
-    trainer: Any, kind: Any, model: Any, folder: Path, *, config_of: dict[str, Any] | None = None, **more: Any
+    trainer: Any,
+    kind: Any,
+    model: Any,
+    folder: Path,
+    *,
+    config_of: dict[str, Any] | None = None,
+    said: list[str] | None = None,
+    **more: Any,
 ) -> Any:
-    """A trainer of ``model`` (a folder, or a network), that was not run."""
+    """A trainer of ``model`` (a folder, or a network), that was not run; ``said`` gets the warnings of making it."""
     from datasets import Dataset
 
     prompts = Dataset.from_dict(
         {"prompt": ["the sea was", "she counted", "a long road", "when the rain"] * 4}
     )
-    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
-        warnings.simplefilter("ignore")
+    # peft still reads attributes that transformers has renamed
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         made = trainer(
             model=model,
             reward_funcs=more.pop("reward_funcs", [score]),
@@ -56,6 +64,8 @@ def make(
             train_dataset=prompts,
             **more,
         )
+    if said is not None:
+        said += [str(warning.message) for warning in caught]
     made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
     made.model.train()
     return made

@@ -1,6 +1,7 @@
 """Against the real OpenRLHF: its functions, its actor's training step, its trainer's checkpoints."""
 
 import importlib
+import itertools
 import math
 import sys
 import warnings
@@ -20,12 +21,13 @@ from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta
 
 ABSENT = ("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")
 HOLDERS = {
-    "models.utils": ("compute_approx_kl", "compute_reward"),
+    "models.utils": ("compute_approx_kl", "compute_reward", "masked_mean"),
+    "models.loss": ("aggregate_loss", "masked_mean"),
     "trainer.ppo_utils": ("AdaptiveKLController", "FixedKLController"),
     "trainer.ppo_utils.kl_controller": ("AdaptiveKLController", "FixedKLController"),
-    "trainer.ppo_utils.experience_maker": ("compute_approx_kl", "compute_reward"),
+    "trainer.ppo_utils.experience_maker": ("compute_approx_kl", "compute_reward", "masked_mean"),
     "trainer.ppo_trainer": ("AdaptiveKLController", "FixedKLController"),
-    "trainer.ray.ppo_actor": ("compute_approx_kl",),
+    "trainer.ray.ppo_actor": ("compute_approx_kl", "masked_mean", "aggregate_loss"),
 }
 
 
@@ -131,10 +133,10 @@ def test_masked_nan_tokens_have_reward_0(theirs):
     assert compute_reward(scores, -1.0, kl, action_mask=mask.float())[1].tolist() == [0, 0, -2]
 
 
-def test_install_replaces_names_in_importing_modules(installed):
+def test_install_replaces_names_in_importing_modules(theirs, installed):
     for place, names in HOLDERS.items():
         for name in names:
-            assert getattr(installed[place], name).__module__ == "kleash.integrations.openrlhf"
+            assert getattr(installed[place], name) is not vars(theirs)[name]
     install(cap=2.0)
     again = installed["trainer.ray.ppo_actor"].compute_approx_kl
     assert again is installed["models.utils"].compute_approx_kl
@@ -217,6 +219,38 @@ def test_controller_state_is_saved_in_openrlhf_checkpoints(installed, monkeypatc
     assert third.kl_ctl.value == 0.3
 
 
+def test_masked_tokens_are_not_in_openrlhf_means(theirs, installed):
+    """Value and gradient are OpenRLHF's own on a batch with 0 at masked tokens, for every estimator and aggregation."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    columns = torch.tensor(
+        [[[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]], [[-1.5, -1.0, -2.0], [-2.0, -1.0, -2.0]]]
+    )
+    maker, actor = installed["trainer.ppo_utils.experience_maker"], installed["trainer.ray.ppo_actor"]
+    means = [
+        (maker.masked_mean, theirs.masked_mean, {"dim": -1}),
+        (actor.aggregate_loss, theirs.aggregate_loss, {"batch_num_tokens": 3.0}),
+        (actor.aggregate_loss, theirs.aggregate_loss, {"token_level_loss": False}),
+    ]
+    for (estimator, unbiased), poison, (mean, own_mean, options) in itertools.product(
+        [("k2", False), ("k3", False), ("k1", True), ("k2", True), ("k3", True)],
+        [math.nan, math.inf, -math.inf, -1e4],
+        means,
+    ):
+
+        def loss(log_probs, base, kl, mean, estimator=estimator, unbiased=unbiased, options=options):
+            return mean(kl(log_probs, base, log_probs - 0.1, estimator, unbiased), mask, **options)
+
+        zeros = [torch.where(mask.bool(), x, 0.0) for x in columns]
+        expected = value_and_gradient(loss, *zeros, theirs.compute_approx_kl, own_mean)
+        for poisoned in ((0,), (1,), (0, 1)):
+            given = [torch.where(mask.bool() | (i not in poisoned), x, poison) for i, x in enumerate(columns)]
+            found = value_and_gradient(loss, *given, actor.compute_approx_kl, mean)
+            for ours, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, other)
+        unmasked = torch.where(torch.tensor([True, False, True]), columns[1], torch.nan)
+        assert value_and_gradient(loss, columns[0], unmasked, actor.compute_approx_kl, mean)[0].isnan().any()
+
+
 def test_openrlhf_actor_training_step_uses_kleash_kl(installed):
     """The whole loss of OpenRLHF's actor on drifted tokens, with padding that must not be heard."""
     actor = installed["trainer.ray.ppo_actor"]
@@ -225,7 +259,7 @@ def test_openrlhf_actor_training_step_uses_kleash_kl(installed):
     experience = installed["trainer.ppo_utils"].Experience(
         action_mask=mask,
         action_log_probs=logp.detach() - 0.1,
-        base_action_log_probs=torch.tensor([[-1.5, -1.0, -1.0], [-1.0, -4.0, -3.5]]),
+        base_action_log_probs=torch.tensor([[-1.5, -1.0, math.nan], [-1.0, -4.0, -3.5]]),
         advantages=torch.zeros(2, 3),
         info={},
     )
@@ -249,7 +283,9 @@ def test_openrlhf_actor_training_step_uses_kleash_kl(installed):
         run = actor.ActorPPOTrainer.training_step
         run(trainer, experience, 0.5, 0, {"token_level_loss": True, "batch_num_tokens": 5.0})
     ahead = logp.detach() - experience.base_action_log_probs
-    torch.testing.assert_close(logp.grad, 0.5 * mask * math.exp(0.1) * ahead / 5)
+    expected = torch.where(mask.bool(), 0.5 * math.exp(0.1) * ahead / 5, 0.0)
+    torch.testing.assert_close(logp.grad, expected)
+    assert experience.info["logprobs_diff"].isfinite()
     value = ((-ahead).exp() - 1 + ahead)[mask.bool()].sum() / 5
     assert experience.info["kl"].item() == pytest.approx(value.item(), rel=1e-5)
     assert value > 10 * 2 / 5, "beyond where OpenRLHF's own stops"

@@ -1,6 +1,7 @@
 """Short real runs of TRL's trainers with the KL taken over."""
 
 import json
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM
-from trl_batches import PROMPT, TIME, batch, counted, make, moved, score, whole_logp
+from trl_batches import PROMPT, TIME, batch, config, counted, make, moved, score, whole_logp
 
 from kleash.errors import CannotRunError, ModelError, OptionError
 from kleash.leash import PIDBeta
@@ -34,6 +35,8 @@ def trl():
     return SimpleNamespace(
         GRPOConfig=package.GRPOConfig,
         RLOOConfig=package.RLOOConfig,
+        GRPOTrainer=package.GRPOTrainer,
+        RLOOTrainer=package.RLOOTrainer,
         BetaController=BetaController,
         **vars(ours),
     )
@@ -135,11 +138,58 @@ def test_evaluation_logs_separate_kl(trl, folder, tmp_path):
     assert entry["eval_kl/per_token"] > 0.01 and "kl" not in entry and found["eval_loss"] > 0
 
 
-def test_beta_0_leaves_trl_trainer_unchanged(trl, folder, tmp_path):
-    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"beta": 0.0})
-    assert trainer.ref_model is None
-    trainer.train()
-    assert not steps(trainer) and trainer.state.global_step == 2
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        *(("GRPO", {"kl": kl}) for kl in ("exact", "k3")),
+        ("GRPO", {"kl": "k1", "kl_place": "reward"}),
+        ("RLOO", {"kl": "exact"}),
+        ("RLOO", {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}),
+    ],
+)
+def test_kl_of_beta_0_is_logged_and_not_trained(trl, folder, tmp_path, kind, asked):
+    """Two runs from one seed: TRL's own trainer ends at the same weights, and a copy with a beta logs the same KL."""
+    trainer_class, config_class = getattr(trl, f"Leashed{kind}Trainer"), getattr(trl, f"{kind}Config")
+    no_scale = {"scale_rewards": "none"} if kind == "GRPO" else {}
+    weights, kls = [], []
+    for beta, made_by in ((0.0, trainer_class), (0.0, getattr(trl, f"{kind}Trainer")), (1e-9, trainer_class)):
+        is_ours, said = made_by is trainer_class, []
+        given = {"config_of": {"beta": beta, **no_scale}, "said": said, **(asked if is_ours else {})}
+        trainer = make(made_by, config_class, str(folder), tmp_path, **given)
+        assert any("the KL is logged and not trained" in text for text in said) is (is_ours and beta == 0)
+        trainer.train()
+        weights.append([weight.detach().clone() for weight in trainer.model.parameters()])
+        kls.append([(entry["kl"], entry["kl/per_sequence"]) for entry in steps(trainer)])
+    for ours, theirs in zip(weights[0], weights[1], strict=True):
+        assert torch.equal(ours, theirs)
+    assert kls[0][1][0] != 0 and not kls[1]
+    for found, expected in zip(kls[0], kls[2], strict=True):
+        assert found == pytest.approx(expected, rel=1e-2, abs=1e-9)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("asked", [{"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}, {"kl": "k3"}])
+def test_nan_at_padding_is_in_no_number_of_a_run(trl, folder, tmp_path, monkeypatch, asked):
+    """TRL multiplies log-probabilities by the mask, so its passes are masked before it sees them."""
+    run = trl.RLOOTrainer._get_per_token_logps_and_entropies
+
+    def poisoned(self, model, ids, mask, length, *args, **kwargs):
+        logp, *others = run(self, model, ids, mask, length, *args, **kwargs)
+        return torch.where(mask[:, -length:].bool(), logp, torch.nan), *others
+
+    logs = []
+    for poisons in (False, True):
+        if poisons:
+            monkeypatch.setattr(trl.RLOOTrainer, "_get_per_token_logps_and_entropies", poisoned)
+        trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, str(folder), tmp_path, **asked)
+        trainer.train()
+        logs.append([(entry["kl"], entry["loss"], entry["reward"]) for entry in steps(trainer)])
+    assert logs[1] == logs[0] and math.isfinite(sum(logs[0][1]))
+
+
+def test_beta_0_in_a_positional_configuration_is_refused(trl, folder, tmp_path):
+    with pytest.raises(OptionError, match="beta is 0"):
+        trl.LeashedGRPOTrainer(str(folder), [score], config(trl.GRPOConfig, tmp_path, beta=0.0))
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

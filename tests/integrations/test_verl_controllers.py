@@ -9,11 +9,12 @@ from unittest.mock import MagicMock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kleash_in_verl import kleash_in_verl
 
 from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, RunFolderError, UnknownNameError
 from kleash.extras import require_attributes
-from kleash.integrations.verl import get_kl_controller, install
+from kleash.integrations.verl import get_kl_controller
 from kleash.integrations.verl.compat import CORE_ATTRIBUTES
 from kleash.integrations.verl.kl_controller import CONTROLLER_FILE, CONTROLLER_TYPES
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
@@ -21,14 +22,8 @@ from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
 
 @pytest.fixture(scope="module")
 def core():
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
-        found = pytest.importorskip("verl.trainer.ppo.core_algos")
-        theirs = SimpleNamespace(get_kl_controller=found.get_kl_controller)
-        for seam in ("kl_penalty_forward", "get_kl_controller"):
-            patch.setattr(found, seam, getattr(found, seam))
-        install()
-        yield SimpleNamespace(ours=found, theirs=theirs)
+    with kleash_in_verl() as ours:
+        yield SimpleNamespace(ours=ours, theirs=ours.own)
 
 
 def configuration(**more):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kleash_in_verl import kleash_in_verl
 from verl_engines import (
     PROMPTS,
     batch,
@@ -30,7 +31,7 @@ def parts(tmp_path_factory):
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        core = pytest.importorskip("verl.trainer.ppo.core_algos")
+        pytest.importorskip("verl.trainer.ppo.core_algos")
         import verl.trainer.distillation.losses as distillation
         import verl.workers.engine.fsdp.transformer_impl as fsdp
         import verl.workers.utils.losses as losses
@@ -40,16 +41,14 @@ def parts(tmp_path_factory):
         patch.setattr(platform, "current_device", lambda self: "cpu")
         patch.setattr(platform, "device_name", "cpu")
         for owner, name in (
-            *((core, name) for name in ("kl_penalty_forward", "get_kl_controller")),
-            *((module, "ppo_loss") for module in (losses, distillation)),
             (fsdp.FSDPEngine, "disable_adapter"),
             *((fsdp.FSDPEngineWithLMHead, name) for name in ("forward_step", "prepare_model_outputs")),
         ):
             patch.setattr(owner, name, getattr(owner, name))
-        install(exact=True)
         place = tmp_path_factory.mktemp("gloo") / "store"
         dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
-        yield SimpleNamespace(core=core, fsdp=fsdp, losses=losses, distillation=distillation)
+        with kleash_in_verl(exact=True) as core:
+            yield SimpleNamespace(core=core, fsdp=fsdp, losses=losses, distillation=distillation)
         dist.destroy_process_group()
 
 
@@ -242,6 +241,22 @@ def test_unsupported_exact_kl_is_refused(parts, unhooked):
     x = torch.full((2, 3), -1.0)
     with pytest.raises(ShapeError, match=r"let its engine do it \(install\(exact=True\)\)"):
         parts.core.kl_penalty(x, x, "exact")
+
+
+def test_masked_token_of_the_reference_is_not_read(parts):
+    """The second token of the third response, whose KL is that of a state of NaN."""
+    policy, data = tiny(0), with_reference(parts, tiny(1), batch())
+    found = []
+    for poison in (0.0, torch.nan):
+        poisoned = deepcopy(data)
+        at = poisoned["input_ids"].offsets()[2] + PROMPTS[2]  # predicts the masked token
+        poisoned[REFERENCE_HIDDEN].values()[at] += poison
+        engine = engine_of(parts.fsdp, deepcopy(policy))
+        out = engine.forward_backward_batch(poisoned, loss_of(parts.losses))
+        found.append([out["metrics"]["kl_loss"].aggregate(), *gradients(engine.module).values()])
+    assert found[0][0] > 0.2
+    for clean, poisoned in zip(*found, strict=True):
+        torch.testing.assert_close(poisoned, clean, rtol=0, atol=0)
 
 
 def test_other_kl_types_store_no_hidden_states(parts):

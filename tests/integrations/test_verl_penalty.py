@@ -1,19 +1,20 @@
 """Against the real verl, whose import takes some seconds."""
 
-import importlib.util
+import math
 import os
 import subprocess
 import sys
 import warnings
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from distributions import log
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kleash_in_verl import kleash_in_verl
 from scipy.special import rel_entr
 
+from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import NotProbabilitiesError, OptionError, ShapeError, UnknownNameError
 from kleash.integrations.verl import NAMES, install, kl_penalty
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
@@ -165,11 +166,9 @@ def test_invalid_arguments_are_refused(unhooked):
 
 
 @pytest.fixture
-def installed(core, monkeypatch):
-    for seam in ("kl_penalty_forward", "get_kl_controller"):
-        monkeypatch.setattr(core, seam, getattr(core, seam))
-    install()
-    return core
+def installed(core):
+    with kleash_in_verl() as core_with_kleash:
+        yield core_with_kleash
 
 
 @pytest.mark.parametrize(("spelling", "gradient"), [("low_var_kl", -6.389056), ("k3+", -2.0)])
@@ -239,22 +238,114 @@ def test_verl_ppo_loss_has_gradient_beyond_its_clamp(installed):
     assert gradient.tolist() == pytest.approx([-0.6487213 / 2, -53.598150 / 2, 0])
 
 
-def test_verl_reward_penalty_is_exact_beyond_its_clamp(installed, monkeypatch):
-    for absent in (
-        "uvicorn",
-        "fastapi",
-    ):  # what serves verl's rollouts, and is not needed to compute a reward
-        if importlib.util.find_spec(absent) is None:
-            monkeypatch.setitem(sys.modules, absent, MagicMock(__spec__=None))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def charged(logprob, ref_logprob, mask, controller, name, scores=0.0):
+    """Rewards, metrics and data of verl's ``apply_kl_penalty``."""
+    with quiet(), stand_ins(("uvicorn", "fastapi")):  # which serve verl's rollouts
         from verl import DataProto
-        from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-    columns = {"old_log_probs": (-2.0, -5.0), "ref_log_prob": (-1.5, -1.0), "token_level_scores": (0.0, 1.0)}
-    tensors = {name: torch.tensor([numbers]) for name, numbers in columns.items()}
-    data = DataProto.from_dict(tensors={**tensors, "response_mask": torch.ones(1, 2)})
-    charged, _ = apply_kl_penalty(data, installed.FixedKLController(0.1), kl_penalty="k3")
-    assert charged.batch["token_level_rewards"][0].tolist() == pytest.approx([-0.01487213, 1 - 4.9598150])
+        from verl.trainer.ppo import ray_trainer
+    columns = {"old_log_probs": logprob, "ref_log_prob": ref_logprob, "response_mask": mask}
+    columns["token_level_scores"] = torch.zeros_like(logprob) + scores
+    data = DataProto.from_dict(tensors={name: values.clone() for name, values in columns.items()})
+    data, metrics = ray_trainer.apply_kl_penalty(data, controller, kl_penalty=name)
+    return data.batch["token_level_rewards"], metrics, data
+
+
+def test_verl_reward_penalty_is_exact_beyond_its_clamp(installed):
+    logprob, ref_logprob = torch.tensor([[-2.0, -5.0]]), torch.tensor([[-1.5, -1.0]])
+    controller, scores = installed.FixedKLController(0.1), torch.tensor([[0.0, 1.0]])
+    rewards, *_ = charged(logprob, ref_logprob, torch.ones(1, 2), controller, "k3", scores)
+    assert rewards[0].tolist() == pytest.approx([-0.01487213, 1 - 4.9598150])
+
+
+MASK = torch.tensor([[1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "kl"), [("kl", -5e-4, 0.5), ("low_var_kl", -1.06531e-4, 0.106531)]
+)
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_masked_token_costs_nothing_in_verl_rewards(installed, name, plus, reward, kl, poison):
+    logprob, ref_logprob = torch.tensor([[-1.0, poison]]), torch.tensor([[-1.5, NAN]])
+    controller = installed.get_kl_controller({"type": "pid", "kl_coef": 1e-3, "target_kl": kl, "horizon": 1})
+    rewards, metrics, data = charged(logprob, ref_logprob, MASK, controller, name + plus)
+    assert rewards[0].tolist() == pytest.approx([reward, 0], rel=1e-5)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5)
+    assert controller.value == pytest.approx(1e-3), "measured at its target"
+    assert data.batch["ref_log_prob"].isnan().tolist() == [[False, True]], (
+        "verl's own column is left as it is"
+    )
+    unmasked, metrics, _ = charged(logprob, ref_logprob, torch.ones(1, 2), controller, name + plus)
+    assert unmasked.isnan().tolist() == [[False, True]]
+    assert metrics["actor/reward_kl_penalty"] != metrics["actor/reward_kl_penalty"]
+
+
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "slope"), [("low_var_kl", 0.3934693), ("mse", 0.5), ("kl+", 0.5), ("abs", 1.0)]
+)
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, -1e4])
+def test_masked_token_has_no_gradient_in_verl_loss(installed, name, slope, mode, poison):
+    length = 2 if mode.endswith("norm") else 1
+    for logprob, ref_logprob in (([-1.0, -2.0], [-1.5, poison]), ([-1.0, poison], [-1.5, -1.0])):
+        leaves = [torch.tensor([x], requires_grad=True) for x in (logprob, ref_logprob)]
+        loss = installed.agg_loss(installed.kl_penalty(*leaves, name), MASK, mode)
+        to_policy, to_reference = torch.autograd.grad(loss, leaves)
+        assert math.isfinite(loss.item())
+        assert to_policy[0].tolist() == pytest.approx([slope / length, 0], rel=1e-5)
+        assert to_reference[0].tolist() == pytest.approx([-slope / length, 0], rel=1e-5)
+    nan = torch.tensor([[-1.0, NAN]])
+    assert installed.agg_loss(installed.kl_penalty(nan, nan - 1, name), torch.ones(1, 2), mode).isnan()
+
+
+POISON = st.sampled_from([NAN, INF, -INF, 3.0, -1e4])
+
+
+@st.composite
+def masked_batches(draw):
+    """Log-probabilities within verl's clamp where the mask is 1, or NaN at one token; anything where it is 0."""
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    size = shape[0] * shape[1]
+    tokens = draw(
+        st.lists(st.tuples(st.floats(-30, -0.1), st.floats(-2.6, 10.9)), min_size=size, max_size=size)
+    )
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    logprob, ahead = torch.tensor(tokens, dtype=torch.float64).T
+    pair = [logprob, logprob - ahead]
+    for column in pair:
+        column[~mask] = torch.tensor([draw(POISON) for _ in range(int((~mask).sum()))], dtype=torch.float64)
+    if draw(st.booleans()) and mask.any():
+        pair[draw(st.integers(0, 1))][mask.nonzero()[0]] = NAN
+    return *(x.reshape(shape) for x in pair), mask.reshape(shape)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@settings(max_examples=40)
+@given(batch=masked_batches(), mode=st.sampled_from(MODES))
+def test_masked_losses_and_rewards_equal_verl_on_zeros(core, spelling, batch, mode):
+    """verl's own functions, on a batch whose masked tokens are 0: the numbers that any other values must have there."""
+    *pair, mask = batch
+    zeros = [torch.where(mask, x, 0.0) for x in pair]
+
+    def loss_and_reward(functions, columns):
+        def loss(*leaves):
+            return functions.agg_loss(functions.kl_penalty(*leaves, spelling), mask, mode)
+
+        found = value_and_gradients(loss, *columns)
+        rewards, metrics, _ = charged(*columns, mask, core.FixedKLController(0.1), spelling)
+        return *found, rewards, torch.tensor(metrics["actor/reward_kl_penalty"])
+
+    expected = loss_and_reward(core, zeros)
+    with kleash_in_verl(look_at_first_batch=False) as installed:
+        found = loss_and_reward(installed, pair)
+    is_number = ~expected[1].isnan() & ~(zeros[0] - zeros[1]).isnan()
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.shape == is_number.shape:  # k3's clamp gives NaN a gradient of 0 in verl
+            ours, theirs = ours[is_number], theirs[is_number]
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def test_environment_variable_installs_in_every_process(tmp_path):

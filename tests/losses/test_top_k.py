@@ -1,3 +1,6 @@
+import itertools
+import math
+
 import pytest
 import torch
 from distributions import gradients, log, pairs
@@ -7,7 +10,15 @@ from textbook import textbook
 
 from kleash.divergences import DIVERGENCES, divergence, kl
 from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError
-from kleash.losses import Drawn, TopK, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
+from kleash.losses import (
+    Drawn,
+    TopK,
+    sampled_tail_loss,
+    tail_bucket_loss,
+    top_k_distillation_loss,
+    top_k_from,
+    top_k_of,
+)
 
 NAMES = list(DIVERGENCES)
 MEANS = [name for name in NAMES if name != "hellinger"]
@@ -229,3 +240,71 @@ def test_invalid_top_k_loss_arguments_are_errors(unhooked):
         tail_bucket_loss(q, q, ONE)
     with pytest.raises(DetachedError, match="weights carry a gradient"):
         sampled_tail_loss(p, q, drawn, ONE, weights=torch.ones(1, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_row_has_no_gradient(name, poison):
+    """Of either side, and the other rows keep the gradient that they have alone."""
+    torch.manual_seed(1)
+    clean, other = torch.randn(2, 3, 7, dtype=torch.float64).log_softmax(-1)
+    ids, mask = other.topk(3).indices, torch.tensor([1, 0, 1])
+    poisoned = clean.clone()
+    poisoned[1] = poison
+    drawn = torch.tensor([5, 6, 0])
+    losses = [tail_bucket_loss] if name == "hellinger" else [tail_bucket_loss, sampled_tail_loss]
+    for loss, is_first in itertools.product(losses, (True, False)):
+        found = []
+        for rows in (clean, poisoned):
+            leaf = rows.clone().requires_grad_()
+            pair = (leaf, other) if is_first else (other, leaf)
+            lists = [top_k_of(x, ids) for x in pair]
+            if loss is sampled_tail_loss:
+                lists.append(Drawn(drawn, *(x.gather(-1, drawn[:, None])[:, 0] for x in pair)))
+            value = loss(*lists, mask, divergence=name)
+            found.append((value, *torch.autograd.grad(value.sum(), leaf)))
+        for one, same in zip(*found, strict=True):
+            torch.testing.assert_close(one, same, rtol=0, atol=0)
+        assert (found[1][0][1] == 0) and (found[1][1][1] == 0).all() and found[1][1][0].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rest_of_probability_0_has_the_gradient_of_the_list(name):
+    """A side with -inf at all unlisted tokens: what it lists is its whole distribution."""
+    torch.manual_seed(2)
+    other = torch.randn(1, 7, dtype=torch.float64).log_softmax(-1)
+    ids = torch.tensor([[4, 0, 2]])
+    listed = torch.randn(1, 3, dtype=torch.float64).log_softmax(-1)
+    merged = torch.cat([other.gather(-1, ids), top_k_of(other, ids).log_rest[:, None]], -1)
+    for is_first in (True, False):
+        leaf = torch.full((1, 7), -math.inf, dtype=torch.float64).scatter(-1, ids, listed).requires_grad_()
+        pair = [top_k_of(x, ids) for x in ((leaf, other) if is_first else (other, leaf))]
+        value = tail_bucket_loss(*pair, ONE, divergence=name)
+        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        alone = torch.cat([listed, torch.full((1, 1), -math.inf)], -1).requires_grad_()
+        expected = divergence(name, *((alone, merged) if is_first else (merged, alone)))
+        torch.testing.assert_close(value, expected)
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), alone)
+        assert not gradient.scatter(-1, ids, 0.0).any()
+        torch.testing.assert_close(gradient.gather(-1, ids), expected_gradient[:, :3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_complete_list_has_the_whole_divergence(name, dtype):
+    torch.manual_seed(3)
+    teacher = torch.randn(4, 7).log_softmax(-1).to(dtype)
+    logits = (teacher.double() + 0.1 * torch.randn(4, 7)).requires_grad_()
+    ids, mask = teacher.topk(7).indices, torch.ones(4, dtype=torch.bool)
+    expected = divergence(name, teacher.double(), logits.log_softmax(-1))
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
+    listed = teacher.gather(-1, ids)
+    for found in (
+        tail_bucket_loss(
+            top_k_from(ids, listed), top_k_of(logits.log_softmax(-1), ids), mask, divergence=name
+        ),
+        top_k_distillation_loss(ids, listed, logits, mask, divergence=name),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        (gradient,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)

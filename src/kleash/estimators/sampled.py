@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.arguments import validated
+from kleash.autodiff import forward_mode_active, with_slope
 from kleash.divergences import phi
 from kleash.errors import OptionError, ShapeError
 from kleash.kl_rules import CONTRACTS, Contract
@@ -45,6 +46,11 @@ def k3(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     return phi(log_ratio)
 
 
+def slope_of_k2(u: Tensor) -> Tensor:
+    """The slope that follows KL(p || q): u, and 0 for a token that either distribution excludes (u infinite)."""
+    return torch.where(u.isinf(), 0.0, u).detach()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimator(Contract):
     """A function of the log ratio ``u = log p(x) - log q(x)``, ``x ~ p``, with its contract.
@@ -57,6 +63,10 @@ class Estimator(Contract):
 
 
 FUNCTIONS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+SLOPES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"k1": torch.ones_like, "abs": torch.sign, "k2": lambda u: u, "k3": lambda u: -torch.expm1(-u)}
+)
+"""Name -> the derivative of the estimator in the log ratio."""
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {name: Estimator(of=FUNCTIONS[name], **asdict(contract)) for name, contract in CONTRACTS.items()}
 )
@@ -74,8 +84,8 @@ def sampled_kl(
     This requires tokens drawn from ``p``; tokens drawn from a behaviour distribution need weights
     (``importance_weights``). ``ESTIMATORS`` lists the names and the contract of each. Autograd differentiates the
     function itself: for k1 the expected gradient is zero, for k3 it is that of KL(q || p). A token with probability 0
-    under ``q`` gives ``inf`` in all of them. No mask is applied: select the real tokens first, with
-    ``torch.where(mask, token_logp, 0.0)`` on both sides.
+    under ``q`` gives ``inf`` in all of them. No mask is applied. Tokens that the caller selects away afterwards, with
+    ``torch.where(mask, value, 0.0)``, get the gradient 0 also if they are NaN or infinite.
 
     Args:
         token_logp: log-probabilities of the drawn tokens under the distribution that they were drawn from.
@@ -98,7 +108,10 @@ def sampled_kl(
             f"token_logp is {tuple(token_logp.shape)} and token_logq {tuple(token_logq.shape)}; "
             "give the same tokens under both"
         )
-    return record.of(at_least_float32(token_logp) - at_least_float32(token_logq))
+    log_ratio = at_least_float32(token_logp) - at_least_float32(token_logq)
+    if forward_mode_active():
+        return record.of(log_ratio)
+    return with_slope(record.of(log_ratio.detach()), log_ratio, SLOPES[estimator](log_ratio))
 
 
 def largest_log_ratio(dtype: torch.dtype) -> float:

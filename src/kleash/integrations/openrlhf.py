@@ -1,7 +1,8 @@
 """OpenRLHF's KL functions without clamps, with masked rewards, and beta controllers with bounds.
 
 ``install`` replaces ``compute_approx_kl`` and ``compute_reward`` of ``openrlhf.models.utils`` and the two controllers
-of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name. It wraps
+of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name; its
+``masked_mean`` and ``aggregate_loss`` get values of 0 where they are masked. It wraps
 ``BasePPOTrainer.save_logs_and_checkpoints`` and ``restore_best_checkpoint_state``. Known: OpenRLHF 0.11; another
 version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it; without the two
 methods of the trainer, making a controller raises AttributeError.
@@ -16,16 +17,20 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.autodiff import with_slope
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
-from kleash.extras import call_after_import, require_attributes, warn_if_untested
+from kleash.estimators.sampled import slope_of_k2
+from kleash.extras import call_after_import, replace_everywhere, require_attributes, warn_if_untested
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
+from kleash.masking import selecting
 from kleash.precision import at_least_float32
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
 
 UTILS = "openrlhf.models.utils"
+LOSS = "openrlhf.models.loss"
 CONTROLLERS = "openrlhf.trainer.ppo_utils.kl_controller"
 TRAINER = "openrlhf.trainer.ppo_trainer"
 STATE = "kleash_kl_controller"
@@ -35,7 +40,9 @@ UTILS_ATTRIBUTES = {
         *("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
     ),
     f"{UTILS}:compute_reward": ("r", "kl_coef", "kl", "action_mask", "reward_clip_range"),
+    f"{UTILS}:masked_mean": ("tensor", "mask"),
 }
+LOSS_ATTRIBUTES = {f"{LOSS}:aggregate_loss": ("loss", "loss_mask")}
 CONTROLLER_ATTRIBUTES = {
     f"{CONTROLLERS}:AdaptiveKLController": ("init_kl_coef", "target", "horizon"),
     f"{CONTROLLERS}:FixedKLController": ("kl_coef",),
@@ -89,11 +96,9 @@ def compute_approx_kl(
             raise OptionError(reason)
         return value
     log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
-    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
     old = log_probs if log_probs_old is None else log_probs_old
     weight = _importance_weight(log_probs, old, cap, dtype=log_ratio.dtype)
-    detached_ratio = log_ratio.detach()
-    return value.detach() + weight * detached_ratio * (log_ratio - detached_ratio)
+    return with_slope(value.detach(), log_ratio, weight * slope_of_k2(log_ratio))
 
 
 def _openrlhf_option(field: str, value: object) -> str:
@@ -175,24 +180,22 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
 
     def replace_functions(module: Any) -> None:
         require_attributes("openrlhf", UTILS_ATTRIBUTES)
-        _replace(module, "compute_approx_kl", capped_approx_kl)
-        _replace(module, "compute_reward", compute_reward)
+        replace_everywhere(module, "masked_mean", selecting(module.masked_mean, "tensor", "mask"))
+        replace_everywhere(module, "compute_approx_kl", capped_approx_kl)
+        replace_everywhere(module, "compute_reward", compute_reward)
 
     def replace_controllers(module: Any) -> None:
         require_attributes("openrlhf", CONTROLLER_ATTRIBUTES)
-        _replace(module, "AdaptiveKLController", adaptive)
-        _replace(module, "FixedKLController", _fixed)
+        replace_everywhere(module, "AdaptiveKLController", adaptive)
+        replace_everywhere(module, "FixedKLController", _fixed)
+
+    def replace_aggregation(module: Any) -> None:
+        require_attributes("openrlhf", LOSS_ATTRIBUTES)
+        replace_everywhere(module, "aggregate_loss", selecting(module.aggregate_loss, "loss", "loss_mask"))
 
     call_after_import(UTILS, replace_functions)
+    call_after_import(LOSS, replace_aggregation)
     call_after_import(CONTROLLERS, replace_controllers)
-
-
-def _replace(owner: Any, name: str, function: Any) -> None:
-    """Replace a function in its module, and in every module of OpenRLHF that has imported it by name."""
-    original = getattr(owner, name)
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("openrlhf.") and vars(module).get(name) is original:
-            setattr(module, name, function)
 
 
 def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:

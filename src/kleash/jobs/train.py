@@ -244,6 +244,8 @@ class RewardJob(OnlineJob):
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
         sentences = list(super().without_effect())
+        if self.beta == 0:
+            sentences.append("--beta 0 is no KL penalty: the KL is logged and not trained")
         if self.controller == "fixed":
             bounds = changed_options(self, ("beta_min", "beta_max"))
             sentences += [

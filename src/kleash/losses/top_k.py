@@ -27,6 +27,8 @@ class TopK(NamedTuple):
     """Their log-probabilities in the whole distribution: not renormalised."""
     log_rest: Float[Tensor, "*tokens"]
     """The log of the probability of all other tokens."""
+    is_complete: bool = False
+    """Whether the list is known to have the whole vocabulary, so that there is no rest, whatever ``log_rest`` is."""
 
 
 class Drawn(NamedTuple):
@@ -41,11 +43,20 @@ class Drawn(NamedTuple):
 def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]) -> TopK:
     """The tokens ``ids`` of a whole distribution, with the mass of the rest summed over its tokens.
 
-    Differentiable in ``logp``. The choice of tokens (``logp.topk(16).indices``, or those of a teacher) is a constant.
+    Differentiable in ``logp``, with gradient 0 through a rest that is 0, infinite or NaN. The choice of tokens
+    (``logp.topk(16).indices``, or those of a teacher) is a constant.
     """
     logp = at_least_float32(logp)
     rest_logp = logp.scatter(-1, ids, -torch.inf)
-    return TopK(ids, logp.gather(-1, ids), rest_logp.logsumexp(-1))
+    largest = rest_logp.detach().amax(-1)
+    has_rest = largest.isfinite()
+    log_rest = torch.where(has_rest.unsqueeze(-1), rest_logp, 0.0).logsumexp(-1)
+    return TopK(
+        ids,
+        logp.gather(-1, ids),
+        torch.where(has_rest, log_rest, largest),
+        is_complete=ids.shape[-1] == logp.shape[-1],
+    )
 
 
 @validated
@@ -80,7 +91,8 @@ def tail_bucket_loss(
     Args:
         p: the distribution that is averaged over.
         q: the same tokens under the other distribution.
-        mask: true (or 1) for the positions that count. Masked positions are not read; value and gradient are 0 there.
+        mask: true (or 1) for the positions that count. Masked positions are not read; value and gradient are 0 there,
+            as far as these functions go: mask the logits too, if they may be NaN, before ``log_softmax``.
         divergence: a name of ``DIVERGENCES``, or a record.
 
     Raises:
@@ -92,10 +104,12 @@ def tail_bucket_loss(
     _require_lists(p, q, mask)
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
     is_counted = as_mask(mask).unsqueeze(-1)
-    coarse_p, coarse_q = (
-        torch.where(is_counted, torch.cat([at_least_float32(x.logp), x.log_rest.unsqueeze(-1)], -1), 0.0)
-        for x in (p, q)
-    )
+    coarse_p, coarse_q = (at_least_float32(x.logp) for x in (p, q))
+    if not (p.is_complete or q.is_complete):
+        coarse_p, coarse_q = (
+            torch.cat([logp, x.log_rest.unsqueeze(-1)], -1) for logp, x in ((coarse_p, p), (coarse_q, q))
+        )
+    coarse_p, coarse_q = (torch.where(is_counted, x, 0.0) for x in (coarse_p, coarse_q))
     return record.finish(contributions(record, coarse_p, coarse_q).sum(-1))
 
 

@@ -40,8 +40,8 @@ class BetaController(AttachedCallback, ExportableState):
         """Add this callback to the trainer and set its beta; returns itself.
 
         Raises:
-            OptionError: if the trainer has no beta, or a beta of 0 and so no reference; if it has a BetaController
-                already; or if it would recreate its callbacks on resume.
+            OptionError: if the trainer has no beta, or a beta of 0 and so no reference; if the controller has one; if
+                the trainer has a BetaController already; or if it would recreate its callbacks on resume.
         """
         beta = getattr(trainer, self.attribute, None)
         if not isinstance(beta, int | float):
@@ -51,6 +51,8 @@ class BetaController(AttachedCallback, ExportableState):
                 f"the trainer was made with {self.attribute} 0 and so without a reference; give its configuration "
                 f"the controller's {self.controller.beta:g}"
             )
+        if self.controller.beta == 0:
+            raise OptionError("the controller's beta is 0, so no KL would be trained; give it a beta above 0")
         if any(isinstance(callback, BetaController) for callback in trainer.callback_handler.callbacks):
             raise OptionError("this trainer has a BetaController already; one beta is steered by one")
         if getattr(trainer.args, "restore_callback_states_from_checkpoint", False):

@@ -57,21 +57,33 @@ class ForwardCapture:
     temperature: float
 
     def __init__(self, *args: Any, reference: Any = None, **kwargs: Any) -> None:
-        """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load."""
+        """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load.
+
+        Raises:
+            OptionError: if ``reference`` is given, or beta is 0, and the configuration is not passed by keyword.
+        """
         self._passes: list[ForwardPass] | None = None
         self._captures_hidden = False
         self._head_layouts: tuple[Head, Head] | None = None
+        config = kwargs.get("args")
+        if config is None and reference is not None:
+            raise OptionError("with reference=, pass the configuration by keyword: args=…")
+        if config is not None:
+            kwargs["args"] = copy(config)
+            # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
+            kwargs["args"].beta = 0.0 if reference is not None else config.beta or 1.0
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self.beta = self.args.beta = config.beta
+        elif self.beta == 0:
+            raise OptionError(
+                "beta is 0, TRL's default, so no KL would be trained; pass the configuration by keyword, "
+                "args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only logged"
+            )
         if reference is None:
-            super().__init__(*args, **kwargs)
             self._check_base()
             self._check_backbones()
             return
-        if kwargs.get("args") is None:
-            raise OptionError("with reference=, pass the configuration by keyword: args=…")
-        beta, kwargs["args"] = kwargs["args"].beta, copy(kwargs["args"])
-        kwargs["args"].beta = 0.0  # so that TRL does not load a reference
-        super().__init__(*args, **kwargs)
-        self.beta = self.args.beta = beta
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
@@ -90,7 +102,7 @@ class ForwardCapture:
             ModelError: if an adapter has changed that base.
         """
         network = self._unwrap(self.model)
-        if self.beta != 0 and self.ref_model is None and hasattr(network, "peft_config"):
+        if self.ref_model is None and hasattr(network, "peft_config"):
             require_unchanged_base(
                 network, "reference", instead="give reference=, a separate model in memory"
             )
@@ -146,6 +158,9 @@ class ForwardCapture:
             hidden = torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
         else:
             result = original(model, *args, **kwargs)
+        # TRL multiplies by the mask, and attention may give NaN at padding.
+        is_counted = attention_mask[:, -logits_to_keep:].bool()
+        result = (torch.where(is_counted, result[0], 0.0), *result[1:])
         self._passes.append(ForwardPass(logp=result[0], hidden=hidden, arguments=(args, kwargs)))
         return result
 

@@ -41,7 +41,7 @@ class GRPOLeash(KLMixin):
             },
         )
         self._tool_masks: Any = None
-        if self._kl_options.place == "reward" and self.beta != 0:
+        if self._kl_options.place == "reward":
             self.reward_funcs.append(self._kl_penalty)
             self.reward_processing_classes.append(None)
             self.reward_func_names.append(PENALTY)
@@ -75,12 +75,11 @@ class GRPOLeash(KLMixin):
     def _generated_and_scored(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch, with the reference's hidden states if the KL needs them."""
         parent: Any = super()
-        if self.beta == 0:
-            return parent._generate_and_score_completions(inputs)
         in_loss = self._kl_options.place == "loss"
         if not in_loss:
             self.reward_weights[-1] = self.beta
-        with self._record_passes(hidden=in_loss and self._kl_options.exact) as passes:
+        record_hidden = in_loss and self._kl_options.exact
+        with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=record_hidden) as passes:
             output = parent._generate_and_score_completions(inputs)
         if in_loss and self._kl_options.exact:
             output[REFERENCE_HIDDEN] = passes[-1].hidden
@@ -145,8 +144,6 @@ class GRPOLeash(KLMixin):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         parent: Any = super()
-        if self.beta == 0:
-            return parent._compute_loss(model, inputs)
         in_loss = self._kl_options.place == "loss"
         record_hidden = in_loss and self._kl_options.exact
         with self._parent_beta(0.0), self._record_passes(hidden=record_hidden) as passes:
@@ -157,7 +154,7 @@ class GRPOLeash(KLMixin):
         kl = self._micro_batch_kl(passes[0], inputs, size)
         mask = self._response_mask(inputs)
         self._log_kl(kl, self._kl_options.token_weights(mask, size), mask, size.micro_batches)
-        return loss + self.beta * kl.loss
+        return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
         """The sizes of the update that this micro-batch belongs to, as in TRL's loss."""

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -71,7 +72,8 @@ class KLMixin(ForwardCapture):
     ``kl`` is "exact", "k1", "k2" or "k3"; ``kl_place`` "loss" or "reward"; ``kl_scope`` "token" (default in a loss) or
     "sequence" (default in a reward); ``kl_gradient`` and ``kl_cap`` are fields of ``kleash.losses.KLTerm``. A
     combination without the gradient of KL(policy || reference) raises OptionError. ``reference`` is a model in memory;
-    without it, TRL loads the checkpoint that the policy came from.
+    without it, TRL loads the checkpoint that the policy came from. With a beta of 0 (TRL's default) a warning says that
+    the KL is only logged: it costs the reference in memory, its forward pass and that of the KL, no backward pass.
     """
 
     _metrics: Any
@@ -109,8 +111,14 @@ class KLMixin(ForwardCapture):
         self._term = self._kl_options.term(off_policy=self._is_off_policy)
         require_policy_samples(self._kl_options, self)
         log_unused_correction(self._kl_options, self)
-        if self.beta != 0 and self._kl_options.exact:
+        if self._kl_options.exact:
             self._read_head_layouts()
+        if self.beta == 0:
+            warnings.warn(
+                "beta is 0, TRL's default, so the KL is logged and not trained, at the cost of the reference in memory "
+                "and of its forward pass over each response; give the configuration a beta, or take TRL's own trainer",
+                stacklevel=3,
+            )
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -141,7 +149,16 @@ class KLMixin(ForwardCapture):
     def _micro_batch_kl(
         self, policy_pass: ForwardPass, inputs: dict[str, Any], size: UpdateSize
     ) -> MicroBatchKL:
-        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's."""
+        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's.
+
+        Without a gradient if beta is 0.
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
+            return self._term_of_micro_batch(policy_pass, inputs, size)
+
+    def _term_of_micro_batch(
+        self, policy_pass: ForwardPass, inputs: dict[str, Any], size: UpdateSize
+    ) -> MicroBatchKL:
         mask = self._response_mask(inputs)
         token_weights = self._kl_options.token_weights(mask, size)
         behaviour, ratio_weights, effective_share = None, None, None

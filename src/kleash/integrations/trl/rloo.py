@@ -45,16 +45,22 @@ class RLOOLeash(KLMixin):
     def _generated_and_scored(self, inputs: Any) -> tuple[dict[str, Any], Tensor]:
         """TRL's generated batch with what the KL needs of the reference, and the policy's log-probabilities."""
         parent: Any = super()
-        if self.beta == 0 or self._kl_options.place == "reward":
-            with self._record_passes(hidden=False) as passes:
-                output = parent._generate_and_score_completions(inputs)
-            if self.beta != 0:
-                self._log_reward_kl(passes[0].logp - passes[1].logp, output["completion_mask"])
-            return output, passes[0].logp
-        with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
+        in_reward = self._kl_options.place == "reward"
+        with (
+            self._parent_beta(self.beta if in_reward else 0.0),
+            self._record_passes(hidden=False) as passes,
+        ):
             output = parent._generate_and_score_completions(inputs)
         policy_logp = passes[0].logp
-        reference = self._forward_pass(output, reference=True, hidden=self._kl_options.exact)
+        if in_reward and self.beta != 0:
+            self._metrics["train" if self.model.training else "eval"]["kl"].pop()  # TRL's mean over tokens
+            reference = passes[1]
+        else:
+            record_hidden = self._kl_options.exact and not in_reward
+            reference = self._forward_pass(output, reference=True, hidden=record_hidden)
+        if in_reward:
+            self._log_reward_kl(policy_logp - reference.logp, output["completion_mask"])
+            return output, policy_logp
         output[REFERENCE_LOGP] = reference.logp
         if self._is_off_policy:
             output[BEHAVIOUR_LOGP] = policy_logp
@@ -63,15 +69,14 @@ class RLOOLeash(KLMixin):
         return output, policy_logp
 
     def _log_reward_kl(self, per_token: Tensor, completion_mask: Tensor) -> None:
-        """Replace TRL's logged mean over tokens by the KL in the rewards, per response. A collective."""
+        """Log the KL in the rewards, per response. A collective."""
         mask = completion_mask.bool()
         nats = torch.where(mask, per_token, 0.0).sum()
         sums = torch.stack([nats, mask.sum().float(), torch.tensor(float(len(mask)), device=mask.device)])
         total, tokens, sequences = self.accelerator.reduce(sums, reduction="sum").tolist()
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["kl"][-1] = total / sequences
         self._log_metrics(
             **{
+                "kl": total / sequences,
                 "kl/per_token": total / max(tokens, 1.0),
                 "kl/per_sequence": total / sequences,
                 "beta": self.beta,
@@ -80,7 +85,7 @@ class RLOOLeash(KLMixin):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         parent: Any = super()
-        if self.beta == 0 or self._kl_options.place == "reward":
+        if self._kl_options.place == "reward":
             return parent._compute_loss(model, inputs)
         with self._record_passes(hidden=self._kl_options.exact) as passes:
             loss = parent._compute_loss(model, inputs)
@@ -88,7 +93,7 @@ class RLOOLeash(KLMixin):
         kl = self._micro_batch_kl(passes[0], inputs, size)
         mask = self._response_mask(inputs)
         self._log_kl(kl, self._kl_options.token_weights(mask, size), mask, size.micro_batches)
-        return loss + self.beta * kl.loss
+        return loss if self.beta == 0 else loss + self.beta * kl.loss
 
 
 class LeashedRLOOTrainer(RLOOLeash, RLOOTrainer):

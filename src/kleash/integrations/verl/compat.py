@@ -7,6 +7,7 @@ raises AttributeError.
 | of verl | replaced or read for |
 |---|---|
 | ``core_algos.kl_penalty_forward``, ``core_algos.get_kl_controller`` | the penalty, the controllers |
+| ``core_algos.kl_penalty``, ``core_algos.agg_loss``, ``ray_trainer.apply_kl_penalty`` | masked tokens |
 | ``PPOTrainer``, ``RayPPOTrainer``: ``_save_checkpoint``, ``_load_checkpoint`` | the state of the controller |
 | ``FSDPEngine.disable_adapter``, ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
 | ``workers.utils.losses.ppo_loss`` and every module that imported it by name | the exact KL |
@@ -19,22 +20,27 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import call_after_import, require_attributes, warn_if_untested
+from kleash.extras import call_after_import, replace_everywhere, require_attributes, warn_if_untested
 
 CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 LOSSES = "verl.workers.utils.losses"
 PADDING = "verl.workers.utils.padding"
-TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
+RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
+TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", RAY_TRAINER: "RayPPOTrainer"}
 """Module -> its trainer, whose checkpoints get the controller's state."""
 
 CORE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{CORE}:kl_penalty_forward": ("logprob", "ref_logprob", "kl_penalty"),
+    f"{CORE}:kl_penalty": ("logprob", "ref_logprob", "kl_penalty"),
+    f"{CORE}:agg_loss": ("loss_mat", "loss_mask"),
     f"{CORE}:get_kl_controller": ("kl_ctrl",),
 }
+REWARD_ATTRIBUTES = {f"{RAY_TRAINER}:apply_kl_penalty": ("data", "kl_ctrl", "kl_penalty")}
 ENGINE_ATTRIBUTES = {
     f"{ENGINE}:FSDPEngine.disable_adapter": ("self",),
     f"{ENGINE}:FSDPEngineWithLMHead.forward_step": ("micro_batch", "loss_function", "forward_only"),
@@ -85,12 +91,35 @@ def wrap_ppo_loss(wrapper: Wrapper) -> None:
 
     def wrap(module: Any) -> None:
         require_attributes("verl", LOSS_ATTRIBUTES)
-        original, wrapped = module.ppo_loss, wrapper(module.ppo_loss)
-        for name, importer in list(sys.modules.items()):
-            if name.startswith("verl.") and vars(importer).get("ppo_loss") is original:
-                vars(importer)["ppo_loss"] = wrapped
+        replace_everywhere(module, "ppo_loss", wrapper(module.ppo_loss))
 
     call_after_import(LOSSES, wrap)
+
+
+def select_in_rewards() -> None:
+    """Make verl's ``apply_kl_penalty`` read 0 at masked tokens, as soon as its module is imported."""
+
+    def wrap(module: Any) -> None:
+        require_attributes("verl", REWARD_ATTRIBUTES)
+        original = module.apply_kl_penalty
+
+        @wraps(original)
+        def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
+            columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
+            is_counted = data.batch["response_mask"].bool()
+            try:
+                for name, logprob in columns.items():
+                    data.batch[name] = torch.where(is_counted, logprob, 0.0)
+                return original(data, *args, **kwargs)
+            finally:
+                for name, logprob in columns.items():
+                    data.batch[name] = logprob
+
+        vars(apply_kl_penalty)["kleash"] = True
+        if not hasattr(original, "kleash"):
+            replace_everywhere(module, "apply_kl_penalty", apply_kl_penalty)
+
+    call_after_import(RAY_TRAINER, wrap)
 
 
 def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[Any], None]) -> None:

@@ -4,11 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from kleash.extras import replace_everywhere
 from kleash.integrations.verl import penalty
-from kleash.integrations.verl.compat import import_core, wrap_engine, wrap_ppo_loss
+from kleash.integrations.verl.compat import import_core, select_in_rewards, wrap_engine, wrap_ppo_loss
 from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import KLController, get_kl_controller, save_with_checkpoints
 from kleash.losses import require_log_probabilities
+from kleash.masking import selecting
 
 __all__ = ["install"]
 
@@ -17,7 +19,8 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     """Replace verl's KL penalty and controllers in this process and, with ``exact``, add the exact KL to its loss.
 
     - ``kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it is called: without clamp, otherwise the same
-      numbers. The ``+`` remains verl's.
+      numbers; and ``kl_penalty``, for the gradient of ``+``.
+    - ``agg_loss`` and ``apply_kl_penalty`` multiply by the mask: they get 0 at masked tokens, which may be NaN.
     - ``get_kl_controller``, which verl's trainers look up likewise: ``algorithm.kl_ctrl.type`` may be "pid", "dual" or
       "ziegler" besides verl's "fixed" and "adaptive" (Ziegler's, here with bounds). The controller's state is saved
       with verl's checkpoints.
@@ -29,8 +32,9 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
 
     Args:
         exact: whether to wrap the engine for the exact KL.
-        look_at_first_batch: whether to check that the first batch can be log-probabilities. NaN is accepted, since
-            verl does not pass the mask. False for tests with arbitrary numbers.
+        look_at_first_batch: whether to check that the first batch can be log-probabilities. NaN, infinities and tokens
+            with 0 on both sides are left out, since verl does not pass the mask. False for tests with arbitrary
+            numbers.
 
     Raises:
         MissingExtraError: if verl, or something that it imports, is not installed.
@@ -44,15 +48,26 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     core.kl_penalty_forward = _penalty_function(exact_kl, look_at_first_batch)
     core.get_kl_controller = _controller_saved_with_checkpoints
 
+    def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+        value = core.kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+        is_followed = kl_penalty.endswith("+")
+        return penalty.with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
+
+    replace_everywhere(core, "kl_penalty", kl_penalty)
+    replace_everywhere(core, "agg_loss", selecting(core.agg_loss, "loss_mat", "loss_mask"))
+    select_in_rewards()
+
 
 def _penalty_function(exact_kl: ExactKL | None, check_first_batch: bool) -> Any:
     pending_checks = ["first batch"] if check_first_batch else []
 
     def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        if pending_checks:
+        if pending_checks and logprob.shape == ref_logprob.shape:
+            is_token = (logprob != 0) | (ref_logprob != 0)
             for name, values in (("logprob", logprob), ("ref_logprob", ref_logprob)):
-                require_log_probabilities(values, ~values.isnan(), name)
-            pending_checks.clear()
+                require_log_probabilities(values, is_token & values.isfinite(), name)
+            if is_token.any():
+                pending_checks.clear()
         if (
             exact_kl is not None
             and exact_kl.micro_batch_kl is not None

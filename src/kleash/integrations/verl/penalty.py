@@ -8,13 +8,14 @@ a reward may be detached later. So nothing is refused here.
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.autodiff import with_slope
 from kleash.divergences import kl
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
+from kleash.estimators.sampled import slope_of_k2
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -89,10 +90,15 @@ def kl_penalty(
     value = sampled_kl(logprob, ref_logprob, name)
     if not straight_through:
         return value
+    return with_k2_gradient(value, logprob, ref_logprob)
+
+
+def with_k2_gradient(
+    value: Float[Tensor, "*tokens"], logprob: Float[Tensor, "*tokens"], ref_logprob: Float[Tensor, "*tokens"]
+) -> Float[Tensor, "*tokens"]:
+    """``value`` with the gradient of k2, by which a ``+`` follows KL(policy || reference)."""
     log_ratio = at_least_float32(logprob) - at_least_float32(ref_logprob)
-    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
-    detached_ratio = log_ratio.detach()
-    return value.detach() + detached_ratio * (log_ratio - detached_ratio)
+    return with_slope(value.detach(), log_ratio, slope_of_k2(log_ratio))
 
 
 def _exact(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
