@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import flag
 from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
+from kleash.models import Model
 from kleash.uncertainty import Estimate, effective_sample_size
 
 UNVERIFIED_SAMPLES = (
@@ -136,6 +138,31 @@ def _description(job: MeasureJob, prefixes: str) -> str:
         f"distributions over the whole vocabulary, both at temperature {temperature:g}, averaged over all "
         f"scored positions; over {prefixes}"
     )
+
+
+def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:
+    """A note on the settings of the policy's generation configuration that its responses were not drawn with.
+
+    None where nothing is generated, or with the options of the job all are used.
+    """
+    unused = {
+        name: value
+        for name, value in policy.generation_settings.items()
+        if value is None or value != getattr(job, name, None)
+    }
+    if job.source[0] != "prompts" or not unused:
+        return ()
+    named = ", ".join(name if value is None else f"{name} {value:g}" for name, value in unused.items())
+    options = [flag(name) for name in unused if name in ("temperature", "top_k", "top_p", "min_p")]
+    advice = [f"draw with {', '.join(options)}"] if options else []
+    if len(options) < len(unused):
+        advice.append("for the others generate with an engine and give" if options else "generate with an engine and give")
+        advice[-1] += " its --responses"
+    note = (
+        f"the generation configuration of {policy.path} ({named}) is no part of the policy here, and its responses are "
+        f"drawn without it; to have it, {', and '.join(advice)}"
+    )
+    return (note,)
 
 
 def _windows(job: MeasureJob) -> str:

@@ -14,6 +14,7 @@ from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.measuring.dealing import VISIBLE_S, DealtShards, OpenRun, run_shards
+from kleash.measuring.estimand import sampler_notes
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import FinishedRun, make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, load_models
@@ -172,7 +173,10 @@ def opened_run(
             workers = stack.enter_context(ray_engine(job, reporter.note)) if job.engine == "ray" else None
             pair = workers.pair if workers is not None else load_models(on_device_of_rank(job, ranks), digest)
         kind, name = job.source
-        source_notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
+        source_notes = (
+            *describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit),
+            *sampler_notes(job, pair.policy),
+        )
         for sentence in (*pair.notes, *source_notes):
             reporter.note(sentence)
         header = header_of(job, pair, digest)

@@ -1,8 +1,8 @@
 """Policy and reference: the two loaded models that are compared, each with its head and hidden states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -67,6 +67,9 @@ class Model:
     """Largest number of input tokens; None if there is no limit."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
+    generation_settings: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Settings of the checkpoint's generation configuration that change which tokens are drawn, and that ``generate``
+    does not use: see ``read_generation_settings``."""
     head: Head
     """Maps what ``hidden_states`` returns to logits."""
     fingerprint: str

@@ -143,7 +143,7 @@ def _load_models(
         if id(loaded.network) not in views:
             views[id(loaded.network)] = _view(loaded.network, role, loading.device_map)
         view = views[id(loaded.network)]
-        model, head_note = build_model(
+        model, model_notes = build_model(
             view.network,
             tokenizers[role],
             role=role,
@@ -159,7 +159,7 @@ def _load_models(
         config = None if checkpoint.gguf else read_config(checkpoint, loading.trust_remote_code)
         model = replace(model, weights=describe_weights(checkpoint, loaded.base_parameters, config))
         models[role] = with_storage(model, view.storage)
-        notes += [*loaded.notes, *([head_note] if head_note else [])]
+        notes += [*loaded.notes, *model_notes]
     return models, notes
 
 
