@@ -179,7 +179,7 @@ GENERATION_SETTINGS = re.compile(
 )
 """Names of settings of a generation configuration that change which tokens are drawn, also those of other engines."""
 NEUTRAL_AT_1 = re.compile("temperature|^top_[ph]|typical|(repetition|length)_penalty|beam|guidance")
-"""Of these, the names of those that change nothing if they are 1; all but a temperature change nothing if they are 0."""
+"""Names of those that change nothing if they are 1; all but a temperature change nothing if they are 0."""
 
 
 def read_generation_settings(network: Any) -> Mapping[str, float | None]:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear import Head
+from kleash.models.padding_rows import PaddingRows
 from kleash.models.sequences import TokenSequence
 from kleash.models.shard_storage import ShardStorage
 from kleash.store.measurement import ModelRecord, StoredWeights
@@ -72,6 +73,9 @@ class Model:
     does not use: see ``read_generation_settings``."""
     head: Head
     """Maps what ``hidden_states`` returns to logits."""
+    padding: PaddingRows | None = None
+    """The rows of the whole head that are no tokens; None if neither model of the pair has any, or several ranks store
+    the head."""
     fingerprint: str
     """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``."""
     weights: StoredWeights | None = None
@@ -170,6 +174,8 @@ class Pair:
     """Information for the user about how the models were loaded."""
     warnings: tuple[str, ...] = ()
     """Reasons to doubt the numbers."""
+    vocabulary: str = "the whole vocabulary"
+    """What the distributions are over, in words."""
 
     @property
     def is_one_model(self) -> bool:

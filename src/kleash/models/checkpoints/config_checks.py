@@ -261,8 +261,10 @@ def _read_by_class(settings: dict[str, Any], config_class: Any = None) -> dict[s
     """
     transformers = import_extra("transformers", "models")
     if not isinstance(config_class, type) or config_class is transformers.AutoConfig:
-        kind, classes = str(settings.get("model_type")), transformers.CONFIG_MAPPING
-        config_class = classes[kind] if kind in classes else None
+        try:  # its get does not load the module of a class
+            config_class = transformers.CONFIG_MAPPING[str(settings.get("model_type"))]
+        except KeyError:
+            config_class = None
     parts = getattr(config_class, "sub_configs", {})
     return {
         name: _read_by_class(value, parts[name]) if name in parts and isinstance(value, dict) else value
