@@ -70,6 +70,24 @@ def test_probabilities_and_kls_are_those_of_the_whole_heads(
     np.testing.assert_array_equal(found["is_padding"], ~is_token[tokens.numpy()])
 
 
+def test_the_kl_over_tokens_is_accurate_where_hardly_any_probability_is_on_tokens() -> None:
+    """Two heads that differ in rows of no tokens alone, which have nearly all of the probability."""
+    p = made_head(24, 1)
+    assert p.weight is not None and p.bias is not None
+    bias = p.bias.clone()
+    bias[TOKENS:] += 8
+    hidden = torch.randn(9, 6, generator=torch.Generator().manual_seed(3)) / 4
+    inputs = (hidden, Head(p.weight, bias), hidden, p)
+    rows = [PaddingRows.of(head, set(range(TOKENS, 24))) for head in inputs[1::2]]
+    tokens = torch.arange(9)
+    statistics = token_statistics(*inputs, tokens)
+    columns = {name: getattr(statistics, field).numpy() for name, field in STATISTICS.items()}
+    found = padding_columns((rows[0], rows[1]), inputs, columns, tokens, 1.0)  # pyright: ignore[reportArgumentType]
+    assert found["padding_probability_policy"].min() > 0.99 and columns["kl_policy_reference"].min() > 0.5
+    for name in ("kl_policy_reference", "kl_reference_policy"):
+        np.testing.assert_allclose(found[f"{name}_over_tokens"], 0, atol=1e-6)
+
+
 def test_a_network_that_gives_logits_alone_has_the_numbers_of_its_head(pair: Pair) -> None:
     sequences = random_sequences()
     expected = score(pair, sequences)

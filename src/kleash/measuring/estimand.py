@@ -11,6 +11,7 @@ from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
 from kleash.models import Model
 from kleash.store import Number
+from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import label_of
 from kleash.uncertainty import Estimate, effective_sample_size
 
@@ -49,6 +50,7 @@ def estimand_of(
     all_have_logprobs: bool = False,
     split: bool = True,
     vocabulary: str = "the whole vocabulary",
+    storage: str = "",
 ) -> Estimand:
     """The estimand of a job.
 
@@ -57,6 +59,7 @@ def estimand_of(
         all_have_logprobs: for off-policy responses, whether each token has the log-probability with which it was drawn.
         split: for text, whether a document was longer than a window.
         vocabulary: what the distributions are over, in words.
+        storage: how the weights of both models are stored, in words.
     """
     kind, path = job.source
     if kind == "text":
@@ -65,7 +68,10 @@ def estimand_of(
         estimand = _of_responses(job, path, all_have_logprobs=all_have_logprobs)
     else:
         estimand = _of_prompts(job, path)
-    return replace(estimand, description=f"{_description(job, vocabulary)}; over {estimand.description}")
+    weights = f"; {storage}" if storage else ""
+    return replace(
+        estimand, description=f"{_description(job, vocabulary)}; over {estimand.description}{weights}"
+    )
 
 
 def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
@@ -161,19 +167,19 @@ def padding_note(probabilities: Mapping[str, float]) -> str:
 
 
 def padding_warnings(
-    probabilities: Mapping[str, float], over_rows: Mapping[str, float], over_tokens: Mapping[str, float]
+    probabilities: Mapping[str, float], over_rows: Mapping[str, str], over_tokens: Mapping[str, str]
 ) -> tuple[str, ...]:
     """A warning with the KL over all rows and over the tokens, if rows that are no tokens have too much probability.
 
     Args:
         probabilities: of these rows, by role.
-        over_rows: KL per token in nats, by its name in words.
+        over_rows: KL per token in nats, in digits, by its name in words.
         over_tokens: likewise.
     """
     if not any(value > MAX_PADDING_PROBABILITY for value in probabilities.values()):
         return ()
     values = [
-        f"{label} is {over_rows[label]:.4g} over all rows and {over_tokens[label]:.4g} over the tokens"
+        f"{label} is {over_rows[label]} over all rows and {over_tokens[label]} over the tokens"
         for label in over_rows
     ]
     return (f"{padding_note(probabilities)}: {', and '.join(values)}, in nats per token",)
@@ -194,12 +200,25 @@ def measured_padding(numbers: Mapping[str, Number], tokens: int) -> tuple[tuple[
     note = f"{padding_note(probabilities)}; {scored:,} of the {tokens:,} scored tokens are such rows"
     over_rows, over_tokens = (
         {
-            label_of(name): numbers[f"{name}_{part}"].value
+            label_of(name): f"{numbers[f'{name}_{part}'].value:.4g}"
             for name in ("kl_policy_reference", "kl_reference_policy")
         }
         for part in ("over_rows", "over_tokens")
     )
     return (note,), padding_warnings(probabilities, over_rows, over_tokens)
+
+
+def storage_notes(policy: ModelRecord, reference: ModelRecord) -> tuple[str, ...]:
+    """A note if one model is an adapter over a base that is stored in another way than the other model."""
+    types = [None if model.weights is None else model.weights.types for model in (policy, reference)]
+    if None in types or types[0] == types[1] or policy.base is reference.base is None:
+        return ()
+    adapter = policy if policy.base is not None else reference
+    note = (
+        f"the policy is stored as {types[0]} and the reference as {types[1]}: the KL is of the adapter and of this "
+        f"difference together; for the adapter alone compare it with {adapter.base}"
+    )
+    return (note,)
 
 
 def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from kleash.measuring.estimand import (
     estimand_of,
     measured_padding,
     on_policy_warnings,
+    storage_notes,
     weight_warnings,
 )
 from kleash.measuring.estimates import (
@@ -44,7 +45,7 @@ from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
-from kleash.store.measurement import EstimatorRecord
+from kleash.store.measurement import EstimatorRecord, describe_storage
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
 from kleash.store.worker_log import smaller_batches_warning
 from kleash.version import __version__
@@ -107,11 +108,13 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     """
     on_text = run.job.source[0] == "text"
     counts = _scored_sequences(run, on_text=on_text)
+    models = {model.role: model.record() for model in (run.pair.policy, run.pair.reference)}
     estimand = estimand_of(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
         split=len(counts.clusters.labels) > counts.prompts,
         vocabulary=run.pair.vocabulary,
+        storage=describe_storage(models),
     )
     is_one_model = run.pair.is_one_model
     statistics = known_statistics(run.folder.token_columns(), run.engine.unknown_columns)
@@ -134,7 +137,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         estimand=estimand.description,
         job=run.job.settings(),
         source_sha256=run.source_sha256,
-        models={model.role: model.record() for model in (run.pair.policy, run.pair.reference)},
+        models=models,
         device=device_of(run.pair),
         counts=counts.to_record(clusters=len(sums[TOKENS])),
         **to_fields(numbers),
@@ -157,7 +160,13 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         worst_sequences=worst_sequences,
         prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
         warnings=(*run_warnings(run, estimand, counts, totals, rounding), *padding_warnings),
-        notes=(*run.pair.notes, *padding_notes, *run.source_notes, *run.job.without_effect()),
+        notes=(
+            *run.pair.notes,
+            *storage_notes(models["policy"], models["reference"]),
+            *padding_notes,
+            *run.source_notes,
+            *run.job.without_effect(),
+        ),
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},

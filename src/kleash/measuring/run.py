@@ -119,6 +119,9 @@ def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start:
         checks=shards.checks,
     )
     measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
+    for sentence in measurement.notes:
+        if sentence not in (*run.pair.notes, *run.source_notes, *run.job.without_effect()):
+            run.reporter.note(sentence)
     if run.job.at_most is not None:
         measurement = replace(measurement, gate=gate_of_measurement(measurement, run.job.at_most))
     run.folder.write_measurement(measurement)

@@ -1,5 +1,6 @@
 """Rows of a head that are no tokens of its tokenizer: their probability, and the KL without and with them."""
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -9,7 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.divergences import kl
 from kleash.linear import Head
+from kleash.models.heads import head_logits
 
 POSITIONS_AT_ONCE = 512
 """Positions whose logits of these rows are in memory at once."""
@@ -79,7 +82,8 @@ def padding_columns(
     """The columns ``PADDING_COLUMNS`` of the token table.
 
     The KL over the tokens and that over all rows follow from the measured one and the rows that are no tokens, see
-    ``Outside.kl_part``. Where nearly all probability is on such rows, the KL over the tokens is not accurate.
+    ``Outside.kl_part``. Where such rows have most of the probability, that would magnify rounding, so the KL over the
+    tokens is computed from all logits.
 
     Args:
         rows: of policy and reference; the heads may have been cut since.
@@ -110,9 +114,24 @@ def padding_columns(
     for place, role in enumerate(("policy", "reference")):
         found[f"padding_probability_{role}"] = -torch.expm1(kept[place].log_rest + cut[place].log_rest)
     for name, p, q in (("kl_policy_reference", 0, 1), ("kl_reference_policy", 1, 0)):
-        kl = torch.from_numpy(columns[name]).to(tokens.device).double()
-        found[f"{name}_over_tokens"] = (kl - kept[p].kl_part(kept[q])) / kept[p].log_rest.exp()
-        found[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * kl
+        measured_kl = torch.from_numpy(columns[name]).to(tokens.device).double()
+        found[f"{name}_over_tokens"] = (measured_kl - kept[p].kl_part(kept[q])) / kept[p].log_rest.exp()
+        found[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * measured_kl
+    is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
+    is_token[ids[:num_kept]] = False
+    for name, sides, p in (
+        ("kl_policy_reference", inputs, 0),
+        ("kl_reference_policy", inputs[2:] + inputs[:2], 1),
+    ):
+        for row in (kept[p].log_rest < math.log(0.5)).nonzero()[:, 0].tolist():
+            logp, logq = (
+                (
+                    head_logits(sides[side][row : row + 1], sides[side + 1])[:, is_token].double()
+                    / temperature
+                ).log_softmax(-1)
+                for side in (0, 2)
+            )
+            found[f"{name}_over_tokens"][row] = kl(logp, logq)[0]
     return {name: values.float().cpu().numpy() for name, values in found.items()}
 
 

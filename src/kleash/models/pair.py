@@ -80,6 +80,8 @@ class Model:
     """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``."""
     weights: StoredWeights | None = None
     """How the checkpoint stores the weights; None for a network in memory."""
+    base: str | None = None
+    """The name of the model that the checkpoint is an adapter over; None for no adapter."""
     device_map: str | None = None
     """The device map that it was loaded with."""
     trust_remote_code: bool = False
@@ -159,6 +161,7 @@ class Model:
             vocabulary=self.vocab_size,
             fingerprint=self.fingerprint,
             weights=self.weights,
+            base=self.base,
         )
 
 

@@ -159,7 +159,11 @@ def _load_models(
             trust_remote_code=loading.trust_remote_code,
         )
         config = None if checkpoint.gguf else read_config(checkpoint, loading.trust_remote_code)
-        model = replace(model, weights=describe_weights(checkpoint, loaded.base_parameters, config))
+        model = replace(
+            model,
+            weights=describe_weights(checkpoint, loaded.base_parameters, config),
+            base=None if checkpoint.adapter is None else checkpoint.base,
+        )
         models[role] = with_storage(model, view.storage)
         notes += [*loaded.notes, *model_notes]
     return models, notes
@@ -209,7 +213,9 @@ def _with_kept_rows(pair: Pair, subject: str) -> Pair:
     count = pair.vocab_size - len(tokens)
     if not count:
         return pair
-    note = f"{subject} {pair.vocab_size} rows for {len(tokens)} tokens; the {count} others are kept"
+    note = f"{subject} {pair.vocab_size} rows for {len(tokens)} tokens"
+    if pair.policy is not pair.reference:
+        note += f"; the {count} others are kept"
     return replace(
         _with_padding(pair, tokens),
         notes=(*pair.notes, note),
