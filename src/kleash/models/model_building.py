@@ -3,12 +3,15 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kleash.errors import KleashError, ModelError
 from kleash.linear import Head
+from kleash.models.checkpoints.files import read_json
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.compat import find_backbone, summarise_error
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
@@ -190,6 +193,9 @@ def read_generation_settings(network: Any) -> Mapping[str, float | None]:
     """
     config = getattr(network, "generation_config", None)
     settings: dict[str, Any] = {} if config is None else config.to_diff_dict()
+    file = Path(str(getattr(network, "name_or_path", "") or "")) / GENERATION_CONFIG
+    if file.is_file():  # transformers leaves out what other engines read, such as presence_penalty
+        settings |= read_json(file)
 
     def is_neutral(name: str, value: Any) -> bool:
         if name == "top_k" and isinstance(value, int):

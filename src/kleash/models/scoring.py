@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.jobs.option_groups import is_gguf
 from kleash.linear import (
