@@ -232,7 +232,7 @@ def test_a_policy_is_measured_against_the_file(written: tuple[Path, ...]) -> Non
     lines = result.llama_cpp.splitlines()
     assert f"Mean    KLD: {numbers['llama_cpp_kld'].value:10.6f} ± " in result.llama_cpp
     assert len(lines) == 39
-    assert result.notes == ()
+    assert result.notes[0] == "the policy's head has 320 rows for 300 tokens" and len(result.notes) == 2
 
 
 def test_a_reference_against_its_own_file_is_within_the_codes(written: tuple[Path, ...]) -> None:

@@ -265,10 +265,48 @@ def test_computed_buffers_are_bounded(tmp_path):
     refused(folder, "describes in its config.json a network of 3.* weights and tables of")
 
 
-@pytest.mark.parametrize("end", [-1, "x", 1.5, [[1]], 10**9, True, [1, None]])
+@pytest.mark.parametrize("end", ["x", 1.5, [[1]], True, [1, None]])
 def test_invalid_end_tokens_are_refused(model, end):
     change(model / "generation_config.json", eos_token_id=end)
-    refused(model, r"is no token id from 0 to 319; correct eos_token_id|cannot be loaded")
+    refused(model, r"is no token id; correct eos_token_id|cannot be loaded")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("end", "kept", "named"), [(10**9, (), "1000000000"), (-1, (), "-1"), ([7, 320, 1], (7, 1), "320")]
+)
+def test_an_end_token_that_does_not_exist_is_a_note(model, name, end, kept, named):
+    """transformers loads such a checkpoint and ends no response with it."""
+    change(model / name, eos_token_id=end)
+    if name == "config.json":
+        (model / "generation_config.json").unlink()
+    assert AutoModelForCausalLM.from_pretrained(model).generation_config.eos_token_id == end
+    pair = load_pair(str(model), str(model))
+    assert pair.policy.eos_token_ids == kept
+    (note,) = (note for note in pair.notes if "end token" in note)
+    assert f"token {named}, and has the token ids 0 to 319" in note
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train_flops": 1e24},
+        {"dataset_size": 10**40, "num_hidden_layers_of_teacher": 10**9},
+        {"training": {"tokens_seen": 1e15, "hidden_size": 10**12}},
+        {"bos_token_id": 10**9},
+        {"sha": "9" * 50, "loss": float("nan")},
+    ],
+    ids=str,
+)
+def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
+    before = load_pair(str(over), str(model))
+    change(model / "config.json", **settings)
+    change(over / "adapter_config.json", **settings)
+    after = load_pair(str(over), str(model))
+    ids = torch.tensor([[3, 4, 5]])
+    for role in ("policy", "reference"):
+        states = [getattr(pair, role).hidden_states(ids) for pair in (before, after)]
+        assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("limit", ["x", [1], True])

@@ -4,10 +4,12 @@ import math
 import sys
 
 from kleash.cli.formats import print_formatted
+from kleash.cli.numbers import terminal_label
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import LogitsJob
 from kleash.launch_environment import require_one_process
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
+from kleash.store.summary_tables import summarize
 
 
 def run_logits(job: LogitsJob) -> int:
@@ -29,6 +31,8 @@ def run_logits(job: LogitsJob) -> int:
         for note in result.notes:
             remark(console, "note", note, "dim")
         print_logits(console, result)
+        for warning in summarize(result).warnings if isinstance(result, LogitsMeasurement) else ():
+            remark(console, "warning", terminal_label(warning))
     return 0
 
 

@@ -74,6 +74,7 @@ class LocalEngine:
             options=LinearOptions(buffer_bytes=self._buffer_bytes),
             cache=self.cache,
             top=self.top,
+            sampler=self._sampling if self._draws_from_part else None,
         )
         names = [name for name in tokens if name.startswith("top_")]
         likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
@@ -112,9 +113,16 @@ class LocalEngine:
         """Memory for the logits of a chunk; None on a GPU: the linear functions choose from the free memory."""
         return CPU_BUFFER_BYTES if self.pair.policy.device.type == "cpu" else None
 
-    def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
+    @property
+    def _draws_from_part(self) -> bool:
+        """Whether responses are generated greedily or from truncated distributions."""
+        return self.job.source[0] == "prompts" and (self.job.truncates or self.job.temperature == 0)
+
+    @property
+    def _sampling(self) -> Sampling:
+        """The job's options of sampling."""
         job = self.job
-        sampling = Sampling(
+        return Sampling(
             samples_per_prompt=job.samples_per_prompt,
             max_new_tokens=job.max_new_tokens,
             temperature=job.temperature,
@@ -123,6 +131,10 @@ class LocalEngine:
             min_p=job.min_p,
             seed=job.seed,
         )
+
+    def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
         # The reference scores what the policy generates, so the shorter context of the two applies.
         policy = replace(self.pair.policy, context_length=self.pair.context_length)
-        return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, on_tokens=self.on_tokens)
+        return generate(
+            policy, prompts, self._sampling, batch_tokens=self.job.batch_tokens, on_tokens=self.on_tokens
+        )

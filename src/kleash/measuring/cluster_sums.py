@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kleash.estimators import ESTIMATORS, importance_weights
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
-from kleash.store.statistics import ALL_STATISTICS, BOUND_STATISTICS, STATISTICS, columns_of, log_ratio
+from kleash.store.statistics import ALL_STATISTICS, STATISTICS, columns_of, log_ratio
 
 Weighting = Literal["unweighted", "importance"]
 """How estimators of sampled tokens are averaged: "unweighted" if the policy drew the tokens, "importance" if another
@@ -41,23 +41,20 @@ BINNINGS: Mapping[str, Binning] = MappingProxyType(
     }
 )
 
-COLUMNS = list(
-    dict.fromkeys(
-        [
-            *("prompt_id", "sample_id", "logp_sampled"),
-            *(binning.column for binning in BINNINGS.values()),
-            *columns_of(tuple(STATISTICS)),
-        ]
-    )
-)
-"""The columns of ``tokens/`` that ``token_quantities`` reads."""
-BOUNDED_COLUMNS = list(
-    dict.fromkeys([*COLUMNS, *columns_of(tuple(BOUND_STATISTICS)), "kl_of_listed", "token_is_listed"])
-)
-"""Likewise where one model is behind a server."""
 LISTED_AND_SAMPLED = "listed_and_sampled"
 """Name of the estimator that sums p (log p - log q) over the tokens that a server lists, and takes the log ratio of the
 sampled token where it is not among them: unbiased for KL(policy || reference)."""
+
+
+def columns_to_read(statistics: Collection[str]) -> list[str]:
+    """The columns of ``tokens/`` that ``token_quantities`` reads."""
+    names = [
+        *("prompt_id", "sample_id", "logp_policy", "logp_reference", "logp_sampled"),
+        *(binning.column for binning in BINNINGS.values()),
+        *columns_of(tuple(statistics)),
+        *(() if KL.name in statistics else ("kl_of_listed", "token_is_listed")),
+    ]
+    return list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ def token_quantities(
     """The quantities of a shard's tokens.
 
     Args:
-        tokens: the columns ``COLUMNS``, or ``BOUNDED_COLUMNS`` where one model is behind a server.
+        tokens: the columns ``columns_to_read``.
         weighting: how the estimators of sampled tokens are averaged; None if no average of them estimates
             KL(policy || reference).
         statistics: names of the statistics that can be computed.

@@ -17,11 +17,11 @@ from kleash.store.checksums import damage_as_sentence
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import (
+    ALL_STATISTICS,
     BOUND_STATISTICS,
     COMPARED,
     EXP_MEAN,
     PERPLEXITIES,
-    STATISTICS,
     columns_of,
     stored_column,
 )
@@ -123,7 +123,7 @@ def _read(path: Path) -> _Run:
         starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
         counts = np.ones(len(tokens["prompt_id"]))
         values = [
-            STATISTICS[name].values(tokens) if name in known else np.full(len(counts), np.nan)
+            ALL_STATISTICS[name].values(tokens) if name in known else np.full(len(counts), np.nan)
             for name in SUMMED
         ]
         totals = np.add.reduceat(np.stack([counts, *values], axis=1), starts)
@@ -158,7 +158,7 @@ def _known_statistics(folder: RunFolder, measurement: Measurement) -> tuple[str,
     columns, reported = folder.token_columns(), measurement.statistics().keys() | measurement.left_out.keys()
     known: list[str] = []
     for name in SUMMED:
-        statistic = STATISTICS[name]
+        statistic = ALL_STATISTICS[name]
         is_stored = columns.issuperset(statistic.columns)
         if is_stored and name not in reported and statistic.function is stored_column:
             raise RunFolderError(
@@ -230,7 +230,7 @@ def _mean_differences(
                 minuend[:, 0],
                 subtrahend[:, column],
                 subtrahend[:, 0],
-                unit=STATISTICS[statistic].unit,
+                unit=ALL_STATISTICS[statistic].unit,
                 **_bounds(statistic),
                 known_value=known_values[statistic],
             )
@@ -242,7 +242,7 @@ def _mean_differences(
 
 def _bounds(name: str) -> dict[str, float | None]:
     """Bounds of the difference of two means of a statistic; none unless it has two bounds itself."""
-    statistic = STATISTICS[name]
+    statistic = ALL_STATISTICS[name]
     if statistic.lower is None or statistic.upper is None:
         return {"lower": None, "upper": None}
     return {"lower": statistic.lower - statistic.upper, "upper": statistic.upper - statistic.lower}
@@ -251,7 +251,7 @@ def _bounds(name: str) -> dict[str, float | None]:
 def _known_difference(run: _Run, first: _Run, name: str) -> float | None:
     """0 if both runs measured the same models, as far as the statistic depends on them; otherwise None."""
     pairs = [
-        (run.measurement.models[role], first.measurement.models[role]) for role in STATISTICS[name].models
+        (run.measurement.models[role], first.measurement.models[role]) for role in ALL_STATISTICS[name].models
     ]
     all_same = all(
         model.fingerprint and (model.fingerprint, model.dtype) == (first_model.fingerprint, first_model.dtype)
@@ -274,7 +274,7 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Nu
     """
     differences: dict[str, Number] = {}
     for column, name in enumerate(SUMMED, start=1):
-        if STATISTICS[name].reduction is not EXP_MEAN:
+        if ALL_STATISTICS[name].reduction is not EXP_MEAN:
             continue
         linear_sums: list[Floats] = []
         for sums in (minuend, subtrahend):

@@ -1,12 +1,18 @@
 """The estimand of a run in words, the averages of sampled estimators that are valid for it, and sampling checks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import flag
 from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
+from kleash.models import Model
+from kleash.store import Number
+from kleash.store.measurement import ModelRecord
+from kleash.store.statistics import label_of
 from kleash.uncertainty import Estimate, effective_sample_size
 
 UNVERIFIED_SAMPLES = (
@@ -18,6 +24,9 @@ SAMPLER_MISMATCH = 4.0
 """Standard errors between the mean log ratio and the exact KL beyond which the samples count as another policy's."""
 MIN_EFFECTIVE_SHARE = 0.5
 """Effective sample size over number of responses below which importance weights give a warning."""
+
+MAX_PADDING_PROBABILITY = 1e-4
+"""Probability of rows that are no tokens above which the KL over the tokens is given beside that over all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +44,41 @@ class Estimand:
     warnings: tuple[str, ...] = ()
 
 
-def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False, split: bool = True) -> Estimand:
+def estimand_of(
+    job: MeasureJob,
+    *,
+    all_have_logprobs: bool = False,
+    split: bool = True,
+    vocabulary: str = "the whole vocabulary",
+    storage: str = "",
+) -> Estimand:
     """The estimand of a job.
 
     Args:
         job: the job.
         all_have_logprobs: for off-policy responses, whether each token has the log-probability with which it was drawn.
         split: for text, whether a document was longer than a window.
+        vocabulary: what the distributions are over, in words.
+        storage: how the weights of both models are stored, in words.
     """
     kind, path = job.source
     if kind == "text":
-        return _of_text(job, path, split=split)
-    if kind == "responses":
-        return _of_responses(job, path, all_have_logprobs=all_have_logprobs)
-    return _of_prompts(job, path)
+        estimand = _of_text(job, path, split=split)
+    elif kind == "responses":
+        estimand = _of_responses(job, path, all_have_logprobs=all_have_logprobs)
+    else:
+        estimand = _of_prompts(job, path)
+    weights = f"; {storage}" if storage else ""
+    return replace(
+        estimand, description=f"{_description(job, vocabulary)}; over {estimand.description}{weights}"
+    )
 
 
 def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
     """The estimand on text, over the windows of documents."""
     windows = _windows(job) if split else "each document read whole"
     return Estimand(
-        description=_description(job, f"the prefixes of the text {path}, {windows}"),
+        description=f"the prefixes of the text {path}, {windows}",
         weighting=None,
         estimators_note=(
             "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, not over tokens of a text"
@@ -69,7 +92,7 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
     prefixes = f"the policy's own responses to {path}, of up to {job.max_new_tokens} tokens"
     if job.temperature == 0:
         return Estimand(
-            description=_description(job, f"{prefixes}, decoded greedily"),
+            description=f"{prefixes}, decoded greedily",
             weighting=None,
             estimators_note=(
                 "left out, as is the KL between responses: greedy tokens are not a sample, so no average over them "
@@ -84,9 +107,7 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
             if value is not None
         )
         return Estimand(
-            description=_description(
-                job, f"{prefixes}, drawn from its distribution truncated to {truncation}"
-            ),
+            description=f"{prefixes}, drawn from its distribution truncated to {truncation}",
             weighting=None,
             estimators_note=(
                 "left out, as is the KL between responses: a truncated sample never contains the removed tokens, and "
@@ -95,7 +116,7 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
             has_sequence_kl=False,
         )
     return Estimand(
-        description=_description(job, f"{prefixes}, drawn from its whole distribution"),
+        description=f"{prefixes}, drawn from its whole distribution",
         weighting="unweighted",
         estimators_note="averaged over the tokens that the policy drew",
         has_sequence_kl=True,
@@ -104,7 +125,7 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
 
 def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Estimand:
     """The estimand on given responses, importance-weighted if all have log-probabilities."""
-    description = _description(job, f"the prefixes of the responses in {path}")
+    description = f"the prefixes of the responses in {path}"
     if all_have_logprobs:
         return Estimand(
             description=description,
@@ -124,8 +145,8 @@ def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Est
     )
 
 
-def _description(job: MeasureJob, prefixes: str) -> str:
-    """The description of the estimand, given its prefixes in words."""
+def _description(job: MeasureJob, vocabulary: str) -> str:
+    """The description of the estimand without its prefixes."""
     temperature = job.temperature if job.temperature > 0 else 1.0
     what = "the exact divergence"
     if job.endpoint_role is not None:
@@ -133,9 +154,100 @@ def _description(job: MeasureJob, prefixes: str) -> str:
         what = f"bounds, from {listed}, of the divergence"
     return (
         f"KL(policy || reference) in nats per token: {what} between the two next-token "
-        f"distributions over the whole vocabulary, both at temperature {temperature:g}, averaged over all "
-        f"scored positions; over {prefixes}"
+        f"distributions over {vocabulary}, both at temperature {temperature:g}, averaged over all scored positions"
     )
+
+
+def padding_note(probabilities: Mapping[str, float]) -> str:
+    """The probability, by role, of rows of a head that are no tokens."""
+    values = " and ".join(f"{value:.3g} of the {role}'s" for role, value in probabilities.items())
+    return f"rows of a head that are no tokens have {values} probability".replace(
+        "nan of", "an unknown part of"
+    )
+
+
+def padding_warnings(
+    probabilities: Mapping[str, float], over_rows: Mapping[str, str], over_tokens: Mapping[str, str]
+) -> tuple[str, ...]:
+    """A warning with the KL over all rows and over the tokens, if rows that are no tokens have too much probability.
+
+    Args:
+        probabilities: of these rows, by role.
+        over_rows: KL per token in nats, in digits, by its name in words.
+        over_tokens: likewise.
+    """
+    if not any(value > MAX_PADDING_PROBABILITY for value in probabilities.values()):
+        return ()
+    values = [
+        f"{label} is {over_rows[label]} over all rows and {over_tokens[label]} over the tokens"
+        for label in over_rows
+    ]
+    return (f"{padding_note(probabilities)}: {', and '.join(values)}, in nats per token",)
+
+
+def measured_padding(numbers: Mapping[str, Number], tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The note and the warning about rows of the heads that are no tokens, from the statistics of a run.
+
+    Args:
+        numbers: the statistics, by name.
+        tokens: number of scored tokens.
+    """
+    if "is_padding" not in numbers:
+        return (), ()
+    roles = ("policy", "reference")
+    probabilities = {role: numbers[f"padding_probability_{role}"].value for role in roles}
+    scored = round(tokens * numbers["is_padding"].value)
+    note = f"{padding_note(probabilities)}; {scored:,} of the {tokens:,} scored tokens are such rows"
+    over_rows, over_tokens = (
+        {
+            label_of(name): f"{numbers[f'{name}_{part}'].value:.4g}"
+            for name in ("kl_policy_reference", "kl_reference_policy")
+        }
+        for part in ("over_rows", "over_tokens")
+    )
+    return (note,), padding_warnings(probabilities, over_rows, over_tokens)
+
+
+def storage_notes(policy: ModelRecord, reference: ModelRecord) -> tuple[str, ...]:
+    """A note if one model is an adapter over a base that is stored in another way than the other model."""
+    types = [None if model.weights is None else model.weights.types for model in (policy, reference)]
+    if None in types or types[0] == types[1] or policy.base is reference.base is None:
+        return ()
+    adapter = policy if policy.base is not None else reference
+    note = (
+        f"the policy is stored as {types[0]} and the reference as {types[1]}: the KL is of the adapter and of this "
+        f"difference together; for the adapter alone compare it with {adapter.base}"
+    )
+    return (note,)
+
+
+def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:
+    """A note on the settings of the policy's generation configuration that its responses were not drawn with.
+
+    None where nothing is generated, or with the options of the job all are used.
+    """
+    unused = {
+        name: value
+        for name, value in policy.generation_settings.items()
+        if value is None or value != getattr(job, name, None)
+    }
+    if job.source[0] != "prompts" or not unused:
+        return ()
+    named = ", ".join(name if value is None else f"{name} {value:g}" for name, value in unused.items())
+    options = [flag(name) for name in unused if name in ("temperature", "top_k", "top_p", "min_p")]
+    advice = [f"draw with {', '.join(options)}"] if options else []
+    if len(options) < len(unused):
+        advice.append(
+            "for the others generate with an engine and give"
+            if options
+            else "generate with an engine and give"
+        )
+        advice[-1] += " its --responses"
+    note = (
+        f"the generation configuration of {policy.path} ({named}) is no part of the policy here, and its responses are "
+        f"drawn without it; to have it, {', and '.join(advice)}"
+    )
+    return (note,)
 
 
 def _windows(job: MeasureJob) -> str:

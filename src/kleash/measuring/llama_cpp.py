@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.errors import ModelError, NonFiniteError, SourceError
 from kleash.jobs import LogitsJob
+from kleash.measuring.estimand import padding_note, padding_warnings
 from kleash.measuring.llama_cpp_summary import (
     LlamaCppColumns,
     concatenated_columns,
@@ -24,6 +25,7 @@ from kleash.models.base_logit_bounds import (
     impossible_row,
     kl_bounds,
     logp_intervals,
+    restricted,
     reverse_kl_bounds,
 )
 from kleash.models.base_logits import (
@@ -52,6 +54,13 @@ COMPARED_LOGITS = 1 << 18
 """Logits that are compared with the file at once: 2 MB in float64, so that results between stay in the CPU's cache."""
 CUTOFF = -16.0
 """Log-probabilities of the base at or below it are left out of llama.cpp's KL."""
+BOUNDS = (
+    "kl_reference_policy_lower",
+    "kl_reference_policy_upper",
+    "kl_policy_reference_lower",
+    "kl_policy_reference_upper",
+)
+"""Names of the bounds, in the order of ``base_logit_bounds``."""
 OnChunks = Callable[[int, int], None]
 """Called with the number of finished chunks and of all."""
 
@@ -75,10 +84,13 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
     _check_context(model, file.context)
     columns: list[LlamaCppColumns] = []
     bounds: list[np.ndarray] = []
+    padding = _find_padding(pair.policy)
+    padded: list[np.ndarray] = []
     with threads_for_scoring(pair):
         for chunk in range(chunks):
             tokens = file.tokens(chunk)
-            for start, logits in _logits_of_chunk(model, chunk, tokens, begin):
+            for start, all_logits in _logits_of_chunk(pair.policy, chunk, tokens, begin):
+                logits = all_logits[:, : file.vocab_size]
                 rows = file.read(chunk, start, start + len(logits))
                 targets = tokens[file.first + 1 + start :][: len(logits)]
                 for part in compared_parts(logits):
@@ -86,9 +98,12 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
                     base = logp_intervals(rows[part])
                     _check_sums(file, chunk, start + part.start, base)
                     bounds.append(base_logit_bounds(logits[part], base))
+                    if padding is not None:
+                        padded.append(padding_bounds(all_logits[part], base, bounds[-1], padding))
             if on_chunks is not None:
                 on_chunks(chunk + 1, chunks)
-    return _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
+    measurement = _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
+    return _with_padding(measurement, np.concatenate(padded, axis=1)) if padded else measurement
 
 
 def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> WrittenLogits:
@@ -110,9 +125,12 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
     try:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
             write_header(file, tokens, model.vocab_size)
+            padding, in_padding = _find_padding(model), []
             for chunk, chunk_tokens in enumerate(tokens):
                 for _, logits in _logits_of_chunk(model, chunk, chunk_tokens, begin):
                     file.write(encode_rows(logits).tobytes())
+                    if padding is not None:
+                        in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())
                 if on_chunks is not None:
                     on_chunks(chunk + 1, len(tokens))
         size = unfinished.stat().st_size
@@ -129,7 +147,10 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
         context=job.context,
         vocabulary=model.vocab_size,
         bytes=size,
-        notes=pair.notes,
+        notes=(
+            *pair.notes,
+            *((padding_note({"reference": float(torch.cat(in_padding).mean())}),) if in_padding else ()),
+        ),
     )
 
 
@@ -262,6 +283,65 @@ def base_logit_bounds(logits: Tensor, base: LogpIntervals) -> np.ndarray:
     return torch.stack([*kl_bounds(base, logq), *reverse_kl_bounds(base, logq)]).numpy()
 
 
+def _find_padding(model: Model) -> Tensor | None:
+    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
+    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
+    is_padding[list(model.tokenizer.get_vocab().values())] = False
+    return is_padding if bool(is_padding.any()) else None
+
+
+def padding_bounds(
+    logits: Float[Tensor, "rows vocab_policy"],
+    base: LogpIntervals,
+    bounds: np.ndarray,
+    is_padding: Bool[Tensor, " vocab_policy"],
+) -> np.ndarray:
+    """The probability of logits of no token, policy's and base's, and bounds over tokens and over all logits.
+
+    Args:
+        logits: all of the policy.
+        base: as many intervals as the file has logits.
+        bounds: from ``base_logit_bounds``, over the logits of the file.
+        is_padding: whether each logit is of no token.
+
+    Returns:
+        [10, rows]: the two probabilities, then the bounds of ``base_logit_bounds`` over the tokens and over all logits.
+    """
+    count = base.lowest.shape[-1]
+    logp = logits.double().cpu().log_softmax(-1)
+    of_policy = logp[:, is_padding].exp().sum(-1)
+    kept = ~is_padding[:count]
+    center = (base.p_lowest + base.p_highest) / 2
+    over_tokens = base_logit_bounds(logits[:, :count].cpu()[:, kept], restricted(base, kept))
+    # the base gives logits that the file does not have no probability
+    log_rest = logp[:, :count].logsumexp(-1).numpy()
+    over_all = bounds.copy()
+    over_all[:2] -= log_rest
+    if count < logits.shape[-1]:
+        over_all[2:] = np.where(log_rest < 0, np.inf, over_all[2:])
+    probabilities = np.stack([of_policy.numpy(), center[:, ~kept].sum(-1).numpy()])
+    return np.concatenate([probabilities, over_tokens, over_all])
+
+
+def _with_padding(measurement: LogitsMeasurement, values: np.ndarray) -> LogitsMeasurement:
+    """The measurement with what logits of no token contribute; ``values`` from ``padding_bounds`` of all tokens."""
+    means = values.mean(-1)
+    probabilities = {"policy": means[0], "base": means[1]}
+    over_tokens, over_rows = (
+        {
+            "KL(base ‖ policy)": f"between {low:.4g} and {high:.4g}",
+            "KL(policy ‖ base)": f"between {reverse_low:.4g} and {reverse_high:.4g}",
+        }
+        for low, high, reverse_low, reverse_high in (means[2:6], means[6:])
+    )
+    warnings = padding_warnings(probabilities, over_rows, over_tokens)
+    per_token = {
+        name: replace(number, warnings=(*number.warnings, *warnings)) if name in BOUNDS else number
+        for name, number in measurement.per_token.items()
+    }
+    return replace(measurement, per_token=per_token, notes=(*measurement.notes, padding_note(probabilities)))
+
+
 def _measurement(
     file: BaseLogitsFile,
     model: Model,
@@ -279,13 +359,7 @@ def _measurement(
         sums = values.astype(np.float64).reshape(len(counts), -1).sum(-1)
         return Number.of(ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper))
 
-    names = (
-        "kl_reference_policy_lower",
-        "kl_reference_policy_upper",
-        "kl_policy_reference_lower",
-        "kl_policy_reference_upper",
-    )
-    per_token = {name: mean(values, lower=0.0) for name, values in zip(names, bounds, strict=True)}
+    per_token = {name: mean(values, lower=0.0) for name, values in zip(BOUNDS, bounds, strict=True)}
     per_token["llama_cpp_kld"] = mean(columns.kld)
     per_token["log_perplexity_ratio"] = mean(columns.nll.astype(np.float64) - columns.nll_base)
     per_token["top1_agreement"] = mean(columns.same_top, "probability", 0.0, 1.0)

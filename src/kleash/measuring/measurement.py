@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 
@@ -13,15 +13,21 @@ from kleash.engines.endpoints import ServedModel
 from kleash.errors import SourceError
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
-    BOUNDED_COLUMNS,
-    COLUMNS,
     TOKENS,
     ClusterSums,
     SequenceTerms,
+    columns_to_read,
     sequence_terms,
     token_quantities,
 )
-from kleash.measuring.estimand import Estimand, estimand_of, on_policy_warnings, weight_warnings
+from kleash.measuring.estimand import (
+    Estimand,
+    estimand_of,
+    measured_padding,
+    on_policy_warnings,
+    storage_notes,
+    weight_warnings,
+)
 from kleash.measuring.estimates import (
     bins,
     convergence,
@@ -39,7 +45,7 @@ from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
-from kleash.store.measurement import EstimatorRecord
+from kleash.store.measurement import EstimatorRecord, describe_storage
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
 from kleash.store.worker_log import smaller_batches_warning
 from kleash.version import __version__
@@ -102,13 +108,16 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     """
     on_text = run.job.source[0] == "text"
     counts = _scored_sequences(run, on_text=on_text)
+    models = {model.role: model.record() for model in (run.pair.policy, run.pair.reference)}
     estimand = estimand_of(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
         split=len(counts.clusters.labels) > counts.prompts,
+        vocabulary=run.pair.vocabulary,
+        storage=describe_storage(models),
     )
     is_one_model = run.pair.is_one_model
-    statistics = known_statistics(run.engine.unknown_columns)
+    statistics = known_statistics(run.folder.token_columns(), run.engine.unknown_columns)
     has_kl = "kl_policy_reference" in statistics
     totals = sum_tokens(
         run.folder, estimand, counts.clusters, is_one_model=is_one_model, statistics=statistics
@@ -120,12 +129,15 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     if has_kl:
         quantiles, top_share = token_quantiles(run.folder, counts.clusters, is_one_model=is_one_model)
     numbers, estimators, left_out = _estimates(run, sums, statistics)
+    padding_notes, padding_warnings = measured_padding(numbers, counts.tokens)
+    for name in ("kl_policy_reference", "kl_reference_policy") if padding_warnings else ():
+        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *padding_warnings))
     return Measurement(
         kleash=__version__,
         estimand=estimand.description,
         job=run.job.settings(),
         source_sha256=run.source_sha256,
-        models={model.role: model.record() for model in (run.pair.policy, run.pair.reference)},
+        models=models,
         device=device_of(run.pair),
         counts=counts.to_record(clusters=len(sums[TOKENS])),
         **to_fields(numbers),
@@ -147,8 +159,14 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         worst_tokens=totals.largest.worst_tokens(),
         worst_sequences=worst_sequences,
         prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
-        warnings=run_warnings(run, estimand, counts, totals, rounding),
-        notes=(*run.pair.notes, *run.source_notes, *run.job.without_effect()),
+        warnings=(*run_warnings(run, estimand, counts, totals, rounding), *padding_warnings),
+        notes=(
+            *run.pair.notes,
+            *storage_notes(models["policy"], models["reference"]),
+            *padding_notes,
+            *run.source_notes,
+            *run.job.without_effect(),
+        ),
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
@@ -232,7 +250,7 @@ def sum_tokens(
     terms = [SequenceTerms(*np.zeros((3, 0)))]
     first_sequence = 0
     has_kl = "kl_policy_reference" in statistics
-    for part in folder.token_parts([*(COLUMNS if has_kl else BOUNDED_COLUMNS), "text"]):
+    for part in folder.token_parts([*columns_to_read(statistics), "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
         labels = clusters.labels[first_sequence : first_sequence + len(starts)]
         first_sequence += len(starts)

@@ -11,6 +11,7 @@ import torch
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
 from kleash.jobs import CacheJob
+from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import loading, source_of
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
@@ -167,6 +168,11 @@ def _cache(
         noise, notes = engine.noise_floor_columns(sequences), pair.notes
     else:
         noise, notes = imported.noise_columns(engine.temperature), (*pair.notes, *imported.summary())
+    if noise is not None and "padding_probability_reference" in noise:
+        probability = float(np.mean(noise["padding_probability_reference"], dtype=np.float64))
+        note = f"{padding_note({'reference': probability})} on the tokens of the noise floor"
+        reporter.note(note)
+        notes = (*notes, note)
     _store_rounding(engine, folder, {"noise": noise, "gap": engine.float32_gap(sequences)})
     contents = replace(_contents(pair, cache), notes=notes)
     finish_cache(folder, pair.reference, contents)

@@ -14,6 +14,7 @@ from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.measuring.dealing import VISIBLE_S, DealtShards, OpenRun, run_shards
+from kleash.measuring.estimand import sampler_notes
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import FinishedRun, make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, load_models
@@ -118,6 +119,9 @@ def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start:
         checks=shards.checks,
     )
     measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
+    for sentence in measurement.notes:
+        if sentence not in (*run.pair.notes, *run.source_notes, *run.job.without_effect()):
+            run.reporter.note(sentence)
     if run.job.at_most is not None:
         measurement = replace(measurement, gate=gate_of_measurement(measurement, run.job.at_most))
     run.folder.write_measurement(measurement)
@@ -172,7 +176,10 @@ def opened_run(
             workers = stack.enter_context(ray_engine(job, reporter.note)) if job.engine == "ray" else None
             pair = workers.pair if workers is not None else load_models(on_device_of_rank(job, ranks), digest)
         kind, name = job.source
-        source_notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
+        source_notes = (
+            *describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit),
+            *sampler_notes(job, pair.policy),
+        )
         for sentence in (*pair.notes, *source_notes):
             reporter.note(sentence)
         header = header_of(job, pair, digest)

@@ -44,6 +44,7 @@ def measured_candidate(candidate: SweepCandidate, measurement: Measurement) -> S
         bytes_on_disk=None if weights is None else weights.bytes,
         bits_per_weight=None if weights is None else weights.bits_per_weight,
         warnings=tuple(all_warnings(measurement)),
+        notes=measurement.notes,
     )
 
 

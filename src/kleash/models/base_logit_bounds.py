@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.models.base_logits import IK_RANGE, MAX_CODE, RANGE, BaseLogitsRows
@@ -47,6 +47,18 @@ def logp_intervals(rows: BaseLogitsRows) -> LogpIntervals:
         highest=(center + margin).clamp_(max=0),
         p_lowest=(p_center * (-margin).exp()).masked_fill_(is_open, 0),
         p_highest=(p_center * margin.exp()).clamp_(max=1),
+    )
+
+
+def restricted(base: LogpIntervals, kept: Bool[Tensor, " vocab"]) -> LogpIntervals:
+    """The intervals of the distribution that is restricted to some tokens and normalised."""
+    rest_highest = 1 - base.p_lowest[:, ~kept].sum(-1, keepdim=True)
+    rest_lowest = 1 - base.p_highest[:, ~kept].sum(-1, keepdim=True).clamp(max=1)
+    return LogpIntervals(
+        lowest=base.lowest[:, kept] - rest_highest.log(),
+        highest=(base.highest[:, kept] - rest_lowest.log()).clamp(max=0),
+        p_lowest=base.p_lowest[:, kept] / rest_highest,
+        p_highest=(base.p_highest[:, kept] / rest_lowest).clamp(max=1),
     )
 
 

@@ -1,12 +1,17 @@
 """Building a ``Model`` from a loaded network: its head, vocabulary, end tokens and context length."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kleash.errors import KleashError, ModelError
 from kleash.linear import Head
+from kleash.models.checkpoints.files import read_json
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.compat import find_backbone, summarise_error
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
@@ -30,7 +35,7 @@ def build_model(
     adapter: str | None,
     device_map: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[Model, str | None]:
+) -> tuple[Model, tuple[str, ...]]:
     """Make a ``Model`` of a loaded network: find its head, and check it against the tokenizer.
 
     Args:
@@ -47,11 +52,12 @@ def build_model(
         trust_remote_code: whether the checkpoint's own code may run.
 
     Returns:
-        The model, and a note if no head reproduces the network's logits.
+        The model, and notes: on end tokens that do not exist, and if no head reproduces the network's logits.
 
     Raises:
         ModelError: if the network is not causal, cannot be run, or has fewer embeddings than the tokenizer has tokens.
     """
+    eos_token_ids, eos_note = read_eos_token_ids(network, tokenizer)
     model = Model(
         role=role,
         path=path,
@@ -61,7 +67,8 @@ def build_model(
         parameters=parameters,
         vocab_size=0,
         context_length=read_context_length(network),
-        eos_token_ids=read_eos_token_ids(network, tokenizer),
+        eos_token_ids=eos_token_ids,
+        generation_settings=read_generation_settings(network),
         head=Head(weight=None),
         fingerprint=fingerprint,
         device_map=device_map,
@@ -80,7 +87,7 @@ def build_model(
         vocab_size=extracted.vocab_size,
         max_padded_length=extracted.max_padded_length,
     )
-    return model, extracted.note
+    return model, tuple(note for note in (eos_note, extracted.note) if note is not None)
 
 
 def with_storage(model: Model, storage: ShardStorage | None) -> Model:
@@ -134,11 +141,14 @@ def check_vocab_size(model: Model, rows: int, what: str) -> None:
         )
 
 
-def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
+def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], str | None]:
     """The end tokens of a network: from its generation config, its config, or the tokenizer.
 
+    Returns:
+        Their ids, and a note on ids that the network has no embedding of, so that they never occur.
+
     Raises:
-        ModelError: if one of them is not a token id of the network.
+        ModelError: if one of them is not an integer.
     """
     generation_config = getattr(network, "generation_config", None)
     eos = getattr(generation_config, "eos_token_id", None)
@@ -148,17 +158,55 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     if eos is None:
         eos = tokenizer.eos_token_id
     if eos is None:
-        return ()
+        return (), None
     rows = len(network.get_input_embeddings().weight)
     token_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    subject = getattr(network, "name_or_path", "") or "the model"
     for token_id in token_ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < rows:
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
             raise ModelError(
-                f"{getattr(network, 'name_or_path', '') or 'the model'} names the end token {str(token_id)[:40]!r}, "
-                f"which is no token id from 0 to {rows - 1}; correct eos_token_id in generation_config.json or "
-                "config.json"
+                f"{subject} names the end token {str(token_id)[:40]!r}, which is no token id; correct eos_token_id in "
+                "generation_config.json or config.json"
             )
-    return token_ids
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < rows]
+    if not outside:
+        return token_ids, None
+    named = f"{'s' if len(outside) > 1 else ''} {', '.join(str(token_id)[:40] for token_id in outside[:3])}"
+    note = f"{subject} names the end token{named}, and has the token ids 0 to {rows - 1}: no response ends with it"
+    return tuple(token_id for token_id in token_ids if token_id not in outside), note
+
+
+GENERATION_SETTINGS = re.compile(
+    "penalty|temperature|^top_|^min_|typical|cutoff|no_repeat|bad_words|suppress|^forced?_|bias|guidance|watermark|beam|"
+    "dola|healing|stop_strings|exponential|constraints|mirostat|xtc|dry_"
+)
+"""Names of settings of a generation configuration that change which tokens are drawn, also those of other engines."""
+NEUTRAL_AT_1 = re.compile("temperature|^top_[ph]|typical|(repetition|length)_penalty|beam|guidance")
+"""Names of those that change nothing if they are 1; all but a temperature change nothing if they are 0."""
+
+
+def read_generation_settings(network: Any) -> Mapping[str, float | None]:
+    """The settings of a network's generation configuration that change which tokens are drawn.
+
+    Returns:
+        The value of each setting that is not neutral; None for one that is no number.
+    """
+    config = getattr(network, "generation_config", None)
+    settings: dict[str, Any] = {} if config is None else config.to_diff_dict()
+    file = Path(str(getattr(network, "name_or_path", "") or "")) / GENERATION_CONFIG
+    if file.is_file():  # transformers leaves out what other engines read, such as presence_penalty
+        settings |= read_json(file)
+
+    def is_neutral(name: str, value: Any) -> bool:
+        if name == "top_k" and isinstance(value, int):
+            return value <= 0
+        return (not value and name != "temperature") or (value == 1 and NEUTRAL_AT_1.search(name) is not None)
+
+    return {
+        name: value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        for name, value in settings.items()
+        if GENERATION_SETTINGS.search(name) and value is not None and not is_neutral(name, value)
+    }
 
 
 NO_LIMIT = -1

@@ -1,8 +1,8 @@
 """Policy and reference: the two loaded models that are compared, each with its head and hidden states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear import Head
+from kleash.models.padding_rows import PaddingRows
 from kleash.models.sequences import TokenSequence
 from kleash.models.shard_storage import ShardStorage
 from kleash.store.measurement import ModelRecord, StoredWeights
@@ -67,12 +68,20 @@ class Model:
     """Largest number of input tokens; None if there is no limit."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
+    generation_settings: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Settings of the checkpoint's generation configuration that change which tokens are drawn, and that ``generate``
+    does not use: see ``read_generation_settings``."""
     head: Head
     """Maps what ``hidden_states`` returns to logits."""
+    padding: PaddingRows | None = None
+    """The rows of the whole head that are no tokens; None if neither model of the pair has any, or several ranks store
+    the head."""
     fingerprint: str
     """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``."""
     weights: StoredWeights | None = None
     """How the checkpoint stores the weights; None for a network in memory."""
+    base: str | None = None
+    """The name of the model that the checkpoint is an adapter over; None for no adapter."""
     device_map: str | None = None
     """The device map that it was loaded with."""
     trust_remote_code: bool = False
@@ -152,6 +161,7 @@ class Model:
             vocabulary=self.vocab_size,
             fingerprint=self.fingerprint,
             weights=self.weights,
+            base=self.base,
         )
 
 
@@ -167,6 +177,8 @@ class Pair:
     """Information for the user about how the models were loaded."""
     warnings: tuple[str, ...] = ()
     """Reasons to doubt the numbers."""
+    vocabulary: str = "the whole vocabulary"
+    """What the distributions are over, in words."""
 
     @property
     def is_one_model(self) -> bool:

@@ -1,5 +1,6 @@
 """Loading policy and reference, and checking that they can be compared."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from kleash.models.compat import summarise_error, suppress_library_output, witho
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
 from kleash.models.network_loading import PARALLEL_MAPS, load_networks, read_config
+from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_tokenizers import load_tokenizers
 from kleash.models.shard_storage import ShardStorage
@@ -143,7 +145,7 @@ def _load_models(
         if id(loaded.network) not in views:
             views[id(loaded.network)] = _view(loaded.network, role, loading.device_map)
         view = views[id(loaded.network)]
-        model, head_note = build_model(
+        model, model_notes = build_model(
             view.network,
             tokenizers[role],
             role=role,
@@ -157,9 +159,13 @@ def _load_models(
             trust_remote_code=loading.trust_remote_code,
         )
         config = None if checkpoint.gguf else read_config(checkpoint, loading.trust_remote_code)
-        model = replace(model, weights=describe_weights(checkpoint, loaded.base_parameters, config))
+        model = replace(
+            model,
+            weights=describe_weights(checkpoint, loaded.base_parameters, config),
+            base=None if checkpoint.adapter is None else checkpoint.base,
+        )
         models[role] = with_storage(model, view.storage)
-        notes += [*loaded.notes, *([head_note] if head_note else [])]
+        notes += [*loaded.notes, *model_notes]
     return models, notes
 
 
@@ -182,21 +188,49 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
     tokens = token_count(policy.tokenizer)
     for model in (policy, reference):
         check_vocab_size(model, model.vocab_size, "logits")
-    if policy.vocab_size != reference.vocab_size:
-        rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
-        notes += (f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",)
-        policy, reference = _truncate(policy, tokens), _truncate(reference, tokens)
-    elif policy.vocab_size > tokens:
-        padding_rows = policy.vocab_size - tokens
-        notes += (
-            f"both heads have {policy.vocab_size} rows for {tokens} tokens; the {padding_rows} others are kept",
-        )
     warnings = ()
     if policy.dtype != reference.dtype:
         warnings = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
-    return Pair(
+    pair = Pair(
         policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, warnings=warnings
     )
+    if policy.vocab_size == reference.vocab_size:
+        return _with_kept_rows(pair, "both heads have")
+    rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
+    pair = _with_padding(pair, set(policy.tokenizer.get_vocab().values()))
+    return replace(
+        pair,
+        policy=_truncate(pair.policy, tokens),
+        reference=_truncate(pair.reference, tokens),
+        notes=(*notes, f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them"),
+        vocabulary=f"the {tokens} tokens, to which both heads are cut",
+    )
+
+
+def _with_kept_rows(pair: Pair, subject: str) -> Pair:
+    """The pair of heads of one size, with a note on rows that are no tokens if there are any."""
+    tokens = set(pair.tokenizer.get_vocab().values())
+    count = pair.vocab_size - len(tokens)
+    if not count:
+        return pair
+    note = f"{subject} {pair.vocab_size} rows for {len(tokens)} tokens"
+    if pair.policy is not pair.reference:
+        note += f"; the {count} others are kept"
+    return replace(
+        _with_padding(pair, tokens),
+        notes=(*pair.notes, note),
+        vocabulary=f"all {pair.vocab_size} rows of the heads, of which {count} are no tokens",
+    )
+
+
+def _with_padding(pair: Pair, tokens: Set[int]) -> Pair:
+    """The pair, whose models know the rows of their heads that are no tokens."""
+    policy, reference = (
+        replace(model, padding=PaddingRows.of(model.head, set(range(model.vocab_size)) - tokens))
+        for model in (pair.policy, pair.reference)
+    )
+    is_one = pair.policy is pair.reference
+    return replace(pair, policy=policy, reference=policy if is_one else reference)
 
 
 def _truncate(model: Model, tokens: int) -> Model:
@@ -271,7 +305,8 @@ def load_alone(role: str, name: str, revision: str | None, loading: Loading) -> 
     model = models[role]
     check_vocab_size(model, model.vocab_size, "logits")
     notes = (*tokenizer_notes, *_adapter_notes(checkpoints), *loading_notes)
-    return Pair(policy=model, reference=model, tokenizer=tokenizers[role], notes=notes)
+    pair = Pair(policy=model, reference=model, tokenizer=tokenizers[role], notes=notes)
+    return _with_kept_rows(pair, f"the {role}'s head has")
 
 
 def load_beside(

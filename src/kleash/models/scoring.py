@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.jobs.option_groups import is_gguf
 from kleash.linear import (
@@ -21,7 +22,9 @@ from kleash.linear import (
 )
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.compat import suppress_library_output
+from kleash.models.generation import Sampling
 from kleash.models.heads import truncate_head
+from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
 from kleash.models.sequences import TokenSequence, batch_by_length, group_for_padding
@@ -59,6 +62,7 @@ def score(
     options: LinearOptions | None = None,
     cache: ReferenceCache | None = None,
     top: int = 0,
+    sampler: Sampling | None = None,
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
 
@@ -73,6 +77,8 @@ def score(
         options: of ``token_statistics``.
         cache: stores the reference's hidden states, so that a later call reads them instead.
         top: number of each model's likeliest tokens whose ids and probabilities are returned.
+        sampler: also return ``acceptance_of_sampler``: the probability that speculative decoding accepts, where draft
+            and target are truncated so, or greedy at its temperature 0.
 
     Returns:
         A flat array for each column of the token table except ``text``, the sequences' response tokens concatenated.
@@ -87,7 +93,7 @@ def score(
     if not pair.policy.is_same_as(pair.reference):
         read = hidden_state_reader(pair.reference)
         read = read if cache is None else cache.cached_reader(read)
-    readers = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read)
+    readers = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read, sampler=sampler)
     columns = score_with_readers(readers, sequences, temperature, batch_tokens, options, top)
     if cache is not None:
         cache.save()
@@ -122,6 +128,8 @@ class PairReaders:
     policy: HiddenStateReader
     reference: HiddenStateReader | None
     """None if the reference is the same model, so that the policy's hidden states are used."""
+    sampler: Sampling | None = None
+    """Of ``acceptance_of_sampler``; None without it."""
 
 
 def hidden_state_reader(model: Model) -> HiddenStateReader:
@@ -240,6 +248,11 @@ def _columns_of_models(
         else:
             statistics = token_statistics(*inputs, tokens, temperature=temperature, options=options)
     columns |= {name: _to_numpy(getattr(statistics, field)) for name, field in STATISTICS.items()}
+    if policy.padding is not None and reference.padding is not None:
+        rows = (policy.padding, reference.padding)
+        columns |= padding_columns(rows, inputs, columns, tokens, temperature)
+    if readers.sampler is not None:
+        columns["acceptance_of_sampler"] = _acceptance(readers, inputs, columns, temperature)
     for model, role in ((policy, "policy"), (reference, "reference")):
         _check_finite(model.role, np.isfinite(columns[f"logp_{role}"]), batch)
     return columns
@@ -270,6 +283,31 @@ def _likeliest(hidden: Tensor, head: Head, top: int, temperature: float) -> TopT
         logp, token_ids = log_probabilities(some, head, temperature=temperature).topk(top)
         parts.append((token_ids, logp.exp()))
     return TopTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _acceptance(
+    readers: PairReaders,
+    inputs: tuple[Tensor, Head, Tensor, Head],
+    columns: dict[str, np.ndarray],
+    temperature: float,
+) -> np.ndarray:
+    """sum_x min(p(x), q(x)) at each position, of both distributions as the sampler truncates them."""
+    sampler, pair = readers.sampler, readers.pair
+    assert sampler is not None, "there is a sampler"
+    if sampler.temperature == 0:
+        return (columns["top1_policy"] == columns["top1_reference"]).astype(np.float32)
+    limits = {"top_k": sampler.top_k, "top_p": sampler.top_p, "min_p": sampler.min_p}
+    parts: list[Tensor] = []
+    with torch.inference_mode():
+        for some in zip(*(hidden.split(TOP_TOKENS_AT_ONCE) for hidden in inputs[::2]), strict=True):
+            logps: list[Tensor] = []
+            for model, hidden, head in zip((pair.policy, pair.reference), some, inputs[1::2], strict=True):
+                model.wait_for_log_probabilities()
+                logps.append(
+                    truncate(log_probabilities(hidden, head, temperature=temperature), **limits).logp
+                )
+            parts.append(torch.minimum(*logps).exp().sum(-1))
+    return _to_numpy(torch.cat(parts))
 
 
 def head_on_device(head: Head, hidden: Tensor) -> Head:
@@ -370,7 +408,10 @@ def score_against_float32(
         tokenizer=model.tokenizer.name_or_path if is_gguf(model.path) else None,
     ).reference
     float32_model = replace(
-        float32_model, head=truncate_head(float32_model.head, model.vocab_size), vocab_size=model.vocab_size
+        float32_model,
+        head=truncate_head(float32_model.head, model.vocab_size),
+        vocab_size=model.vocab_size,
+        padding=None,
     )
     pair = Pair(policy=model, reference=float32_model, tokenizer=model.tokenizer)
     return score(pair, sequences, temperature=temperature, batch_tokens=batch_tokens, options=options)

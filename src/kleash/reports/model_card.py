@@ -13,7 +13,7 @@ from typing import Any
 from kleash.extras import import_extra
 from kleash.reports.formatting import as_sentence, measure_command
 from kleash.reports.text_formats import escape_text, markdown_code, markdown_table
-from kleash.store.measurement import Measurement
+from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import all_warnings, headline, headline_name, upper_bound
 from kleash.store.number import Number, with_interval
 from kleash.store.statistics import ALL_STATISTICS, label_of
@@ -99,19 +99,28 @@ def metric_entry(name: str, number: Number) -> dict[str, Any]:
 
 
 def card_section(measurement: Measurement) -> str:
-    """The section of a model card: what was measured in a sentence, the table, warnings, and the command."""
+    """The section of a model card: what was measured in a sentence, the table, warnings, notes, and the command."""
     summary: Summary = summarize(measurement)
     table = replace(summary.tables[0], header=("Statistic", *summary.tables[0].header[1:]))
-    warnings = [
-        f"- {escape_text(as_sentence(_with_published_names(warning, measurement)))}"
-        for warning in all_warnings(measurement)
+    lists = {"Warnings:": all_warnings(measurement), "Notes:": measurement.notes}
+    remarks = [
+        part
+        for heading, sentences in lists.items()
+        if sentences
+        for part in (
+            heading,
+            "\n".join(
+                f"- {escape_text(as_sentence(_with_published_names(sentence, measurement)))}"
+                for sentence in sentences
+            ),
+        )
     ]
     parts = [
         "## Drift from the reference",
         card_sentence(measurement),
         markdown_table(table),
         escape_text(as_sentence(_with_published_names(measurement.estimand, measurement))),
-        *(["Warnings:", "\n".join(warnings)] if warnings else []),
+        *remarks,
         f"Measured with kleash {escape_text(measurement.kleash)}. The command that repeats it:",
         code_block(measure_command(measurement.job)),
     ]
@@ -129,6 +138,9 @@ def card_sentence(measurement: Measurement) -> str:
     if upper is not None:
         kl += f" and {escape_text(label_of('kl_policy_reference_upper'))} {_per_token(upper)}"
     counts = measurement.counts
+    storage = describe_storage(measurement.models)
+    if storage:
+        kl += f" ({escape_text(_with_published_names(storage, measurement))})"
     return (
         f"{policy} was measured against {reference} on {SOURCES[kind]} of {markdown_code(published_name(source))}: "
         f"{kl}, over {counts.tokens:,} tokens in {counts.clusters:,} independent "
@@ -157,9 +169,12 @@ def source_of(job: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _with_published_names(text: str, measurement: Measurement) -> str:
-    """A sentence, in which models and the source are called as they are published."""
+    """A sentence, in which models, the source and a cache are called as they are published."""
     _, source = source_of(measurement.job)
-    for path in (source, *(model.path for model in measurement.models.values())):
+    models = measurement.models.values()
+    named = (source, *(path for model in models for path in (model.path, model.base)))
+    options = (measurement.job.get(name) for name in ("reference_cache", "tokenizer"))
+    for path in sorted({str(path) for path in (*named, *options) if path}, key=len, reverse=True):
         text = text.replace(path, published_name(path))
     return text
 

@@ -1,5 +1,6 @@
 """The result of a measurement: every number with its error, its unit and its warnings."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,11 @@ class StoredWeights:
     modules: Mapping[str, str]
     """Type of each module's matrix; modules of one type that differ in the layer stand together: "blk.0-27.attn_q"."""
 
+    @property
+    def types(self) -> str:
+        """The types of the matrices, that of most modules first: "bitsandbytes nf4, groups of 64 and BF16"."""
+        return " and ".join(kind for kind, _ in Counter(self.modules.values()).most_common())
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
@@ -45,6 +51,26 @@ class ModelRecord:
     one, of samples of the weights."""
     weights: StoredWeights | None = None
     """How the weights are stored; None in older records, and for models in memory or behind a server."""
+    base: str | None = None
+    """The model that it is an adapter over; None for one that is no adapter, and in older records."""
+
+    @property
+    def storage(self) -> str:
+        """How the weights are stored, in words: "an adapter over base, stored as F32"; empty where that is unknown."""
+        if self.weights is None:
+            return ""
+        adapter = "" if self.base is None else f"an adapter over {self.base}, "
+        return f"{adapter}stored as {self.weights.types}"
+
+
+def describe_storage(models: Mapping[str, ModelRecord]) -> str:
+    """How the weights of policy and reference are stored, in words; empty where neither is known."""
+    storages = {role: model.storage or "of unknown storage" for role, model in models.items()}
+    if all(model.storage == "" for model in models.values()):
+        return ""
+    if len(set(storages.values())) == 1:
+        return f"policy and reference {next(iter(storages.values()))}"
+    return "; ".join(f"{role} {storage}" for role, storage in storages.items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.gate import Gate
 from kleash.store.likely_causes import Diagnosis
 from kleash.store.logits_record import LogitsMeasurement
-from kleash.store.measurement import Measurement
+from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import (
     all_warnings,
     headline,
@@ -56,8 +56,9 @@ def _(measurement: Measurement) -> Summary:
     text = f"{label_of(headline_name(measurement))} per token: {with_interval(headline(measurement))}"
     if upper is not None:
         text += f"; {label_of(f'{KL}_upper')}: {with_interval(upper)}"
+    storage = describe_storage(measurement.models)
     return Summary(
-        headline=text,
+        headline=f"{text}; {storage}" if storage else text,
         facts=(
             *((role, Name(model.path)) for role, model in measurement.models.items()),
             ("dtype", ", ".join(dict.fromkeys(model.dtype for model in measurement.models.values()))),
@@ -65,6 +66,7 @@ def _(measurement: Measurement) -> Summary:
             ("sample", _sample_size(counts.tokens, counts.sequences, "sequence", counts.clusters)),
             *_gate_fact(measurement.gate),
             *(("left out", sentence) for sentence in left_out_sentences(measurement)),
+            *(("note", note) for note in measurement.notes),
         ),
         tables=(
             SummaryTable(
@@ -161,6 +163,7 @@ def _(sweep: Sweep) -> Summary:
         facts=(
             ("reference", Name(sweep.reference)),
             ("sample", _sample_size(sweep.tokens, None, "", sweep.clusters)),
+            *(("note", note) for note in sweep.notes),
         ),
         tables=(
             SummaryTable(

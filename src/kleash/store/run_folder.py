@@ -23,7 +23,7 @@ from kleash.store.locks import LOCK, OTHER_LOCKS, folder_lock, lock_name, requir
 from kleash.store.measurement import Measurement
 from kleash.store.tables import (
     ALTERNATIVE_COLUMNS,
-    BOUND_COLUMNS,
+    OPTIONAL_COLUMNS,
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
     TOP_COLUMNS,
@@ -61,9 +61,9 @@ def encode_top(top: Mapping[str, Any]) -> bytes | None:
 
 def encode_shard(tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> EncodedShard:
     """The files of a shard's tokens and sequences."""
-    bounds = {name: kind for name, kind in BOUND_COLUMNS.items() if name in tokens}
+    optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name in tokens}
     return EncodedShard(
-        encode_table(tokens, {**TOKEN_COLUMNS, **bounds}), encode_table(sequences, SEQUENCE_COLUMNS)
+        encode_table(tokens, {**TOKEN_COLUMNS, **optional}), encode_table(sequences, SEQUENCE_COLUMNS)
     )
 
 

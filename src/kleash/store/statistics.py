@@ -148,7 +148,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             upper=1.0,
         ),
         "acceptance_rate": Statistic(
-            label="Expected acceptance rate",
+            label="Expected acceptance rate, whole distributions",
             explanation="speculative decoding, one model drafting for the other: Σ min(p, q) = 1 − total variation",
             columns=("total_variation",),
             function=_acceptance_rate,
@@ -301,10 +301,74 @@ BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
 )
 """Likewise, of runs in which one model is behind a server, whose distribution is known in part."""
 
-ALL_STATISTICS: Mapping[str, Statistic] = MappingProxyType({**BOUND_STATISTICS, **STATISTICS})
+
+def _over(name: str, what: str) -> Statistic:
+    """The statistic of a KL over the tokens, or over all rows of the heads."""
+    exact = STATISTICS[name]
+    return Statistic(
+        label=f"{exact.label} over {what}",
+        explanation="where a head has rows that are no tokens",
+        columns=(f"{name}_over_{what.split()[-1]}",),
+        lower=exact.lower,
+        compared=False,
+        in_summary=False,
+    )
+
+
+OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
+    {
+        "acceptance_rate_of_sampler": Statistic(
+            label="Expected acceptance rate of the sampler",
+            explanation="draft and target each truncated as the responses were, or both greedy",
+            columns=("acceptance_of_sampler",),
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+            same_model_value=1.0,
+        ),
+        **{
+            name: Statistic(
+                label=label,
+                explanation="rows of a head for which the tokenizer has no token",
+                columns=(name,),
+                unit="probability",
+                lower=0.0,
+                upper=1.0,
+                same_model_value=None,
+                models=models,
+                compared=False,
+                in_summary=False,
+            )
+            for name, label, models in (
+                ("is_padding", "Share of scored tokens that are none", ()),
+                (
+                    "padding_probability_policy",
+                    "Policy's probability of rows that are no tokens",
+                    ("policy",),
+                ),
+                (
+                    "padding_probability_reference",
+                    "Reference's probability of rows that are no tokens",
+                    ("reference",),
+                ),
+            )
+        },
+        **{
+            f"{name}_over_{what.split()[-1]}": _over(name, what)
+            for name in ("kl_policy_reference", "kl_reference_policy")
+            for what in ("tokens", "all rows")
+        },
+    }
+)
+"""Likewise, of runs that draw greedily or from truncated distributions, and of those in which a head has rows that are
+no tokens."""
+
+ALL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
+    {**BOUND_STATISTICS, **STATISTICS, **OPTIONAL_STATISTICS}
+)
 """Every statistic that a run can have, in the order in which they are shown."""
 
-COMPARED = tuple(name for name, each in STATISTICS.items() if each.compared and each.reduction is None)
+COMPARED = tuple(name for name, each in ALL_STATISTICS.items() if each.compared and each.reduction is None)
 """The means per token that ``kleash compare`` shows."""
 PERPLEXITIES = tuple(name for name, each in STATISTICS.items() if each.reduction is EXP_MEAN)
 """The perplexities that it shows beside them."""
@@ -315,14 +379,15 @@ def columns_of(names: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(column for name in names for column in ALL_STATISTICS[name].columns))
 
 
-def known_statistics(unknown_columns: Collection[str]) -> tuple[str, ...]:
-    """The statistics that can be computed where some columns of ``tokens/`` are null.
+def known_statistics(columns: Collection[str], unknown_columns: Collection[str] = ()) -> tuple[str, ...]:
+    """The statistics that can be computed.
 
     Args:
-        unknown_columns: names of these columns; without any, the run has no bounds either.
+        columns: the columns of ``tokens/``.
+        unknown_columns: names of those that are null.
     """
-    table = ALL_STATISTICS if unknown_columns else STATISTICS
-    return tuple(name for name, each in table.items() if not set(each.columns) & set(unknown_columns))
+    known = set(columns) - set(unknown_columns)
+    return tuple(name for name, each in ALL_STATISTICS.items() if known.issuperset(each.columns))
 
 
 def to_fields(numbers: Mapping[str, V]) -> dict[str, Any]:

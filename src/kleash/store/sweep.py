@@ -41,6 +41,8 @@ class SweepCandidate:
     """Whether no other candidate is at most as large and has at most its KL, with one of them smaller."""
     warnings: tuple[str, ...] = ()
     """Those of its own report."""
+    notes: tuple[str, ...] = ()
+    """Those of its own report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,18 @@ class Sweep(NotebookResult):
         return sorted(
             measured, key=lambda candidate: (candidate.numbers[self.rank_by].value, candidate.number)
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes on the candidates that were measured, each once with the names of those that have it."""
+        names: dict[str, list[str]] = {}
+        for candidate in self.ranking:
+            for note in candidate.notes:
+                names.setdefault(note, []).append(candidate.name)
+        return [
+            note if len(owners) == len(self.ranking) else f"{', '.join(owners)}: {note}"
+            for note, owners in names.items()
+        ]
 
     @property
     def failed(self) -> list[SweepCandidate]:

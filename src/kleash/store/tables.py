@@ -54,6 +54,24 @@ BOUND_COLUMNS: Mapping[str, str] = {
 the terms of KL(policy || reference) of the listed tokens, their probability under that model, and whether the scored
 token is among them (1 or 0)."""
 
+PADDING_COLUMNS: Mapping[str, str] = {
+    "is_padding": "float32",
+    "padding_probability_policy": "float32",
+    "padding_probability_reference": "float32",
+    "kl_policy_reference_over_tokens": "float32",
+    "kl_reference_policy_over_tokens": "float32",
+    "kl_policy_reference_over_rows": "float32",
+    "kl_reference_policy_over_rows": "float32",
+}
+"""Further columns of ``tokens/`` where a head has rows that are no tokens of the tokenizer: whether the scored token is
+one (1 or 0), their probability, and the KL over the tokens alone and over all rows."""
+
+SAMPLER_COLUMNS: Mapping[str, str] = {"acceptance_of_sampler": "float32"}
+"""A further column of ``tokens/`` where responses are generated greedily or from a truncated distribution."""
+
+OPTIONAL_COLUMNS: Mapping[str, str] = {**BOUND_COLUMNS, **PADDING_COLUMNS, **SAMPLER_COLUMNS}
+"""Columns of ``tokens/`` that only some runs have."""
+
 SEQUENCE_COLUMNS: Mapping[str, str] = {
     "prompt_id": "int32",
     "sample_id": "int32",
@@ -199,7 +217,7 @@ def _to_numpy(name: str, column: Any) -> Any:
 ARROW_NAMES = {"float32": "float"}
 KINDS: Mapping[str, str] = {
     **TOKEN_COLUMNS,
-    **BOUND_COLUMNS,
+    **OPTIONAL_COLUMNS,
     **SEQUENCE_COLUMNS,
     **ALTERNATIVE_COLUMNS,
     **TOP_COLUMNS,

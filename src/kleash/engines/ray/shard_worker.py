@@ -197,6 +197,7 @@ def without_networks(pair: Pair) -> Pair:
         return replace(
             model,
             head=Head(weight=None),
+            padding=None,
             tokenizer=None,
             network=names[id(model.network)],
             backbone=None,

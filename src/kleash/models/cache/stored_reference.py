@@ -148,6 +148,7 @@ class StoredReference:
             head=head,
             fingerprint=cached.fingerprint,
             weights=cached.weights,
+            base=cached.base,
             tokenizer=tokenizer,
             network=None,
             backbone=None,

@@ -1,5 +1,6 @@
 """Checks of a checkpoint's settings: no code to fetch, no files outside its folder, no sizes beyond its weights."""
 
+import inspect
 import re
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from kleash.errors import ModelError
+from kleash.extras import import_extra
 from kleash.models.checkpoints.files import (
     ADAPTER_WEIGHTS,
     list_weight_files,
@@ -129,7 +131,7 @@ class _TooManyModulesError(Exception):
 
 
 def check_config_sizes(subject: str, folder: Path) -> None:
-    """Check that no number in config.json is too large for the weights in the same folder.
+    """Check that no number that its class reads from config.json is too large for the weights in the same folder.
 
     Raises:
         ModelError: naming the setting and its value.
@@ -139,7 +141,7 @@ def check_config_sizes(subject: str, folder: Path) -> None:
     elements = sum(prod(shape) for shape in shapes)
     largest = max((size for shape in shapes for size in shape), default=0)
     max_count = max(ALWAYS_ALLOWED_COUNT, len(shapes), min(largest, 16 * len(shapes)))
-    for name, value in _iterate_numbers(read_json(folder / "config.json")):
+    for name, value in _iterate_numbers(_read_by_class(read_json(folder / "config.json"))):
         limit = max_count if COUNT_SETTINGS.search(name) else max(ALWAYS_ALLOWED_SIZE, elements)
         if not abs(value) <= limit and not NON_SIZE_SETTINGS.search(name):
             raise ModelError(
@@ -224,7 +226,8 @@ def check_adapter_sizes(subject: str, adapter: Path, base: Path) -> None:
         default=0,
     )
     settings = read_json(adapter / "adapter_config.json")
-    for name, value in _iterate_numbers(settings):
+    classes = import_extra("peft.mapping", "models").PEFT_TYPE_TO_CONFIG_MAPPING
+    for name, value in _iterate_numbers(_declared(settings, classes.get(settings.get("peft_type")))):
         limit = (
             max(ALWAYS_ALLOWED_RANK, largest)
             if RANK_SETTINGS.search(name)
@@ -249,6 +252,34 @@ def _count_replicated_layers(ranges: Any) -> int:
         return 0
     spans = [span for span in ranges if isinstance(span, list) and len(span) == 2]
     return sum(abs(end - start) for start, end in spans if type(start) is int and type(end) is int)
+
+
+def _read_by_class(settings: dict[str, Any], config_class: Any = None) -> dict[str, Any]:
+    """The settings of a config.json that its class, or that of a part, declares; all of a class not of transformers.
+
+    Others, such as what a trainer noted, size nothing.
+    """
+    transformers = import_extra("transformers", "models")
+    if not isinstance(config_class, type) or config_class is transformers.AutoConfig:
+        try:  # its get does not load the module of a class
+            config_class = transformers.CONFIG_MAPPING[str(settings.get("model_type"))]
+        except KeyError:
+            config_class = None
+    parts = getattr(config_class, "sub_configs", {})
+    return {
+        name: _read_by_class(value, parts[name]) if name in parts and isinstance(value, dict) else value
+        for name, value in _declared(settings, config_class).items()
+    }
+
+
+def _declared(settings: dict[str, Any], config_class: Any) -> dict[str, Any]:
+    """The settings that a class of configurations declares; all of them without a class."""
+    if config_class is None:
+        return settings
+    aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
+    names = {*dir(config_class), *inspect.signature(config_class.__init__).parameters}
+    names |= {*aliases, *aliases.values()}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def _iterate_numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:

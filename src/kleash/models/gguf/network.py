@@ -20,6 +20,9 @@ from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_par
 from kleash.models.gguf.vocabulary import END_TOKENS
 
 MAX_SHOWN_NAMES = 4
+SAMPLING = "general.sampling."
+SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Settings of a sampler in a GGUF file that have another name in a generation configuration."""
 
 
 def load_gguf_network(
@@ -62,6 +65,10 @@ def load_gguf_network(
     _check_complete(report, subject)
     if not architecture.config_has_rope_factors:
         _divide_rope(network, files, subject)
+    for setting, value in files.settings.items():
+        if setting.startswith(SAMPLING):
+            key = setting.removeprefix(SAMPLING)
+            setattr(network.generation_config, SAMPLING_NAMES.get(key, key), value)
     notes = [describe_types(files, subject)]
     pooling = files.settings.get(f"{name}.{POOLING}", 0)
     if pooling:

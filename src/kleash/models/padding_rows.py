@@ -1,0 +1,147 @@
+"""Rows of a head that are no tokens of its tokenizer: their probability, and the KL without and with them."""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.divergences import kl
+from kleash.linear import Head
+from kleash.models.heads import head_logits
+
+POSITIONS_AT_ONCE = 512
+"""Positions whose logits of these rows are in memory at once."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddingRows:
+    """The rows of a head that are no tokens."""
+
+    ids: tuple[int, ...]
+    """In rising order."""
+    head: Head
+    """The rows ``ids``, in this order; ``Head(weight=None)`` if the network gives logits alone."""
+
+    @classmethod
+    def of(cls, head: Head, rows: Set[int]) -> "PaddingRows | None":
+        """Some rows of a whole head; None if several ranks store it."""
+        weight, bias, ids = head.weight, head.bias, sorted(rows)
+        if hasattr(weight, "device_mesh") or head.vocabulary_group is not None:
+            return None
+        if weight is not None:
+            head = replace(head, weight=weight[ids], bias=None if bias is None else bias[ids])
+        return cls(ids=tuple(ids), head=head)
+
+    def log_weights(
+        self, hidden: Float[Tensor, "positions dim"], temperature: float, ids: Sequence[int]
+    ) -> Float[Tensor, "positions rows"]:
+        """The logits over the temperature of the rows ``ids``, in float64: -inf of one that the head does not have.
+
+        NaN of one that is cut off logits that the network gives.
+        """
+        if self.head.weight is None:
+            logits = hidden[:, [row for row in self.ids if row < hidden.shape[1]]].double()
+        else:
+            logits = self.head.logits_of_product(
+                hidden.double() @ self.head.weight.to(hidden.device).double().T
+            )
+        weights = logits.new_full((len(hidden), len(ids)), -torch.inf)
+        weights[:, [ids.index(row) for row in self.ids]] = torch.nan
+        weights[:, [ids.index(row) for row in self.ids[: logits.shape[1]]]] = logits / temperature
+        return weights
+
+
+class Outside(NamedTuple):
+    """Rows apart from the others of a distribution, in float64."""
+
+    logp: Float[Tensor, "positions rows"]
+    log_rest: Float[Tensor, "positions"]
+    """log of the probability of the other rows."""
+
+    def kl_part(self, other: "Outside") -> Tensor:
+        """sum_x p(x) log p(x)/q(x) of these rows, the others taken for one.
+
+        KL(p || q) is this plus p(the others) times the KL between the two distributions restricted to the others.
+        """
+        logp, logq = (torch.cat([side.logp, side.log_rest[:, None]], dim=1) for side in (self, other))
+        return torch.where(logp == -torch.inf, 0.0, logp.exp() * (logp - logq)).sum(-1)
+
+
+def padding_columns(
+    rows: tuple[PaddingRows, PaddingRows],
+    inputs: tuple[Tensor, Head, Tensor, Head],
+    columns: Mapping[str, np.ndarray],
+    tokens: Int[Tensor, "positions"],
+    temperature: float,
+) -> dict[str, np.ndarray]:
+    """The columns ``PADDING_COLUMNS`` of the token table.
+
+    The KL over the tokens and that over all rows follow from the measured one and the rows that are no tokens, see
+    ``Outside.kl_part``. Where such rows have most of the probability, that would magnify rounding, so the KL over the
+    tokens is computed from all logits.
+
+    Args:
+        rows: of policy and reference; the heads may have been cut since.
+        inputs: hidden states and measured head of policy and reference.
+        columns: of the token table, over the rows of the measured heads.
+        tokens: the scored tokens.
+        temperature: divides the logits of both.
+    """
+    ids = sorted({*rows[0].ids, *rows[1].ids})
+    measured = inputs[1].vocabulary(inputs[0])
+    num_kept = sum(row < measured for row in ids)
+    kept: list[Outside] = []
+    cut: list[Outside] = []
+    for place, role in enumerate(("policy", "reference")):
+        hidden, head = inputs[2 * place : 2 * place + 2]
+        top = torch.from_numpy(columns[f"top1_{role}"]).to(hidden.device)
+        log_top = torch.from_numpy(columns[f"top1_probability_{role}"]).to(hidden.device).double().log()
+        log_total = _logit(hidden, head, top) / temperature - log_top
+        weights = torch.cat(
+            [rows[place].log_weights(part, temperature, ids) for part in hidden.split(POSITIONS_AT_ONCE)]
+        )
+        logp = weights - log_total[:, None]
+        log_rest = torch.log1p(-logp[:, :num_kept].exp().sum(-1))
+        kept.append(Outside(logp[:, :num_kept], log_rest))
+        log_all = torch.nn.functional.pad(logp[:, num_kept:], (1, 0)).logsumexp(-1)
+        cut.append(Outside(logp[:, num_kept:] - log_all[:, None], -log_all))
+    found: dict[str, Tensor] = {"is_padding": torch.isin(tokens, torch.tensor(ids, device=tokens.device))}
+    for place, role in enumerate(("policy", "reference")):
+        found[f"padding_probability_{role}"] = -torch.expm1(kept[place].log_rest + cut[place].log_rest)
+    for name, p, q in (("kl_policy_reference", 0, 1), ("kl_reference_policy", 1, 0)):
+        measured_kl = torch.from_numpy(columns[name]).to(tokens.device).double()
+        found[f"{name}_over_tokens"] = (measured_kl - kept[p].kl_part(kept[q])) / kept[p].log_rest.exp()
+        found[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * measured_kl
+    is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
+    is_token[ids[:num_kept]] = False
+    for name, sides, p in (
+        ("kl_policy_reference", inputs, 0),
+        ("kl_reference_policy", inputs[2:] + inputs[:2], 1),
+    ):
+        for row in (kept[p].log_rest < math.log(0.5)).nonzero()[:, 0].tolist():
+            logp, logq = (
+                (
+                    head_logits(sides[side][row : row + 1], sides[side + 1])[:, is_token].double()
+                    / temperature
+                ).log_softmax(-1)
+                for side in (0, 2)
+            )
+            found[f"{name}_over_tokens"][row] = kl(logp, logq)[0]
+    return {name: values.float().cpu().numpy() for name, values in found.items()}
+
+
+def _logit(hidden: Tensor, head: Head, tokens: Tensor) -> Tensor:
+    """The logit of one token at each position, in float64."""
+    if head.weight is None:
+        return hidden.gather(-1, tokens.long()[:, None])[:, 0].double()
+    parts = [
+        (states.double() * head.weight[ids].double()).sum(-1)
+        for states, ids in zip(hidden.split(POSITIONS_AT_ONCE), tokens.split(POSITIONS_AT_ONCE), strict=True)
+    ]
+    bias = None if head.bias is None else head.bias[tokens]
+    return replace(head, weight=None, bias=bias).logits_of_product(torch.cat(parts))
