@@ -105,12 +105,14 @@ def _load(
     reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
+    prompts = run.distinct_prompts(on_text=job.responses is None)
     return SwapModels(
         job=measure_job,
         pair=pair,
         reference=reference,
         groups=groups,
         sequences=read_chosen(measure_job, pair, run, chosen),
+        prompts=prompts[chosen],
         statistic=job.rank_by,
     )
 
@@ -126,6 +128,7 @@ def _identity(job: SweepJob, models: SwapModels, digest: str) -> dict[str, objec
         },
         "statistic": models.statistic,
         "tokens": job.attribute_tokens,
+        "columns": SequenceSums._fields,
     }
 
 
@@ -169,7 +172,7 @@ def attribution_of(
     """
     candidate = sums["", CANDIDATE]
     again = sums.get(("", CONTROL), candidate)
-    clusters = clusters_of(candidate.prompt_id, candidate.sample_id, on_text=on_text)
+    clusters = clusters_of(models.prompts, candidate.sample_id, on_text=on_text)
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 

@@ -46,6 +46,8 @@ class SwapModels:
     groups: Mapping[str, tuple[WeightGroup, ...]]
     """By grouping."""
     sequences: tuple[TokenSequence, ...]
+    prompts: Ids
+    """Of each sequence, as ``distinct_prompts`` of all that were measured."""
     statistic: str
     """The token column that is attributed."""
 
@@ -195,6 +197,7 @@ def score_pass(swap: SwapPass, models: SwapModels, add_scored: Callable[[int, in
                 temperature=models.job.temperature or 1.0,
                 batch_tokens=models.job.batch_tokens,
             )
-            parts.append(sum_sequences(columns, models.statistic))
+            hashes = [sequence.prompt_hash for sequence in part]
+            parts.append(sum_sequences(columns, hashes, models.statistic))
             add_scored(len(part), int(parts[-1].tokens.sum()))
     return SequenceSums.concatenate(parts)

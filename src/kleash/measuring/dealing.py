@@ -100,7 +100,7 @@ class RunningKL:
         Updates the shown KL, and sets ``stop`` once ``until_relative_error`` is reached.
         """
         while self.stop is None and (sums := self._next_sums()) is not None:
-            self._sequences.add_sums(sums)
+            self._sequences.add(sums)
             self._num_sequences += len(sums.tokens)
             self.next_index += self.run.job.part[1]
             target = self.run.job.until_relative_error
@@ -131,7 +131,8 @@ class RunningKL:
             )
             if self.has_kl:
                 self.largest.add_sequences(part)
-            return sum_sequences(part)
+            sequences = self.run.folder.sequence_part(self.next_index, ["prompt_hash"], self._checksums)
+            return sum_sequences(part, sequences["prompt_hash"])
         message = self.run.ranks.take(f"sums/{self.next_index}")
         if message is None:
             return None
@@ -230,7 +231,7 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
         largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-    _count_shard(run, shard.index, sum_sequences(result.tokens))
+    _count_shard(run, shard.index, sum_sequences(result.tokens, result.sequences["prompt_hash"]))
 
 
 def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], running: RunningKL) -> None:

@@ -17,9 +17,9 @@ from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.reference_cache import cache_reference, is_cached
 from kleash.measuring.run import measure
+from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
-    RunSequences,
     measured_candidate,
     rank_candidates,
     read_sequences,
@@ -138,7 +138,7 @@ def _sweep(
         ranks.broadcast("cached", True)
     digest = hash_source(job.measure_job(1, out))
     candidates: list[SweepCandidate] = []
-    sequences: dict[int, RunSequences] = {}
+    sequences: dict[int, SequenceSums] = {}
     for number, name in enumerate(job.candidates, start=1):
         reporter.note(f"candidate {number} of {len(job.candidates)}: {name}")
         candidates.append(_measure_candidate(job, out, number, digest, reporter, new_ranks, sequences))
@@ -246,7 +246,7 @@ def _measure_candidate(
     digest: str,
     reporter: ProgressReporter,
     new_ranks: Callable[[], RankGroup],
-    sequences: dict[int, RunSequences],
+    sequences: dict[int, SequenceSums],
 ) -> SweepCandidate:
     """Measure a candidate, unless its run is finished, and return it with its numbers or the reason why it has none.
 
@@ -290,7 +290,7 @@ def _attribute_candidate(
     job: SweepJob,
     out: Path,
     candidate: SweepCandidate,
-    run: RunSequences,
+    run: SequenceSums,
     digest: str,
     reporter: ProgressReporter,
     new_ranks: Callable[[], RankGroup],
@@ -302,7 +302,7 @@ def _attribute_candidate(
         RankError: if another rank is lost.
     """
     attributions, failure = _attempt(
-        lambda: attribute(job, out, candidate, run.sums, digest, reporter, new_ranks()), new_ranks
+        lambda: attribute(job, out, candidate, run, digest, reporter, new_ranks()), new_ranks
     )
     if attributions is not None:
         return attributions
