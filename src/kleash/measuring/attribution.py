@@ -23,6 +23,7 @@ from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of
 from kleash.models import load_reference
+from kleash.models.checkpoints.file_hashes import watching_files
 from kleash.models.threads import threads_for_scoring
 from kleash.models.weight_groups import WeightGroup, weight_groups
 from kleash.reports.formatting import format_bytes
@@ -69,7 +70,7 @@ def attribute(
         RunFolderError: if a finished pass is damaged, or one cannot be written.
         RankError: if another rank fails or is lost.
     """
-    with ranks.running():
+    with watching_files(), ranks.running():
         models = _load(job, out, candidate, run, ranks)
         passes = plan_passes(models.groups)
         folder = AttributionFolder(out / "attribution" / Path(candidate.folder).name)

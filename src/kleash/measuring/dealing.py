@@ -23,6 +23,7 @@ from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, s
 from kleash.measuring.shard_writer import ShardWriter, WrittenShard
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair, turns_of
+from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
 from kleash.store.run_folder import encode_top
@@ -151,6 +152,7 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
     Raises:
         RankError: if another rank fails or is lost.
         RunFolderError: if a shard cannot be written.
+        ChangedInputError: if a file of the source or a model changes before a shard that needs it is written.
     """
     ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES)
     running = None
@@ -227,6 +229,7 @@ class Dealing:
 def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries) -> None:
     """Score a shard, write it, and post its sums."""
     result = engine.run(shard)
+    require_unchanged_files()
     if "kl_policy_reference" not in engine.unknown_columns:
         largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
@@ -242,6 +245,7 @@ def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], runn
             packed = scored.part.packed
             append_worker_lines(run.folder.root, [worker_line(scored)])
             top = encode_top(take_alternatives(packed, running.largest))
+            require_unchanged_files()
             writer.add(WrittenShard(scored.shard.index, packed.sums), packed.files._replace(top=top))
             _count_written(run, running, writer.written())
             if running.stop is not None:

@@ -34,6 +34,7 @@ from kleash.models.base_logits import (
     split_chunks,
     write_header,
 )
+from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.gguf.vocabulary import begin_token
@@ -56,6 +57,7 @@ OnChunks = Callable[[int, int], None]
 """Called with the number of finished chunks and of all."""
 
 
+@watching_files()
 def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> LogitsMeasurement:
     """Measure the policy of a job against its file of base logits.
 
@@ -66,6 +68,7 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
         SourceError: if the file is damaged.
         ModelError: if the policy cannot be loaded, has fewer logits than the file, or a tokenizer with more tokens.
         NonFiniteError: if the policy's hidden states or logits are NaN or infinite.
+        ChangedInputError: if the file of logits or one of the policy is written to meanwhile.
     """
     file = open_base_logits(Path(job.logits).expanduser())
     pair = _load(job, "policy", str(job.policy), job.revision_policy)
@@ -88,9 +91,11 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
                     bounds.append(base_logit_bounds(logits[part], base))
             if on_chunks is not None:
                 on_chunks(chunk + 1, chunks)
+    require_unchanged_files()
     return _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
 
 
+@watching_files()
 def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> WrittenLogits:
     """Write the logits of the reference of a job on its text, in llama.cpp's format.
 
@@ -99,6 +104,7 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
     Raises:
         SourceError: if the text cannot be read or is too short, or the file cannot be written.
         ModelError: if the reference cannot be loaded, or its logits are not finite.
+        ChangedInputError: if the text or a file of the reference is written to meanwhile.
     """
     pair = _load(job, "reference", str(job.reference), job.revision_reference)
     model = pair.reference
@@ -115,6 +121,7 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
                     file.write(encode_rows(logits).tobytes())
                 if on_chunks is not None:
                     on_chunks(chunk + 1, len(tokens))
+        require_unchanged_files()
         size = unfinished.stat().st_size
         unfinished.replace(path)
     except OSError as error:

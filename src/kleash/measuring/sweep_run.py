@@ -26,6 +26,7 @@ from kleash.measuring.sweep_ranking import (
 )
 from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
+from kleash.models.checkpoints.file_hashes import watched_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.trackers import require_trackers, send_sweep
@@ -136,7 +137,9 @@ def _sweep(
             _check_candidates(job, reporter)
             _cache_reference(job, out, reporter)
         ranks.broadcast("cached", True)
-    digest = hash_source(job.measure_job(1, out))
+    with watching_files():
+        digest = hash_source(job.measure_job(1, out))
+        source_files = watched_files()
     candidates: list[SweepCandidate] = []
     sequences: dict[int, SequenceSums] = {}
     for number, name in enumerate(job.candidates, start=1):
@@ -145,6 +148,7 @@ def _sweep(
         _free_memory()
     ranks = new_ranks()
     with ranks.running():
+        source_files.require_unchanged()
         if ranks.is_first:
             result = rank_candidates(job, out, candidates, sequences)
             _write(out, result)
