@@ -31,6 +31,7 @@ from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.attribution_folder import AttributionFolder
 from kleash.store.codec import decode
+from kleash.store.job_folder import PLACE_OF_CACHE
 from kleash.store.sweep import SweepCandidate
 from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums
 from kleash.uncertainty.diagnostics import few_clusters
@@ -121,7 +122,7 @@ def _load(
 def _identity(job: SweepJob, models: SwapModels, digest: str) -> dict[str, object]:
     """What decides the numbers of a pass, except for its groups."""
     return {
-        "settings": models.job.settings(),
+        "settings": {name: value for name, value in models.job.settings().items() if name != PLACE_OF_CACHE},
         "source_sha256": digest,
         "fingerprints": {
             "policy": models.pair.policy.fingerprint,

@@ -33,6 +33,7 @@ from kleash.reports.trackers import require_trackers, send_sweep
 from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.attribution import Attribution
+from kleash.store.checksums import file_checksum
 from kleash.store.codec import decode
 from kleash.store.job_folder import require_same
 from kleash.store.locks import LOCK, folder_lock
@@ -273,7 +274,8 @@ def _measure_candidate(
     if measurement is None:
         reporter.note(f"candidate {number} failed: {failure}")
         return replace(candidate, failure=failure)
-    return measured_candidate(candidate, measurement)
+    file = out / candidate.folder / "measurement.json"
+    return measured_candidate(replace(candidate, measurement_sha256=file_checksum(file).sha256), measurement)
 
 
 def _measure(
@@ -369,12 +371,8 @@ def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:
     header = RunFolder(root).header()
     reference = StoredReference(Path(str(job.reference_cache))).label.reference.fingerprint
     fingerprints = {"policy": find_checkpoint(job.policy).fingerprint(), "reference": reference}
-    is_same = (dict(header.settings), header.source_sha256, dict(header.fingerprints)) == (
-        job.settings(),
-        digest,
-        fingerprints,
-    )
-    return Measurement.read(root) if is_same else None
+    expected = replace(header, settings=job.settings(), source_sha256=digest, fingerprints=fingerprints)
+    return None if header.differences(expected) else Measurement.read(root)
 
 
 def _free_memory() -> None:
