@@ -69,6 +69,10 @@ class RankError(KleashError, RuntimeError):
         self.is_reported = is_reported
 
 
+class ChangedInputError(KleashError, RuntimeError):
+    """A file of a model or a source was written to while a job used it."""
+
+
 class ClusterError(KleashError, RuntimeError):
     """A Ray cluster that cannot be reached or has no room, or whose workers are lost or differ from the driver."""
 

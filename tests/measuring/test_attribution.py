@@ -244,7 +244,9 @@ def test_a_source_with_other_sequences_is_refused(monkeypatch: pytest.MonkeyPatc
         for number in range(5)
     ]
     monkeypatch.setattr(attribution_passes, "source_sequences", lambda *_: iter(sequences))
-    run = SequenceSums.from_lists([[0, 1, 2, 3, 4], [0] * 5, [0.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]])
+    run = SequenceSums.from_lists(
+        [[0, 1, 2, 3, 4], [0] * 5, [0, 1, 2, 3, 4], [0.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]]
+    )
     chosen = np.array([1, 4])
     assert read_chosen(job, pair, run, chosen) == (sequences[1], sequences[4])
     sequences.pop(0)
@@ -256,7 +258,7 @@ def test_ranks_share_the_passes_and_the_first_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sums_of(swap: SwapPass, *_: object) -> SequenceSums:
-        return SequenceSums.from_lists([[0, 1], [0, 0], [float(swap.name), 0.5], [3.0, 4.0]])
+        return SequenceSums.from_lists([[0, 1], [0, 0], [0, 1], [float(swap.name), 0.5], [3.0, 4.0]])
 
     models: Any = SimpleNamespace(sequences=(None, None))
 

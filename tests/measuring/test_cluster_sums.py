@@ -17,7 +17,13 @@ from kleash.measuring.cluster_sums import (
     token_quantities,
 )
 from kleash.measuring.estimand import estimand_of, weight_warnings
-from kleash.measuring.sequence_clusters import SequenceClusters, sequence_starts
+from kleash.measuring.sequence_clusters import (
+    SequenceClusters,
+    clusters_of,
+    distinct_prompts,
+    sequence_starts,
+    sum_sequences,
+)
 from kleash.records import MeasureJob
 from kleash.store.tables import TOKEN_COLUMNS
 
@@ -205,17 +211,22 @@ def test_the_running_kl_is_the_mean_over_all_tokens() -> None:
     sequences = SequenceClusters(on_text=False)
     kl = np.random.default_rng(2).lognormal(-20, 1, 60).astype(np.float32)
     for part in np.array_split(np.arange(60), 4):
-        sequences.add({"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]})
+        tokens = {"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]}
+        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
+        sequences.add(sum_sequences(tokens, [f"{prompt:x}" for prompt in tokens["prompt_id"][starts]]))
     estimate = sequences.kl()
     assert estimate.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
-    assert estimate.clusters == 12 == sequences.clusters().count
+    assert estimate.clusters == 12
 
 
 def test_clusters_are_blocks_of_windows_with_few_documents_and_documents_with_many() -> None:
-    few, many = SequenceClusters(on_text=True), SequenceClusters(on_text=True)
-    few.add({"prompt_id": np.zeros(20), "sample_id": np.arange(20), "kl_policy_reference": np.ones(20)})
-    many.add(
-        {"prompt_id": np.arange(60) // 2, "sample_id": np.arange(60) % 2, "kl_policy_reference": np.ones(60)}
+    few, many = (
+        distinct_prompts(document, window, np.arange(len(document)), on_text=True)
+        for document, window in ((np.zeros(20), np.arange(20)), (np.arange(60) // 2, np.arange(60) % 2))
     )
-    assert few.clusters().count == 3 and few.clusters().warnings
-    assert many.clusters().count == 30 and not many.clusters().warnings
+    few_clusters, many_clusters = (
+        clusters_of(few, np.arange(20), on_text=True),
+        clusters_of(many, np.arange(60) % 2, on_text=True),
+    )
+    assert few_clusters.count == 3 and few_clusters.warnings
+    assert many_clusters.count == 30 and not many_clusters.warnings

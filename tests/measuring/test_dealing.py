@@ -209,7 +209,8 @@ def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(
         running = RunningKL(run=open_run, finished=frozenset(), largest=TopEntries(size=1))
         for index in range(1000):
             sums = SequenceSums(
-                np.array([index]), np.array([0]), np.array([index % 7 + 1.0]), np.array([5.0])
+                *(np.array([index]), np.array([0]), np.array([index])),
+                *(np.array([index % 7 + 1.0]), np.array([5.0])),
             )
             open_run.ranks.post(f"sums/{index}", {"rank": 0, "sums": sums.to_lists()})
             running.advance()

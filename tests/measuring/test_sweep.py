@@ -20,6 +20,7 @@ from kleash.jobs.sweep import slug
 from kleash.measuring import MeasureJob, compare, measure, sweep
 from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
+from kleash.reports.folder_report import write_report_of
 from kleash.reports.sweep import write_sweep
 from kleash.store import Number
 from kleash.store.sweep import Sweep, SweepCandidate
@@ -338,3 +339,65 @@ def test_hostile_names_are_text_on_the_page(result: Sweep, tmp_path: Path) -> No
 )
 def test_slugs_are_names_of_folders(name: str, expected: str) -> None:
     assert slug(name) == expected
+
+
+@pytest.fixture
+def own_sweep(result: Sweep, job: SweepJob, tmp_path: Path) -> Path:
+    """A copy of the finished sweep, in another place."""
+    return Path(shutil.copytree(Path(str(job.out)), tmp_path / "copy"))
+
+
+def edit_a_number(root: Path) -> None:
+    content = json.loads((root / "sweep.json").read_text())
+    content["candidates"][0]["numbers"]["kl_policy_reference"]["value"] = 7.0
+    (root / "sweep.json").write_text(json.dumps(content))
+
+
+def exchange_two_runs(root: Path) -> None:
+    first, other = sorted(path for path in (root / "candidates").iterdir() if "another" not in path.name)[:2]
+    shutil.rmtree(first)
+    shutil.copytree(other, first)
+
+
+def remove_the_checksums(root: Path) -> None:
+    (root / "checksums.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (edit_a_number, r"sweep\.json is damaged"),
+        (exchange_two_runs, "is not the measurement of candidate 1"),
+        (remove_the_checksums, r"checksums\.jsonl is missing"),
+    ],
+)
+def test_a_sweep_that_is_not_as_it_was_written_is_not_reported(
+    own_sweep: Path, damage: Callable[[Path], None], match: str
+) -> None:
+    page = write_report_of(own_sweep).read_text()
+    assert "carry no checksums" not in page
+    damage(own_sweep)
+    with pytest.raises(RunFolderError, match=match):
+        write_report_of(own_sweep)
+
+
+def test_a_sweep_of_an_older_version_is_reported_with_a_warning(own_sweep: Path) -> None:
+    content = json.loads((own_sweep / "sweep.json").read_text())
+    del content["checksums"]
+    for candidate in content["candidates"]:
+        del candidate["measurement_sha256"]
+    (own_sweep / "sweep.json").write_text(json.dumps(content))
+    (own_sweep / "checksums.jsonl").unlink()
+    assert any("carry no checksums" in warning for warning in Sweep.read(own_sweep).warnings)
+
+
+def test_a_sweep_goes_on_in_another_place(job: SweepJob, result: Sweep, own_sweep: Path) -> None:
+    unfinished = own_sweep / result.candidates[1].folder
+    (unfinished / "measurement.json").unlink()
+    kept = [own_sweep / result.candidates[at].folder / "measurement.json" for at in (0, 3)]
+    written = [path.read_bytes() for path in kept]
+    again = sweep(SweepJob(**{**vars(job), "out": str(own_sweep), "resume": True}))
+    assert [path.read_bytes() for path in kept] == written
+    assert again.candidates[0].numbers == result.candidates[0].numbers
+    assert again.candidates[1].numbers == result.candidates[1].numbers
+    assert Sweep.read(own_sweep).to_dict() == again.to_dict()

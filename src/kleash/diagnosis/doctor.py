@@ -19,6 +19,7 @@ from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, Rollout
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
+from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.pair_loading import load_pair_with
 from kleash.store import Diagnosis
 from kleash.store.likely_causes import LikelyCause
@@ -114,12 +115,14 @@ def diagnose(
     )
 
 
+@watching_files()
 def diagnose_file(job: DoctorJob) -> Diagnosis:
     """Run a job: read its files, load the models if there are any, and diagnose.
 
     Raises:
         SourceError: if a file cannot be read, no token counts, or the models cannot read a rollout.
         ModelError, CannotRunError, MissingExtraError: if a model cannot be loaded.
+        ChangedInputError: if a file of the rollouts or a model is written to meanwhile.
     """
     read = read_rollout_files(job.rollouts, allow_logits=True, limit=job.limit)
     pair = None
@@ -129,6 +132,7 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
         read.rollouts, pair=pair, rounding=job.rounding, file=read.name, batch_tokens=job.batch_tokens
     )
     one_sided = note_on_one_sided_files(read.kl_by_file()) if diagnosis.examined else ()
+    require_unchanged_files()
     return replace(diagnosis, files=read.sizes, notes=(*one_sided, *read.notes, *diagnosis.notes))
 
 

@@ -14,12 +14,14 @@ from kleash.jobs.option_groups import require_limit, require_word
 from kleash.jobs.rollout_jobs import METRIC_NAMES
 from kleash.leash import Mismatch, mismatch
 from kleash.leash.engine_mismatch import are_columns_equal
+from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.reports.gate_verdicts import gate_of_number
 from kleash.store import MismatchRecord, Number
 from kleash.uncertainty import Estimate
 from kleash.version import __version__
 
 
+@watching_files()
 def measure_mismatch(
     files: str | PurePath | Sequence[str | PurePath],
     *,
@@ -36,6 +38,7 @@ def measure_mismatch(
     Raises:
         SourceError: if a file cannot be read, or no token counts.
         OptionError: if ``names`` is unknown, or the limit is not a number of at least 0.
+        ChangedInputError: if a file is written to meanwhile.
     """
     require_limit(at_most)
     if names is not None:
@@ -56,6 +59,7 @@ def measure_mismatch(
             tokens=measured.tokens,
         )
     by_file = read.kl_by_file()
+    require_unchanged_files()
     return MismatchRecord(
         kleash=__version__,
         file=read.name,

@@ -1,7 +1,7 @@
 """The engine of one machine: both models in this process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from kleash.engines.base import Shard, ShardResult, sequence_columns
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
+from kleash.models.checkpoints.file_hashes import WatchedFiles, watched_files
 from kleash.models.scoring import score_against_float32, score_batched_against_single
 from kleash.models.tokenizers import token_texts
 
@@ -33,6 +34,8 @@ class LocalEngine:
     """Called with the number of tokens generated since the last call."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
+    files: WatchedFiles = field(default_factory=watched_files)
+    """Those of the models."""
 
     @property
     def temperature(self) -> float:
@@ -64,6 +67,7 @@ class LocalEngine:
 
         Raises:
             NonFiniteError: if an output of a model is NaN or infinite, naming the model and the prompt.
+            ChangedInputError: if a file of the models has changed.
         """
         sequences = shard.sequences or tuple(self._answer(shard.prompts))
         tokens: dict[str, Any] = score(
@@ -76,6 +80,7 @@ class LocalEngine:
             top=self.top,
             sampler=self._sampling if self._draws_from_part else None,
         )
+        self.files.require_unchanged()
         names = [name for name in tokens if name.startswith("top_")]
         likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
@@ -89,9 +94,11 @@ class LocalEngine:
         stored = self.pair.reference.stored
         if stored is not None:
             return stored.rounding_columns("noise", self.temperature)
-        return score_batched_against_single(
+        columns = score_batched_against_single(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
+        self.files.require_unchanged()
+        return columns
 
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the reference in its dtype compared with itself in float32; None if it runs in float32.
@@ -104,9 +111,11 @@ class LocalEngine:
             return stored.rounding_columns("gap", self.temperature)
         if self.pair.reference.storage is not None:
             return None
-        return score_against_float32(
+        columns = score_against_float32(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
+        self.files.require_unchanged()
+        return columns
 
     @property
     def _buffer_bytes(self) -> int | None:

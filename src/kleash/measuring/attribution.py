@@ -23,6 +23,7 @@ from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of
 from kleash.models import load_reference
+from kleash.models.checkpoints.file_hashes import watching_files
 from kleash.models.threads import threads_for_scoring
 from kleash.models.weight_groups import WeightGroup, weight_groups
 from kleash.reports.formatting import format_bytes
@@ -30,6 +31,7 @@ from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.attribution_folder import AttributionFolder
 from kleash.store.codec import decode
+from kleash.store.job_folder import PLACE_OF_CACHE
 from kleash.store.sweep import SweepCandidate
 from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums
 from kleash.uncertainty.diagnostics import few_clusters
@@ -69,7 +71,7 @@ def attribute(
         RunFolderError: if a finished pass is damaged, or one cannot be written.
         RankError: if another rank fails or is lost.
     """
-    with ranks.running():
+    with watching_files(), ranks.running():
         models = _load(job, out, candidate, run, ranks)
         passes = plan_passes(models.groups)
         folder = AttributionFolder(out / "attribution" / Path(candidate.folder).name)
@@ -105,12 +107,14 @@ def _load(
     reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
+    prompts = run.distinct_prompts(on_text=job.responses is None)
     return SwapModels(
         job=measure_job,
         pair=pair,
         reference=reference,
         groups=groups,
         sequences=read_chosen(measure_job, pair, run, chosen),
+        prompts=prompts[chosen],
         statistic=job.rank_by,
     )
 
@@ -118,7 +122,7 @@ def _load(
 def _identity(job: SweepJob, models: SwapModels, digest: str) -> dict[str, object]:
     """What decides the numbers of a pass, except for its groups."""
     return {
-        "settings": models.job.settings(),
+        "settings": {name: value for name, value in models.job.settings().items() if name != PLACE_OF_CACHE},
         "source_sha256": digest,
         "fingerprints": {
             "policy": models.pair.policy.fingerprint,
@@ -126,6 +130,7 @@ def _identity(job: SweepJob, models: SwapModels, digest: str) -> dict[str, objec
         },
         "statistic": models.statistic,
         "tokens": job.attribute_tokens,
+        "columns": SequenceSums._fields,
     }
 
 
@@ -169,7 +174,7 @@ def attribution_of(
     """
     candidate = sums["", CANDIDATE]
     again = sums.get(("", CONTROL), candidate)
-    clusters = clusters_of(candidate.prompt_id, candidate.sample_id, on_text=on_text)
+    clusters = clusters_of(models.prompts, candidate.sample_id, on_text=on_text)
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 

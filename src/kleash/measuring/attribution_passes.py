@@ -13,6 +13,7 @@ from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, sum_sequences
 from kleash.measuring.shards import group_by_cost, source_sequences
 from kleash.models import Model, Pair, TokenSequence, score
+from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.models.weight_groups import WeightGroup, swapped_weights
 from kleash.reports.formatting import format_duration
 from kleash.store.attribution_folder import AttributionFolder
@@ -46,6 +47,8 @@ class SwapModels:
     groups: Mapping[str, tuple[WeightGroup, ...]]
     """By grouping."""
     sequences: tuple[TokenSequence, ...]
+    prompts: Ids
+    """Of each sequence, as ``distinct_prompts`` of all that were measured."""
     statistic: str
     """The token column that is attributed."""
 
@@ -184,7 +187,11 @@ class _Collected:
 
 
 def score_pass(swap: SwapPass, models: SwapModels, add_scored: Callable[[int, int], None]) -> SequenceSums:
-    """The statistic's sums by sequence with the pass's groups swapped."""
+    """The statistic's sums by sequence with the pass's groups swapped.
+
+    Raises:
+        ChangedInputError: if a file of the models or the source has changed.
+    """
     parts: list[SequenceSums] = []
     with swapped_weights(models.pair.policy, models.reference, swap.groups) as policy:
         pair = replace(models.pair, policy=policy)
@@ -195,6 +202,8 @@ def score_pass(swap: SwapPass, models: SwapModels, add_scored: Callable[[int, in
                 temperature=models.job.temperature or 1.0,
                 batch_tokens=models.job.batch_tokens,
             )
-            parts.append(sum_sequences(columns, models.statistic))
+            hashes = [sequence.prompt_hash for sequence in part]
+            parts.append(sum_sequences(columns, hashes, models.statistic))
             add_scored(len(part), int(parts[-1].tokens.sum()))
+    require_unchanged_files()
     return SequenceSums.concatenate(parts)

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs.option_groups import require_limit
-from kleash.measuring.sequence_clusters import Floats, clusters_of, sequence_starts
+from kleash.measuring.sequence_clusters import (
+    Floats,
+    clusters_of,
+    distinct_prompts,
+    hashes_as_ints,
+    sequence_starts,
+)
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.store.checksums import damage_as_sentence
@@ -81,7 +87,7 @@ class _Run:
     sums: Floats
     """[row, column]: tokens, then the statistics ``SUMMED``, NaN where the run has no values of one."""
     prompts: NDArray[np.int64]
-    """``prompt_id`` of each row: on text, where a hash is of a window, the document."""
+    """Of each row, as ``distinct_prompts``: on text, where a hash is of a window, the document."""
     samples: NDArray[np.int64]
     """``sample_id`` of the first sequence of each row: on text, the window."""
     unknown: frozenset[str]
@@ -116,6 +122,8 @@ def _read(path: Path) -> _Run:
     rows: dict[tuple[str, int], int] = {}
     copies: Counter[str] = Counter()
     ids: list[tuple[int, int]] = []
+    hashes: list[str] = []
+    first_sequences: list[int] = []
     sums: list[Floats] = []
     parts = folder.token_parts(["prompt_id", "sample_id", *columns_of(known)])
     names = ["prompt_id", "sample_id", "prompt_hash"]
@@ -132,19 +140,22 @@ def _read(path: Path) -> _Run:
         ):
             row = rows.setdefault((prompt_hash, copies[prompt_hash] if on_text else 0), len(rows))
             copies[prompt_hash] += 1
+            ids.append((int(prompt), int(sample)))
+            hashes.append(prompt_hash)
             if row == len(sums):
                 sums.append(sequence_sum)
-                ids.append((int(prompt), int(sample)))
+                first_sequences.append(len(ids) - 1)
             else:
                 sums[row] = sums[row] + sequence_sum
     prompts, samples = np.array(ids, dtype=np.int64).reshape(-1, 2).T
+    distinct = distinct_prompts(prompts, samples, hashes_as_ints(hashes), on_text=on_text)
     return _Run(
         folder=path,
         measurement=measurement,
         rows=rows,
         sums=np.array(sums),
-        prompts=prompts,
-        samples=samples,
+        prompts=distinct[first_sequences],
+        samples=samples[first_sequences],
         unknown=frozenset(SUMMED).difference(known).union(measurement.left_out),
     )
 

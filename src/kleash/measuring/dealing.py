@@ -23,6 +23,7 @@ from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, s
 from kleash.measuring.shard_writer import ShardWriter, WrittenShard
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair, turns_of
+from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
 from kleash.store.run_folder import encode_top
@@ -100,7 +101,7 @@ class RunningKL:
         Updates the shown KL, and sets ``stop`` once ``until_relative_error`` is reached.
         """
         while self.stop is None and (sums := self._next_sums()) is not None:
-            self._sequences.add_sums(sums)
+            self._sequences.add(sums)
             self._num_sequences += len(sums.tokens)
             self.next_index += self.run.job.part[1]
             target = self.run.job.until_relative_error
@@ -131,7 +132,8 @@ class RunningKL:
             )
             if self.has_kl:
                 self.largest.add_sequences(part)
-            return sum_sequences(part)
+            sequences = self.run.folder.sequence_part(self.next_index, ["prompt_hash"], self._checksums)
+            return sum_sequences(part, sequences["prompt_hash"])
         message = self.run.ranks.take(f"sums/{self.next_index}")
         if message is None:
             return None
@@ -150,6 +152,7 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
     Raises:
         RankError: if another rank fails or is lost.
         RunFolderError: if a shard cannot be written.
+        ChangedInputError: if a file of the source or a model changes before a shard that needs it is written.
     """
     ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES)
     running = None
@@ -226,11 +229,12 @@ class Dealing:
 def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries) -> None:
     """Score a shard, write it, and post its sums."""
     result = engine.run(shard)
+    require_unchanged_files()
     if "kl_policy_reference" not in engine.unknown_columns:
         largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-    _count_shard(run, shard.index, sum_sequences(result.tokens))
+    _count_shard(run, shard.index, sum_sequences(result.tokens, result.sequences["prompt_hash"]))
 
 
 def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], running: RunningKL) -> None:
@@ -241,6 +245,7 @@ def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], runn
             packed = scored.part.packed
             append_worker_lines(run.folder.root, [worker_line(scored)])
             top = encode_top(take_alternatives(packed, running.largest))
+            require_unchanged_files()
             writer.add(WrittenShard(scored.shard.index, packed.sums), packed.files._replace(top=top))
             _count_written(run, running, writer.written())
             if running.stop is not None:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kleash.errors import OptionError
+from kleash.measuring.sequence_clusters import hashes_as_ints
 from kleash.models import Pair, Prompt, Sampling, generate, score
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums
 
@@ -16,6 +17,7 @@ class DriftPart(NamedTuple):
     """One row per generated response: its prompt, its length, and its log ratio and exact KL."""
 
     prompt: Int[np.ndarray, " sequences"]
+    """Hash of its tokens, as ``hashes_as_ints``."""
     tokens: Int[np.ndarray, " sequences"]
     log_ratio: Float[np.ndarray, " sequences"]
     """log p - log q of the response."""
@@ -73,7 +75,7 @@ def draw_drift(
     response_of = np.repeat(np.arange(len(responses)), lengths)
     ratios = columns["logp_policy"].astype(np.float64) - columns["logp_reference"]
     return DriftPart(
-        prompt=np.array([response.prompt_id for response in responses], dtype=np.int64),
+        prompt=hashes_as_ints(response.prompt_hash for response in responses),
         tokens=lengths,
         log_ratio=np.bincount(response_of, weights=ratios, minlength=len(responses)),
         exact=np.bincount(response_of, weights=columns["kl_policy_reference"], minlength=len(responses)),

@@ -36,6 +36,7 @@ from kleash.models.base_logits import (
     split_chunks,
     write_header,
 )
+from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.gguf.vocabulary import begin_token
@@ -65,6 +66,7 @@ OnChunks = Callable[[int, int], None]
 """Called with the number of finished chunks and of all."""
 
 
+@watching_files()
 def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> LogitsMeasurement:
     """Measure the policy of a job against its file of base logits.
 
@@ -75,6 +77,7 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
         SourceError: if the file is damaged.
         ModelError: if the policy cannot be loaded, has fewer logits than the file, or a tokenizer with more tokens.
         NonFiniteError: if the policy's hidden states or logits are NaN or infinite.
+        ChangedInputError: if the file of logits or one of the policy is written to meanwhile.
     """
     file = open_base_logits(Path(job.logits).expanduser())
     pair = _load(job, "policy", str(job.policy), job.revision_policy)
@@ -102,10 +105,12 @@ def measure_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Lo
                         padded.append(padding_bounds(all_logits[part], base, bounds[-1], padding))
             if on_chunks is not None:
                 on_chunks(chunk + 1, chunks)
+    require_unchanged_files()
     measurement = _measurement(file, model, columns, np.concatenate(bounds, axis=1), (*pair.notes, *notes))
     return _with_padding(measurement, np.concatenate(padded, axis=1)) if padded else measurement
 
 
+@watching_files()
 def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> WrittenLogits:
     """Write the logits of the reference of a job on its text, in llama.cpp's format.
 
@@ -114,6 +119,7 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
     Raises:
         SourceError: if the text cannot be read or is too short, or the file cannot be written.
         ModelError: if the reference cannot be loaded, or its logits are not finite.
+        ChangedInputError: if the text or a file of the reference is written to meanwhile.
     """
     pair = _load(job, "reference", str(job.reference), job.revision_reference)
     model = pair.reference
@@ -133,6 +139,7 @@ def write_base_logits(job: LogitsJob, on_chunks: OnChunks | None = None) -> Writ
                         in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())
                 if on_chunks is not None:
                     on_chunks(chunk + 1, len(tokens))
+        require_unchanged_files()
         size = unfinished.stat().st_size
         unfinished.replace(path)
     except OSError as error:

@@ -40,7 +40,13 @@ from kleash.measuring.largest_drift import LargestDrift, write_alternatives
 from kleash.measuring.partial_knowledge import known_estimators, reasons_left_out, with_reasons
 from kleash.measuring.rescoring import Rounding, measure_rounding
 from kleash.measuring.run_identity import PACKAGES
-from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_starts
+from kleash.measuring.sequence_clusters import (
+    Clusters,
+    clusters_of,
+    distinct_prompts,
+    hashes_as_ints,
+    sequence_starts,
+)
 from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
@@ -71,9 +77,21 @@ class SequenceCounts:
     clusters: Clusters
     tokens: int
     prompts: int
+    """Distinct prompts; on text, documents."""
+    listed_prompts: int
+    """Prompts of the source that are among the sequences, equal ones counted each."""
     truncated: int
     shards: int
     all_have_logprobs: bool
+
+    def notes(self, *, on_text: bool) -> tuple[str, ...]:
+        """That equal prompts are one cluster, where there are any; ``on_text`` if they are documents."""
+        if self.prompts == self.listed_prompts:
+            return ()
+        noun = "documents" if on_text else "prompts"
+        return (
+            f"{self.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster",
+        )
 
     def to_record(self, clusters: int) -> Counts:
         """The counts as in the measurement, with the number of clusters of the scored tokens."""
@@ -112,7 +130,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     estimand = estimand_of(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
-        split=len(counts.clusters.labels) > counts.prompts,
+        split=len(counts.clusters.labels) > counts.listed_prompts,
         vocabulary=run.pair.vocabulary,
         storage=describe_storage(models),
     )
@@ -165,6 +183,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
             *storage_notes(models["policy"], models["reference"]),
             *padding_notes,
             *run.source_notes,
+            *counts.notes(on_text=on_text),
             *run.job.without_effect(),
         ),
         seconds=seconds(),
@@ -210,19 +229,24 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
         folder: of the run.
         on_text: whether its sequences are windows of documents.
     """
-    prompt, sample = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    columns = [np.zeros((3, 0), dtype=np.int64)]
     tokens = truncated = 0
-    for part in folder.sequence_parts(["prompt_id", "sample_id", "tokens", "finish_reason"]):
-        prompt.append(part["prompt_id"].astype(np.int64))
-        sample.append(part["sample_id"].astype(np.int64))
+    for part in folder.sequence_parts(["prompt_id", "sample_id", "prompt_hash", "tokens", "finish_reason"]):
+        columns.append(
+            np.stack([part["prompt_id"], part["sample_id"], hashes_as_ints(part["prompt_hash"])]).astype(
+                np.int64
+            )
+        )
         tokens += int(part["tokens"].sum(dtype=np.int64))
         truncated += part["finish_reason"].count("length")
     any_unknown = any(np.isnan(part["logp_sampled"]).any() for part in folder.token_parts(["logp_sampled"]))
-    prompts = np.concatenate(prompt)
+    prompt, sample, prompt_hash = np.concatenate(columns, axis=1)
+    distinct = distinct_prompts(prompt, sample, prompt_hash, on_text=on_text)
     return SequenceCounts(
-        clusters=clusters_of(prompts, np.concatenate(sample), on_text=on_text),
+        clusters=clusters_of(distinct, sample, on_text=on_text),
         tokens=tokens,
-        prompts=len(np.unique(prompts)),
+        prompts=len(np.unique(distinct)),
+        listed_prompts=len(np.unique(prompt)),
         truncated=truncated,
         shards=len(folder.finished_shards()),
         all_have_logprobs=not any_unknown,

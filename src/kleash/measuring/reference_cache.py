@@ -28,6 +28,7 @@ from kleash.models.cache.stored_reference import (
     head_tensors,
     save_rounding_columns,
 )
+from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
@@ -73,6 +74,7 @@ def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
     )
 
 
+@watching_files()
 def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents:
     """Run the reference once over a source and store its hidden states for later measurements.
 
@@ -97,6 +99,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         NonFiniteError: if the reference gives NaN or infinities, naming the sequence.
         RunFolderError: if ``job.out`` cannot be written, holds other files, or is in use by another process.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
+        ChangedInputError: if a file of the reference or the source is written to meanwhile.
         Interrupted: on Ctrl-C, with the command that resumes.
     """
     reporter = reporter if reporter is not None else NullProgressReporter()
@@ -175,6 +178,7 @@ def _cache(
         notes = (*notes, note)
     _store_rounding(engine, folder, {"noise": noise, "gap": engine.float32_gap(sequences)})
     contents = replace(_contents(pair, cache), notes=notes)
+    require_unchanged_files()
     finish_cache(folder, pair.reference, contents)
     return contents
 

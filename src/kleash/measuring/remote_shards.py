@@ -44,7 +44,7 @@ def pack_shard(shard: Shard, result: ShardResult, smallest: Entry | None) -> Pac
     largest.heap = [entry for entry in largest.heap if smallest is None or entry > smallest]
     return PackedShard(
         files=encode_shard(result.tokens, result.sequences),
-        sums=sum_sequences(result.tokens),
+        sums=sum_sequences(result.tokens, result.sequences["prompt_hash"]),
         entries=tuple(largest.heap),
         alternatives=alternatives_of_shard(largest, result.tokens, result.likeliest),
     )

@@ -1,6 +1,6 @@
 """Scoring a part of the run again to measure the rounding error of a KL: noise floor and dtype gap."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -8,7 +8,12 @@ import numpy as np
 
 from kleash.engines import Engine
 from kleash.jobs import MeasureJob
-from kleash.measuring.sequence_clusters import SequenceClusters, sequence_spans
+from kleash.measuring.sequence_clusters import (
+    SequenceClusters,
+    sequence_spans,
+    sequence_starts,
+    sum_sequences,
+)
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence, read_prompts
 from kleash.store import Number, RunFolder
@@ -92,16 +97,23 @@ def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored:
     sequences = noise_sequences(first_sequences(job, engine.pair, folder), scored)
     noise = engine.noise_floor_columns(sequences)
     return Rounding(
-        noise_floor=_mean_kl(noise),
-        dtype_gap=_mean_kl(engine.float32_gap(sequences)),
+        noise_floor=_mean_kl(noise, sequences),
+        dtype_gap=_mean_kl(engine.float32_gap(sequences), sequences),
         warnings=() if noise is not None else (f"no noise floor: {engine.no_noise_floor}",),
     )
 
 
-def _mean_kl(columns: Mapping[str, np.ndarray] | None) -> Number | None:
+def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[TokenSequence]) -> Number | None:
     if columns is None:
         return None
+    hash_of = {(sequence.prompt_id, sequence.sample_id): sequence.prompt_hash for sequence in sequences}
+    prompt, sample = columns["prompt_id"], columns["sample_id"]
+    # A cache was perhaps made with more of the source; a prompt that is not among ``sequences`` is its own.
+    hashes = [
+        hash_of.get(key := (int(prompt[start]), int(sample[start])), f"{key[0]:x}")
+        for start in sequence_starts(prompt, sample)
+    ]
     # is_one_model: a KL of 0 on every token is exact here, since the same model is scored twice.
-    sequences = SequenceClusters(on_text=False, is_one_model=True)
-    sequences.add(columns)
-    return Number.of(sequences.kl())
+    running = SequenceClusters(on_text=False, is_one_model=True)
+    running.add(sum_sequences(columns, hashes))
+    return Number.of(running.kl())

@@ -29,6 +29,7 @@ from kleash.measuring.run_identity import (
 from kleash.measuring.shared_weights import follow, is_mirrored, mirrored, process_group
 from kleash.measuring.workers import ray_engine
 from kleash.models import describe_source, turns_of
+from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
@@ -72,6 +73,7 @@ def measure(
         RankError: if another rank fails, is lost, or measures something else.
         ClusterError: if the Ray cluster cannot be reached, or its workers fail, are lost or measure something else.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
+        ChangedInputError: if a file of the source or of a model is written to during the run.
         Interrupted: on KeyboardInterrupt, with the options that resume the run.
 
     Warns:
@@ -124,6 +126,7 @@ def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start:
             run.reporter.note(sentence)
     if run.job.at_most is not None:
         measurement = replace(measurement, gate=gate_of_measurement(measurement, run.job.at_most))
+    require_unchanged_files()
     run.folder.write_measurement(measurement)
     write_report(run.folder.root)
     run.ranks.broadcast("measurement", measurement.to_dict())
@@ -162,6 +165,7 @@ def opened_run(
     ranks = ranks if ranks is not None else RankGroup()
     reporter = reporter if reporter is not None and ranks.is_first else NullProgressReporter()
     with ranks.running(), ExitStack() as stack:
+        stack.enter_context(watching_files())
         check_ranks_can_share(job, ranks)
         stack.enter_context(process_group(job, ranks))
         folder = RunFolder(folder_of(job), writer=ranks.rank)

@@ -17,6 +17,7 @@ from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.keyed_draws import SAMPLER
 from kleash.models.sources.source_files import is_read_once
+from kleash.store.cache import cache_fingerprint, read_label
 from kleash.store.job_folder import RunHeader, describe_differences
 from kleash.version import __version__
 
@@ -91,6 +92,9 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     if job.source[0] == "prompts":
         checkpoint = find_checkpoint(job.policy, job.revision_policy)
         fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.generation_fingerprint()
+    cache = finished_cache(job)
+    if cache is not None and read_label(cache).from_engine:
+        fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(cache)
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),

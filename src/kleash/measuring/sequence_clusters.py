@@ -1,6 +1,6 @@
 """The sequences of a run: where each begins in the token table, its cluster, and the running KL."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,6 +34,11 @@ def sequence_spans(prompt: NDArray[Any], sample: NDArray[Any]) -> list[tuple[int
     return list(zip(starts, [*starts[1:], len(prompt)], strict=True)) if starts else []
 
 
+def hashes_as_ints(hashes: Iterable[str]) -> Ids:
+    """Hashes of prompts, of 16 hex digits, as integers that are equal where the hashes are."""
+    return np.array([int(digits, 16) for digits in hashes], dtype=np.uint64).view(np.int64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Clusters:
     """The cluster of each sequence; sequences of different clusters count as independent."""
@@ -52,11 +57,43 @@ class Clusters:
         return np.bincount(self.labels, weights=values).astype(np.float64)
 
 
+def distinct_prompts(prompt: Ids, sample: Ids, prompt_hash: Ids, *, on_text: bool) -> Ids:
+    """The number of each sequence's prompt, or document, from 0; equal ones have one number.
+
+    A source may hold a prompt several times, each with a ``prompt_id`` of its own, and the responses of a conversation
+    have one ``prompt_id`` and different prompts: sequences belong together where either is equal. Documents are equal
+    if all of their windows are.
+
+    Args:
+        prompt: ``prompt_id`` of each sequence.
+        sample: ``sample_id`` of each sequence.
+        prompt_hash: of each sequence, as ``hashes_as_ints``.
+        on_text: whether these are documents and windows.
+    """
+    ids = np.unique(prompt, return_inverse=True)[1].astype(np.int64)
+    contents = prompt_hash
+    if on_text:
+        of_document = np.zeros(len(ids), dtype=np.uint64)
+        np.add.at(
+            of_document, ids, prompt_hash.view(np.uint64) * (2 * sample + 1).astype(np.uint64)
+        )  # mod 2**64
+        contents = of_document[ids]
+    contents = np.unique(contents, return_inverse=True)[1]
+    labels, previous = ids, None
+    while previous is None or not np.array_equal(labels, previous):
+        previous = labels
+        for same in (contents, ids):
+            lowest = np.full(len(ids), len(ids), dtype=np.int64)
+            np.minimum.at(lowest, same, labels)
+            labels = lowest[same]
+    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+
+
 def clusters_of(prompt: Ids, sample: Ids, *, on_text: bool) -> Clusters:
     """The clusters of sequences: prompts; on text documents, or blocks of windows where documents are few.
 
     Args:
-        prompt: ``prompt_id`` of each sequence.
+        prompt: of each sequence, as ``distinct_prompts``.
         sample: ``sample_id`` of each sequence.
         on_text: whether these are documents and windows.
     """
@@ -71,10 +108,20 @@ class SequenceSums(NamedTuple):
 
     prompt_id: Ids
     sample_id: Ids
+    prompt_hash: Ids
+    """As ``hashes_as_ints``."""
     total: Floats
     """Of the column, over the tokens: KL(policy || reference) in nats unless another column was summed."""
     tokens: Floats
     """Number of tokens."""
+
+    def clusters(self, *, on_text: bool) -> Clusters:
+        """The clusters of the sequences; ``on_text`` if they are windows of documents."""
+        return clusters_of(self.distinct_prompts(on_text=on_text), self.sample_id, on_text=on_text)
+
+    def distinct_prompts(self, *, on_text: bool) -> Ids:
+        """``distinct_prompts`` of the sequences."""
+        return distinct_prompts(self.prompt_id, self.sample_id, self.prompt_hash, on_text=on_text)
 
     def to_lists(self) -> list[list[Any]]:
         """The columns as lists, which JSON can hold without rounding."""
@@ -83,10 +130,11 @@ class SequenceSums(NamedTuple):
     @classmethod
     def from_lists(cls, columns: list[list[Any]]) -> "SequenceSums":
         """The sums that ``to_lists`` made lists of."""
-        prompt_id, sample_id, total, tokens = columns
+        prompt_id, sample_id, prompt_hash, total, tokens = columns
         return cls(
             prompt_id=np.asarray(prompt_id, dtype=np.int64),
             sample_id=np.asarray(sample_id, dtype=np.int64),
+            prompt_hash=np.asarray(prompt_hash, dtype=np.int64),
             total=np.asarray(total, dtype=np.float64),
             tokens=np.asarray(tokens, dtype=np.float64),
         )
@@ -95,17 +143,26 @@ class SequenceSums(NamedTuple):
     def concatenate(cls, shards: Sequence["SequenceSums"]) -> "SequenceSums":
         """The rows of several shards, in their order; no rows if there is no shard."""
         if not shards:
-            return cls.from_lists([[], [], [], []])
+            return cls.from_lists([[] for _ in cls._fields])
         return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
 
-def sum_sequences(tokens: Mapping[str, Any], column: str = "kl_policy_reference") -> SequenceSums:
-    """The sums of a shard's sequences, from its token columns ``prompt_id``, ``sample_id`` and ``column``."""
+def sum_sequences(
+    tokens: Mapping[str, Any], hashes: Iterable[str], column: str = "kl_policy_reference"
+) -> SequenceSums:
+    """The sums of a shard's sequences.
+
+    Args:
+        tokens: its token columns ``prompt_id``, ``sample_id`` and ``column``.
+        hashes: ``prompt_hash`` of each sequence.
+        column: what is summed.
+    """
     prompt, sample, values = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
     starts = sequence_starts(prompt, sample)
     return SequenceSums(
         prompt_id=prompt[starts].astype(np.int64),
         sample_id=sample[starts].astype(np.int64),
+        prompt_hash=hashes_as_ints(hashes),
         total=np.add.reduceat(values.astype(np.float64), starts) if len(starts) else np.zeros(0),
         tokens=np.diff([*starts, len(values)]).astype(np.float64),
     )
@@ -116,7 +173,7 @@ class SequenceClusters:
     """KL and length of each sequence scored so far, for the running mean with its clustered error."""
 
     COLUMNS: ClassVar = ("prompt_id", "sample_id", "kl_policy_reference")
-    """The columns of ``tokens/`` that ``add`` reads."""
+    """The columns of ``tokens/`` that ``sum_sequences`` reads for it."""
 
     on_text: bool
     """Whether ``prompt_id`` is a document and ``sample_id`` a window of it."""
@@ -124,30 +181,18 @@ class SequenceClusters:
     """Whether policy and reference are the same model, so that the KL is known to be 0."""
     _shards: list[SequenceSums] = field(default_factory=list)
 
-    def add(self, tokens: Mapping[str, Any]) -> None:
-        """Add the sequences of a shard, from its token columns."""
-        self.add_sums(sum_sequences(tokens))
-
-    def add_sums(self, sums: SequenceSums) -> None:
-        """Add the sequences of a shard, from their sums."""
+    def add(self, sums: SequenceSums) -> None:
+        """Add the sequences of a shard."""
         self._shards.append(sums)
-
-    def clusters(self) -> Clusters:
-        """The clusters of all sequences added."""
-        sums = self._sums()
-        return clusters_of(sums.prompt_id, sums.sample_id, on_text=self.on_text)
 
     def kl(self) -> Estimate:
         """KL(policy || reference) in nats per token over all sequences added."""
-        sums, labels = self._sums(), self.clusters().labels
+        sums = SequenceSums.concatenate(self._shards)
+        clusters = sums.clusters(on_text=self.on_text)
         return ratio_of_sums(
-            np.bincount(labels, weights=sums.total),
-            np.bincount(labels, weights=sums.tokens),
+            clusters.sum(sums.total),
+            clusters.sum(sums.tokens),
             unit="nats",
             lower=0.0,
             known_value=0.0 if self.is_one_model else None,
         )
-
-    def _sums(self) -> SequenceSums:
-        """The sums of all sequences added."""
-        return SequenceSums.concatenate(self._shards)

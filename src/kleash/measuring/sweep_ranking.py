@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
-from kleash.measuring.sequence_clusters import Clusters, SequenceSums, clusters_of, sum_sequences
+from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
 from kleash.store import Measurement, Number, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.measurement_summary import all_warnings
@@ -19,15 +18,6 @@ from kleash.uncertainty.simultaneous import SimultaneousDifferences, simultaneou
 from kleash.version import __version__
 
 DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
-
-
-class RunSequences(NamedTuple):
-    """The sequences of a run, in order."""
-
-    sums: SequenceSums
-    """Of the statistic that ranks."""
-    hashes: tuple[str, ...]
-    """Of the prompts' tokens."""
 
 
 def measured_candidate(candidate: SweepCandidate, measurement: Measurement) -> SweepCandidate:
@@ -52,7 +42,7 @@ def rank_candidates(
     job: SweepJob,
     out: Path,
     candidates: Sequence[SweepCandidate],
-    sequences: Mapping[int, RunSequences],
+    sequences: Mapping[int, SequenceSums],
 ) -> Sweep:
     """The sweep of candidates of which each was measured, or failed.
 
@@ -60,7 +50,7 @@ def rank_candidates(
         job: the sweep.
         out: its folder.
         candidates: all of them, in the order of the command line.
-        sequences: of the runs of those that were measured, by number.
+        sequences: of the runs of those that were measured, by number, summed of the statistic that ranks.
 
     Raises:
         RunFolderError: if the runs are not over the same sequences.
@@ -82,8 +72,8 @@ def rank_candidates(
     runs = [sequences[candidate.number] for candidate in measured]
     for candidate, run in zip(measured[1:], runs[1:], strict=True):
         _require_same_sequences(out, measured[0], runs[0], candidate, run)
-    first = runs[0].sums
-    clusters = clusters_of(first.prompt_id, first.sample_id, on_text=job.responses is None)
+    first = runs[0]
+    clusters = first.clusters(on_text=job.responses is None)
     sweep = replace(
         sweep,
         clusters=clusters.count,
@@ -127,11 +117,11 @@ def _known_value(number: Number) -> float | None:
 
 
 def _compare(
-    runs: Sequence[RunSequences], clusters: Clusters, known_values: Sequence[float | None]
+    runs: Sequence[SequenceSums], clusters: Clusters, known_values: Sequence[float | None]
 ) -> SimultaneousDifferences:
     """The differences of all pairs of runs over the same sequences, paired by cluster."""
-    sums = np.stack([clusters.sum(run.sums.total) for run in runs], axis=1)
-    counts = np.stack([clusters.sum(run.sums.tokens) for run in runs], axis=1)
+    sums = np.stack([clusters.sum(run.total) for run in runs], axis=1)
+    counts = np.stack([clusters.sum(run.tokens) for run in runs], axis=1)
     return simultaneous_differences(sums, counts, known_values=known_values)
 
 
@@ -160,7 +150,7 @@ def _options(job: SweepJob) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(job).items()}
 
 
-def read_sequences(path: Path, statistic: str) -> RunSequences:
+def read_sequences(path: Path, statistic: str) -> SequenceSums:
     """The sequences of a finished run with the sums of a statistic, from its files.
 
     Raises:
@@ -169,37 +159,35 @@ def read_sequences(path: Path, statistic: str) -> RunSequences:
     with damage_as_sentence(path):
         folder = RunFolder(path)
         folder.require_shards(Measurement.read(path).counts.shards)
-        sums = [
-            sum_sequences(part, statistic)
-            for part in folder.token_parts(["prompt_id", "sample_id", statistic])
-        ]
-        hashes = [
-            prompt_hash
-            for part in folder.sequence_parts(["prompt_hash"])
-            for prompt_hash in part["prompt_hash"]
-        ]
-    return RunSequences(SequenceSums.concatenate(sums), tuple(hashes))
+        parts = zip(
+            folder.token_parts(["prompt_id", "sample_id", statistic]),
+            folder.sequence_parts(["prompt_hash"]),
+            strict=True,
+        )
+        return SequenceSums.concatenate(
+            [sum_sequences(tokens, sequences["prompt_hash"], statistic) for tokens, sequences in parts]
+        )
 
 
 def _require_same_sequences(
     out: Path,
     first: SweepCandidate,
-    first_sequences: RunSequences,
+    first_sequences: SequenceSums,
     candidate: SweepCandidate,
-    sequences: RunSequences,
+    sequences: SequenceSums,
 ) -> None:
     """Check that two candidates were measured on the same sequences.
 
     Raises:
         RunFolderError: if not.
     """
-    is_same = first_sequences.hashes == sequences.hashes and all(
-        np.array_equal(getattr(first_sequences.sums, name), getattr(sequences.sums, name))
-        for name in ("prompt_id", "sample_id", "tokens")
+    is_same = all(
+        np.array_equal(getattr(first_sequences, name), getattr(sequences, name))
+        for name in ("prompt_id", "sample_id", "prompt_hash", "tokens")
     )
     if not is_same:
         raise RunFolderError(
-            f"{out / candidate.folder} ({len(sequences.sums.tokens)} sequences) was not measured on the sequences of "
-            f"{out / first.folder} ({len(first_sequences.sums.tokens)}); remove the one that is older and run the "
+            f"{out / candidate.folder} ({len(sequences.tokens)} sequences) was not measured on the sequences of "
+            f"{out / first.folder} ({len(first_sequences.tokens)}); remove the one that is older and run the "
             "sweep again with --resume"
         )

@@ -17,21 +17,23 @@ from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.reference_cache import cache_reference, is_cached
 from kleash.measuring.run import measure
+from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
-    RunSequences,
     measured_candidate,
     rank_candidates,
     read_sequences,
 )
 from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
+from kleash.models.checkpoints.file_hashes import watched_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.trackers import require_trackers, send_sweep
 from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.attribution import Attribution
+from kleash.store.checksums import file_checksum
 from kleash.store.codec import decode
 from kleash.store.job_folder import require_same
 from kleash.store.locks import LOCK, folder_lock
@@ -136,15 +138,18 @@ def _sweep(
             _check_candidates(job, reporter)
             _cache_reference(job, out, reporter)
         ranks.broadcast("cached", True)
-    digest = hash_source(job.measure_job(1, out))
+    with watching_files():
+        digest = hash_source(job.measure_job(1, out))
+        source_files = watched_files()
     candidates: list[SweepCandidate] = []
-    sequences: dict[int, RunSequences] = {}
+    sequences: dict[int, SequenceSums] = {}
     for number, name in enumerate(job.candidates, start=1):
         reporter.note(f"candidate {number} of {len(job.candidates)}: {name}")
         candidates.append(_measure_candidate(job, out, number, digest, reporter, new_ranks, sequences))
         _free_memory()
     ranks = new_ranks()
     with ranks.running():
+        source_files.require_unchanged()
         if ranks.is_first:
             result = rank_candidates(job, out, candidates, sequences)
             _write(out, result)
@@ -246,7 +251,7 @@ def _measure_candidate(
     digest: str,
     reporter: ProgressReporter,
     new_ranks: Callable[[], RankGroup],
-    sequences: dict[int, RunSequences],
+    sequences: dict[int, SequenceSums],
 ) -> SweepCandidate:
     """Measure a candidate, unless its run is finished, and return it with its numbers or the reason why it has none.
 
@@ -269,7 +274,8 @@ def _measure_candidate(
     if measurement is None:
         reporter.note(f"candidate {number} failed: {failure}")
         return replace(candidate, failure=failure)
-    return measured_candidate(candidate, measurement)
+    file = out / candidate.folder / "measurement.json"
+    return measured_candidate(replace(candidate, measurement_sha256=file_checksum(file).sha256), measurement)
 
 
 def _measure(
@@ -290,7 +296,7 @@ def _attribute_candidate(
     job: SweepJob,
     out: Path,
     candidate: SweepCandidate,
-    run: RunSequences,
+    run: SequenceSums,
     digest: str,
     reporter: ProgressReporter,
     new_ranks: Callable[[], RankGroup],
@@ -302,7 +308,7 @@ def _attribute_candidate(
         RankError: if another rank is lost.
     """
     attributions, failure = _attempt(
-        lambda: attribute(job, out, candidate, run.sums, digest, reporter, new_ranks()), new_ranks
+        lambda: attribute(job, out, candidate, run, digest, reporter, new_ranks()), new_ranks
     )
     if attributions is not None:
         return attributions
@@ -365,12 +371,8 @@ def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:
     header = RunFolder(root).header()
     reference = StoredReference(Path(str(job.reference_cache))).label.reference.fingerprint
     fingerprints = {"policy": find_checkpoint(job.policy).fingerprint(), "reference": reference}
-    is_same = (dict(header.settings), header.source_sha256, dict(header.fingerprints)) == (
-        job.settings(),
-        digest,
-        fingerprints,
-    )
-    return Measurement.read(root) if is_same else None
+    expected = replace(header, settings=job.settings(), source_sha256=digest, fingerprints=fingerprints)
+    return None if header.differences(expected) else Measurement.read(root)
 
 
 def _free_memory() -> None:

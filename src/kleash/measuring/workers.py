@@ -24,6 +24,7 @@ from kleash.measuring.model_pair import finished_cache, load_models
 from kleash.measuring.remote_shards import pack_shard
 from kleash.measuring.run_identity import PACKAGES
 from kleash.models import StoredReference
+from kleash.models.checkpoints.file_hashes import watching_files
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.compat import suppress_library_output
 from kleash.models.pair_tokenizers import load_tokenizers
@@ -96,7 +97,8 @@ def worker_engine(job: MeasureJob, folder: str) -> LocalEngine:
     """
     with suppress(OSError):
         os.chdir(folder)
-    return LocalEngine(pair=load_models(job, None), job=job, top=NUM_ALTERNATIVES)
+    with watching_files():  # by the engine, as long as it lives
+        return LocalEngine(pair=load_models(job, None), job=job, top=NUM_ALTERNATIVES)
 
 
 def describe_models(engine: LocalEngine) -> Mapping[str, Any]:

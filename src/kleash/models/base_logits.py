@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, SourceError
+from kleash.models.checkpoints.file_hashes import watch_files
 
 MAGIC = b"_logits_"
 HEADER_BYTES = 20
@@ -140,6 +141,7 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
     """
     try:
         size = path.stat().st_size
+        watch_files([path])
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
             if head[:8] != MAGIC:

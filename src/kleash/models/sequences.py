@@ -76,6 +76,13 @@ def hash_tokens(token_ids: tuple[int, ...]) -> str:
     return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
 
+def hash_prompt(token_ids: tuple[int, ...], tokenizer: Any) -> str:
+    """The hash of a prompt's tokens, without the tokenizer's padding tokens before and after them."""
+    padding = getattr(tokenizer, "pad_token_id", None)
+    counted = [place for place, token in enumerate(token_ids) if token != padding]
+    return hash_tokens(token_ids[counted[0] : counted[-1] + 1] if counted else token_ids)
+
+
 def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]:
     """The warning about responses that were tokenised from text; empty if there were none."""
     if not retokenised:

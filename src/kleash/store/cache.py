@@ -130,6 +130,15 @@ def cache_checksums(folder: Path) -> Checksums:
     return Checksums.read(folder, declared_by=LABEL)
 
 
+def cache_fingerprint(folder: Path) -> str:
+    """The hash of the checksums of a cache's hidden states; those of an engine differ from kleash's by rounding.
+
+    Raises:
+        RunFolderError: as ``cache_checksums``.
+    """
+    return cache_checksums(folder).fingerprint(lambda name: name.startswith("part-"))
+
+
 def read_label(folder: Path) -> CacheLabel:
     """Whose hidden states a cache holds, and of what.
 

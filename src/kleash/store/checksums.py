@@ -100,6 +100,16 @@ class Checksums:
         """The names of the files that were written and not taken away since."""
         return self._files.keys() - self._removed
 
+    def fingerprint(self, names: Callable[[str], bool]) -> str:
+        """The hash of the checksums of all files whose name is chosen."""
+        lines = sorted(
+            f"{name} {checksum.sha256}\n"
+            for name in self._files
+            if names(name)
+            for checksum in self._files[name]
+        )
+        return sha256("".join(lines).encode()).hexdigest()[:32]
+
     def covers(self, path: Path) -> bool:
         """Whether a file has a checksum, or nothing in the folder has one."""
         return not self.exists or self._name(path) in self._files
@@ -319,6 +329,28 @@ def record_removal(root: Path, *paths: Path) -> None:
             if checksums.expects(path)
         ),
     )
+
+
+def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> None:
+    """Check that a file in the folder of another run is the one of which a checked file has the SHA-256.
+
+    Args:
+        path: the file.
+        sha256: as it was; empty where an older kleash wrote none, and nothing is checked.
+        what: what the file should be, for the error.
+        advice: what to do where it is not.
+
+    Raises:
+        RunFolderError: if it is missing, or another.
+    """
+    if not sha256:
+        return
+    try:
+        found = file_checksum(path).sha256
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+    if found != sha256:
+        raise RunFolderError(f"{path} is not {what}: it has other bytes; {advice}")
 
 
 def seal_folder(root: Path) -> None:

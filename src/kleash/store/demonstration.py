@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kleash.store.checksums import Checksums
+from kleash.store.checksums import Checksums, require_sha256
 from kleash.store.codec import to_json
 from kleash.store.number import Number
-from kleash.store.steps import Sample
+from kleash.store.steps import STEPS, Sample
 
 DEMONSTRATION = "demonstration.json"
 
@@ -20,6 +20,8 @@ class LeashSetting:
     title: str
     description: str
     """How its beta is set, in words."""
+    steps_sha256: str = ""
+    """SHA-256 of its ``steps.jsonl``; empty where an older kleash wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class Demonstration:
     best_of: tuple[BestOf, ...]
     samples: tuple[Sample, ...] = ()
     """Of the reference, before any training."""
+    checksums: bool = True
+    """Whether the folder has checksums."""
 
     def to_json(self) -> str:
         """As JSON text."""
@@ -58,6 +62,10 @@ class Demonstration:
         """The demonstration in a folder.
 
         Raises:
-            RunFolderError: if there is none, or it is damaged.
+            RunFolderError: if there is none, it is damaged, or one of its runs is another.
         """
-        return Checksums.read(folder).read_record(cls, folder / DEMONSTRATION, "a demonstration")
+        checksums = Checksums.read(folder, declared_by=DEMONSTRATION)
+        demonstration = checksums.read_record(cls, folder / DEMONSTRATION, "a demonstration")
+        for run in demonstration.runs:
+            require_sha256(folder / run.name / STEPS, run.steps_sha256, f"what the run {run.title!r} wrote")
+        return demonstration

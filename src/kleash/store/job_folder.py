@@ -22,6 +22,8 @@ HEADER = "run.json"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
 PROBE_NATS = 0.05
 """Largest median difference between two answers of one server to its probe; rounding in bfloat16 stays below it."""
+PLACE_OF_CACHE = "reference_cache"
+"""Option that may differ: hidden states are the same wherever they lie, and a sweep with its cache can be moved."""
 KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints made from every byte of the files; older ones sampled the weights."""
 
@@ -80,7 +82,11 @@ class RunHeader:
         """What determines the result, by its name in words."""
         return {
             "kleash": self.kleash,
-            **{f"--{name.replace('_', '-')}": value for name, value in self.settings.items()},
+            **{
+                f"--{name.replace('_', '-')}": value
+                for name, value in self.settings.items()
+                if name != PLACE_OF_CACHE
+            },
             "the source's content (sha256)": self.source_sha256[:16],
             **{_described(what): mark for what, mark in self.fingerprints.items()},
             "the sampler": self.sampler or "that of an older version",

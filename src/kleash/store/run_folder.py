@@ -233,6 +233,10 @@ class RunFolder(JobFolder):
         """The named columns of ``tokens/`` of one shard, verified by checksums that were read before."""
         return read_columns(self._part("tokens", index), names, checksums.read_bytes)
 
+    def sequence_part(self, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
+        """The named columns of ``sequences/`` of one shard, as ``token_part``."""
+        return read_columns(self._part("sequences", index), names, checksums.read_bytes)
+
     def token_columns(self) -> frozenset[str]:
         """The names of the columns of ``tokens/``; an older folder has fewer. All shards have those of the first."""
         first = self._part("tokens", self.finished_shards()[0])

@@ -1,14 +1,14 @@
 """The result of a sweep: several candidates measured against one reference, their order, and what is tied."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import write_atomically
 from kleash.store.attribution import Attribution
-from kleash.store.codec import decode, encode, parse_json, to_json
+from kleash.store.checksums import UNCHECKED, Checksums, require_sha256, write_checked
+from kleash.store.codec import encode, to_json
 from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 
@@ -27,6 +27,9 @@ class SweepCandidate:
     """As it was given."""
     folder: str
     """Its run folder, within that of the sweep."""
+    measurement_sha256: str = ""
+    """SHA-256 of the ``measurement.json`` there, of which its numbers are; empty if it was not measured, and where an
+    older kleash wrote it."""
     failure: str = ""
     """Why it could not be measured; empty if it was."""
     numbers: Mapping[str, Number] = field(default_factory=dict[str, Number])
@@ -86,6 +89,8 @@ class Sweep(NotebookResult):
     """About the ranking."""
     attributions: tuple[Attribution, ...] = ()
     """What groups of weights contribute to the KL of candidates, if that was asked for."""
+    checksums: bool = True
+    """Whether the folder has checksums; False for sweeps of an older kleash."""
 
     @property
     def ranking(self) -> list[SweepCandidate]:
@@ -126,21 +131,29 @@ class Sweep(NotebookResult):
         Raises:
             RunFolderError: if it cannot be written.
         """
-        write_atomically(folder / SWEEP, self.to_json())
+        write_checked(folder, folder / SWEEP, self.to_json())
 
     @classmethod
     def read(cls, folder: Path | str) -> "Sweep":
         """The sweep in a folder.
 
         Raises:
-            RunFolderError: if there is none, or it is damaged.
+            RunFolderError: if there is none, it is damaged, or the run of a candidate is another than was ranked.
         """
-        path = Path(folder).expanduser() / SWEEP
+        folder = Path(folder).expanduser()
+        path, advice = folder / SWEEP, "make it again with kleash sweep --resume"
         try:
-            return decode(cls, parse_json(path.read_bytes()))
+            path.stat()
         except FileNotFoundError as error:
             raise RunFolderError(f"{folder} has no {SWEEP}; finish the sweep with --resume") from error
-        except (OSError, TypeError, ValueError, KeyError) as error:
-            raise RunFolderError(
-                f"{path} cannot be read as a sweep: {error}; make it again with kleash sweep --resume"
-            ) from error
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be read as a sweep: {error.strerror or error}") from error
+        checksums = Checksums.read(folder, declared_by=SWEEP)
+        sweep = checksums.read_record(cls, path, "a sweep", advice)
+        for candidate in sweep.candidates:
+            run = folder / candidate.folder / "measurement.json"
+            what = f"the measurement of candidate {candidate.number} that was ranked"
+            require_sha256(run, candidate.measurement_sha256, what, advice)
+        if checksums.exists:
+            return sweep
+        return replace(sweep, checksums=False, warnings=(*sweep.warnings, UNCHECKED))

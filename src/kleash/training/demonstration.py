@@ -22,8 +22,9 @@ from kleash.models.threads import threads_for
 from kleash.reports.demonstration import write_demonstration
 from kleash.store import Number, Sample
 from kleash.store.atomic import write_atomically
-from kleash.store.checksums import write_checked
+from kleash.store.checksums import file_checksum, write_checked
 from kleash.store.demonstration import DEMONSTRATION, BestOf, Demonstration, LeashSetting
+from kleash.store.steps import STEPS
 from kleash.training.algorithms import train
 from kleash.training.rewards import load_rewards
 from kleash.training.run_log import Display
@@ -126,6 +127,7 @@ def _run(
             train(replace(job, out=str(root / leash.name)), display)
         except Interrupted as stop:
             raise Interrupted(f"interrupted; the runs that had finished are kept in {root}") from stop
+        leash = replace(leash, steps_sha256=file_checksum(root / leash.name / STEPS).sha256)
         result = replace(result, runs=(*result.runs, leash))
         write_checked(root, root / DEMONSTRATION, result.to_json())
         write_demonstration(root)

@@ -22,7 +22,8 @@ class Response:
 
     index: int
     """Its index among the responses of the step."""
-    prompt_id: int
+    prompt_hash: str
+    """Of its tokens: responses to equal prompts are one cluster."""
     score: float
     """The weighted sum of its rewards."""
     parts: dict[str, float]
@@ -48,7 +49,7 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         responses: all responses of a step, of all processes.
         beta: coefficient of the KL, for ``reward/adjusted``.
     """
-    clusters = np.array([response.prompt_id for response in responses])
+    clusters = np.array([response.prompt_hash for response in responses])
     scores = np.array([response.score for response in responses])
     sums = np.array([response.kl for response in responses])
     lengths = np.array([len(response.tokens["token_kl"]) for response in responses])

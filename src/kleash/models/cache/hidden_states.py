@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kleash.errors import KleashError, ModelError, RunFolderError
 from kleash.extras import import_extra
+from kleash.models.checkpoints.file_hashes import watch_files
 from kleash.models.checkpoints.files import read_safetensors_header
 from kleash.models.compat import summarise_error
 from kleash.models.sequences import TokenSequence
@@ -61,6 +62,7 @@ class HiddenStateStore:
         """Whether the files have checksums; older versions of kleash wrote none."""
         for path in sorted(folder.glob("part-*.safetensors")):
             if checksums.covers(path):
+                watch_files([path])
                 self._add_to_index(path)
         names = {path.name for path in self._paths}
         checksums.check_all(names.__contains__, REMAKE_CACHE)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
+from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence, batch_by_length
 from kleash.store.atomic import TEMPORARY, cannot_write, require_utf8
@@ -122,7 +123,9 @@ class ReferenceCache:
 
         Raises:
             RunFolderError: if it cannot be written.
+            ChangedInputError: if a file of the reference or the source has changed.
         """
+        require_unchanged_files()
         if self._unsaved:
             self.states.write(self._unsaved)
             self._unsaved = {}

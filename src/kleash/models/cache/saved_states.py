@@ -21,6 +21,7 @@ from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderErro
 from kleash.extras import import_extra
 from kleash.models.cache.hidden_states import KEY_BYTES, read_tensors
 from kleash.models.cache.saved_records import SavedRecord, SavedRequest, parse_record
+from kleash.models.checkpoints.file_hashes import watch_files
 from kleash.models.checkpoints.files import read_safetensors_header
 from kleash.models.compat import summarise_error
 from kleash.models.sequences import TokenSequence
@@ -68,6 +69,7 @@ class SavedStates:
         self._first: SavedRequest | None = None
         self._last_record: tuple[SavedRequest, SavedRecord] | None = None
         """The line that was parsed last."""
+        watch_files([*folder.glob("*.safetensors"), *folder.glob("*.jsonl")])
         for path in sorted(folder.glob("*.safetensors")):
             self._add_safetensors(path)
         has_safetensors = self._first is not None

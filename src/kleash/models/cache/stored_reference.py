@@ -14,6 +14,7 @@ from kleash.extras import import_extra
 from kleash.linear import Head
 from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
 from kleash.models.cache.reference_cache import check_same_model
+from kleash.models.checkpoints.file_hashes import watch_files
 from kleash.models.checkpoints.resolution import (
     HUB_ID,
     Checkpoint,
@@ -27,7 +28,7 @@ from kleash.models.sequences import TokenSequence
 from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
 from kleash.store import CacheContents
 from kleash.store.atomic import cannot_write
-from kleash.store.cache import CONTENTS, REMAKE_CACHE, cache_checksums, read_contents, read_label
+from kleash.store.cache import CONTENTS, LABEL, REMAKE_CACHE, cache_checksums, read_contents, read_label
 from kleash.store.checksums import Checksums, write_checked
 from kleash.store.codec import to_json
 
@@ -47,6 +48,7 @@ class StoredReference:
             RunFolderError: if it cannot be read, or another version of kleash wrote it.
         """
         self.folder = folder
+        watch_files([folder / LABEL, folder / CONTENTS])
         self.label = read_label(folder)
         self.contents = read_contents(folder)
         self.states = HiddenStateStore(folder)
@@ -101,6 +103,7 @@ class StoredReference:
         checkpoint = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
         if not checkpoint.folder.is_dir():
             raise ModelError(f"{checkpoint.folder} is missing; give the kleash cache command again")
+        checkpoint.watch()
         checksums = self.checksums
         checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
         for path in sorted(checkpoint.folder.rglob("*")):
@@ -119,6 +122,7 @@ class StoredReference:
         cached, contents = self.label.reference, self.contents
         safetensors = import_extra("safetensors", "models")
         load_file = import_extra("safetensors.torch", "models").load_file
+        watch_files([self.folder / HEAD])
         try:
             tensors = load_file(self.folder / HEAD, device=str(device))
             weight = tensors["weight"]

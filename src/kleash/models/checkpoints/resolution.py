@@ -14,7 +14,7 @@ from kleash.models.checkpoints.config_checks import (
     check_index,
     check_model_settings,
 )
-from kleash.models.checkpoints.file_hashes import hash_files
+from kleash.models.checkpoints.file_hashes import hash_files, watch_files
 from kleash.models.checkpoints.files import (
     INDEX,
     SINGLE_FILE,
@@ -78,15 +78,7 @@ class Checkpoint:
         Raises:
             ModelError: if a file cannot be read.
         """
-        return _hash_of(
-            [("gguf", self.folder, path) for path in self.gguf]
-            or [
-                (role, folder, path)
-                for role, folder in self._folders()
-                for path in list_input_files(folder)
-                if path.name != GENERATION_CONFIG
-            ]
-        )
+        return _hash_of(file for file in self.input_files() if file[2].name != GENERATION_CONFIG)
 
     def generation_fingerprint(self) -> str:
         """Hash of ``generation_config.json``, which names the tokens at which a response ends.
@@ -99,6 +91,16 @@ class Checkpoint:
             for role, folder in self._folders()
             if (folder / GENERATION_CONFIG).is_file()
         )
+
+    def input_files(self) -> list[tuple[str, Path, Path]]:
+        """The files that change the model's computation, tokenisation or generation: role, folder and path of each."""
+        if self.gguf:
+            return [("gguf", self.folder, path) for path in self.gguf]
+        return [(role, folder, path) for role, folder in self._folders() for path in list_input_files(folder)]
+
+    def watch(self) -> None:
+        """Watch the input files, where ``watching_files`` is active."""
+        watch_files(path for _, _, path in self.input_files())
 
     def weight_files(self) -> list[Path]:
         """The files of the weights: safetensors of the base and the adapter, or GGUF."""
@@ -135,6 +137,8 @@ def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
 def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     """Resolve ``name`` to a checkpoint: a folder, a hub id, a shipped model, an adapter's folder, or a GGUF file.
 
+    Its files are watched from then on, where ``watching_files`` is active.
+
     Args:
         name: path or hub id, "shipped:policy", or "owner/name:file.gguf" for a file of the hub.
         revision: branch, tag or commit, for a hub id.
@@ -148,6 +152,13 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
             f"{shown_endpoint(name)} is the address of a server, and the model itself is needed here; name its folder "
             "or hub id"
         )
+    checkpoint = _resolve(name, revision)
+    checkpoint.watch()
+    return checkpoint
+
+
+def _resolve(name: str, revision: str | None) -> Checkpoint:
+    """``find_checkpoint`` of a name that is no address."""
     if is_gguf(name):
         return _find_gguf(name, revision)
     folder, commit = _find_folder(name, revision)

@@ -8,7 +8,7 @@ from typing import Any
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
-from kleash.models.sequences import Prompt, hash_tokens
+from kleash.models.sequences import Prompt, hash_prompt
 from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_messages
 from kleash.models.sources.dataset_formats import (
     check_messages,
@@ -104,7 +104,7 @@ def _prompts(
     for record in records:
         token_ids, text = tokenise_prompt(record, pair, chat_template)
         check_length(record, "prompt", len(token_ids), pair)
-        prompt_hash = hash_tokens(token_ids)
+        prompt_hash = hash_prompt(token_ids, pair.tokenizer)
         prompts.append(
             Prompt(
                 prompt_id=len(prompts),

@@ -10,7 +10,7 @@ import numpy as np
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models.pair import Pair
-from kleash.models.sequences import TokenSequence, hash_tokens
+from kleash.models.sequences import TokenSequence, hash_prompt
 from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_answer, turn_end
 from kleash.models.sources.dataset_formats import (
     expand_responses,
@@ -135,7 +135,7 @@ def _response(
         record, pair, prompt_text, finish_reason, chat_template
     )
     check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
-    prompt_hash = hash_tokens(prompt_ids)
+    prompt_hash = hash_prompt(prompt_ids, pair.tokenizer)
     prompt_id, sample_id = assigner.assign(record, prompt_hash, _first_hash(record, pair, chat_template))
     return TokenSequence(
         prompt_id=prompt_id,
@@ -159,7 +159,7 @@ def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> 
     if isinstance(first, list):
         fields = {**(record.fields or {}), "prompt": first, "messages": None}
         first, _ = tokenise_prompt(replace(record, fields=fields), pair, chat_template)
-    return None if first is None else hash_tokens(first)
+    return None if first is None else hash_prompt(first, pair.tokenizer)
 
 
 def _answer(

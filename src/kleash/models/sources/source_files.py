@@ -16,6 +16,7 @@ from typing import BinaryIO
 from kleash.errors import SourceError
 from kleash.jobs.option_groups import shown_endpoint
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
+from kleash.models.checkpoints.file_hashes import hash_watched, watch_files
 from kleash.models.sources.columns import (
     ColumnChoice,
     choose_columns,
@@ -88,7 +89,7 @@ class Source:
 
     def sha256(self) -> str:
         """The SHA-256 of the file's bytes; of several files, that of their hashes in order."""
-        hashes = [_hash_file(path) for path in self.paths]
+        hashes = [hash_watched(path, _hash_file) for path in self.paths]
         return hashes[0] if len(hashes) == 1 else sha256("\n".join(hashes).encode()).hexdigest()
 
 
@@ -110,6 +111,7 @@ def find_source(name: str, kind: SourceKind, options: DatasetOptions | None = No
     if name != STANDARD_INPUT and name not in SHIPPED:
         dataset = find_dataset(name, reading)
         if dataset is not None:
+            watch_files(dataset.paths)
             return Source(name=name, kind=kind, paths=dataset.paths, reading=reading, notes=dataset.notes)
     path = source_path(name, kind)
     for option in ("split", "dataset_config"):
@@ -177,6 +179,7 @@ def source_path(name: str, kind: SourceKind) -> Path:
         )
     if status.st_size == 0:
         raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")
+    watch_files([path])
     return path
 
 

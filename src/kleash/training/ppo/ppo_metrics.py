@@ -20,7 +20,7 @@ def gather_responses(rollout: Rollout, returns: Tensor, group: ProcessGroup) -> 
     local_responses = [
         Response(
             index=index,
-            prompt_id=sequence.prompt_id,
+            prompt_hash=sequence.prompt_hash,
             score=scores[row],
             parts={name: float(values[row]) for name, values in rollout.parts.items()},
             is_truncated=sequence.finish_reason == "length",

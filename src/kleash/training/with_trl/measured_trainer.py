@@ -86,16 +86,17 @@ class MeasuringMixin:
         ids, is_truncated = output["completion_ids"], self._is_truncated(output)
         responses: list[Response] = []
         for row, (row_inputs, end, length) in enumerate(zip(inputs, ends, lengths, strict=True)):
+            prompt = self._prompts[row_inputs[PROMPT_COLUMN]]
             parts = self._scores[first + row, : len(names)]
             responses.append(
                 Response(
                     index=first + row,
-                    prompt_id=row_inputs[PROMPT_COLUMN],
+                    prompt_hash=prompt.prompt_hash,
                     score=float((parts * weights).nansum()),
                     parts=dict(zip(names, parts.tolist(), strict=True)),
                     is_truncated=is_truncated[row],
                     tokens={name: x[end - length : end] for name, x in arrays.items()},
-                    prompt=self._prompts[row_inputs[PROMPT_COLUMN]].text,
+                    prompt=prompt.text,
                     response=self.processing_class.decode(
                         ids[row][scores.mask[row]], skip_special_tokens=True
                     ),

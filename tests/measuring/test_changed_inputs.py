@@ -1,0 +1,258 @@
+"""A file that is written to while a job uses it: no result, and a sentence that names it."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kleash.diagnosis import doctor as doctor_module
+from kleash.diagnosis import engine_numbers, measure_mismatch
+from kleash.errors import ChangedInputError, SourceError
+from kleash.jobs import LogitsJob, SweepJob
+from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.measuring import cache_reference, measure, measure_base_logits, sweep, write_base_logits
+from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.shards import plan_shards
+from kleash.measuring.workers import worker_engine
+from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder
+
+LINES = [f"Boat {n} went out {n * n} times before the sun had come up" for n in range(9)]
+
+
+class ChangingReporter(NullProgressReporter):
+    """Calls a function once a number of shards are on disk."""
+
+    def __init__(self, change: Callable[[], object], after: int) -> None:
+        """``change`` is called after the shard number ``after``, counted from 1."""
+        self.change, self.left = change, after
+
+    def add_scored(self, sequences: int, tokens: int) -> None:
+        """Count a shard."""
+        self.left -= 1
+        if self.left == 0:
+            self.change()
+
+
+@pytest.fixture
+def models(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of the pair, to be changed."""
+    for source, name in zip(pair, ("policy", "reference"), strict=True):
+        shutil.copytree(source, tmp_path / name)
+    return tmp_path / "policy", tmp_path / "reference"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    """A file of each kind."""
+    responses = [{"prompt": line, "response": " and came back again"} for line in LINES]
+    (tmp_path / "responses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in responses))
+    (tmp_path / "text.txt").write_text("\n\n".join(LINES))
+    (tmp_path / "prompts.txt").write_text("\n".join(LINES))
+    return {
+        "responses": tmp_path / "responses.jsonl",
+        "text": tmp_path / "text.txt",
+        "prompts": tmp_path / "prompts.txt",
+    }
+
+
+def job_of(
+    models: tuple[Path, Path], sources: dict[str, Path], kind: str, out: Path, **more: Any
+) -> MeasureJob:
+    """A job of several shards."""
+    batch_tokens = 28 if kind == "prompts" else 20
+    options = {"max_new_tokens": 4} if kind == "prompts" else {}
+    return MeasureJob(
+        policy=str(models[0]),
+        reference=str(models[1]),
+        batch_tokens=batch_tokens,
+        out=str(out),
+        **{kind: str(sources[kind])},
+        **options,
+        **more,
+    )
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(path.read_bytes())
+
+
+def overwrite_in_place(path: Path) -> None:
+    """Other bytes of the same size, in the file that others have open or mapped: as ``cp`` and ``rsync --inplace``."""
+    content = bytearray(path.read_bytes())
+    if path.suffix == ".safetensors":
+        tensors = {name: tensor * 1.5 for name, tensor in load_file(path).items()}
+        other = path.with_name("other.bin")
+        save_file(tensors, other, metadata={"format": "pt"})
+        content = bytearray(other.read_bytes())
+        other.unlink()
+    else:
+        content = bytearray(content.replace(b"times", b"hours"))
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def replace_by_rename(path: Path) -> None:
+    other = path.with_name("other.bin")
+    other.write_bytes(path.read_bytes()[::-1])
+    other.replace(path)
+
+
+CHANGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "responses that are appended to": ("responses", "responses.jsonl", append),
+    "text that is overwritten": ("text", "text.txt", overwrite_in_place),
+    "prompts that are replaced": ("prompts", "prompts.txt", replace_by_rename),
+    "prompts that are removed": ("prompts", "prompts.txt", Path.unlink),
+    "policy's weights": ("text", "policy/model.safetensors", overwrite_in_place),
+    "reference's weights": ("responses", "reference/model.safetensors", overwrite_in_place),
+    "tokenizer": ("text", "policy/tokenizer.json", append),
+    "configuration": ("prompts", "reference/config.json", append),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("after", ["first shard", "last shard"])
+def test_a_changed_file_leaves_no_result(
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, name: str, after: str
+) -> None:
+    kind, file, change = CHANGES[name]
+    path = tmp_path / file
+    shutil.copy2(path, tmp_path / "kept")
+    alone = measure(job_of(models, sources, kind, tmp_path / "alone"))
+    done = 1 if after == "first shard" else alone.counts.shards
+    assert alone.counts.shards > 2
+    job = job_of(models, sources, kind, tmp_path / "run")
+    with pytest.raises((ChangedInputError, SourceError), match=file):
+        measure(job, ChangingReporter(lambda: change(path), done))
+    assert not (tmp_path / "run" / "measurement.json").exists()
+    finished = RunFolder(tmp_path / "run").finished_shards()
+    assert len(finished) == done
+    # What was finished before the change is right: with the file as it was, the run goes on to the same numbers.
+    shutil.copy2(tmp_path / "kept", path)
+    resumed = measure(job_of(models, sources, kind, tmp_path / "run", resume=True))
+    assert resumed.statistics() == alone.statistics()
+
+
+def test_a_file_that_is_only_touched_is_the_same(
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    paths = [sources["text"], models[0] / "model.safetensors", models[1] / "config.json"]
+
+    def touch() -> None:
+        for path in paths:
+            os.utime(path, ns=(0, 0))
+
+    measure(job_of(models, sources, "text", tmp_path / "run"), ChangingReporter(touch, 1))
+    assert Measurement.read(tmp_path / "run").counts.shards > 1
+
+
+def test_a_worker_scores_nothing_with_changed_weights(
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    job = job_of(models, sources, "text", tmp_path / "run")
+    engine = worker_engine(job, str(Path.cwd()))
+    shards = list(plan_shards(job, engine.pair).shards)
+    engine.run(shards[0])
+    overwrite_in_place(models[1] / "model.safetensors")
+    with pytest.raises(ChangedInputError, match=r"reference/model\.safetensors"):
+        engine.run(shards[1])
+    with pytest.raises(ChangedInputError, match=r"reference/model\.safetensors"):
+        engine.noise_floor_columns(shards[0].sequences)
+
+
+@pytest.mark.parametrize("file", ["text.txt", "reference/model.safetensors"])
+def test_a_cache_keeps_nothing_of_a_changed_file(
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, file: str
+) -> None:
+    out, path = tmp_path / "cache", tmp_path / file
+    job = CacheJob(reference=str(models[1]), text=str(sources["text"]), batch_tokens=20, out=str(out))
+    with pytest.raises(ChangedInputError, match=file):
+        cache_reference(job, ChangingReporter(lambda: overwrite_in_place(path), 1))
+    assert len(list(out.glob("part-*"))) == 1 and not (out / "contents.json").exists()
+
+
+def test_a_cache_that_is_written_to_leaves_no_result(
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "cache"
+    cache_reference(
+        CacheJob(reference=str(models[1]), text=str(sources["text"]), batch_tokens=20, out=str(out))
+    )
+
+    def change() -> None:
+        for part in out.glob("part-*"):
+            with part.open("r+b") as file:
+                file.seek(-8, os.SEEK_END)
+                file.write(b"\x00" * 8)
+
+    job = job_of(models, sources, "text", tmp_path / "run", reference_cache=str(out))
+    with pytest.raises(ChangedInputError, match="cache/part-"):
+        measure(job, ChangingReporter(change, 1))
+    assert not (tmp_path / "run" / "measurement.json").exists()
+
+
+def test_a_candidate_that_changes_fails_and_a_source_that_changes_ends_a_sweep(
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"reference": str(models[1]), "text": str(sources["text"]), "batch_tokens": 20}
+    shards = measure(job_of(models, sources, "text", tmp_path / "alone")).counts.shards
+    job = SweepJob(candidates=(str(models[0]), str(models[1])), out=str(tmp_path / "one"), **options)
+    change = ChangingReporter(lambda: overwrite_in_place(models[0] / "model.safetensors"), shards + 1)
+    result = sweep(job, change)
+    assert "policy/model.safetensors was written to" in result.candidates[0].failure
+    assert not result.candidates[1].failure
+    job = SweepJob(candidates=(str(models[0]), str(models[1])), out=str(tmp_path / "two"), **options)
+    # between the two candidates
+    change = ChangingReporter(lambda: overwrite_in_place(sources["text"]), 2 * shards)
+    with pytest.raises(ChangedInputError, match=r"text\.txt"):
+        sweep(job, change)
+    assert not (tmp_path / "two" / "sweep.json").exists()
+
+
+def test_files_of_base_logits_are_watched(models: tuple[Path, Path], tmp_path: Path) -> None:
+    text, logits = tmp_path / "long.txt", tmp_path / "base.logits"
+    text.write_text("The sea was calm and a boat went out before dawn. " * 20)
+    writing = LogitsJob(logits=str(logits), reference=str(models[1]), text=str(text), context=16)
+    with pytest.raises(ChangedInputError, match=r"long\.txt"):
+        write_base_logits(writing, lambda done, _: append(text) if done == 1 else None)
+    assert not logits.exists() and not list(tmp_path.glob(".base.logits*"))
+    write_base_logits(writing)
+    measuring = LogitsJob(logits=str(logits), policy=str(models[0]))
+    with pytest.raises(ChangedInputError, match=r"policy/model\.safetensors"):
+        measure_base_logits(
+            measuring,
+            lambda done, _: overwrite_in_place(models[0] / "model.safetensors") if done == 1 else None,
+        )
+    with pytest.raises(ChangedInputError, match=r"base\.logits"):
+        measure_base_logits(measuring, lambda done, _: overwrite_in_place(logits) if done == 2 else None)
+
+
+def test_rollouts_that_are_appended_to_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {
+        "prompt_token_ids": [1, 2],
+        "response_token_ids": [3, 4] * 20,
+        "trainer_logprobs": [-1.0, -2.0] * 20,
+        "engine_logprobs": [-1.0, -2.001] * 20,
+    }
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps({**record, "prompt_token_ids": [n]}) + "\n" for n in range(8)))
+
+    def then_append(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            append(path)
+            return function(*arguments, **named)
+
+        return call
+
+    measure_mismatch(path)
+    monkeypatch.setattr(engine_numbers, "mismatch", then_append(engine_numbers.mismatch))
+    with pytest.raises(ChangedInputError, match=r"rollouts\.jsonl"):
+        measure_mismatch(path)
+    monkeypatch.setattr(doctor_module, "diagnose", then_append(doctor_module.diagnose))
+    with pytest.raises(ChangedInputError, match=r"rollouts\.jsonl"):
+        doctor_module.diagnose_file(DoctorJob(rollouts=(str(path),)))
