@@ -5,8 +5,8 @@
     python benchmarks/leash_spread.py --only estimators     or frontier
     python benchmarks/leash_spread.py --minutes 0           computes the figures again from the stored runs
 
-Runs are lines of results/leash_spread.jsonl, figures are in results/leash_spread.json; docs/leash_study.md has them. All
-runs are kleash's PPO from shipped:reference on the shortest of the shipped prompts, with the reward of kleash's
+Runs are lines of results/leash_spread.jsonl, figures are in results/leash_spread.json, and docs/leash_study.md has
+them. All runs are kleash's PPO from shipped:reference on the shortest of the shipped prompts, with the reward of the
 demonstration and one update per step. Runs differ only in the KL term, beta and the seed; runs of one seed use the same
 random numbers.
 """
