@@ -19,6 +19,7 @@ step $bin/ruff format --check src tests benchmarks tools examples
 step $bin/ruff check src tests benchmarks tools examples
 step $bin/python tools/check_undefined_names.py
 step $bin/python tools/check_names.py
+step $bin/python tools/count.py # a report, no check
 
 # Beside each other, so that two cores are never idle: imports, types, then shapes and what compiles among their tests, which
 # cannot look through runtime checks; and the tests of the pages, for which the browser wants a core, then all others.

@@ -5,16 +5,15 @@
     python benchmarks/leash_spread.py --only estimators     or frontier
     python benchmarks/leash_spread.py --minutes 0           computes the figures again from the stored runs
 
-Runs are lines of results/leash_spread.jsonl, figures are in results/leash_spread.json, and
-tools/make_leash_study_page.py generates docs/leash_study.md from them. All runs are kleash's PPO from shipped:reference
-on the shortest of the shipped prompts, with the reward of kleash's demonstration and one update per step. Runs differ
-only in the KL term, beta and the seed; runs of one seed use the same random numbers.
+Runs are lines of results/leash_spread.jsonl, figures are in results/leash_spread.json, and docs/leash_study.md has
+them. All runs are kleash's PPO from shipped:reference on the shortest of the shipped prompts, with the reward of the
+demonstration and one update per step. Runs differ only in the KL term, beta and the seed; runs of one seed use the same
+random numbers.
 """
 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -110,9 +109,6 @@ def main() -> int:
     done = runs_of_setting(list(whole_lines(args.results / f"{NAME}.jsonl")), setting)
     if done:
         print(f"written to {write_result(NAME, figures_of(done), args.results, PACKAGES)}")
-    if args.results == RESULTS:
-        tool = RESULTS.parents[1] / "tools" / "make_leash_study_page.py"
-        subprocess.run([sys.executable, str(tool)], check=True)
     return 0
 
 

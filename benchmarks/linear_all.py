@@ -4,7 +4,7 @@
     python benchmarks/linear_all.py --minutes 10 --only "linear_peers.py --shape h4096" linear_step.py
     python benchmarks/linear_all.py --minutes 90 --vocabularies
 
-Then docs/performance.md is generated from the results. ``MINUTES`` are the minutes that each benchmark takes on two
+docs/performance.md reports the results. ``MINUTES`` are the minutes that each benchmark takes on two
 idle cores with 160 GFLOP/s in total. A benchmark that would not end in time is skipped, and the next one that fits is
 run.
 """
@@ -68,8 +68,6 @@ def main() -> int:
         if subprocess.run([sys.executable, str(FOLDER / script), *options]).returncode:
             failed.append(command)
         print(f"-- took {(monotonic() - start) / 60:.1f} min", flush=True)
-    page_tool = FOLDER.parent / "tools" / "make_performance_page.py"
-    subprocess.run([sys.executable, str(page_tool)], check=True)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -128,18 +128,3 @@ def test_the_page_is_up_to_date() -> None:
     assert not tool.differences(stored, tool.page(["openrlhf", "kleash"])), (
         "run: python tools/make_audit_page.py"
     )
-
-
-def test_the_check_compares_words_and_numbers_but_not_the_date() -> None:
-    text = "\n".join(
-        [tool.HEAD, f"{tool.MADE}2026-01-01 with kleash 0.1.0.", "## verl", "It is -2.61 or 5e-08, 29 %."]
-    )
-    assert tool.differences(text, text.replace("2026-01-01", "2031-07-08")) == []
-    assert tool.differences(text, text.replace("5e-08", "4e-08").replace("29 %", "31 %")) == []
-    assert tool.differences(text, text.replace("-2.61", "2.61")) == ["verl"]
-    assert tool.differences(text, text.replace("5e-08", "5e-06")) == [], "both are roundings"
-    assert tool.differences(text, text.replace("5e-08", "5e-03")) == ["verl"]
-    assert tool.differences(text, text.replace("29 %", "70 %")) == ["verl"]
-    assert tool.differences(text, text.replace("It is", "It was")) == ["verl"]
-    assert tool.differences(text, text.replace("Audits of known", "Audits of")) == [""]
-    assert tool.differences("", text) == ["", "verl"]

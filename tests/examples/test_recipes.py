@@ -4,7 +4,6 @@ Read at: prime-rl 559b447 (2026-08-21), slime 624b824 (2026-08-21), SkyRL a95645
 9dfcc3a (2026-08-19).
 """
 
-import importlib
 import json
 import math
 import sys
@@ -284,23 +283,6 @@ def test_tinker_sums_unmasked_tokens_and_returns_metrics():
         ShapeError, match=r"datum by datum: \[3\], \[3, 1\], \[3, 1\], \[3, 1\], \[3\]; pass the same"
     ):
         function([None], logp[:1])
-
-
-@pytest.mark.parametrize(
-    ("module", "recipe", "name"),
-    [
-        ("prime_rl", prime_rl_loss, "leashed_loss"),
-        ("slime", slime_advantages, "leashed_advantages"),
-        ("skyrl", skyrl_rewards, "LeashedRewards"),
-        ("tinker", tinker_loss, "leashed_loss"),
-    ],
-)
-def test_the_former_import_path_names_the_recipe(module, recipe, name):
-    assert recipe.__all__ == [name] and hasattr(recipe, name)
-    with pytest.raises(
-        ImportError, match=rf"copy examples/recipes/{recipe.__name__}\.py .* {recipe.__name__}\.{name}$"
-    ):
-        importlib.import_module(f"kleash.integrations.{module}")
 
 
 def test_vllm_is_told_which_layers_to_save_and_its_log_probabilities_are_written(tmp_path, monkeypatch):

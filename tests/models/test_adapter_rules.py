@@ -5,7 +5,6 @@ import warnings
 from itertools import permutations
 from typing import Any
 
-import make_adapter_table
 import peft
 import pytest
 import torch
@@ -275,9 +274,3 @@ def test_a_checksum_changes_with_every_bit_and_every_swap():
             assert checksum(other) != before
     rows = torch.randn(700, 33)
     assert checksum(rows) != checksum(rows.flip(0))
-
-
-def test_the_documented_table_matches_the_rules():
-    assert make_adapter_table.page() == make_adapter_table.PAGE.read_text(encoding="utf-8"), (
-        "run: python tools/make_adapter_table.py"
-    )

@@ -55,13 +55,15 @@ def test_a_run_that_has_not_begun_has_no_steps(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("left", [1, 10, 60])
-def test_a_line_that_was_half_written_is_dropped(tmp_path: Path, left: int) -> None:
-    path = written(tmp_path, 3) / "steps.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2]) + lines[2][:left])
-    assert [one.step for one in read_steps(tmp_path)] == [1, 2]
-    keep_steps(tmp_path, 3)
+@pytest.mark.parametrize("left", [1, 10, 60, None])
+def test_a_line_of_an_interrupted_step_is_dropped(tmp_path: Path, left: int | None) -> None:
+    """A kill comes before the total of the step, with its line half written or whole."""
+    path = written(tmp_path, 2) / "steps.jsonl"
+    third = path.read_bytes().splitlines(keepends=True)[1].replace(b'"step": 2', b'"step": 3')
+    with path.open("ab") as file:
+        file.write(third[:left])
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2] + [3] * (left is None)
+    keep_steps(tmp_path, 2)
     append_step(tmp_path, record(3), [])
     assert [one.step for one in read_steps(tmp_path)] == [1, 2, 3]
 
@@ -81,10 +83,43 @@ def test_going_on_cuts_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == () and read_samples(tmp_path) == ()
 
 
-def test_a_damaged_line_is_said_and_not_skipped(tmp_path: Path) -> None:
-    path = written(tmp_path, 3) / "steps.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], lines[1][:20], lines[2]]) + "\n")
+def flipped(lines: list[bytes]) -> list[bytes]:
+    """A digit of the second line is another one, and the line is still JSON."""
+    return [lines[0], lines[1].replace(b'"step": ', b'"step": 1', 1)[:-3] + lines[1][-2:], *lines[2:]]
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda lines: [line.replace(b"1", b"2") for line in lines],
+        lambda lines: [lines[2], lines[1], lines[0], *lines[3:]],
+        lambda lines: lines[:-1],
+        lambda lines: lines[1:],
+        lambda lines: [],
+    ],
+    ids=["a line", "all lines", "two swapped", "the last gone", "the first gone", "all gone"],
+)
+def test_damage_is_refused_while_a_run_goes_on(tmp_path: Path, name: str, damage) -> None:
+    path = written(tmp_path, 3) / name
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(RunFolderError, match="is damaged"):
+        (read_steps if name == "steps.jsonl" else read_samples)(tmp_path)
+    with pytest.raises(RunFolderError, match="is damaged"):
+        keep_steps(tmp_path, 2)
+
+
+def test_a_run_that_was_cut_is_still_checked(tmp_path: Path) -> None:
+    keep_steps(written(tmp_path, 5), 3)
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 7'))
+    with pytest.raises(RunFolderError, match="other bytes"):
+        read_steps(tmp_path)
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "metrics": {}}\n{"step": \n')
     with pytest.raises(RunFolderError, match=r"steps\.jsonl, line 2, cannot be read"):
         read_steps(tmp_path)
 

@@ -287,9 +287,7 @@ def test_missing_steps_are_refused(copied, lines):
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
     with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
         write_report_of(path.parent)
-    with pytest.raises(
-        RunFolderError, match=r"steps\.jsonl ends at step \d, and the checkpoint is of step 2"
-    ):
+    with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
         train_ppo(copied)
     with pytest.raises(RunFolderError, match="holds a run already"):
         train_ppo(replace(copied, resume=False))

@@ -15,6 +15,7 @@ from kleash.jobs import MeasureJob
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import describe_sample_size
 from kleash.store import ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
+from kleash.store.anchors import scale_sentence
 from kleash.store.measurement_summary import (
     all_warnings,
     headline,
@@ -52,6 +53,8 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     print_table(console, _measurement_table(measurement))
     if KL in measurement.quantiles:
         say(console, _quantiles_line(measurement))
+    if scale := scale_sentence(measurement):
+        say(console, f"for scale: {terminal_label(scale)}")
     for sentence in left_out_sentences(measurement):
         remark(console, "left out", terminal_label(sentence))
     for warning in all_warnings(measurement):

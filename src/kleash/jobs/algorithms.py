@@ -6,7 +6,7 @@ from typing import ClassVar
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, flag
 from kleash.jobs.reading import DatasetOptions, check_read_options
-from kleash.jobs.train import LARGEST_BETA, MOST_EPOCHS, MOST_RESPONSES, OnlineJob, RewardJob, TrainJob
+from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
 
 SHIPPED_TEACHER = SHIPPED_POLICY
 DISTILLATION_DIVERGENCES = ("policy_teacher", "teacher_policy", "jensen_shannon")
@@ -50,7 +50,6 @@ class PPOJob(RewardJob):
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._at_least_1("epochs", "minibatches")
-        self._at_most(MOST_EPOCHS, "epochs")
         self._above_0("clip_range", "clip_range_value", "early_stop_nats")
         for name in ("gamma", "gae_lambda"):
             value = getattr(self, name)
@@ -84,7 +83,6 @@ class GroupJob(RewardJob):
         super().__post_init__()
         require_several_samples(self)
         self._at_least_1("epochs")
-        self._at_most(MOST_EPOCHS, "epochs")
         self._above_0("clip_range")
 
 
@@ -141,8 +139,6 @@ class DPOJob(TrainJob, DatasetOptions):
         self._at_least_1("pairs_per_step", "max_tokens")
         check_read_options(self)
         self._above_0("beta")
-        self._at_most(LARGEST_BETA, "beta")
-        self._at_most(MOST_RESPONSES, "pairs_per_step")
         refuse_tighten_on_hacking(self)
 
 

@@ -8,8 +8,6 @@ from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin
 
 from kleash.errors import OptionError
 
-LARGEST_WHOLE_NUMBER = 2**63 - 1
-"""What a token, a count or a seed may be: the tables and the random draws hold 64 bits."""
 NAMES = {
     str: "text",
     int: "a whole number",
@@ -38,7 +36,7 @@ def check_option_types(job: Any) -> None:
 
 
 def _converted(name: str, value: Any, types: tuple[Any, ...]) -> Any:
-    """``value`` as the first of the types that takes it."""
+    """``value`` as the first of the types that takes it; NaN and infinity pass, and each job refuses them by itself."""
     option = "--" + name.replace("_", "-")
     for kind in types:
         if kind is tuple and (texts := _texts(value)) is not None:
@@ -48,11 +46,13 @@ def _converted(name: str, value: Any, types: tuple[Any, ...]) -> Any:
         if kind is bool and isinstance(value, bool):
             return value
         if kind is int and not isinstance(value, bool) and isinstance(value, SupportsIndex):
-            return _whole_number(option, index(value))
+            return index(value)
         if kind is float and not isinstance(value, bool | str) and isinstance(value, SupportsFloat):
-            return _float(option, value)
+            return value if isinstance(value, int | float) else float(value)
     expected = " or ".join("None" if kind is NoneType else NAMES.get(kind, str(kind)) for kind in types)
-    raise OptionError(f"{option} must be {expected}; it is {_shown(value)}, of type {type(value).__name__}")
+    raise OptionError(
+        f"{option} must be {expected}; it is {str(value)[:60]!r}, of type {type(value).__name__}"
+    )
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
@@ -60,32 +60,3 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     if type(value) not in (list, tuple) or not all(isinstance(entry, str) for entry in value):
         return None
     return tuple(value)
-
-
-def _whole_number(option: str, number: int) -> int:
-    if abs(number) > LARGEST_WHOLE_NUMBER:
-        raise OptionError(
-            f"{option} must be a whole number of at most {LARGEST_WHOLE_NUMBER}; it takes {number.bit_length()} bits"
-        )
-    return number
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(str(value)[:60])
-    except Exception:  # whole numbers of more than 4 300 digits, and whatever an object's own __str__ raises
-        return "something that cannot be printed"
-
-
-def _float(option: str, value: Any) -> Any:
-    """A number as it is (an int stays an int), any other ``SupportsFloat`` as a float.
-
-    NaN and infinity pass; each job refuses them for the options that they do not suit.
-    """
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise OptionError(
-            f"{option} must be a number that a float can hold; it has more than 308 digits"
-        ) from error
-    return value if isinstance(value, int | float) else number

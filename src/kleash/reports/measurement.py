@@ -20,6 +20,7 @@ from kleash.reports.heatmap import (
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.reports.page import write_page
 from kleash.store import Measurement, RunFolder
+from kleash.store.anchors import scale_sentence
 from kleash.store.measurement import Drifted
 from kleash.store.measurement_summary import (
     all_warnings,
@@ -75,6 +76,7 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
         "headline": headline(measurement),
         "headline_label": label_of(headline_name(measurement)),
         "upper_bound": upper_bound(measurement),
+        "scale": scale_sentence(measurement),
         "left_out": left_out_sentences(measurement),
         "means": statistic_rows(measurement),
         "charts": charts(measurement),

@@ -60,12 +60,14 @@ class Checksums:
         self.exists = lines is not None
         """Whether there are checksums at all; False for folders that an older kleash wrote."""
         self._files: dict[str, set[FileChecksum]] = {}
+        self._newest: dict[str, FileChecksum] = {}
         self._removed: set[str] = set()
         for name, checksum in lines or ():
             if checksum is None:
                 self._removed.add(name)
             else:
                 self._removed.discard(name)
+                self._newest[name] = checksum
                 self._files.setdefault(name, set()).add(checksum)
 
     @classmethod
@@ -181,6 +183,22 @@ class Checksums:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:  # hashlib lets the GIL go
             list(threads.map(check, chosen))
 
+    def require_beginning(self, path: Path, content: bytes, advice: str = COPY) -> None:
+        """Check that a file to which lines are appended begins with the bytes of its newest checksum, if it has one.
+
+        Raises:
+            RunFolderError: if it is shorter, or has other bytes.
+        """
+        newest = self._newest.get(self._name(path))
+        if newest is None:
+            return
+        if len(content) < newest.size:
+            raise RunFolderError(
+                f"{path} is damaged: it has {len(content)} bytes where {newest.size} were written; {advice}"
+            )
+        if sha256(content[: newest.size]).hexdigest() != newest.sha256:
+            raise RunFolderError(f"{path} is damaged: it has other bytes than were written; {advice}")
+
     def _require(self, path: Path, checksum: FileChecksum, advice: str) -> None:
         if not self.exists:
             return
@@ -251,6 +269,11 @@ def write_checked_together(root: Path, files: Mapping[Path, bytes], *, writer: i
         for path, content in files.items()
     ]
     write_together(files, before_rename=lambda: _append(root, *records, writer=writer))
+
+
+def record_checksums(root: Path, *paths: Path) -> None:
+    """Record the checksums of files of the folder ``root`` as they are now."""
+    _append(root, *(_record_of(root, path, file_checksum(path)) for path in paths))
 
 
 def begin_checksums(root: Path) -> None:
@@ -437,11 +460,6 @@ def _parsed(path: Path, number: int, line: bytes) -> ChecksumLine:
         raise RunFolderError(
             f"{path}, line {number}, is damaged: {error}; take the line out and run again with --resume, or {COPY}"
         ) from error
-
-
-def declares_checksums(root: Path) -> bool:
-    """Whether the run in the folder ``root`` says of itself that its files have checksums."""
-    return _declares(root / "run.json")
 
 
 def _declares(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from kleash.store.anchors import scale_sentence
 from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
@@ -64,6 +65,7 @@ def _(measurement: Measurement) -> Summary:
             ("dtype", ", ".join(dict.fromkeys(model.dtype for model in measurement.models.values()))),
             ("estimand", measurement.estimand),
             ("sample", _sample_size(counts.tokens, counts.sequences, "sequence", counts.clusters)),
+            *((("for scale", scale),) if (scale := scale_sentence(measurement)) else ()),
             *_gate_fact(measurement.gate),
             *(("left out", sentence) for sentence in left_out_sentences(measurement)),
             *(("note", note) for note in measurement.notes),

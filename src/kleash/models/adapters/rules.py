@@ -34,8 +34,6 @@ REPRODUCIBLE_INITS = ("pissa", "olora")
 class AdapterRule:
     """A condition on an adapter's settings and the treatment of adapters that meet it."""
 
-    settings: str
-    """The condition in words, for the documentation."""
     treatment: str
     """"separate": the base is loaded once more for the other model; "refused": the adapter is not measured."""
     reason: str
@@ -62,8 +60,6 @@ def peft_type(settings: AdapterSettings) -> str:
 
 RULES: tuple[AdapterRule, ...] = (
     AdapterRule(
-        settings="`peft_type` of prompt and prefix tuning: "
-        + ", ".join(f"`{kind}`" for kind in sorted(PROMPT_KINDS)),
         treatment="refused",
         reason="adds virtual tokens to the prompt",
         advice="kleash measures adapters that change weights",
@@ -71,7 +67,6 @@ RULES: tuple[AdapterRule, ...] = (
         applies=lambda settings: peft_type(settings) in PROMPT_KINDS,
     ),
     AdapterRule(
-        settings="`peft_type` " + ", ".join(f"`{kind}`" for kind in sorted(CUSTOM_FORWARD_KINDS)),
         treatment="refused",
         reason="needs a forward pass of PEFT, or lets later tokens change earlier ones",
         advice="kleash measures adapters that change the weights of a causal model",
@@ -79,7 +74,6 @@ RULES: tuple[AdapterRule, ...] = (
         applies=lambda settings: peft_type(settings) in CUSTOM_FORWARD_KINDS,
     ),
     AdapterRule(
-        settings="any `peft_type` that is not named on this page",
         treatment="refused",
         reason="is of a kind that kleash was not tested with",
         advice="merge it into its base and give that folder",
@@ -87,7 +81,6 @@ RULES: tuple[AdapterRule, ...] = (
         applies=lambda settings: peft_type(settings) not in TESTED_KINDS,
     ),
     AdapterRule(
-        settings="`alora_invocation_tokens`, `arrow_config`",
         treatment="refused",
         reason="changes weights only after some tokens or by a router, and needs a forward pass of PEFT",
         advice="kleash measures adapters that change weights",
@@ -97,8 +90,6 @@ RULES: tuple[AdapterRule, ...] = (
         ),
     ),
     AdapterRule(
-        settings="`init_lora_weights` "
-        + ", ".join(f"`{name}`" for name in (*IRREPRODUCIBLE_INITS[1:], "pissa_niter_…")),
         treatment="refused",
         reason="was trained over a base that its initialisation had changed by random draws or by data, which the "
         "adapter does not hold",
@@ -107,19 +98,16 @@ RULES: tuple[AdapterRule, ...] = (
         applies=lambda settings: initialisation(settings).startswith(IRREPRODUCIBLE_INITS),
     ),
     AdapterRule(
-        settings="`init_lora_weights` " + ", ".join(f"`{name}`" for name in REPRODUCIBLE_INITS),
         treatment="separate",
         reason="takes its initial matrices out of the weights of its base",
         applies=lambda settings: initialisation(settings).startswith(REPRODUCIBLE_INITS),
     ),
     AdapterRule(
-        settings="`layer_replication`",
         treatment="separate",
         reason="repeats layers of its base",
         applies=lambda settings: bool(settings.get("layer_replication")),
     ),
     AdapterRule(
-        settings="a trained `bias`: `all` or `lora_only` and the like",
         treatment="separate",
         reason="has trained biases, which replace those of its base",
         applies=lambda settings: settings.get("bias") not in (None, "none", False),
