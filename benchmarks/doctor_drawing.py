@@ -259,7 +259,7 @@ def weights_of(network: torch.nn.Module, change: Callable[[str, Tensor], Tensor]
 
 def pair_with_head(seed: int, scale: float) -> tuple[str, str]:
     """Folders of a policy whose head has an update of rank 4, and of the reference with a head of its own."""
-    folders = (cache_folder() / f"head-{seed}-policy", cache_folder() / "untied-reference")
+    folders = (cache_folder() / f"head-{seed}-{scale:.8f}", cache_folder() / "untied-reference")
     networks = (shipped_pair().policy.network, shipped_pair().reference.network)
     for folder, network, name in zip(folders, networks, ("policy", "reference"), strict=True):
         if (folder / "model.safetensors").exists():

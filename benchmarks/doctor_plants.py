@@ -223,8 +223,9 @@ class Case:
         if kind in ("network", "logits"):
             noise = self.natural_noise(kind, rounding, scores)
         else:
-            if effect:
-                level = float(np.clip(effect / ratio / rms(unit), *LEVELS[rounding]))
+            wanted, (low, high) = effect / ratio / rms(unit), LEVELS[rounding]
+            if low <= wanted <= 2 * high:  # beyond it the fault has no strength, and the noise is as drawn
+                level = min(wanted, high)
             noise = level * self.shaped(kind, scores) * unit
         noisy = (
             np.minimum(trainer - math.sqrt(share) * noise, 0),
@@ -234,10 +235,10 @@ class Case:
         )
         columns = noisy if after_noise is None else after_noise(*noisy)
         if "reference" not in more and self.random.random() < 0.5:
-            other = Scores.of(shipped_pair().reference.network, scores.responses)
-            more["reference"] = np.minimum(
-                other.logp + level * other.unit * self.random.standard_normal(len(noise)), 0
-            )
+            more["reference"] = Scores.of(shipped_pair().reference.network, scores.responses).logp
+        if more.get("reference") is not None:
+            shake = level * unit * self.random.standard_normal(len(noise))
+            more["reference"] = np.minimum(more["reference"] + shake, 0)
         return Rollouts(
             responses=scores.responses,
             trainer=columns[0],
@@ -266,11 +267,12 @@ class Case:
         return noise
 
     def natural_noise(self, kind: str, rounding: str, scores: Scores) -> Array:
-        """Errors of logits rounded to a dtype, or of the policy's network in bfloat16."""
+        """Errors of logits rounded to a dtype, or of the network in bfloat16."""
         if kind == "logits":
             dtype = getattr(torch, rounding)
             return scores.token(lambda logits: logits.to(dtype).float().log_softmax(-1)) - scores.logp
-        other = Scores.of(shipped_pair("bfloat16").policy.network, scores.responses)
+        role = "policy" if scores.network is self.network else "reference"
+        other = Scores.of(getattr(shipped_pair("bfloat16"), role).network, scores.responses)
         return other.logp - scores.logp
 
     def resigned(self, noise: Array, scores: Scores) -> Array:
@@ -668,6 +670,9 @@ MODULES: Mapping[str, Callable[[str], bool]] = {
     "query and value": lambda name: "q_proj" in name or "v_proj" in name,
     "down": lambda name: "down_proj" in name,
     "output": lambda name: "o_proj" in name,
+    "one query": lambda name: "layers.0.self_attn.q_proj" in name,
+    "one output": lambda name: "layers.3.self_attn.o_proj" in name,
+    "one gate": lambda name: "layers.2.mlp.gate_proj" in name,
 }
 
 
@@ -680,9 +685,7 @@ def modules(case: Case) -> Rollouts:
         "like_rounding": True,
     }
     kinds = list(MODULES)
-    variant = case.pick(
-        "head", kinds[case.seed % 7], "head", kinds[(case.seed + 2) % 7], kinds[(case.seed + 4) % 7]
-    )
+    variant = "head" if case.seed % 5 in (0, 2) else kinds[3 * case.seed % len(kinds)]
     if variant != "head":
         stale = reference_weights()
         with weights_of(case.network, lambda name, weight: stale[name] if MODULES[variant](name) else weight):
@@ -753,18 +756,18 @@ def reference(case: Case) -> Rollouts:
         strength = case.strength(effect, 1e-3, 0.5 if variant == "adapter" else 1, target, steps=6)
         with weights_of(network, change(strength)):
             wrong = Scores.of(network, scores.responses).logp
-    level = case.setting[2]
-    noisy = np.minimum(wrong + level * right.unit * case.random.standard_normal(len(wrong)), 0)
-    return case.finish(
+    made = case.finish(
         scores,
         scores.logp,
         scores.logp,
         effect=rms(wrong - right.logp),
         variant=variant,
-        reference=noisy,
+        reference=wrong,
         accepted=("reference",),
         without=("reference",),
     )
+    is_copy = variant == "policy" and case.random.random() < 0.5
+    return replace(made, reference=made.trainer.copy()) if is_copy else made
 
 
 def to_mantissa(values: Tensor, bits: int) -> Tensor:
@@ -791,21 +794,19 @@ def precision(case: Case) -> Rollouts:
     variant = case.pick("logits", "weights", "logits", "column")
     calibration, target = case.calibration, case.target(like_rounding=True)
     if variant == "column":
-        scores, dtype = (
-            Scores.of(case.network, case.plain()),
-            case.pick("bfloat16", "bfloat16", "bfloat16", "float16"),
-        )
+        scores = Scores.of(case.network, case.plain())
 
         def rounded(column: Array) -> Array:
-            return torch.from_numpy(column).to(getattr(torch, dtype)).double().numpy()
+            return torch.from_numpy(column).bfloat16().double().numpy()
 
         return case.finish(
             scores,
             scores.logp,
             scores.logp,
             after_noise=on_one_side(case, rounded),
-            variant=f"column in {dtype}",
+            variant="column in bfloat16",
             accepted=("precision",),
+            like_rounding=True,
         )
     if variant == "logits":
         effects = {
@@ -818,7 +819,8 @@ def precision(case: Case) -> Rollouts:
     else:
         effect = effect_of_weights(case, lambda bits: quantised(round(bits)))
         effects = {bits: effect(bits) for bits in range(3, 13)}
-    bits = min(effects, key=lambda bits: abs(math.log(effects[bits] / target)))
+    enough = {bits: effect for bits, effect in effects.items() if effect > 0.9 * target} or effects
+    bits = min(enough, key=lambda bits: abs(math.log(enough[bits] / target)))
     if variant == "logits":
         engine = Engine(network=case.network, process=lambda ids, logits, start: to_mantissa(logits, bits))
         responses, column = case.drawn(engine)
@@ -994,6 +996,9 @@ def sampler(case: Case) -> Rollouts:
         "presence": (0.02, 4.0),
     }[name]
     strength = case.strength(effect, low, high, case.setting[3], steps=6)
+    if effect(strength) < 3:  # few tokens do not show it
+        name, sign = "temperature", 1
+        strength = case.strength(effect, 0.01, 1.2, case.setting[3], steps=6)
     responses, _ = case.drawn(Engine(network=case.network, process=process(strength)))
     scores = Scores.of(case.network, responses)
     return case.finish(
@@ -1073,7 +1078,7 @@ def break_at(case: Case) -> Rollouts:
     longest = max(case.lengths)
     if variant in ("window", "rope"):
         prompts = case.prompts
-        start = max(map(len, prompts)) + int(longest * case.random.uniform(0.1, 0.6))
+        start = int(np.mean([len(prompt) for prompt in prompts]) + longest * case.random.uniform(0.1, 0.5))
 
         def stretched(scale: float) -> Callable[[Tensor], Tensor]:
             return lambda position: torch.where(
