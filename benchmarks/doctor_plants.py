@@ -814,11 +814,11 @@ def precision(case: Case) -> Rollouts:
                 calibration.token(lambda x, bits=bits: to_mantissa(x, bits).log_softmax(-1))
                 - calibration.logp
             )
-            for bits in range(1, 15)
+            for bits in (3, 7, 10)  # an 8-bit float, bfloat16, float16
         }
     else:
         effect = effect_of_weights(case, lambda bits: quantised(round(bits)))
-        effects = {bits: effect(bits) for bits in range(3, 13)}
+        effects = {bits: effect(bits) for bits in (3, 4, 5, 6, 8)}
     enough = {bits: effect for bits, effect in effects.items() if effect > 0.9 * target} or effects
     bits = min(enough, key=lambda bits: abs(math.log(enough[bits] / target)))
     if variant == "logits":
@@ -828,13 +828,13 @@ def precision(case: Case) -> Rollouts:
         with weights_of(case.network, quantised(bits)):
             responses, column = case.drawn(Engine(network=case.network))
     scores = Scores.of(case.network, responses)
-    accepted = ("precision",) if variant == "logits" else ("precision", "weights")
     return case.finish(
         scores,
         scores.logp,
         column,
         variant=f"{variant} to {bits} bits",
-        accepted=accepted,
+        accepted=("precision",) if variant == "logits" else ("precision", "weights"),
+        without=("precision", "weights"),
         like_rounding=True,
     )
 
@@ -1218,3 +1218,13 @@ UNSEEN_WITHOUT_MODELS: Mapping[str, str] = {
     "modules": "errors at every token, as of other weights; which ones is in the models",
 }
 """Plants that the columns alone do not show, or show as another cause, and why; decided before any result."""
+ALSO_RIGHT: Mapping[str, str] = {
+    "temperature": "or processed: without the models, or if the draws hold less than 3 nats about their temperature",
+    "processed": "or temperature, likewise; or column, where the engine returns logits",
+    "column_other": "column; or processed of masked logits, which are from before temperature; or mask of zeros in a "
+    "stretch, which may stand for tokens that the engine did not draw",
+    "precision": "or weights where the weights are quantised, which are other weights; and, without the models, of "
+    "logits, whose errors are at every token as those of other weights",
+    "weights": "or modules or dropout without the models: errors at every token",
+}
+"""Plants of which several causes are right, and why; decided before any result."""
