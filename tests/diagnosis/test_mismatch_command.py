@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kleash.cli import main
-from kleash.diagnosis import measure_mismatch, read_rollouts
+from kleash.diagnosis import measure_mismatch, read_rollouts, write_rollouts
 from kleash.diagnosis.rollout_records import FIELD_NAMES, RESPONSE_MASKS
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.rollout_jobs import MismatchJob
@@ -444,3 +444,121 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         MismatchJob(rollouts=("x",), names="trl")
     with pytest.raises(OptionError, match="it is 'trl'"):
         measure_mismatch(written(tmp_path / "x.jsonl", records(2)), names="trl")
+
+
+def padded_row(number: int, length: int, values: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
+    """A response of so many tokens, padded to 12 tokens as in a batch of verl."""
+    draw = np.random.default_rng(number)
+    trainer = -draw.exponential(size=length)
+    columns = (trainer, trainer - 0.01 * draw.standard_normal(length))
+    return {
+        "prompts": [5, number + 6],
+        "responses": [*draw.integers(10, 99, length).tolist(), *[0] * (12 - length)],
+        **{
+            name: [*column.tolist(), *[value] * (12 - length)]
+            for name, column, value in zip(
+                ("old_log_probs", "rollout_log_probs"), columns, values, strict=True
+            )
+        },
+    }
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0), (-1.0, -1.0), (0.0, -1.0)])
+def test_padding_without_a_mask_is_named_before_any_number(
+    tmp_path: Path, capsys: Any, values: tuple[float, float]
+) -> None:
+    """The tokens of padding have no KL, so a mean over them is too small."""
+    rows = [padded_row(number, 4 + number % 7, values) for number in range(40)]
+    path = written(tmp_path / "padded.jsonl", rows)
+    assert main(["mismatch", path]) == 2
+    captured = capsys.readouterr()
+    assert "padding" in captured.err and "'response_mask'" in captured.err and not captured.out
+    assert main(["doctor", path]) == 0
+    assert "padding without a mask" in " ".join(capsys.readouterr().out.split())
+    masked = [
+        {**row, "response_mask": [index < 4 + number % 7 for index in range(12)]}
+        for number, row in enumerate(rows)
+    ]
+    kept = measure_mismatch(written(tmp_path / "masked.jsonl", masked))
+    cut = [
+        {name: value[: 4 + number % 7] if len(value) == 12 else value for name, value in row.items()}
+        for number, row in enumerate(rows)
+    ]
+    assert kept.numbers == measure_mismatch(written(tmp_path / "cut.jsonl", cut)).numbers
+
+
+def test_certain_tokens_at_the_end_are_no_padding(tmp_path: Path) -> None:
+    """Different tokens of probability 1, one token often repeated in one response, and a mask that counts all."""
+    rows = [padded_row(number, 6) for number in range(30)]
+    certain = [{**row, "responses": [*row["responses"][:6], *range(100, 106)]} for row in rows]
+    assert len(read_rollouts(written(tmp_path / "certain.jsonl", certain))) == 30
+    whole = [padded_row(number, 12) for number in range(29)]
+    assert len(read_rollouts(written(tmp_path / "one.jsonl", [*whole, rows[0]]))) == 30
+    counted = [{**row, "response_mask": [1] * 12} for row in rows]
+    assert len(read_rollouts(written(tmp_path / "counted.jsonl", counted))) == 30
+
+
+def test_a_dump_of_texts_is_refused_with_what_writes_the_numbers(tmp_path: Path) -> None:
+    row = {"input": "What?", "output": "That.", "gts": None, "score": 1.0, "step": 3}
+    with pytest.raises(SourceError, match="rollout_data_dir.*write_rollouts"):
+        read_rollouts(written(tmp_path / "3.jsonl", [row]))
+
+
+@pytest.mark.peers("verl")
+def test_a_batch_of_verl_is_written_and_read(tmp_path: Path) -> None:
+    from verl import DataProto
+
+    ids = torch.arange(20).reshape(2, 10)
+    masks = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 10])
+    columns = -torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(0))
+    data = DataProto.from_dict(
+        {
+            "prompts": ids[:, :4],
+            "responses": ids[:, 4:],
+            "attention_mask": masks,
+            "response_mask": masks[:, 4:],
+            **dict(zip(("old_log_probs", "rollout_log_probs", "ref_log_prob"), columns, strict=True)),
+            "token_level_scores": columns[0],
+        }
+    )
+    path = tmp_path / "rollouts" / "3.jsonl"
+    write_rollouts(path, data.batch, version=3)
+    first, second = read_rollouts(str(path))
+    assert first.prompt_ids == (1, 2, 3) and first.response_ids == (4, 5, 6, 7)
+    assert second.trainer.tolist() == columns[0, 1].tolist()
+    assert first.engine.tolist() == columns[1, 0, :4].tolist()
+    assert first.reference is not None and first.reference.tolist() == columns[2, 0, :4].tolist()
+    assert json.loads(path.read_text().splitlines()[0])["version"] == 3
+
+
+@pytest.mark.peers("openrlhf")
+def test_an_experience_of_openrlhf_is_written_and_read(tmp_path: Path) -> None:
+    """Its columns begin at the second token: the value at t is that of token t + 1."""
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    columns = -torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(1))
+    action_mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 1, 1]])
+    experience = Experience(
+        sequences=torch.arange(10, 24).reshape(2, 7),
+        attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1] * 7]),
+        action_mask=action_mask.bool(),
+        action_log_probs=columns[0],
+        rollout_log_probs=columns[1],
+        base_action_log_probs=columns[2],
+    )
+    write_rollouts(tmp_path / "e.jsonl", vars(experience))
+    first, second = read_rollouts(str(tmp_path / "e.jsonl"))
+    assert (first.prompt_ids, first.response_ids) == ((10, 11, 12), (13, 14, 15))
+    assert first.is_counted.all() and first.trainer.tolist() == columns[0, 0, 2:5].tolist()
+    assert (second.prompt_ids, second.response_ids) == ((17, 18), (19, 20, 21, 22, 23))
+    assert second.is_counted.tolist() == [True, True, False, True, True]
+    assert second.engine.tolist() == columns[1, 1, 1:].tolist()
+
+
+def test_a_batch_without_a_column_is_not_written(tmp_path: Path) -> None:
+    ids = torch.ones(2, 3, dtype=torch.long)
+    with pytest.raises(OptionError, match="rollout_log_probs"):
+        write_rollouts(
+            tmp_path / "x.jsonl", {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()}
+        )
+    assert not list(tmp_path.iterdir())

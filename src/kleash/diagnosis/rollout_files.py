@@ -8,9 +8,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kleash.diagnosis.rollout_records import (
+    ATTENTION_MASK,
     FIELD_NAMES,
     RESPONSE_MASKS,
     ROUNDING_NATS,
+    SEQUENCES,
     RolloutRecord,
     padded,
     read_rollout,
@@ -20,6 +22,7 @@ from kleash.leash import mismatch
 from kleash.models import find_source
 from kleash.models.sources.compression import SUFFIXES
 from kleash.models.sources.dataset_folders import SPLITS, STATE
+from kleash.models.sources.padding import is_padded, padding_length
 from kleash.models.sources.source_files import STANDARD_INPUT
 from kleash.models.sources.source_records import SourceRecord, shorten
 from kleash.store import Number
@@ -68,17 +71,18 @@ class RolloutFiles:
 def read_rollouts(
     names: str | PurePath | Sequence[str | PurePath], *, allow_logits: bool = False, limit: int | None = None
 ) -> list[RolloutRecord]:
-    """Read rollouts from JSONL, a JSON array or Parquet, in kleash's, verl's, TRL's or prime-rl's field names.
+    """Read rollouts from JSONL, a JSON array or Parquet, in the field names of kleash, verl, TRL and others.
 
     Args:
         names: a file, a folder of files, a pattern such as "logs/rank-*.jsonl", or several of them; "-" is standard
             input. Files are read in the order of the names, those of a folder in natural order.
-        allow_logits: whether values above 0, which are no log-probabilities, are accepted.
+        allow_logits: whether values that are no log-probabilities are accepted: those above 0, and those of padding
+            that no mask marks.
         limit: largest number of rollouts to read, of several files in turn; None for all.
 
     Raises:
         SourceError: at the first record that is not a rollout, with what was expected, if a file stands there twice,
-            or if no token counts.
+            if no token counts, or if responses are padded and have no mask.
     """
     return read_rollout_files(names, allow_logits=allow_logits, limit=limit).rollouts
 
@@ -109,8 +113,11 @@ def read_rollout_files(
     sizes = dict.fromkeys(labels, 0)
     for rollout in rollouts:
         sizes[rollout.file] += 1
+    padding = _note_on_padding(readers, len(rollouts))
+    if padding and not allow_logits:
+        raise SourceError(f"{padding[0]}; kleash doctor says more about this file")
     notes = (*_notes_on_empty_files(readers), *_notes_on_names(readers), *_notes_on_copies(rollouts))
-    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=notes if len(labels) > 1 else ())
+    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*padding, *(notes if len(labels) > 1 else ())))
 
 
 def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
@@ -141,6 +148,8 @@ class _FileReader:
         self.is_at_end = False
         self.names: dict[str, str] = {}
         """Field -> what the first record calls it; the masks that it has under their own names."""
+        self.padding: list[tuple[RolloutRecord, int]] = []
+        """Rollouts that no mask marks and that end like padding, and the number of these tokens."""
 
     def rollouts(self) -> Iterator[RolloutRecord]:
         """Iterate over the rollouts of the file."""
@@ -149,8 +158,18 @@ class _FileReader:
                 if self.is_empty:
                     self.names = _names_in(record)
                 self.is_empty = False
-                yield replace(read_rollout(record, self._allow_logits), file=self.label)
+                rollout = replace(read_rollout(record, self._allow_logits), file=self.label)
+                self._note_padding(record, rollout)
+                yield rollout
         self.is_at_end = True
+
+    def _note_padding(self, record: SourceRecord, rollout: RolloutRecord) -> None:
+        """Keep a rollout that ends like padding and has no mask."""
+        masks = (*RESPONSE_MASKS, ATTENTION_MASK, SEQUENCES.mask)
+        if all((record.fields or {}).get(name) is None for name in masks):
+            length = padding_length(rollout.response_ids, (rollout.trainer, rollout.engine))
+            if length:
+                self.padding.append((rollout, length))
 
 
 def _files_of(name: str) -> list[str]:
@@ -246,6 +265,21 @@ def _names_in(record: SourceRecord) -> dict[str, str]:
         field: name for field, names in FIELD_NAMES.items() for name in names if fields.get(name) is not None
     }
     return names | {name: name for name in RESPONSE_MASKS if fields.get(name) is not None}
+
+
+def _note_on_padding(readers: Mapping[str, _FileReader], responses: int) -> list[str]:
+    """A note if many responses without a mask end with placeholders."""
+    padding = [found for reader in readers.values() for found in reader.padding]
+    if not is_padded(len(padding), responses):
+        return []
+    (first, length), tokens = padding[0], sum(length for _, length in padding)
+    sentence = (
+        f"{len(padding)} of {responses} responses end with {tokens} tokens in all that look like padding without a "
+        f"mask: at the last {length} of {first.location} the trainer's values are all {first.trainer[-1]:g} and the "
+        f"engine's {first.engine[-1]:g}; give {RESPONSE_MASKS[0]!r} with 1 for each token that the engine drew, or "
+        "leave the padding out"
+    )
+    return [sentence]
 
 
 def _notes_on_empty_files(readers: Mapping[str, _FileReader]) -> list[str]:

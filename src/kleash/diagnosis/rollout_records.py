@@ -16,20 +16,38 @@ from kleash.models.sources.source_records import SourceRecord, get_field, show_v
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_token_ids": ("prompt_token_ids", "prompts", "prompt_ids"),
     "response_token_ids": ("response_token_ids", "responses", "completion_ids"),
-    "trainer_logprobs": ("trainer_logprobs", "old_log_probs", "old_per_token_logps"),
+    "trainer_logprobs": ("trainer_logprobs", "old_log_probs", "old_per_token_logps", "action_log_probs"),
     "engine_logprobs": (
         *("engine_logprobs", "rollout_log_probs", "sampling_per_token_logps"),
         *("inference_logprobs", "completion_logprobs"),
     ),
-    "reference_logprobs": ("reference_logprobs", "ref_log_prob", "ref_per_token_logps", "ref_logprobs"),
+    "reference_logprobs": (
+        *("reference_logprobs", "ref_log_prob", "ref_per_token_logps", "ref_logprobs"),
+        "base_action_log_probs",
+    ),
 }
-"""Field -> its names: kleash's, then those of verl, TRL and prime-rl."""
+"""Field -> its names: kleash's, then those of verl, TRL, prime-rl and OpenRLHF."""
 RESPONSE_MASKS = ("response_mask", "completion_mask", "tool_mask", "loss_mask")
 """Masks over the response; a token counts if all that a record has are 1."""
 PROMPT_MASKS = ("prompt_mask",)
-WHOLE_SEQUENCE = "token_ids"
-"""prime-rl's tokens of prompt and response in one list, with columns and ``LOSS_MASK`` over all of them."""
 LOSS_MASK = "loss_mask"
+
+
+class WholeSequence(NamedTuple):
+    """Fields of tokens of prompt and response in one list, with a mask and columns over all of them."""
+
+    ids: str
+    mask: str
+    first: int
+    """The token to which the first values of mask and columns belong."""
+
+
+SEQUENCES = WholeSequence("sequences", "action_mask", 1)
+"""OpenRLHF's ``Experience``: its values are those of the next token."""
+WHOLE_SEQUENCES = (WholeSequence("token_ids", LOSS_MASK, 0), SEQUENCES)
+"""prime-rl's token export, and OpenRLHF's."""
+TEXT_DUMP = ("input", "output")
+"""Fields of verl's ``trainer.rollout_data_dir``, which are texts."""
 LOSS_WEIGHTS = ("rl_weights", "ref_kl_weights")
 """prime-rl's weights of the losses on tokens that the engine drew; 0 in both at tokens of another source."""
 ATTENTION_MASK = "attention_mask"
@@ -88,39 +106,46 @@ def padded(rollouts: Sequence[RolloutRecord]) -> PaddedRollouts:
 
 
 def _split_sequence(record: SourceRecord) -> SourceRecord:
-    """A record of prime-rl's token export with prompt and response apart; every other record as it is.
+    """A record of prime-rl or OpenRLHF with prompt and response apart; every other record as it is.
 
-    The export (``token_exports/step_N/rank_R.jsonl``) has one list of tokens, and a number for each of them in every
-    column. The response begins at the first token of the loss.
+    prime-rl's export (``token_exports/step_N/rank_R.jsonl``) and OpenRLHF's ``Experience`` have one list of tokens, and
+    columns over all of them. The response begins at the first token of the mask.
 
     Raises:
-        SourceError: if the mask or a column has another length than the tokens, or the loss begins at the first token.
+        SourceError: if the mask or a column has another length than the tokens, or the response begins at the first.
     """
     fields = record.fields or {}
     ids_names = (*FIELD_NAMES["prompt_token_ids"], *FIELD_NAMES["response_token_ids"])
-    is_whole = isinstance(fields.get(WHOLE_SEQUENCE), list) and fields.get(LOSS_MASK) is not None
-    if not is_whole or any(fields.get(name) is not None for name in ids_names):
+    found = [
+        whole
+        for whole in WHOLE_SEQUENCES
+        if isinstance(fields.get(whole.ids), list) and fields.get(whole.mask) is not None
+    ]
+    if not found or any(fields.get(name) is not None for name in ids_names):
         return record
-    token_ids = _token_ids(record, WHOLE_SEQUENCE)
-    mask = _mask(record, LOSS_MASK, len(token_ids))
+    whole = found[0]
+    token_ids = _token_ids(record, whole.ids)
+    length = len(token_ids) - whole.first
+    mask = _mask(record, whole.mask, length)
     assert mask is not None
-    start = int(mask.argmax()) if mask.any() else len(token_ids) - 1
-    if start == 0:
-        raise SourceError(
-            f"{record.location}: {LOSS_MASK!r} counts the first of {len(token_ids)} tokens, which no prompt precedes; "
-            "leave the record out"
-        )
     names = [*LOSS_WEIGHTS, *(name for group in list(FIELD_NAMES.values())[2:] for name in group)]
     columns: dict[str, list[Any]] = {}
     for name in names:
         values = fields.get(name)
         if not isinstance(values, list) or all(value is None for value in values):
             continue  # the export writes null for every token of a column that is not there
-        if len(values) != len(token_ids):
+        if len(values) != length:
             raise SourceError(
-                f"{record.location}: {name!r} has {len(values)} values for {len(token_ids)} tokens; give one each"
+                f"{record.location}: {name!r} has {len(values)} values for {length} tokens; give one each"
             )
         columns[name] = values
+    first = int(mask.argmax()) if mask.any() else length - 1
+    start = first + whole.first
+    if start == 0:
+        raise SourceError(
+            f"{record.location}: {whole.mask!r} counts the first of {len(token_ids)} tokens, which no prompt precedes; "
+            "leave the record out"
+        )
     has_weights = LOSS_WEIGHTS[0] in columns
     weights = [columns.pop(name) for name in LOSS_WEIGHTS if name in columns]
     if has_weights:
@@ -131,14 +156,15 @@ def _split_sequence(record: SourceRecord) -> SourceRecord:
         fields={
             prompt_name: token_ids[:start],
             response_name: token_ids[start:],
-            LOSS_MASK: mask[start:].tolist(),
-            **{name: values[start:] for name, values in columns.items()},
+            LOSS_MASK: mask[first:].tolist(),
+            ATTENTION_MASK: fields.get(ATTENTION_MASK) if whole is SEQUENCES else None,
+            **{name: values[first:] for name, values in columns.items()},
         },
     )
 
 
 def read_rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
-    """The rollout of a record, in kleash's, verl's, TRL's or prime-rl's field names.
+    """The rollout of a record, in the field names of kleash, verl, TRL, prime-rl or OpenRLHF.
 
     Raises:
         SourceError: if it is none, with what was expected.
@@ -198,6 +224,11 @@ def _name_in(record: SourceRecord, field: str) -> str | None:
         )
     if present or field == "reference_logprobs":
         return present[0] if present else None
+    if all(isinstance(fields.get(name), str) for name in TEXT_DUMP):
+        raise SourceError(
+            f"{record.location}: {' and '.join(map(repr, TEXT_DUMP))} are texts, as verl's trainer.rollout_data_dir "
+            "writes, without token ids and log-probabilities; write the batch with kleash.diagnosis.write_rollouts"
+        )
     alternatives = " or ".join(repr(name) for name in FIELD_NAMES[field])
     shown = ", ".join(repr(name) for name in list(fields)[:8]) or "no fields"
     raise SourceError(f"{record.location}: expected a field {alternatives}, and the record has {shown}")

@@ -3,6 +3,7 @@
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.kl_mixin import ResponseStatistics, response_statistics
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
+from kleash.integrations.trl.rollout_dump import RolloutDump
 from kleash.registry import former_names
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "LeashedRLOOTrainer",
     "RLOOLeash",
     "ResponseStatistics",
+    "RolloutDump",
     "response_statistics",
 ]
 

@@ -9,6 +9,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_generate_and_score_completions`` | keeping the reference's pass; the penalty in the reward |
 | ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
 | ``_calculate_rewards``, ``_generate`` | the order of rewards; the mask of tool tokens |
+| transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
 | Accelerate's ``_original_forward`` of a network (not checked) | reading a head under ``bf16=True`` |
@@ -38,6 +39,7 @@ require_attributes(
     | {
         f"{GRPO}._generate": ("prompts",),
         "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",),
+        "transformers:GenerationMixin._get_logits_processor": (),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
         "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),

@@ -16,6 +16,7 @@ from kleash.models.sources.dataset_formats import (
     expand_responses,
     text_or_messages,
 )
+from kleash.models.sources.padding import is_padded, padding_length
 from kleash.models.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
 from kleash.models.sources.rollout_logs import expand_logs
 from kleash.models.sources.source_files import find_source
@@ -59,17 +60,30 @@ def read_responses(
         reading: split, columns and chat template, such as a job; None for the defaults.
 
     Raises:
-        SourceError: at the first record that is not a response, with what was expected.
+        SourceError: at the first record that is not a response, with what was expected; after the last, if many
+            responses end with padding, at which ``logprobs`` have one value.
     """
     source = find_source(name, "responses", reading)
-    assigner, is_empty = _IdAssigner(), True
+    ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.policy.eos_token_ids}
+    assigner, read, padded = _IdAssigner(), 0, list[tuple[TokenSequence, int]]()
     records = expand_logs(source.records())
     responses = (response for record in records for response in expand_responses(record))
     for record in islice(responses, limit):
-        is_empty = False
-        yield _response(record, pair, assigner, source.reading.chat_template)
-    if is_empty:
+        read += 1
+        sequence = _response(record, pair, assigner, source.reading.chat_template)
+        if sequence.logp_sampled is not None and sequence.response_ids[-1] in ends:
+            length = padding_length(sequence.response_ids, [sequence.logp_sampled])
+            padded += [(sequence, length)] if length else []
+        yield sequence
+    if not read:
         raise SourceError(f"{name} holds no response")
+    if is_padded(len(padded), read):
+        first, length = padded[0]
+        raise SourceError(
+            f"{len(padded)} of {read} responses end with padding, such as the last {length} tokens of "
+            f"{first.location}, whose 'logprobs' are all {first.logp_sampled[-1]:g}; cut 'response_token_ids' and "
+            "'logprobs' after the last token that was drawn"
+        )
 
 
 @dataclass

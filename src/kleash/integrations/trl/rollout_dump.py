@@ -1,0 +1,160 @@
+"""A callback that writes the rollouts of TRL's GRPO and RLOO for ``kleash mismatch`` and ``kleash doctor``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.diagnosis import write_rollouts
+from kleash.errors import CannotRunError, OptionError
+from kleash.integrations.trainer.callback import AttachedCallback
+from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
+
+
+class RolloutDump(AttachedCallback):
+    """Writes generated batches with the log-probabilities of trainer and engine, every so many steps.
+
+    Each process writes a file of its own, ``step-000010-rank-0.jsonl``, with token ids, masks, both columns, the
+    reference's where TRL has it (GRPO with a beta above 0), and ``version``: the number of updates of the weights. The
+    engine's column is vLLM's, or that of transformers' ``generate`` after its temperature and truncation. The trainer's
+    column is TRL's pass with the weights that generated; where TRL makes none, there is one more forward pass. Random
+    states are restored, so that the training is the same without the callback.
+    """
+
+    def __init__(self, folder: str | Path, *, every: int = 100) -> None:
+        """Create the callback; ``attach`` adds it to a trainer.
+
+        Args:
+            folder: where the files are written; it is made.
+            every: steps between two batches that are written; the first is.
+
+        Raises:
+            OptionError: if ``every`` is not at least 1.
+        """
+        if every < 1:
+            raise OptionError(f"every is the number of steps between two files, at least 1, and not {every}")
+        self.folder, self.every = Path(folder), every
+        self._next = 0
+
+    def attach(self, trainer: Any) -> "RolloutDump":
+        """Add this callback to TRL's GRPO or RLOO trainer; returns itself.
+
+        Raises:
+            OptionError: if the trainer is another one, or the callback is attached already.
+        """
+        if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+            raise OptionError(
+                f"RolloutDump reads the batches of TRL's GRPO and RLOO trainers, and {type(trainer).__name__} is "
+                "none; write its batches with kleash.diagnosis.write_rollouts"
+            )
+        super().attach(trainer)
+        generate = trainer._generate_and_score_completions
+
+        def generate_and_write(inputs: Any) -> Any:
+            step = trainer.state.global_step
+            if not trainer.model.training or step < self._next:
+                return generate(inputs)
+            with _generation_columns(trainer) as columns:
+                output = generate(inputs)
+            self._next = step + self.every
+            self._write(output, columns, step)
+            return output
+
+        trainer._generate_and_score_completions = generate_and_write
+        return self
+
+    def _write(self, output: dict[str, Any], columns: list["GenerationLogprobs"], step: int) -> None:
+        """Write a batch that TRL has generated."""
+        batch = dict(output)
+        if "sampling_per_token_logps" not in batch:
+            batch["sampling_per_token_logps"] = _engine_column(batch["completion_ids"], columns)
+        if "old_per_token_logps" not in batch:
+            batch["old_per_token_logps"] = self._trainer_column(batch)
+        is_known = ~batch["sampling_per_token_logps"].isnan()  # vLLM leaves some out
+        batch["completion_mask"] = batch["completion_mask"] * is_known
+        rank = self.trainer.accelerator.process_index
+        write_rollouts(self.folder / f"step-{step:06d}-rank-{rank}.jsonl", batch, version=step)
+
+    def _trainer_column(self, batch: dict[str, Any]) -> Tensor:
+        """Log-probabilities of the responses by the trainer, in the mode in which it trains."""
+        ids, mask = (
+            torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1)
+            for name in ("ids", "mask")
+        )
+        devices = [ids.device] if ids.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            return self.trainer._get_per_token_logps_and_entropies(
+                self.trainer.model,
+                ids,
+                mask,
+                batch["completion_ids"].shape[1],
+                batch_size=self.trainer.args.per_device_train_batch_size,
+            )[0]
+
+
+class GenerationLogprobs:
+    """The last of a generation's processors: keeps the log-probabilities of the tokens that are drawn after it."""
+
+    def __init__(self) -> None:
+        """Start with the first token."""
+        self.columns: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores unchanged."""
+        self._keep(input_ids[:, -1:])
+        self._last = scores.float().log_softmax(-1)
+        return scores
+
+    def of(self, completion_ids: Tensor) -> Tensor | None:
+        """Log-probabilities [batch, time] of all tokens, NaN after the last step; None if the shapes differ."""
+        steps = len(self.columns) + 1
+        if self._last is None or len(self._last) != len(completion_ids) or steps > completion_ids.shape[1]:
+            return None
+        self._keep(completion_ids[:, steps - 1 : steps])
+        values = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
+        values[:, :steps] = torch.cat(self.columns, dim=1)
+        return values
+
+    def _keep(self, drawn: Tensor) -> None:
+        """Keep the value of the tokens [batch, 1] that were drawn from the last distribution."""
+        if self._last is not None:
+            self.columns.append(self._last.gather(-1, drawn.to(self._last.device)))
+
+
+@contextmanager
+def _generation_columns(trainer: Any) -> Iterator[list[GenerationLogprobs]]:
+    """Context in which transformers' ``generate`` keeps log-probabilities: a column for each call of it."""
+    network = trainer.accelerator.unwrap_model(trainer.model)
+    network = network.get_base_model() if hasattr(network, "get_base_model") else network
+    make, columns = network._get_logits_processor, list[GenerationLogprobs]()
+
+    def with_column(*args: Any, **kwargs: Any) -> Any:
+        processors = make(*args, **kwargs)
+        columns.append(GenerationLogprobs())
+        processors.append(columns[-1])
+        return processors
+
+    network._get_logits_processor = with_column
+    try:
+        yield columns
+    finally:
+        del network._get_logits_processor
+
+
+def _engine_column(completion_ids: Tensor, columns: list[GenerationLogprobs]) -> Tensor:
+    """The log-probabilities of the one generation of a batch.
+
+    Raises:
+        CannotRunError: if there was none, or several, as with tools.
+    """
+    column = columns[0].of(completion_ids) if len(columns) == 1 else None
+    if column is None:
+        raise CannotRunError(
+            f"RolloutDump found {len(columns)} calls of generate for a batch of {len(completion_ids)} responses, and "
+            "reads the log-probabilities of one; generate with vLLM in GRPO, which returns them"
+        )
+    return column

@@ -1,0 +1,107 @@
+"""RolloutDump in real runs of TRL's trainers on a tiny model, read back by mismatch and doctor."""
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM
+from trl_batches import make
+
+from kleash.cli import main
+from kleash.diagnosis import diagnose, measure_mismatch, read_rollouts
+from kleash.errors import OptionError
+
+pytestmark = [
+    pytest.mark.peers("trl"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def trl() -> SimpleNamespace:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+
+        from kleash.integrations.trl import LeashedGRPOTrainer, RolloutDump
+    return SimpleNamespace(**vars(package), LeashedGRPOTrainer=LeashedGRPOTrainer, RolloutDump=RolloutDump)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GRPO", {}),
+        ("GRPO", {"temperature": 0.7, "top_k": 40, "beta": 0.0}),
+        ("GRPO", {"num_iterations": 2}),
+        ("LeashedGRPO", {}),
+        ("RLOO", {}),
+    ],
+)
+def test_rollouts_of_a_run_are_written_and_read(
+    trl: Any, folder: Path, tmp_path: Path, capsys: Any, kind: str, settings: dict[str, Any]
+) -> None:
+    config = getattr(trl, f"{kind.removeprefix('Leashed')}Config")
+    runs = []
+    for name in ("with", "without"):
+        trainer = make(
+            getattr(trl, f"{kind}Trainer"),
+            config,
+            str(folder),
+            tmp_path / name,
+            config_of={"max_steps": 4, **settings},
+        )
+        if name == "with":
+            trl.RolloutDump(tmp_path / "rollouts", every=2).attach(trainer)
+        trainer.train()
+        runs.append([weight.detach().clone() for weight in trainer.model.parameters()])
+    assert all(map(torch.equal, *runs)), "the training is the same with and without the callback"
+    files = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert files == ["step-000000-rank-0.jsonl", "step-000002-rank-0.jsonl"]
+    lines = (tmp_path / "rollouts" / files[1]).read_text().splitlines()
+    assert {json.loads(line)["version"] for line in lines} == {2}
+
+    rollouts = read_rollouts(tmp_path / "rollouts" / files[0])
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    temperature, top_k = settings.get("temperature", 1.0), settings.get("top_k", 0)
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        with torch.no_grad():
+            logits = network(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / temperature
+        drawn = torch.tensor(rollout.response_ids)[:, None]
+        logp = logits.log_softmax(-1)
+        counted = rollout.is_counted
+        expected = logp.gather(-1, drawn).squeeze(-1).numpy()
+        np.testing.assert_allclose(rollout.trainer[counted], expected[counted], atol=1e-4)
+        if top_k:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        cut = logits.log_softmax(-1).gather(-1, drawn).squeeze(-1).numpy()
+        np.testing.assert_allclose(rollout.engine[counted], cut[counted], atol=1e-4)
+        has_reference = "GRPO" in kind and settings.get("beta", 1) > 0
+        assert (rollout.reference is not None) == has_reference
+    record = measure_mismatch(tmp_path / "rollouts")
+    assert list(record.kl_by_file) == [str(tmp_path / "rollouts" / name) for name in files]
+    if not top_k:
+        assert record.numbers["kl_engine_trainer"].value < 1e-8
+    assert diagnose(rollouts).sequences == len(rollouts)
+    assert main(["doctor", str(tmp_path / "rollouts")]) == 0
+    assert "rollouts" in capsys.readouterr().out
+
+
+def test_other_trainers_and_intervals_are_refused(trl: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="write_rollouts"):
+        trl.RolloutDump(tmp_path).attach(SimpleNamespace(add_callback=print))
+    with pytest.raises(OptionError, match="at least 1"):
+        trl.RolloutDump(tmp_path, every=0)
