@@ -1,119 +1,384 @@
-"""Hypotheses that a column does not hold the natural log-probabilities of these tokens."""
+"""Hypotheses that need no model: what one column, or its noise, predicts of the other."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from kleash.diagnosis.hypotheses import IMPOSSIBLE
+from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.hypothesis import Hypothesis
-from kleash.diagnosis.noise_models import Floats, Residuals, rounding, token_unit
-from kleash.diagnosis.rollout_records import ROUNDING_NATS
-from kleash.diagnosis.token_table import TokenTable
+from kleash.diagnosis.residuals import (
+    DISTINCT,
+    SMALLEST_DIFFERENCE,
+    Family,
+    Floats,
+    at_most,
+    coarse,
+    equal_noise,
+    everywhere,
+    free,
+    on_some,
+    one_sided,
+    rounding,
+    token_unit,
+)
+from kleash.diagnosis.token_table import TokenTable, short_dtype
 
-CERTAIN = IMPOSSIBLE + 1
-"""Log-likelihood of a token where the values themselves decide: above that of logits."""
-BASES = {"2": math.log(2), "10": math.log(10)}
-"""Base of a logarithm -> nats for each of its units."""
-FALLING = -0.2
-"""Correlation of positive values with log-probabilities below which they are no logits, which rise with them."""
-LEAST_RESPONSES = 2
-"""Responses of several tokens that a column with one value for each response has at least."""
-LARGEST_CORRELATION = 0.2
-"""Correlation of the columns up to which they may be of different tokens."""
+SHIFTS = (1, -1, 2, -2, 3, -3)
+"""Tokens by which a column may be shifted."""
+MISTAKES = 0.02
+"""Share of outliers that a right prediction leaves at most."""
+LARGEST_COARSE = 0.06
+"""Errors of logits in nats that rounding and 8 bits make at most."""
+BASES = {"to base 2": math.log(2), "to base 10": math.log(10)}
+"""Logarithm -> nats for each of its units."""
+PROBABILITY_BINS, POSITION_BINS = 12, 4
 
 
-def column_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
-    """Hypotheses that a column is constant, in another unit, of the other sign, or of other tokens.
+def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+    """Differences that are rounding, and noise of other sizes or on a part of the tokens.
 
     Args:
         table: the tokens.
-        largest_scale: the largest error of logits that rounding explains, in nats.
+        limit: the largest error of logits that rounding explains, in nats.
     """
-    sides = (("engine", table.engine, table.trainer), ("trainer", table.trainer, table.engine))
-    for name, column, other in sides:
-        evidence = _evidence_of_values(column, other) or _evidence_of_sums(table, column, other)
-        if evidence is not None:
-            yield Hypothesis(
-                cause="column",
-                log_likelihood=table.by_sequence(np.full(len(column), CERTAIN)),
-                parameters=0,
-                evidence=f"the {name}'s values {evidence}",
-                is_unmistakable=True,
-            )
-    yield from _base_hypotheses(table, largest_scale)
-    yield from _independence_hypotheses(table)
-
-
-def _evidence_of_values(column: Floats, other: Floats) -> str | None:
-    """What the values of a column are instead of log-probabilities, if they show it."""
-    if np.ptp(column) == 0:
-        if np.ptp(other) == 0:
-            return None
-        cause = "was not filled in, or that side is greedy" if column[0] == 0 else "was not filled in"
-        return f"are all {column[0]:g}: the column {cause}"
-    if column.min() >= 0 and column.max() <= 1 and column.mean() > ROUNDING_NATS:
-        return f"are from {column.min():.2g} to {column.max():.2g}: probabilities, not their logarithms"
-    if column.min() >= 0 and (other <= ROUNDING_NATS).all() and _correlation(column, other) < -0.9:
-        return "are those of the other side with the other sign: negative log-likelihoods"
-    if column.min() >= 0 and (other <= ROUNDING_NATS).all() and _correlation(column, other) < FALLING:
-        return "are above 0 and larger where the other side's log-probabilities are smaller: entropies"
-    return None
-
-
-def _evidence_of_sums(table: TokenTable, column: Floats, other: Floats) -> str | None:
-    """Whether a column has one value for each response, in the place of one for each token."""
-    first = np.flatnonzero(np.diff(table.sequence, prepend=-1))
-    lengths = np.diff(np.r_[first, len(column)])
-    if (
-        (lengths > 1).sum() < LEAST_RESPONSES
-        or (column != np.repeat(column[first], lengths)).any()
-        or (other == np.repeat(other[first], lengths)).all()
-    ):
-        return None
-    sums = np.add.reduceat(other, first)
-    distances = {
-        "the sum over": np.abs(column[first] - sums),
-        "the mean of": np.abs(column[first] - sums / lengths),
-    }
-    statistic = min(distances, key=lambda name: float(np.median(distances[name])))
-    return f"are equal within each response, near to {statistic} its log-probabilities; give one value for each token"
-
-
-def _base_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
-    """One column has logarithms to base 2 or 10; the differences in nats are rounding."""
-    for base, nats in BASES.items():
-        scales = {"engine": (1.0, nats), "trainer": (nats, 1.0)}
-        for name, (of_trainer, of_engine) in scales.items():
-            engine = of_engine * table.engine
-            difference = of_trainer * table.trainer - engine
-            fit = rounding(Residuals(difference, token_unit(engine), table.rounding_error), largest_scale)
-            yield Hypothesis(
-                cause="column",
-                log_likelihood=table.by_sequence(fit.log_likelihood),
-                parameters=2,
-                evidence=f"the {name}'s values are logarithms to base {base}: times {nats:.4g} they equal the other "
-                "side's, up to rounding",
-            )
-
-
-def _independence_hypotheses(table: TokenTable) -> Iterator[Hypothesis]:
-    """The columns are of different tokens: the trainer's values have their own distribution, whatever the engine's."""
-    correlation = _correlation(table.trainer, table.engine)
-    mean = -float(table.trainer.mean())
-    if mean <= 0 or not -1 < correlation <= LARGEST_CORRELATION:
-        return
-    yield Hypothesis(
-        cause="column",
-        log_likelihood=table.by_sequence(np.minimum(table.trainer, 0) / mean - math.log(mean)),
-        parameters=1,
-        evidence=f"the columns do not depend on each other (correlation {correlation:.2f}), as if they were of other "
-        "responses, or of tokens in another order",
+    fault = max(SMALLEST_DIFFERENCE, DISTINCT * limit)
+    size = np.abs(table.difference)
+    typical, far = (
+        float(np.median(size)),
+        size > DISTINCT * np.hypot(limit * table.unit, table.rounding_error),
+    )
+    of_tokens = (
+        f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
 
+    def hypothesis(
+        cause: str, evidence: str, family: Family, unit: Floats = table.unit, penalty: float = 0.0
+    ):
+        return Hypothesis(
+            cause=cause,
+            evidence=evidence,
+            residual=table.difference,
+            family=family,
+            unit=unit,
+            penalty=penalty,
+        )
 
-def _correlation(first: Floats, second: Floats) -> float:
-    """Pearson's correlation; NaN if a column is constant."""
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
+    slopes = [_trend(table, place) for place in (table.position, table.position + table.prompt_tokens)]
+    units = (table.unit, table.unit * slopes[0][1])
+    for unit in units:
+        yield hypothesis(HEALTHY, f"errors of logits of {typical:.2g} nats", rounding(limit), unit)
+    every = f"every token differs, by {typical:.2g} nats in the median"
+    for residual, unit in ((0.0, units[0]), (0.0, units[1]), (_bias(table), units[0])):
+        plain = hypothesis("weights", every, everywhere(fault), unit)
+        yield replace(plain, residual=table.difference - residual)
+    for slope, profile in slopes:
+        if slope < STEEPEST:
+            what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
+            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=1.0)
+    yield hypothesis(
+        "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
+    )
+    yield hypothesis("tensor_parallel", of_tokens, on_some(limit, max(fault, 0.1), 3e-4, 0.02), penalty=1.0)
+    for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
+        what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
+        yield hypothesis("precision", what, coarse(float(scale)), penalty=1.0)
+    for scale in np.geomspace(max(3e-4, 0.03 * limit), 0.3, 8):
+        what = (
+            f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
+        )
+        yield hypothesis("precision", what, equal_noise(limit, float(scale)), penalty=1.0)
+    for decay in (1.0, 3.0, 10.0, 30.0):
+        for least in (0.003, 0.03, 0.1):
+            what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
+            unit = table.unit * (1 / (1 + table.position / decay) + least)
+            yield hypothesis("context", what, everywhere(fault), unit, penalty=2.0)
+
+
+def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
+    """Errors of any sizes and signs, with and without a bias by probability and position."""
+    trend = _trend(table, table.position)[1]
+    for residual, profile in ((_bias(table), 1.0), (0.0, trend), (0.0, 1.0)):
+        yield Hypothesis(
+            cause=UNEXPLAINED,
+            evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in the median, follow no "
+            "cause better than errors of any size and sign",
+            residual=table.difference - residual,
+            family=free(),
+            unit=table.unit * profile,
+        )
+
+
+def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+    """The size of the errors changes at a token, counted from the beginning of the response or of the sequence."""
+    for what, place in (
+        ("response", table.position),
+        ("sequence", table.position + table.prompt_tokens),
+    ):
+        found = _change(table, place, np.ones(len(place), dtype=bool))
+        if found is None:
+            continue
+        profile = np.ones(len(place))
+        for number in (0, 1):
+            start, ratio = _change(table, place, table.fold != number) or found
+            inside = table.fold == number
+            profile[inside] = np.where(place[inside] < start, 1.0, ratio)
+        start, ratio = found
+        if not max(ratio, 1 / ratio) > SMALLEST_CHANGE:
+            continue
+        yield Hypothesis(
+            cause="break",
+            evidence=f"from token {start} of the {what} on, counted from 0, the differences are "
+            f"{max(ratio, 1 / ratio):.2g} times as {'large' if ratio > 1 else 'small'} as before",
+            residual=table.difference,
+            family=free(),
+            unit=table.unit * profile,
+            penalty=1.0,
+        )
+
+
+SMALLEST_CHANGE = 1.5
+"""Ratio of the sizes of errors from which a break is a hypothesis."""
+
+
+def _log_sizes(table: TokenTable) -> tuple[Floats, np.ndarray]:
+    """Log of each error of a logit, and which tokens are uncertain enough to have one."""
+    size = np.abs(table.difference) / np.maximum(table.unit, 1e-12)
+    return np.log(np.maximum(size, 1e-7)), table.unit > 1e-3
+
+
+def _change(table: TokenTable, place: np.ndarray, is_used: np.ndarray) -> tuple[int, float] | None:
+    """The place at which the mean log of the errors changes most, and the ratio of sizes; None with few tokens."""
+    logs, is_uncertain = _log_sizes(table)
+    chosen = is_used & is_uncertain
+    counts = np.bincount(place[chosen], minlength=1).astype(float)
+    sums = np.bincount(place[chosen], weights=logs[chosen], minlength=1)
+    before, after = counts.cumsum()[:-1], counts.sum() - counts.cumsum()[:-1]
+    is_possible = np.minimum(before, after) >= max(20, 0.03 * counts.sum())
+    if not is_possible.any():
+        return None
+    low = sums.cumsum()[:-1] / np.maximum(before, 1)
+    high = (sums.sum() - sums.cumsum()[:-1]) / np.maximum(after, 1)
+    gain = np.where(is_possible, (high - low) ** 2 * before * after, -1.0)
+    best = int(gain.argmax())
+    return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20)))
+
+
+STEEPEST = -0.25
+"""Power of the position below which errors that shrink with it may be of another context."""
+
+
+def _trend(table: TokenTable, place: np.ndarray) -> tuple[float, Floats]:
+    """The power of a place that the errors grow or shrink with, and its values, whose logarithms have mean 0."""
+    logs, is_uncertain = _log_sizes(table)
+    if not is_uncertain.any():
+        return 0.0, np.ones(len(place))
+    log_place = np.log1p(place) - np.log1p(place)[is_uncertain].mean()
+    total = float((log_place[is_uncertain] ** 2).sum())
+    slope = float((log_place * logs)[is_uncertain].sum()) / total if total else 0.0
+    return slope, np.exp(np.clip(slope * log_place, -8, 8))
+
+
+def _bias(table: TokenTable) -> Floats:
+    """The median difference of tokens of like probability and position, by the other fold's tokens."""
+    order = np.argsort(np.argsort(table.trainer)) * PROBABILITY_BINS // len(table.trainer)
+    place = table.position * POSITION_BINS // (table.position.max() + 1)
+    cell, bias = order * POSITION_BINS + place, np.zeros(len(order))
+    for number in (0, 1):
+        others = table.fold != number
+        for one in np.unique(cell):
+            values = (table.difference / np.maximum(table.unit, 1e-12))[others & (cell == one)]
+            inside = (table.fold == number) & (cell == one)
+            if len(values) >= 20:
+                bias[inside] = float(np.median(values)) * table.unit[inside]
+    return bias
+
+
+def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+    """One column predicts the other up to rounding: shifted, cut, in another unit, after a penalty."""
+
+    def exact(cause: str, evidence: str, residual: Floats, penalty: float = 1.0) -> Hypothesis:
+        return Hypothesis(
+            cause=cause,
+            evidence=evidence,
+            residual=residual,
+            family=rounding(limit, MISTAKES),
+            unit=table.unit,
+            penalty=penalty,
+        )
+
+    for offset in SHIFTS:
+        when, tokens = (
+            "next" if offset > 0 else "previous",
+            f"token but {abs(offset) - 1}" if abs(offset) > 1 else "token",
+        )
+        what = f"the trainer's value of the {when} {tokens} equals the engine's of this one, up to rounding"
+        yield exact("shift", what, table.neighbour(table.trainer, offset) - table.engine)
+    realigned, faulty, example = _realigned(table, limit)
+    if faulty:
+        what = (
+            f"in {faulty} of {table.num_sequences} responses one column has a token more or less from some token on, "
+            f"after which its values are {abs(example)} token{'s' * (abs(example) > 1)} apart from the other's"
+        )
+        yield exact(
+            "insertion", what, realigned, penalty=faulty * math.log(6 * len(realigned) / table.num_sequences)
+        )
+    for name, column, other, sign in (
+        ("engine", table.engine, table.trainer, -1.0),
+        ("trainer", table.trainer, table.engine, 1.0),
+    ):
+        for base, nats in BASES.items():
+            what = f"the {name}'s values are logarithms {base}: times {nats:.4g} they equal the other side's"
+            yield exact("column", what, sign * (nats * column - other))
+        in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
+        if in_run.any() and not in_run.all():
+            yield _run_hypothesis(table, name, column, in_run, exact)
+        gap = -sign * (other - column)
+        mass = float(np.exp(-np.maximum(sign * table.difference, 0)).mean())
+        yield Hypothesis(
+            cause="truncation",
+            evidence=f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
+            f"{mass:.1%} of the mass on average",
+            residual=table.difference,
+            family=one_sided(limit, int(sign)),
+            unit=table.unit,
+            penalty=2.0 + 0 * gap.size,
+        )
+        for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
+            if is_seen.any() and not is_seen.all():
+                yield Hypothesis(
+                    cause="penalty",
+                    evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, those "
+                    "of all others higher",
+                    residual=table.difference * np.where(is_seen, -1.0, 1.0),
+                    family=one_sided(limit, int(sign), 0.1),
+                    unit=table.unit,
+                    penalty=2.0,
+                )
+
+
+def _run_hypothesis(table: TokenTable, name: str, column: Floats, in_run: np.ndarray, exact) -> Hypothesis:
+    """Runs of equal values are placeholders; the other tokens differ by rounding."""
+    values, runs = np.unique(column[in_run]), int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
+    repetition = (16 if short_dtype(column) is None else 7) * math.log(2)
+    kind = (
+        "of one token, as padding is"
+        if len(np.unique(table.token_id[in_run])) == 1
+        else "of different tokens"
+    )
+    what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})"
+    starts = table.position[in_run & ~np.r_[False, in_run[:-1]]]
+    is_stretch = runs > 2 and np.mean(starts == np.median(starts)) > 0.5 and runs > 0.5 * table.num_sequences
+    hypothesis = exact(
+        "column" if is_stretch else "mask",
+        what,
+        np.where(in_run, np.nan, table.difference),
+        penalty=1.0 + 2.0 * min(len(values), 3) - repetition * (int(in_run.sum()) - runs),
+    )
+    return hypothesis
+
+
+FLAGGED_NATS = 1e-3
+"""Difference from which a token in a run of equal values is taken for a placeholder."""
+
+
+def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
+    """The differences where, from some token of a response on, one column is shifted; how many responses; one shift.
+
+    In each response the shift and the token are chosen that make the sum of log(|difference|) smallest.
+    """
+    residual, floor = table.difference.copy(), np.hypot(1e-6, table.rounding_error)
+    small = float(np.quantile(np.abs(residual) / np.maximum(table.unit, 1e-3), 0.1))
+    width = np.hypot(np.hypot(min(max(small, 1e-6), limit), 1e-6) * table.unit, floor)
+    costs = {
+        offset: np.log1p(
+            np.minimum(np.abs(table.neighbour(table.trainer, offset) - table.engine) / width, 1e9) ** 2 / 2
+        )
+        for offset in SHIFTS
+    }
+    plain = np.log1p((np.abs(residual) / width) ** 2 / 2)
+    moved = {offset: table.neighbour(table.trainer, offset) - table.engine for offset in SHIFTS}
+    faulty, example = 0, 0
+    starts = np.flatnonzero(np.diff(table.sequence, prepend=-1))
+    for start, end in zip(starts, [*starts[1:], len(residual)], strict=True):
+        before = plain[start:end].cumsum()
+        best = (float(before[-1]) - 2 * math.log(6 * (end - start)), 0, 0)
+        for offset in SHIFTS:
+            cost = np.nan_to_num(costs[offset][start:end], nan=2.0)
+            # The token at which the shift begins is a value of its own.
+            total = before[:-2] + cost[::-1].cumsum()[::-1][2:]
+            place = int(total.argmin()) if len(total) else 0
+            if len(total) and float(total[place]) < best[0]:
+                best = (float(total[place]), offset, place)
+        if best[1]:
+            _, example, place = best
+            faulty += 1
+            residual[start + place + 1] = np.nan
+            residual[start + place + 2 : end] = moved[example][start + place + 2 : end]
+    return residual, faulty, example
+
+
+def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+    """The differences follow a curve of the log-probability, as between temperatures.
+
+    log p at beta = 1/T is (beta - 1) (log p + H) more than at 1, with H the Renyi entropy of order beta at the
+    position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
+    size that beta - 1 determines.
+    """
+    for name, column, sign in (("engine", table.engine, 1.0), ("trainer", table.trainer, -1.0)):
+        values, column = sign * table.difference, np.minimum(column, 0.0)
+        for power in ENTROPY_POWERS:
+            curve = token_unit(column) ** power
+            basis = np.stack([column, curve], axis=1)
+            weight = 1 / np.hypot(curve, 0.01)
+            usable = np.abs(values) < 10
+            slope, height = np.linalg.lstsq(
+                basis[usable] * weight[usable, None], values[usable] * weight[usable], rcond=None
+            )[0]
+            if abs(slope) < SMALLEST_SLOPE or slope < SMALLEST_RATIO - 1 or not 0 < height / slope < 8:
+                continue
+            is_sharper = (slope > 0) == (name == "engine")
+            sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
+            yield Hypothesis(
+                cause="temperature",
+                evidence=f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times "
+                f"the {flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of "
+                f"the {sharper}'s",
+                residual=values - basis @ np.array([slope, height]),
+                family=at_most(max(LARGEST_SPREAD * abs(slope), limit)),
+                unit=curve,
+                penalty=2.0,
+            )
+
+
+def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:
+    """The slope of the log-odds of the flatter side's tokens over those of the sharper side's, by least squares.
+
+    With k equally likely alternatives at every position, log(p / (1 - p)) at a temperature of T is
+    (log(p / (1 - p)) + (1 - T) log k) / T, with p that of temperature 1: the slope is the ratio of the temperatures.
+    """
+    is_uncertain = np.minimum(token_unit(table.trainer), token_unit(table.engine)) > np.maximum(
+        SMALLEST_UNIT, DISTINCT * table.rounding_error
+    )
+    trainer, engine = (
+        np.minimum(column[is_uncertain], 0.0) - np.log(token_unit(column[is_uncertain]))
+        for column in (table.trainer, table.engine)
+    )
+    if len(trainer) < 2 or np.ptp(trainer) == 0 or np.ptp(engine) == 0:
         return math.nan
-    return float(np.corrcoef(first, second)[0, 1])
+    covariance = np.cov(trainer, engine)
+    return float(covariance[0, 1] / covariance[(0, 0) if sharper == "trainer" else (1, 1)])
+
+
+SMALLEST_UNIT = 1e-4
+"""1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
+SMALLEST_SLOPE = 0.005
+"""Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+SMALLEST_RATIO = 0.1
+"""Ratio of the two temperatures from which they are a hypothesis."""
+ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
+"""Powers of 1 - p that the mean of H is proportional to."""
+LARGEST_SPREAD = 2.0
+"""Standard deviation of the entropy among positions at which the drawn token has one probability, in nats for each
+1 - p, at most."""

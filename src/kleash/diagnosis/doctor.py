@@ -1,21 +1,27 @@
-"""The doctor: ranks the causes of a mismatch by how well each explains the columns of log-probabilities."""
+"""The doctor: ranks the causes of a mismatch by how well each predicts the columns on held-out responses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from kleash.diagnosis.causes import CAUSES, HEALTHY
-from kleash.diagnosis.column_hypotheses import column_hypotheses
-from kleash.diagnosis.hypotheses import hypotheses_without_models
-from kleash.diagnosis.hypothesis import Hypothesis
-from kleash.diagnosis.model_hypotheses import hypotheses_with_models
+from kleash.diagnosis.causes import CAUSES, HEALTHY, UNEXPLAINED
+from kleash.diagnosis.column_hypotheses import (
+    break_hypotheses,
+    noise_hypotheses,
+    prediction_hypotheses,
+    temperature_hypotheses,
+    unexplained,
+)
+from kleash.diagnosis.column_values import evidence_of_values, padding
+from kleash.diagnosis.hypothesis import Hypothesis, probabilities
+from kleash.diagnosis.model_hypotheses import model_hypotheses, wrong_side
 from kleash.diagnosis.model_scores import ModelScores
-from kleash.diagnosis.noise_models import healthy_scale
-from kleash.diagnosis.part_of_responses import hypotheses_about_some_responses
 from kleash.diagnosis.reference_column import reference_hypotheses
+from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
+from kleash.diagnosis.sampler import sampler_evidence
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
@@ -25,11 +31,17 @@ from kleash.store import Diagnosis
 from kleash.store.likely_causes import LikelyCause
 from kleash.version import __version__
 
-RESAMPLES = 200
 SMALLEST_PROBABILITY = 0.01
 """Causes below it are not listed."""
-MIN_TOKENS, MOST_TOKENS = 50, 100_000
-"""Fewer tokens than the first are not diagnosed; of more than the second, a sample is."""
+CERTAIN = 0.98
+"""Probability of a cause that the values themselves show, and of any cause at most."""
+LARGEST_HEALTHY = 0.2
+"""Probability of a healthy engine from which there is no finding."""
+MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 25_000
+"""Fewer tokens than the first are not diagnosed; of more than the second, or the third with models, a sample is."""
+FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.1
+"""Share of a response's tokens that differ by more than rounding: above the first it has a fault, up to the second it
+has none; the last is the share of responses between the two with which the fault is in all of them."""
 
 
 def diagnose(
@@ -42,11 +54,10 @@ def diagnose(
 ) -> Diagnosis:
     """Rank the likely causes of a mismatch between trainer and engine.
 
-    Each cause is a likelihood of the differences of the two columns; with the models, many are a prediction of the
-    differences, scored again under the hypothesis, that leaves only rounding. The probability of a cause is the share
-    of resamples of the responses in which it has the largest likelihood, with a penalty for fitted parameters. A
-    healthy engine, whose differences rounding explains, is one of the hypotheses: if it is the likeliest, there are
-    no findings.
+    Each cause predicts the differences of the two columns, and one mixture of scales is the model of what it leaves.
+    The probability of a cause comes from its likelihood on responses that its mixture was not fitted to, against all
+    other causes, rounding, and differences of any size and sign that no cause explains ("unexplained"). If rounding
+    explains them, there are no findings.
 
     Args:
         rollouts: with trainer's and engine's log-probabilities, and perhaps the reference's. Of more than 100 000
@@ -59,9 +70,9 @@ def diagnose(
     Raises:
         ModelError, NonFiniteError: if a model cannot score the tokens.
     """
-    largest_scale = healthy_scale(rounding)
+    limit = healthy_scale(rounding)
     tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
-    examined = sample_rollouts(rollouts, MOST_TOKENS)
+    examined = sample_rollouts(rollouts, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
     table = tabulate(examined)
     notes: list[str] = []
     findings: list[LikelyCause] = []
@@ -73,16 +84,15 @@ def diagnose(
     if tokens < MIN_TOKENS:
         notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
-        hypotheses = hypotheses_without_models(table, largest_scale)
-        hypotheses += column_hypotheses(table, largest_scale)
-        hypotheses += hypotheses_about_some_responses(table, largest_scale)
-        scores = None
-        if pair is not None:
-            scores = ModelScores.of(pair, examined, table, batch_tokens)
-            hypotheses += hypotheses_with_models(scores, hypotheses, largest_scale)
-            hypotheses = [hypothesis for hypothesis in hypotheses if not hypothesis.is_superseded]
-        findings += _ranked(hypotheses, has_models=pair is not None)
-        findings += _ranked(reference_hypotheses(table, scores, largest_scale), has_models=pair is not None)
+        padded = padding(table)
+        if padded.any():
+            findings.append(_padding_finding(table, padded))
+            examined = [
+                replace(each, is_counted=_without(each.is_counted, padded[table.sequence == number]))
+                for number, each in enumerate(examined)
+            ]
+            table = tabulate(examined)
+        findings += _findings(examined, table, pair, limit, batch_tokens)
         findings.sort(key=lambda finding: -finding.probability)
         findings = _with_short_column(findings, table)
         notes += _impossible_values(table)
@@ -99,10 +109,18 @@ def diagnose(
                 "the log-probabilities of both sides are 16-bit numbers, so differences of about "
                 f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; keep them in float32"
             )
+        if pair is None:
+            notes.append(
+                "without the models, it cannot be seen whether the tokens were drawn from these distributions"
+            )
         if table.reference is None:
             notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
         elif pair is None:
-            notes.append("without the models, a reference of the wrong weights cannot be seen")
+            equal = ", and it equals the trainer's column, right only before the first update"
+            is_equal = np.array_equal(table.reference, table.trainer)
+            notes.append(
+                f"without the models, a reference of the wrong weights cannot be seen{equal if is_equal else ''}"
+            )
     return Diagnosis(
         kleash=__version__,
         file=file,
@@ -157,13 +175,7 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
     named = [finding for finding in findings if finding.cause == "precision"]
     if named:
         evidence = f"{evidence}; {named[0].evidence}"
-    precision = LikelyCause(
-        cause="precision",
-        meaning=CAUSES["precision"].meaning,
-        probability=1.0,
-        evidence=evidence,
-        next_test=CAUSES["precision"].next_test,
-    )
+    precision = _finding("precision", CERTAIN, evidence)
     if named:
         return [precision if finding.cause == "precision" else finding for finding in findings]
     return [*findings, precision]
@@ -180,51 +192,117 @@ def _impossible_values(table: TokenTable) -> list[str]:
     ]
 
 
-def _ranked(hypotheses: Sequence[Hypothesis], *, has_models: bool) -> list[LikelyCause]:
-    """The causes among hypotheses by probability; none if the healthy hypothesis is the likeliest."""
+def _padding_finding(table: TokenTable, padded: np.ndarray) -> LikelyCause:
+    """The finding that responses end with padding that counts."""
+    ended = len(np.unique(table.sequence[padded]))
+    return _finding(
+        "mask",
+        CERTAIN,
+        f"{ended} of {table.num_sequences} responses end with one token, {padded.sum():,} times in all, at which both "
+        f"columns have one value ({table.trainer[padded][0]:g} and {table.engine[padded][0]:g}): padding",
+    )
+
+
+def _without(is_counted: np.ndarray, is_padding: np.ndarray) -> np.ndarray:
+    """A mask without the tokens, among those that count, that are padding."""
+    mask = is_counted.copy()
+    mask[np.flatnonzero(is_counted)[is_padding]] = False
+    return mask
+
+
+def _finding(cause: str, probability: float, evidence: str, alike: tuple[str, ...] = ()) -> LikelyCause:
+    """A finding with the words of its cause."""
+    known = CAUSES[cause]
+    return LikelyCause(
+        cause=cause,
+        meaning=known.meaning,
+        probability=min(CERTAIN, float(probability)),
+        evidence=evidence,
+        next_test=known.next_test,
+        alike=alike,
+    )
+
+
+def _findings(
+    rollouts: Sequence[RolloutRecord], table: TokenTable, pair: Pair | None, limit: float, batch_tokens: int
+) -> list[LikelyCause]:
+    """The findings about the columns of trainer and engine, the sampler, and the reference's column."""
+    shown = evidence_of_values(table)
+    if shown is not None:
+        return [_finding(shown.cause, CERTAIN, shown.evidence, shown.alike)]
+    is_faulty = _faulty_responses(table, limit)
+    prefix, part = "", table
+    if is_faulty is not None:
+        prefix = f"in {is_faulty.sum()} of {table.num_sequences} responses, the others are healthy: "
+        numbers = np.unique(table.sequence)[is_faulty]
+        part = table.selected(np.isin(table.sequence, numbers))
+    scores = None if pair is None else ModelScores.of(pair, rollouts, table, batch_tokens)
+    of_part = scores
+    if pair is not None and is_faulty is not None:
+        faulty = [rollouts[number] for number in np.unique(part.sequence)]
+        part = tabulate(faulty)
+        of_part = ModelScores.of(pair, faulty, part, batch_tokens)
+    hypotheses = list(_hypotheses(part, of_part, limit))
+    findings = _ranked(part, hypotheses, has_models=pair is not None, prefix=prefix)
+    if scores is not None and not findings:
+        sampler = sampler_evidence(scores, limit)
+        if sampler is not None and sampler.probability > 0.5:
+            findings.append(_finding("sampler", sampler.probability, sampler.evidence))
+    of_reference = list(reference_hypotheses(table, scores, limit))
+    return findings + _ranked(table, of_reference, has_models=pair is not None)
+
+
+def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
+    """Which responses differ by more than rounding at many tokens, where the others do at few; None if all are alike."""
+    is_large = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error + 1e-5)
+    numbers = np.unique(table.sequence, return_inverse=True)[1]
+    share = np.bincount(numbers, weights=is_large) / np.bincount(numbers)
+    is_faulty = share > FAULTY_SHARE
+    unclear = int(np.sum((share > SOUND_SHARE) & ~is_faulty))
+    if min(is_faulty.sum(), (~is_faulty).sum()) < 2 or unclear > LARGEST_UNCLEAR * len(share):
+        return None
+    return is_faulty
+
+
+def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> Iterator[Hypothesis]:
+    """All hypotheses, the free one last. Those of the models stand for what the columns alone can only resemble."""
+    side = None if scores is None else wrong_side(scores)
+    for hypothesis in (*noise_hypotheses(table, limit), *break_hypotheses(table, limit)):
+        if not (side == "trainer" and hypothesis.cause == "weights"):
+            yield hypothesis
+    for hypothesis in prediction_hypotheses(table, limit):
+        if scores is None or hypothesis.cause not in ("truncation", "penalty"):
+            yield hypothesis
+    yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
+    yield from unexplained(table)
+
+
+def _ranked(
+    table: TokenTable, hypotheses: Sequence[Hypothesis], *, has_models: bool, prefix: str = ""
+) -> list[LikelyCause]:
+    """The causes among hypotheses by probability; none if rounding explains the columns."""
     if not hypotheses:
         return []
-    probabilities = _probabilities(hypotheses)
+    shares = probabilities(table, hypotheses)
     by_cause: dict[str, float] = {}
-    for hypothesis, probability in zip(hypotheses, probabilities, strict=True):
-        for cause in _causes(hypothesis):
-            by_cause[cause] = by_cause.get(cause, 0.0) + probability
-    if max(by_cause, key=lambda cause: by_cause[cause]) == HEALTHY:
+    for hypothesis, share in zip(hypotheses, shares, strict=True):
+        for cause in hypothesis.causes:
+            by_cause[cause] = by_cause.get(cause, 0.0) + float(share)
+    if by_cause.get(HEALTHY, 0.0) > LARGEST_HEALTHY:
         return []
     findings: list[LikelyCause] = []
-    grouped: set[str] = set()
+    grouped: set[str] = {HEALTHY}
     for cause in sorted(by_cause, key=lambda cause: -by_cause[cause]):
-        if cause == HEALTHY or cause in grouped:
+        if cause in grouped:
             continue
-        best = max((h for h in hypotheses if cause in _causes(h)), key=lambda h: h.score)
-        alike = () if has_models or best.is_unmistakable else CAUSES[cause].alike
+        best = max(
+            zip(hypotheses, shares, strict=True),
+            key=lambda pair: pair[1] if cause in pair[0].causes else -1.0,
+        )[0]
+        alike = best.alike if best.alike is not None else () if has_models else CAUSES[cause].alike
         alike = tuple(name for name in alike if name not in grouped)
         probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
         grouped |= {cause, *alike}
         if probability >= SMALLEST_PROBABILITY:
-            findings.append(
-                LikelyCause(
-                    cause=cause,
-                    meaning=CAUSES[cause].meaning,
-                    probability=float(min(1.0, probability)),
-                    evidence=best.evidence,
-                    next_test=CAUSES[cause].next_test,
-                    alike=alike,
-                )
-            )
+            findings.append(_finding(cause, probability, prefix + best.evidence, alike))
     return findings
-
-
-def _causes(hypothesis: Hypothesis) -> tuple[str, ...]:
-    """The one or two causes of a hypothesis."""
-    return tuple(cause for cause in (hypothesis.cause, hypothesis.second_cause) if cause is not None)
-
-
-def _probabilities(hypotheses: Sequence[Hypothesis]) -> np.ndarray:
-    """The share of resamples of the responses in which each hypothesis has the largest score."""
-    log_likelihoods = np.stack([hypothesis.log_likelihood for hypothesis in hypotheses])
-    penalties = np.array([hypothesis.penalty for hypothesis in hypotheses])
-    count = log_likelihoods.shape[1]
-    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    winners = (draws @ log_likelihoods.T - penalties).argmax(axis=1)
-    return np.bincount(winners, minlength=len(hypotheses)) / RESAMPLES

@@ -1,6 +1,5 @@
 """The log-probabilities of rollouts' tokens under the models, also at other settings and after other prompts."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.diagnosis.noise_models import Floats
+from kleash.diagnosis.residuals import Floats
 from kleash.diagnosis.rollout_records import RolloutRecord
 from kleash.diagnosis.token_table import TokenTable
 from kleash.divergences import truncate
@@ -19,12 +18,19 @@ from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import checked_reader
 from kleash.models.sequences import batch_by_length
 
-LOGITS_AT_ONCE = 2**24
+LOGITS_AT_ONCE = 2**22
 """Logits that are in memory at a time."""
 FITTED_TOKENS = 512
 """Tokens to which a temperature or a truncation is fitted, before all are scored with it."""
 Settings = Mapping[str, int | float]
 """Settings of truncated sampling: "top_p", "top_k" or "min_p"."""
+Transform = Callable[[Tensor, np.ndarray], Tensor]
+"""Maps logits, and the indices of their tokens in the table, to values of all tokens or one value each."""
+
+
+def log_probabilities(logits: Tensor, rows: np.ndarray) -> Tensor:
+    """The log-probabilities of all tokens; ``rows`` has no effect."""
+    return logits.log_softmax(-1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,55 +60,85 @@ class ModelScores:
     @cached_property
     def policy(self) -> Floats:
         """Log-probabilities of the tokens under the policy, in nats."""
-        return self.token_logp()
+        return self.column()
 
     @cached_property
     def reference(self) -> Floats:
         """Log-probabilities of the tokens under the reference, in nats."""
-        hidden = hidden_states(self.pair.reference, self.sequences, self.batch_tokens)
-        return self.token_logp(hidden=hidden[torch.from_numpy(self.table.rows)], model=self.pair.reference)
-
-    def token_logp(
-        self,
-        transform: Callable[[Tensor], Tensor] = lambda logits: logits.log_softmax(-1),
-        *,
-        hidden: Tensor | None = None,
-        model: Model | None = None,
-        rows: np.ndarray | None = None,
-    ) -> Floats:
-        """A function of the logits at the drawn tokens.
-
-        Args:
-            transform: maps float32 logits [tokens, vocab] to values of all tokens of the vocabulary, by default
-                log-probabilities.
-            hidden: hidden states of all tokens of the table; None for the policy's.
-            model: whose head is used; None for the policy.
-            rows: indices of the tokens in the table; None for all.
-        """
-        hidden = self.hidden if hidden is None else hidden
-        token_ids = torch.from_numpy(self.table.token_id)
-        if rows is not None:
-            hidden, token_ids = hidden[torch.from_numpy(rows)], token_ids[torch.from_numpy(rows)]
-        values = [
-            transform(logits).gather(-1, ids.to(logits.device).unsqueeze(-1)).squeeze(-1).double().cpu()
-            for logits, ids in self._logits(hidden, token_ids, model or self.pair.policy)
-        ]
-        return torch.cat(values).numpy()
-
-    def at_temperature(self, temperature: float) -> Floats:
-        """Log-probabilities of the tokens under the policy at a temperature."""
-        return self.token_logp(lambda logits: (logits / temperature).log_softmax(-1))
+        return self.column(model=self.pair.reference)
 
     @cached_property
-    def sample(self) -> "LogitSample":
-        """Logits of some tokens spread over the table, to which settings are fitted."""
+    def reference_hidden(self) -> Float[Tensor, "tokens dim"]:
+        """The reference's final hidden states at the tokens of the table."""
+        return hidden_states(self.pair.reference, self.sequences, self.batch_tokens)[
+            torch.from_numpy(self.table.rows)
+        ]
+
+    @cached_property
+    def sample(self) -> np.ndarray:
+        """Indices of some tokens spread over the table, to which settings are fitted."""
         count = len(self.table.trainer)
-        rows = np.unique(np.linspace(0, count - 1, min(count, FITTED_TOKENS)).astype(int))
-        token_ids = torch.from_numpy(self.table.token_id[rows])
-        blocks = self._logits(self.hidden[torch.from_numpy(rows)], token_ids, self.pair.policy)
-        return LogitSample(
-            rows=rows, token_ids=token_ids, logits=torch.cat([logits for logits, _ in blocks]).cpu()
-        )
+        return np.unique(np.linspace(0, count - 1, min(count, FITTED_TOKENS)).astype(int))
+
+    def column(
+        self,
+        transform: Transform = log_probabilities,
+        *,
+        rows: np.ndarray | None = None,
+        model: Model | None = None,
+        hidden: Tensor | None = None,
+        token_id: np.ndarray | None = None,
+    ) -> Floats:
+        """A function of the logits at the tokens.
+
+        Args:
+            transform: maps float32 logits [tokens, vocab] and the tokens' indices in the table to values of all tokens
+                of the vocabulary, or [tokens, 1] for one value each; by default log-probabilities.
+            rows: indices of the tokens in the table; None for all.
+            model: whose head, and hidden states unless given, are used; None for the policy.
+            hidden: hidden states of the tokens ``rows``.
+            token_id: the tokens whose values are returned, for ``rows``; None for the drawn ones.
+        """
+        rows = np.arange(len(self.table.trainer)) if rows is None else rows
+        ids = torch.from_numpy(self.table.token_id[rows] if token_id is None else token_id)
+        values: list[Tensor] = []
+        for logits, part in self.blocks(rows, model=model, hidden=hidden):
+            of_tokens = transform(logits, rows[part])
+            if of_tokens.shape[-1] > 1:
+                of_tokens = of_tokens.gather(-1, ids[part].to(logits.device).unsqueeze(-1))
+            values.append(of_tokens[:, 0].double().cpu())
+        return torch.cat(values).numpy()
+
+    def blocks(
+        self, rows: np.ndarray, *, model: Model | None = None, hidden: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Float32 logits of some tokens, in blocks, and the place of each block among them; arguments of ``column``."""
+        model = model or self.pair.policy
+        if hidden is None:
+            hidden = self.reference_hidden if model is self.pair.reference else self.hidden
+            hidden = hidden[torch.from_numpy(rows)]
+        weight, step = model.head.weight, max(1, LOGITS_AT_ONCE // model.vocab_size)
+        with torch.inference_mode():
+            for start in range(0, len(rows), step):
+                part = slice(start, start + step)
+                block = hidden[part].float()
+                product = block if weight is None else block @ weight.to(block.device).float().T
+                yield model.head.logits_of_product(product), part
+
+    def counts(self, rows: np.ndarray, *, with_prompt: bool) -> Float[Tensor, "tokens vocab"]:
+        """How often each token of the vocabulary stands before each of some tokens.
+
+        Args:
+            rows: indices of the tokens in the table.
+            with_prompt: whether those of the prompt count, or those of the response alone.
+        """
+        counts = torch.zeros(len(rows), self.pair.vocab_size)
+        for index, row in enumerate(rows):
+            sequence = self.sequences[self.table.sequence[row]]
+            before = sequence.response_ids[: self.table.position[row]]
+            ids = torch.tensor((*sequence.prompt_ids, *before) if with_prompt else before, dtype=torch.long)
+            counts[index].index_add_(0, ids, torch.ones(len(ids)))
+        return counts
 
     def with_prompts(
         self, change: Callable[[tuple[int, ...]], tuple[int, ...]], sequences: int | None = None
@@ -112,61 +148,13 @@ class ModelScores:
             replace(sequence, prompt_ids=change(sequence.prompt_ids))
             for sequence in self.sequences[:sequences]
         ]
-        hidden = hidden_states(self.pair.policy, changed, self.batch_tokens)
+        return self.with_model(self.pair.policy, changed)
+
+    def with_model(self, model: Model, sequences: Sequence[TokenSequence]) -> Floats:
+        """Log-probabilities of the first responses, as ``sequences`` with their contexts, under a model."""
+        hidden = hidden_states(model, sequences, self.batch_tokens)
         rows = np.flatnonzero(self.table.rows < len(hidden))
-        states = self.hidden.clone()
-        states[torch.from_numpy(rows)] = hidden[torch.from_numpy(self.table.rows[rows])]
-        return self.token_logp(hidden=states, rows=rows)
-
-    @staticmethod
-    def _logits(hidden: Tensor, token_ids: Tensor, model: Model) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks of float32 logits and the token ids that belong to them."""
-        weight = model.head.weight
-        step = max(1, LOGITS_AT_ONCE // model.vocab_size)
-        with torch.inference_mode():
-            for start in range(0, len(hidden), step):
-                block = hidden[start : start + step].float()
-                product = block if weight is None else block @ weight.to(block.device).float().T
-                yield model.head.logits_of_product(product), token_ids[start : start + step]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LogitSample:
-    """Logits of the policy at some of the tokens."""
-
-    rows: np.ndarray
-    """Their indices in the table."""
-    token_ids: Tensor
-    logits: Float[Tensor, "tokens vocab"]
-
-    def at_temperature(self, temperature: float) -> Floats:
-        """Log-probabilities of the tokens at a temperature."""
-        logp = (self.logits / temperature).log_softmax(-1)
-        return logp.gather(-1, self.token_ids.unsqueeze(-1)).squeeze(-1).double().numpy()
-
-    def every(self, step: int) -> "LogitSample":
-        """Each ``step``-th token of the sample."""
-        return LogitSample(
-            rows=self.rows[::step], token_ids=self.token_ids[::step], logits=self.logits[::step]
-        )
-
-    @cached_property
-    def descending(self) -> Float[Tensor, "tokens vocab"]:
-        """The logits of each token, the largest first: an order that no temperature changes."""
-        return self.logits.sort(dim=-1, descending=True).values
-
-    def log_kept_masses(self, candidates: Sequence[Settings], temperature: float = 1.0) -> Floats:
-        """Log of the mass that each of several truncations keeps at a temperature: [candidates, tokens], in nats.
-
-        As ``log_kept_mass``, but the logits are sorted once: what a truncation keeps are the first of them.
-        """
-        step = max(1, LOGITS_AT_ONCE // self.logits.shape[-1])
-        blocks: list[Tensor] = []
-        for logits in self.descending.split(step):
-            logp = (logits.double() / temperature).log_softmax(-1)
-            mass = logp.exp().cumsum(-1)
-            blocks.append(torch.stack([_mass_of_first(logp, mass, settings) for settings in candidates]))
-        return torch.cat(blocks, dim=-1).log().numpy()
+        return self.column(rows=rows, model=model, hidden=hidden[torch.from_numpy(self.table.rows[rows])])
 
 
 def _sequence(rollout: RolloutRecord, pair: Pair) -> TokenSequence:
@@ -211,39 +199,18 @@ def hidden_states(
     return torch.cat(parts)
 
 
-def _mass_of_first(logp: Tensor, mass: Tensor, settings: Settings) -> Tensor:
-    """The mass that a truncation keeps of each row of a distribution; arguments of ``truncate``.
-
-    Args:
-        logp: [rows, vocab], descending.
-        mass: its cumulative sum as probabilities.
-    """
-    count = torch.full_like(logp[:, :1], logp.shape[-1], dtype=torch.long)
-    if "top_k" in settings:
-        last = logp[:, [min(int(settings["top_k"]), logp.shape[-1]) - 1]]
-        count = (logp >= last).sum(-1, keepdim=True)
-    if "top_p" in settings:
-        within = mass < settings["top_p"] * mass.gather(-1, count - 1)
-        count = torch.minimum(within.sum(-1, keepdim=True) + 1, count)
-    if "min_p" in settings:
-        threshold = logp[:, :1] + math.log(settings["min_p"])
-        count = torch.minimum((logp >= threshold).sum(-1, keepdim=True), count)
-    return mass.gather(-1, count - 1).squeeze(-1)
+def at_temperature(temperature: float) -> Transform:
+    """The transform to log-probabilities at a temperature."""
+    return lambda logits, rows: (logits / temperature).log_softmax(-1)
 
 
-def log_kept_mass(
-    scores: ModelScores, settings: Settings, rows: np.ndarray | None = None, temperature: float = 1.0
-) -> Floats:
-    """Log of the mass that a truncation of the policy keeps at each token's position, in nats."""
+def cut(settings: Settings, temperature: float = 1.0) -> Transform:
+    """The transform to log-probabilities after truncated sampling, -inf for tokens outside."""
     top_k = None if "top_k" not in settings else int(settings["top_k"])
+    top_p, min_p = settings.get("top_p"), settings.get("min_p")
 
-    def transform(logits: Tensor) -> Tensor:
-        cut = truncate(
-            (logits / temperature).log_softmax(-1),
-            top_p=settings.get("top_p"),
-            top_k=top_k,
-            min_p=settings.get("min_p"),
-        )
-        return cut.log_kept_mass.unsqueeze(-1).expand_as(logits)
+    def transform(logits: Tensor, rows: np.ndarray) -> Tensor:
+        logp = (logits / temperature).log_softmax(-1)
+        return logp - truncate(logp, top_p=top_p, top_k=top_k, min_p=min_p).log_kept_mass.unsqueeze(-1)
 
-    return scores.token_logp(transform, rows=rows)
+    return transform

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from kleash.diagnosis.noise_models import MACHINE_EPSILON, Floats, token_unit
+from kleash.diagnosis.residuals import MACHINE_EPSILON, Floats, token_unit
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
 
 SMALLEST_RUN = 3
@@ -16,6 +16,8 @@ SMALLEST_RUN = 3
 MOST_DECIMALS = 4
 """Decimals of a column whose rounding is larger than other errors of the file."""
 
+LEAST_BLOCKS = 16
+"""Units of evidence at least; of fewer responses, parts are units."""
 LEAST_SAMPLED = 256
 """Responses that a sample has at least."""
 
@@ -43,7 +45,30 @@ class TokenTable:
     token_id: np.ndarray
     rows: np.ndarray
     """Index of each token among all response tokens, those included that do not count."""
-    num_sequences: int
+    prompt_tokens: np.ndarray
+    """Length of the prompt of each token's response."""
+    is_seen: np.ndarray
+    """Whether each token stands in the prompt or earlier in the response."""
+    is_repeated: np.ndarray
+    """Whether each token stands earlier in the response."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of responses with a token that counts."""
+        return len(np.unique(self.sequence))
+
+    @cached_property
+    def block(self) -> np.ndarray:
+        """Number of each token's unit of evidence: its response, or a part of it if there are few responses."""
+        parts = -(-LEAST_BLOCKS // self.num_sequences)
+        place = self.position * parts // (self.position.max() + 1)
+        return np.unique(self.sequence * parts + place, return_inverse=True)[1]
+
+    @cached_property
+    def fold(self) -> np.ndarray:
+        """0 or 1 for each token: the half of the blocks with which it is judged by a fit to the other half."""
+        halves = np.random.default_rng(0).permutation(self.block.max() + 1) % 2
+        return halves[self.block]
 
     @property
     def decimals_error(self) -> float:
@@ -66,22 +91,11 @@ class TokenTable:
         """1 - p of each token, by the engine where its value is a log-probability."""
         return token_unit(np.where(self.engine <= 0, self.engine, self.trainer))
 
-    def by_sequence(self, values: Floats) -> Floats:
-        """The sum of a column over each response."""
-        sums = np.bincount(self.sequence, weights=values, minlength=self.num_sequences)
-        return sums.astype(np.float64)
-
     def selected(self, is_selected: np.ndarray) -> "TokenTable":
-        """The table of some of the tokens, with the same numbers of responses."""
+        """The table of some of the tokens."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return TokenTable(
-            trainer=self.trainer[is_selected],
-            engine=self.engine[is_selected],
-            reference=None if self.reference is None else self.reference[is_selected],
-            sequence=self.sequence[is_selected],
-            position=self.position[is_selected],
-            token_id=self.token_id[is_selected],
-            rows=self.rows[is_selected],
-            num_sequences=self.num_sequences,
+            **{name: None if column is None else column[is_selected] for name, column in columns.items()}
         )
 
     def neighbour(self, values: Floats, offset: int) -> Floats:
@@ -183,6 +197,7 @@ def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
         return np.maximum(np.concatenate(parts)[is_counted], LOG_OF_ZERO)
 
     lengths = [len(rollout.response_ids) for rollout in rollouts]
+    earlier = [_earlier_tokens(rollout) for rollout in rollouts]
     is_counted = np.concatenate([rollout.is_counted for rollout in rollouts])
     references = [rollout.reference for rollout in rollouts if rollout.reference is not None]
     has_reference = len(references) == len(rollouts)
@@ -194,5 +209,16 @@ def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
         position=np.concatenate([np.arange(length) for length in lengths])[is_counted],
         token_id=np.concatenate([rollout.response_ids for rollout in rollouts])[is_counted],
         rows=np.flatnonzero(is_counted),
-        num_sequences=len(rollouts),
+        prompt_tokens=np.repeat([len(rollout.prompt_ids) for rollout in rollouts], lengths)[is_counted],
+        is_seen=np.concatenate([seen for seen, _ in earlier])[is_counted],
+        is_repeated=np.concatenate([repeated for _, repeated in earlier])[is_counted],
     )
+
+
+def _earlier_tokens(rollout: RolloutRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each token of a response stands in its prompt or earlier in it, and whether earlier in it."""
+    ids = np.array(rollout.response_ids)
+    first = np.unique(ids, return_index=True)[1]
+    is_repeated = np.ones(len(ids), dtype=bool)
+    is_repeated[first] = False
+    return is_repeated | np.isin(ids, rollout.prompt_ids), is_repeated

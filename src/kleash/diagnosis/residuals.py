@@ -1,0 +1,204 @@
+"""The one model of what a hypothesis leaves of the differences: a mixture of scales, with families that restrict it.
+
+Independent errors of standard deviation sigma in the logits change the log-probability of a token of probability p by
+about sigma (1 - p): a token that is nearly certain stays so. Scales are in this unit, "nats of a logit", except for
+errors of one size on all log-probabilities. The weights of the mixture are fitted to one half of the responses and
+judged by the other.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MACHINE_EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Relative spacing of numbers, by dtype."""
+HEALTHY_EPSILONS = 4
+"""Largest healthy error of a logit in units of its dtype's epsilon: logits are of size 4 to 32, and the hidden states
+behind them have been rounded some dozens of times."""
+FLOOR_NATS = 3e-7
+"""Rounding of a log-probability of a few nats to float32."""
+SOFTMAX_NATS = 1e-5
+"""Error of any log-probability that is there in any case: the softmax in float32, and the digits of the file."""
+DISTINCT = 2.0
+"""A fault's errors are at least so many times as large as those that rounding explains."""
+SMALLEST_DIFFERENCE = 3e-3
+"""Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
+
+NORMAL, TAILED, EQUAL = range(3)
+"""Kinds of components: normal errors of logits, heavy-tailed ones (Student's t with 2 degrees of freedom), and normal
+errors of one size on all log-probabilities."""
+_COUNTS = {NORMAL: 27, TAILED: 14, EQUAL: 14}
+SCALE = np.concatenate([np.geomspace(1e-7, 30.0, count) for count in _COUNTS.values()])
+KIND = np.repeat(list(_COUNTS), list(_COUNTS.values()))
+SIGN = np.repeat([0, 1, -1], len(SCALE))
+"""Side of each component of the whole mixture: errors of both signs, only above 0, only below."""
+SCALE, KIND = np.tile(SCALE, 3), np.tile(KIND, 3)
+FITTED_TOKENS = 4000
+EM_STEPS = 25
+"""Tokens to which the weights are fitted, and steps of expectation maximisation."""
+EVEN_SHARE = 0.02
+"""Share of a block's weight that all of its components have alike, whatever the fit."""
+
+
+class Block(NamedTuple):
+    """Components whose weights have a sum between two bounds."""
+
+    members: NDArray[np.bool_]
+    low: float
+    high: float
+
+
+class Family(NamedTuple):
+    """A restriction of the mixture: blocks, of which the first has what the others leave."""
+
+    blocks: tuple[Block, ...]
+    """No component is in two of them."""
+
+
+class Residuals(NamedTuple):
+    """What is left of the differences between trainer and engine under a hypothesis."""
+
+    values: Floats
+    """In nats, one for each token; NaN where the hypothesis says nothing."""
+    unit: Floats
+    """Change of each log-probability for one nat of error in its logit."""
+    floor: Floats
+    """Standard deviation of a further error of each token, in nats."""
+
+
+def healthy_scale(dtype: str) -> float:
+    """The largest error of logits that rounding explains, in nats, where networks run in ``dtype``."""
+    return HEALTHY_EPSILONS * MACHINE_EPSILON[dtype]
+
+
+def token_unit(log_probabilities: Floats) -> Floats:
+    """1 - p, the change of a log-probability for each nat of error in its logit."""
+    return -np.expm1(np.minimum(log_probabilities, 0.0))
+
+
+def _symmetric(low: float, high: float, kinds: tuple[int, ...] = (NORMAL, TAILED)) -> NDArray[np.bool_]:
+    """Components of both signs whose scale is between two bounds; the lowest that is above the first if none is."""
+    chosen = (SIGN == 0) & np.isin(KIND, kinds)
+    inside = chosen & (SCALE > low) & (high >= SCALE)
+    return inside if inside.any() else chosen & (SCALE == SCALE[chosen & (SCALE > low)].min())
+
+
+def _core(limit: float) -> NDArray[np.bool_]:
+    """Components of rounding: errors of logits of at most ``limit``, and those of a softmax in float32."""
+    return _symmetric(0.0, limit) | _symmetric(0.0, SOFTMAX_NATS, (EQUAL,))
+
+
+def _outliers(low: float, high: float) -> Block:
+    """A few tokens anywhere."""
+    return Block((SIGN == 0) & (KIND == TAILED) & (SCALE > 0.3) & (SCALE < 10), low, high)
+
+
+def rounding(limit: float, outliers: float = 1e-4) -> Family:
+    """Rounding of at most ``limit``, of any mixture of sizes, with at most a share of outliers."""
+    return Family((Block(_core(limit), 0.0, 1.0), _outliers(min(1e-4, outliers), outliers)))
+
+
+def coarse(scale: float) -> Family:
+    """Errors of logits of up to about ``scale``, without a tail."""
+    return Family((Block(_symmetric(scale / 5, 2.2 * scale, (NORMAL,)), 0.0, 1.0), _outliers(1e-4, 1e-4)))
+
+
+def equal_noise(limit: float, scale: float) -> Family:
+    """Errors of one size, about ``scale``, on all log-probabilities, beside rounding of the logits."""
+    equal = Block(_symmetric(scale / 1.1, 2.2 * scale, (EQUAL,)), 0.3, 1.0)
+    return Family((Block(_core(limit), 0.0, 0.7), equal, _outliers(1e-4, 1e-4)))
+
+
+def _large(smallest: float) -> NDArray[np.bool_]:
+    """Components of any sign and kind, those of errors of logits of at least ``smallest``."""
+    return (KIND == EQUAL) & (SCALE > SOFTMAX_NATS) | (KIND != EQUAL) & (SCALE > smallest)
+
+
+def everywhere(smallest: float) -> Family:
+    """Errors of at least ``smallest`` on every token, with any tails and signs."""
+    return Family((Block(_large(smallest), 0.0, 1.0),))
+
+
+def at_most(largest: float) -> Family:
+    """Errors of logits of any sign of at most ``largest``, and errors of one size on all log-probabilities."""
+    return Family((Block((KIND == EQUAL) | (largest >= SCALE), 0.0, 1.0),))
+
+
+def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
+    """Rounding, and errors of at least ``smallest`` on a share of the tokens."""
+    return Family((Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high)))
+
+
+def one_sided(limit: float, side: int, exceptions: float = 1e-3) -> Family:
+    """Rounding, errors of one sign of any size, and some exceptions."""
+    inside = (side == SIGN) & (KIND != EQUAL)
+    return Family((Block(_core(limit), 0.0, 0.98), Block(inside, 0.02, 1.0), _outliers(1e-4, exceptions)))
+
+
+def free() -> Family:
+    """Errors of any sizes and signs."""
+    return Family((Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),))
+
+
+def log_densities(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
+    """Log-densities [tokens, components] under some of the components."""
+    unit, floor, values = (column[:, None] for column in (residuals.unit, residuals.floor, residuals.values))
+    scale, kind, side = SCALE[members], KIND[members], SIGN[members]
+    size = np.hypot(scale * np.where(kind == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
+    square = (values / size) ** 2
+    normal = -0.5 * square - 0.5 * math.log(2 * math.pi)
+    tailed = -1.5 * np.log1p(square / 2) - 1.5 * math.log(2)
+    sides = np.where(side == 0, 0.0, np.where(side * values > 0, math.log(2), -np.inf))
+    return np.where(kind == TAILED, tailed, normal) - np.log(size) + sides
+
+
+def fit(residuals: Residuals, family: Family) -> Floats:
+    """The weights of all components under a family, by expectation maximisation."""
+    keep = np.flatnonzero(np.isfinite(residuals.values))
+    keep = keep[:: max(1, len(keep) // FITTED_TOKENS)]
+    chosen = Residuals(*(column[keep] for column in residuals))
+    members = np.flatnonzero(np.any([block.members for block in family.blocks], axis=0))
+    log_likelihoods = log_densities(chosen, members)
+    likelihoods = np.exp(log_likelihoods - log_likelihoods.max(axis=1, keepdims=True, initial=-1e300))
+    blocks = [block.members[members] for block in family.blocks]
+    weights = np.ones(len(members)) / len(members)
+    for step in range(EM_STEPS + 1):
+        if step and len(keep):
+            weights *= (likelihoods / np.maximum(likelihoods @ weights, 1e-300)[:, None]).mean(axis=0)
+        rest = 1.0
+        for block, inside in reversed(list(zip(family.blocks[1:], blocks[1:], strict=True))):
+            share = min(max(float(weights[inside].sum()), block.low), block.high)
+            weights[inside] = _scaled(weights[inside], share)
+            rest -= share
+        weights[blocks[0]] = _scaled(weights[blocks[0]], rest)
+    whole = np.zeros(len(SCALE))
+    whole[members] = weights
+    return whole
+
+
+def _scaled(weights: Floats, share: float) -> Floats:
+    """Weights with a sum of ``share``, a little of it for all alike."""
+    own = weights / total if (total := float(weights.sum())) else 1 / len(weights)
+    return share * ((1 - EVEN_SHARE) * own + EVEN_SHARE / len(weights))
+
+
+def log_likelihood(residuals: Residuals, weights: Floats) -> Floats:
+    """The log-density of each token under the mixture; NaN where the residual is NaN."""
+    members = np.flatnonzero(weights > 1e-9)
+    values = log_densities(residuals, members) + np.log(weights[members])
+    highest = np.nan_to_num(values.max(axis=1), nan=0.0)
+    return highest + np.log(np.exp(values - highest[:, None]).sum(axis=1))
+
+
+def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> Floats:
+    """The log-density of each token under the weights that the other fold's tokens give."""
+    result = np.full(len(fold), np.nan)
+    for number in np.unique(fold):
+        of_fold, others = fold == number, fold != number
+        weights = fit(Residuals(*(column[others] for column in residuals)), family)
+        result[of_fold] = log_likelihood(Residuals(*(column[of_fold] for column in residuals)), weights)
+    return result
