@@ -121,8 +121,9 @@ def padding_columns(
         values_of[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * measured_kl
     is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
     is_token[ids[:num_kept]] = False
+    least = torch.minimum(inside[0].log_rest, inside[1].log_rest)
     for name, pq in (("kl_policy_reference", (0, 1)), ("kl_reference_policy", (1, 0))):
-        for row in (inside[pq[0]].log_rest < math.log(0.5)).nonzero()[:, 0].tolist():
+        for row in (least < math.log(0.5)).nonzero()[:, 0].tolist():
             logits = (head_logits(sides[place][0][row : row + 1], sides[place][1]) for place in pq)
             logp, logq = ((z[:, is_token].double() / temperature).log_softmax(-1) for z in logits)
             values_of[f"{name}_over_tokens"][row] = kl(logp, logq)[0]
