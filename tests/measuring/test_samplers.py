@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def with_bias_alone(folder: Path, probabilities: dict[int, float]) -> Path:
     return folder
 
 
-def measured(folder: Path, policy: Path, reference: Path, **options: object) -> Measurement:
+def measured(folder: Path, policy: Path, reference: Path, **options: Any) -> Measurement:
     prompts = folder / "prompts.txt"
     prompts.write_text(PROMPTS)
     job = MeasureJob(

@@ -78,7 +78,7 @@ def test_the_kl_over_tokens_is_accurate_where_hardly_any_probability_is_on_token
     bias[TOKENS:] += 8
     hidden = torch.randn(9, 6, generator=torch.Generator().manual_seed(3)) / 4
     inputs = (hidden, Head(p.weight, bias), hidden, p)
-    rows = [PaddingRows.of(head, set(range(TOKENS, 24))) for head in inputs[1::2]]
+    rows = [PaddingRows.of(head, set(range(TOKENS, 24))) for head in (inputs[1], inputs[3])]
     tokens = torch.arange(9)
     statistics = token_statistics(*inputs, tokens)
     columns = {name: getattr(statistics, field).numpy() for name, field in STATISTICS.items()}

@@ -317,16 +317,16 @@ def padding_bounds(
     count = base.lowest.shape[-1]
     logp = logits.double().cpu().log_softmax(-1)
     of_policy = logp[:, is_padding].exp().sum(-1)
-    kept = ~is_padding[:count]
+    is_token = ~is_padding[:count]
     center = (base.p_lowest + base.p_highest) / 2
-    over_tokens = base_logit_bounds(logits[:, :count].cpu()[:, kept], restricted(base, kept))
+    over_tokens = base_logit_bounds(logits[:, :count].cpu()[:, is_token], restricted(base, is_token))
     # the base gives logits that the file does not have no probability
     log_rest = logp[:, :count].logsumexp(-1).numpy()
     over_all = bounds.copy()
     over_all[:2] -= log_rest
     if count < logits.shape[-1]:
         over_all[2:] = np.where(log_rest < 0, np.inf, over_all[2:])
-    probabilities = np.stack([of_policy.numpy(), center[:, ~kept].sum(-1).numpy()])
+    probabilities = np.stack([of_policy.numpy(), center[:, ~is_token].sum(-1).numpy()])
     return np.concatenate([probabilities, over_tokens, over_all])
 
 

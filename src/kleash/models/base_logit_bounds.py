@@ -50,15 +50,15 @@ def logp_intervals(rows: BaseLogitsRows) -> LogpIntervals:
     )
 
 
-def restricted(base: LogpIntervals, kept: Bool[Tensor, " vocab"]) -> LogpIntervals:
-    """The intervals of the distribution that is restricted to some tokens and normalised."""
-    rest_highest = 1 - base.p_lowest[:, ~kept].sum(-1, keepdim=True)
-    rest_lowest = 1 - base.p_highest[:, ~kept].sum(-1, keepdim=True).clamp(max=1)
+def restricted(base: LogpIntervals, mask: Bool[Tensor, " vocab"]) -> LogpIntervals:
+    """The intervals of the distribution that is restricted to the tokens in ``mask`` and normalised."""
+    rest_highest = 1 - base.p_lowest[:, ~mask].sum(-1, keepdim=True)
+    rest_lowest = 1 - base.p_highest[:, ~mask].sum(-1, keepdim=True).clamp(max=1)
     return LogpIntervals(
-        lowest=base.lowest[:, kept] - rest_highest.log(),
-        highest=(base.highest[:, kept] - rest_lowest.log()).clamp(max=0),
-        p_lowest=base.p_lowest[:, kept] / rest_highest,
-        p_highest=(base.p_highest[:, kept] / rest_lowest).clamp(max=1),
+        lowest=base.lowest[:, mask] - rest_highest.log(),
+        highest=(base.highest[:, mask] - rest_lowest.log()).clamp(max=0),
+        p_lowest=base.p_lowest[:, mask] / rest_highest,
+        p_highest=(base.p_highest[:, mask] / rest_lowest).clamp(max=1),
     )
 
 

@@ -95,10 +95,10 @@ def padding_columns(
     ids = sorted({*rows[0].ids, *rows[1].ids})
     measured = inputs[1].vocabulary(inputs[0])
     num_kept = sum(row < measured for row in ids)
-    kept: list[Outside] = []
+    inside: list[Outside] = []
     cut: list[Outside] = []
-    for place, role in enumerate(("policy", "reference")):
-        hidden, head = inputs[2 * place : 2 * place + 2]
+    sides = ((inputs[0], inputs[1]), (inputs[2], inputs[3]))
+    for place, (role, (hidden, head)) in enumerate(zip(("policy", "reference"), sides, strict=True)):
         top = torch.from_numpy(columns[f"top1_{role}"]).to(hidden.device)
         log_top = torch.from_numpy(columns[f"top1_probability_{role}"]).to(hidden.device).double().log()
         log_total = _logit(hidden, head, top) / temperature - log_top
@@ -107,32 +107,27 @@ def padding_columns(
         )
         logp = weights - log_total[:, None]
         log_rest = torch.log1p(-logp[:, :num_kept].exp().sum(-1))
-        kept.append(Outside(logp[:, :num_kept], log_rest))
+        inside.append(Outside(logp[:, :num_kept], log_rest))
         log_all = torch.nn.functional.pad(logp[:, num_kept:], (1, 0)).logsumexp(-1)
         cut.append(Outside(logp[:, num_kept:] - log_all[:, None], -log_all))
-    found: dict[str, Tensor] = {"is_padding": torch.isin(tokens, torch.tensor(ids, device=tokens.device))}
+    values_of: dict[str, Tensor] = {"is_padding": torch.isin(tokens, torch.tensor(ids, device=tokens.device))}
     for place, role in enumerate(("policy", "reference")):
-        found[f"padding_probability_{role}"] = -torch.expm1(kept[place].log_rest + cut[place].log_rest)
+        values_of[f"padding_probability_{role}"] = -torch.expm1(inside[place].log_rest + cut[place].log_rest)
     for name, p, q in (("kl_policy_reference", 0, 1), ("kl_reference_policy", 1, 0)):
         measured_kl = torch.from_numpy(columns[name]).to(tokens.device).double()
-        found[f"{name}_over_tokens"] = (measured_kl - kept[p].kl_part(kept[q])) / kept[p].log_rest.exp()
-        found[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * measured_kl
+        values_of[f"{name}_over_tokens"] = (measured_kl - inside[p].kl_part(inside[q])) / inside[
+            p
+        ].log_rest.exp()
+        values_of[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * measured_kl
     is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
     is_token[ids[:num_kept]] = False
-    for name, sides, p in (
-        ("kl_policy_reference", inputs, 0),
-        ("kl_reference_policy", inputs[2:] + inputs[:2], 1),
-    ):
-        for row in (kept[p].log_rest < math.log(0.5)).nonzero()[:, 0].tolist():
-            logp, logq = (
-                (
-                    head_logits(sides[side][row : row + 1], sides[side + 1])[:, is_token].double()
-                    / temperature
-                ).log_softmax(-1)
-                for side in (0, 2)
-            )
-            found[f"{name}_over_tokens"][row] = kl(logp, logq)[0]
-    return {name: values.float().cpu().numpy() for name, values in found.items()}
+    least = torch.minimum(inside[0].log_rest, inside[1].log_rest)
+    for name, pq in (("kl_policy_reference", (0, 1)), ("kl_reference_policy", (1, 0))):
+        for row in (least < math.log(0.5)).nonzero()[:, 0].tolist():
+            logits = (head_logits(sides[place][0][row : row + 1], sides[place][1]) for place in pq)
+            logp, logq = ((z[:, is_token].double() / temperature).log_softmax(-1) for z in logits)
+            values_of[f"{name}_over_tokens"][row] = kl(logp, logq)[0]
+    return {name: values.float().cpu().numpy() for name, values in values_of.items()}
 
 
 def _logit(hidden: Tensor, head: Head, tokens: Tensor) -> Tensor:
