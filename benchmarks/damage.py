@@ -3,16 +3,15 @@
     python benchmarks/damage.py                                  # 1 000 damages to each kind of folder
     python benchmarks/damage.py --damages 50 --kinds run cache
 
-Four kinds of folder are made with the shipped models: a measurement ("run"), a reference cache ("cache"), a PPO run
-with a checkpoint ("training"), and a measurement as an older kleash left it, without checksums ("old run"). Each damage
-is one change to a fresh copy: flipped bits, overwritten, zeroed, missing or added bytes; lines of JSON Lines that are
-lost, doubled or swapped; a changed value in JSON; a file that is lost, renamed, or overwritten by another valid one of
-its kind from this folder or from another run. Then the folder is read by everything that reads such folders: `report`,
-`compare`, what `measure --resume` and `train --resume` read, a whole cache, a checkpoint with its tensors.
+Three kinds of folder are made with the shipped models: a measurement ("run"), a reference cache ("cache") and a PPO
+run with a checkpoint ("training"). Each damage is one change to a fresh copy: flipped bits, overwritten, zeroed,
+missing or added bytes; lines of JSON Lines that are lost, doubled or swapped; a changed value in JSON; a file that
+is lost, renamed, or overwritten by another valid one of its kind from this folder or from another run. Then the
+folder is read by all that reads such folders: `report`, `compare`, what `measure --resume` and `train --resume`
+read, a whole cache, a checkpoint with its tensors.
 
 Each outcome is one of: "identical" (the same output as from the undamaged folder, bit for bit), "refused" (a
-KleashError), "silent" (other output without a warning), "traceback". For folders without checksums, other output comes
-with a warning that there are no checksums: "warned".
+KleashError), "silent" (other output), "traceback".
 """
 
 import argparse
@@ -25,14 +24,14 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from harness import RESULTS, write_result
 
-KINDS = ("run", "cache", "training", "old run")
+KINDS = ("run", "cache", "training")
 NEVER_READ = {".lock", "report.html"}
 
 
@@ -46,22 +45,16 @@ class TestedFolder:
     """Reads the folder in every way; the output as text."""
     donors: tuple[Path, ...] = ()
     """Folders whose valid files may overwrite files of this one."""
-    checked: bool = True
-    """Whether its files have checksums."""
 
 
 def make_folders(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, TestedFolder]:
     """Make the folders in ``root``; each with the function that reads it, by kind."""
     folders: dict[str, TestedFolder] = {}
-    if {"run", "old run"} & set(kinds):
+    if "run" in kinds:
         runs = [_make_run(root / f"run-{seed}", seed) for seed in (0, 1)]
         folders["run"] = TestedFolder(
             pristine=runs[0], read=_reader_of_run(runs[1], runs[0]), donors=(runs[1],)
         )
-        old = root / "old"
-        shutil.copytree(runs[0], old)
-        without_checksums(old)
-        folders["old run"] = replace(folders["run"], pristine=old, checked=False)
     if "cache" in kinds:
         caches = [_make_cache(root / f"cache-{limit}", limit) for limit in (3, 2)]
         folders["cache"] = TestedFolder(pristine=caches[0], read=read_cache, donors=(caches[1],))
@@ -73,19 +66,11 @@ def make_folders(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, Tested
     return {kind: folders[kind] for kind in kinds}
 
 
-def without_checksums(run: Path) -> None:
-    """Change the folder of a run to that of an older kleash, without checksums."""
-    (run / "checksums.jsonl").unlink()
-    header = json.loads((run / "run.json").read_text())
-    del header["checksums"]
-    (run / "run.json").write_text(json.dumps(header, indent=2))
-
-
 def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[str, Path, str, str]]:
     """Damage copies of a folder and read them.
 
     Yields:
-        The kind of damage, the damaged file, the outcome ("identical", "refused", "silent", "warned" or
+        The kind of damage, the damaged file, the outcome ("identical", "refused", "silent" or
         "traceback"), and the message or traceback.
     """
     draw = random.Random(seed)
@@ -114,8 +99,7 @@ def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[s
                 yield name, Path(victim), "traceback", traceback.format_exc()
             else:
                 is_same = output == expected
-                changed_outcome = "silent" if tested.checked else "warned"
-                yield name, Path(victim), "identical" if is_same else changed_outcome, ""
+                yield name, Path(victim), "identical" if is_same else "silent", ""
 
 
 def _kleash_error() -> type[Exception]:

@@ -9,7 +9,7 @@ ignores, or a folder outside the repository. Everything takes about two minutes 
 
 What is compared: every number and array, bit by bit, and every identifier. What is new is listed and is no
 difference. Sentences (texts with a space in them) are counted, and compared only with ``--texts``. Times, versions and
-checksums of lines are left out (``IGNORED``). A field that was renamed goes into ``RENAMED``.
+checksums of lines are left out (``IGNORED``).
 
 What is run is in ``baseline_functions.py`` and ``baseline_commands.py``, by public names and the command alone.
 """
@@ -50,14 +50,6 @@ GROUPS: Mapping[str, Callable[[], Iterator[tuple[str, Any]]]] = {
 }
 IGNORED = re.compile(r"(^|/)(seconds|finished|versions|check|samples_check|time|kleash|schema)(/|$)")
 """Paths of values that differ from run to run or from version to version."""
-RENAMED: Sequence[tuple[re.Pattern[str], str]] = (
-    (re.compile(r"^(train/.*/steps/\d+)/warnings\b"), r"\1/alerts"),
-    (re.compile(r"/doubts\b"), "/warnings"),
-    (re.compile(r"^(audit/.*/(?:values|gradients)/\d+)/world\b"), r"\1/pair"),
-    (re.compile(r"^(audit/.*/zones/\d+)/of\b"), r"\1/kind"),
-    (re.compile(r"^(audit/.*/accuracy/\d+)/forced\b"), r"\1/unavoidable_error"),
-)
-"""Old path, new path: applied to both sides before they are compared."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -158,14 +150,12 @@ def run(groups: Sequence[str]) -> dict[str, Any]:
 
 
 def canonical(records: Mapping[str, Any]) -> dict[str, Any]:
-    """The records by their present paths, without those that are ignored now."""
-    renamed: dict[str, Any] = {}
+    """The records without those that are ignored."""
+    kept_records: dict[str, Any] = {}
     for path, record in records.items():
-        for old, new in RENAMED:
-            path = old.sub(new, path)
         if not IGNORED.search(path):
-            renamed[path] = record
-    return renamed
+            kept_records[path] = record
+    return kept_records
 
 
 def is_prose(record: Any) -> bool:

@@ -18,7 +18,6 @@ KINDS = {
     "run": "measurement",
     "cache": "reference cache",
     "training": "PPO run with a checkpoint",
-    "old run": "measurement of an older kleash, without checksums",
 }
 
 

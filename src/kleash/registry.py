@@ -1,8 +1,8 @@
 """Looking up by name: entries of a table, and names of a package that were changed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kleash.errors import UnknownNameError
 
@@ -25,19 +25,3 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
     near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}; there are {', '.join(table)}{hint}")
-
-
-def former_names(package: Mapping[str, Any], renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package (PEP 562) in which some names were changed.
-
-    Args:
-        package: its ``globals()``.
-        renamed: former name -> current name.
-    """
-
-    def current(name: str) -> Any:
-        if name in renamed:
-            return package[renamed[name]]
-        raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
-
-    return current

@@ -101,16 +101,14 @@ def test_a_truncated_ratio_is_reported_with_its_bound(audits):
         assert f"truncated: above {bound} it no longer counts in full" in finding.sentence
 
 
-def test_audits_of_schema_1_are_read(audits):
+def test_audits_of_another_schema_are_refused(audits):
     found = audits["k3 with the gradient of k1"]
-    text = (
-        found.to_json()
-        .replace('"severity": "wrong"', '"severity": "fault"')
-        .replace('"schema": 3', '"schema": 1')
+    assert Audit.from_json(found.to_json()) == found
+    assert found.failing({"fault"}) == found.failing({"wrong"}) == found.faults and not found.failing(
+        {"fragile"}
     )
-    old = Audit.from_json(text)
-    assert [finding.severity for finding in old.faults] == ["wrong"]
-    assert old.failing({"fault"}) == old.failing({"wrong"}) == old.faults and not old.failing({"fragile"})
+    with pytest.raises(ValueError, match="schema 1"):
+        Audit.from_json(found.to_json().replace('"schema": 3', '"schema": 1'))
 
 
 @pytest.mark.parametrize("seed", CORRELATED)

@@ -1,6 +1,5 @@
 """What each controller answers, by hand and against the published rule; what is no measurement; dicts."""
 
-import importlib
 import json
 import math
 import warnings
@@ -379,18 +378,3 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
     resumed = StatefulController(replace(first, beta_max=0.5))
     resumed.load_state(json.loads(json.dumps(stateful.leash.to_dict())))
     assert resumed.leash == replace(first, beta_max=0.5, beta=stateful.value, event=None)
-
-
-def test_former_method_names_of_the_stateful_controller_work():
-    leash = importlib.import_module("kleash.leash")
-    assert leash.HeldLeash is StatefulController
-    stateful, same = (leash.HeldLeash(ZieglerBeta(beta=0.1, target_nats=2.0)) for _ in range(2))
-    stateful.steer(4.0, 50)
-    same.update(4.0, 50)
-    assert stateful.leash == same.leash
-    stateful.take_up({"beta": 0.2})
-    assert stateful.value == 0.2
-    with pytest.raises(AttributeError, match="no attribute 'course'"):
-        stateful.course  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'Steered'"):
-        leash.Steered  # noqa: B018

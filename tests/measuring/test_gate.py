@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_training import write_hostile_run
 
 from kleash.cli import main
 from kleash.errors import OptionError
@@ -102,7 +103,7 @@ def test_a_limit_that_means_nothing_is_refused(limit: str, run: Path, capsys: An
         compare([run, run], at_most=float(limit))
 
 
-def test_a_training_folder_has_no_gate(root: Path, capsys: Any) -> None:
-    folder = root / "tests" / "store" / "schema_1" / "trained"
+def test_a_training_folder_has_no_gate(tmp_path: Path, capsys: Any) -> None:
+    folder = write_hostile_run(tmp_path / "trained")
     assert main(["report", str(folder), "--at-most", "1"]) == 2
     assert "--at-most is for measurements" in capsys.readouterr().err

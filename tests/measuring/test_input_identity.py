@@ -80,21 +80,21 @@ def test_resume_refuses_any_changed_byte_of_a_model(
     assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 0
 
 
-def test_a_run_of_an_older_kleash_cannot_be_resumed(
+def test_a_run_of_another_schema_is_refused(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(SOURCE)
     assert main(command(models, "text", text, run)) == 0
-    header = json.loads((run / "run.json").read_text())
-    del header["checksums"]
-    header["fingerprints"] = {"policy": "0" * 16, "reference": "1" * 16}
-    (run / "run.json").write_text(json.dumps(header))
-    (run / "checksums.jsonl").unlink()
+    header = (run / "run.json").read_text()
+    changed_json(run, "run.json", schema=1)
     assert main(command(models, "text", text, run, "--resume")) == 2
-    assert "holds a run of an older kleash, whose fingerprints read only samples" in capsys.readouterr().err
-    assert main(["report", str(run)]) == 0
-    assert "carry no checksums" in (run / "report.html").read_text()
+    assert "has schema 1" in capsys.readouterr().err
+    (run / "run.json").write_text(header)
+    changed_json(run, "measurement.json", schema=1)
+    for words in (["report", str(run)], ["compare", str(run), str(run)]):
+        assert main(words) == 2
+        assert "has schema 1" in capsys.readouterr().err
 
 
 def test_a_cache_refuses_any_changed_byte_of_its_reference(
@@ -111,13 +111,6 @@ def test_a_cache_refuses_any_changed_byte_of_its_reference(
     for refused in (again, [str(word) for word in words]):
         assert main([*refused[:-1], refused[-1], *(["--resume"] if refused is again else [])]) == 2
         assert "holds hidden states of" in capsys.readouterr().err
-    label = json.loads((cache / "reference.json").read_text())
-    del label["checksums"]
-    label["reference"]["fingerprint"] = "0" * 16
-    (cache / "reference.json").write_text(json.dumps(label))
-    (cache / "checksums.jsonl").unlink()
-    assert main([*again, "--resume"]) == 2
-    assert "was made by an older kleash, whose fingerprint of" in capsys.readouterr().err
 
 
 def test_a_path_that_is_not_utf8_works(

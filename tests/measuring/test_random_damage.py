@@ -23,7 +23,7 @@ def folders(tool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return tool.make_folders(tmp_path_factory.mktemp("subjects"))
 
 
-@pytest.mark.parametrize("kind", ["run", "cache", "training", "old run"])
+@pytest.mark.parametrize("kind", ["run", "cache", "training"])
 def test_every_random_damage_is_reported_without_a_traceback(
     tool: Any, folders: dict[str, Any], kind: str
 ) -> None:

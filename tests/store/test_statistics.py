@@ -1,19 +1,15 @@
 """The table of statistics against the columns on disk, the linear engine, and float64."""
 
-import json
 import math
 from pathlib import Path
-from shutil import copytree
 
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
+from synthetic_run import write_synthetic_run
 
 from kleash.linear import TokenStatistics
-from kleash.measuring import compare
 from kleash.models import scoring
 from kleash.records import STATISTICS, Measurement
-from kleash.reports import write_comparison
 from kleash.store.statistics import (
     COMPARED,
     EXP_MEAN,
@@ -25,8 +21,6 @@ from kleash.store.statistics import (
     to_fields,
 )
 from kleash.store.tables import TOKEN_COLUMNS
-
-SCHEMA_1 = Path(__file__).parent / "schema_1" / "measured"
 
 
 def distributions(count: int = 50, vocab: int = 7) -> tuple[np.ndarray, np.ndarray]:
@@ -145,43 +139,13 @@ def test_fields_of_the_file_and_names_in_the_table_are_inverse() -> None:
     assert from_fields(fields) == numbers
 
 
-def test_a_file_of_an_older_schema_has_its_statistics_in_the_order_of_the_table() -> None:
-    found = Measurement.read(SCHEMA_1).statistics()
-    raw = json.loads((SCHEMA_1 / "measurement.json").read_text())
-    assert list(found) == [name for name in STATISTICS if name in found]
-    assert found["perplexity_ratio"].value == raw["perplexity"]["ratio"]["value"]
-    assert found["kl_policy_reference"].value == raw["per_token"]["kl_policy_reference"]["value"]
-    assert set(COMPARED) & set(raw["per_token"]) <= set(found)
+def test_statistics_have_the_order_of_the_table(tmp_path: Path) -> None:
+    measurement = write_synthetic_run(tmp_path / "run")
+    found = Measurement.read(tmp_path / "run").statistics()
+    assert [name for name in found if name in STATISTICS] == [name for name in STATISTICS if name in found]
+    assert found["perplexity_ratio"].value == measurement.perplexity["ratio"].value
+    assert found["kl_policy_reference"].value == measurement.per_token["kl_policy_reference"].value
+    assert set(COMPARED) & set(measurement.per_token) <= set(found)
     assert set(PERPLEXITIES) == {
         name for name, statistic in STATISTICS.items() if statistic.reduction is EXP_MEAN
     }
-
-
-def test_a_run_from_before_a_statistic_was_added_is_compared_by_its_tokens(tmp_path: Path) -> None:
-    comparison = compare([SCHEMA_1, SCHEMA_1])
-    assert "acceptance_rate" not in comparison.runs[0].numbers
-    difference = comparison.differences[0].differences["acceptance_rate"]
-    assert (difference.value, difference.unit) == (0.0, "probability")
-    page = write_comparison(tmp_path / "comparison.html", comparison).read_text(encoding="utf-8")
-    assert STATISTICS["acceptance_rate"].label in page
-
-
-def test_a_run_from_before_a_column_was_added_is_compared_without_its_statistic(tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    copytree(SCHEMA_1, older)
-    (older / "checksums.jsonl").unlink()
-    header = json.loads((older / "run.json").read_text())
-    (older / "run.json").write_text(json.dumps({**header, "checksums": False}))
-    part = older / "tokens" / "part-00000.parquet"
-    parquet.write_table(parquet.read_table(part).drop_columns(["total_variation"]), part)
-    measured = json.loads((older / "measurement.json").read_text())
-    del measured["per_token"]["total_variation"]
-    (older / "measurement.json").write_text(json.dumps(measured))
-    expected = compare([SCHEMA_1, SCHEMA_1]).differences[0].differences.keys() - {
-        "total_variation",
-        "acceptance_rate",
-    }
-    for folders in ([older, SCHEMA_1], [SCHEMA_1, older]):
-        comparison = compare(folders)
-        assert comparison.differences[0].differences.keys() == expected
-        write_comparison(tmp_path / "comparison.html", comparison)

@@ -27,7 +27,6 @@ from kleash.leash.reward_shaping import (
 )
 from kleash.leash.schedules import BetaSchedule, TargetSchedule
 from kleash.leash.trust_region import TrustRegion, intersection
-from kleash.registry import former_names
 
 __all__ = [
     "CONTROLLERS",
@@ -73,5 +72,3 @@ __all__ = [
     "whiten",
     "window_weights",
 ]
-
-__getattr__ = former_names(globals(), {"HeldLeash": "StatefulController"})

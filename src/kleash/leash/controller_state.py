@@ -94,15 +94,6 @@ class StatefulController:
                 state.pop("reached", None)  # it refers to another target
             self.leash = beta_from_dict(settings | state)
 
-    def __getattr__(self, name: str) -> Any:
-        """Former names of the methods."""
-        if name in _FORMER_METHODS:
-            return getattr(self, _FORMER_METHODS[name])
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-_FORMER_METHODS = {"steer": "update", "take_up": "load_state"}
-
 
 def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> str | None:
     """Explain why ``before.after(measured_nats)`` has another beta, with the numbers; None if it has not.

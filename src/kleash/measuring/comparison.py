@@ -20,7 +20,6 @@ from kleash.measuring.sequence_clusters import (
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.store.checksums import damage_as_sentence
-from kleash.store.job_folder import KIND_OF_FINGERPRINT
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import (
     ALL_STATISTICS,
@@ -347,11 +346,6 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
                     f"a reference of {name} and {names[0]} is behind a server, which does not show its weights, so it "
                     "is not known whether their reference is the same"
                 )
-        elif len({fingerprint.startswith(KIND_OF_FINGERPRINT) for fingerprint in fingerprints}) > 1:
-            warnings.append(
-                f"{name} and {names[0]} were measured by versions of kleash whose fingerprints cannot be compared, so "
-                "it is not known whether their reference is the same"
-            )
         elif fingerprints[0] != fingerprints[1]:
             warnings.append(f"{name} has another reference than {names[0]}")
         for option in SETTINGS:

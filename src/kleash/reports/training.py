@@ -20,7 +20,6 @@ from kleash.store import (
     TrainingResult,
     read_samples,
 )
-from kleash.store.checksums import UNCHECKED
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of
 from kleash.store.steps import STEPS
@@ -59,7 +58,7 @@ def write_training_report(folder: Path) -> Path:
         )
     events = [(record.step, event) for record in history for event in record.events]
     context = {
-        "warnings": (*(() if header.checksums else (UNCHECKED,)), *run_warnings(history)),
+        "warnings": run_warnings(history),
         "algorithm": str(header.settings.get("algorithm", "")),
         "settings": header.settings,
         "kleash": header.kleash,

@@ -241,13 +241,12 @@ class Audit(NotebookResult):
     def from_json(cls, text: str) -> "Audit":
         """The audit from the text of ``to_json``.
 
-        Schema 1 had one severity above "note", "fault", which is read as "wrong".
-
         Raises:
-            ValueError, TypeError, KeyError: if the text is no audit.
+            ValueError, TypeError, KeyError: if the text is no audit, or one of another schema.
         """
         data = json.loads(text)
-        for finding in data["findings"]:
-            if finding["severity"] == "fault":
-                finding["severity"] = "wrong"
+        if data["schema"] != AUDIT_SCHEMA:
+            raise ValueError(
+                f"the audit has schema {data['schema']} and this kleash reads {AUDIT_SCHEMA}; audit the function again"
+            )
         return decode(cls, data)

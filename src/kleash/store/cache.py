@@ -74,7 +74,7 @@ class CacheLabel:
     from_engine: bool = False
     """Whether a serving engine computed the hidden states, and kleash read them from its files."""
     checksums: bool = True
-    """Whether the folder's files have checksums; False for caches that an older kleash made."""
+    """That the folder's files have checksums: without ``checksums.jsonl`` it is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +105,6 @@ class CacheContents:
     def to_json(self) -> str:
         """As JSON text."""
         return to_json(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredLabel(CacheLabel):
-    """A label as it is read: an older kleash wrote nothing of checksums."""
-
-    checksums: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +145,7 @@ def read_label(folder: Path) -> CacheLabel:
             f"{folder} is a reference cache of schema {schema} and this kleash reads "
             f"{CACHE_SCHEMA}; make it again with kleash cache, in another folder"
         )
-    return CacheLabel(**vars(checksums.read_record(StoredLabel, path, what, REMAKE_CACHE)))
+    return checksums.read_record(CacheLabel, path, what, REMAKE_CACHE)
 
 
 def read_contents(folder: Path) -> CacheContents:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from kleash.store.renamed_fields import with_current_names
-
 T = TypeVar("T")
 
 NON_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -59,8 +57,8 @@ def decode(kind: type[T], data: Any) -> T:
     if not isinstance(data, Mapping):
         raise TypeError(f"{kind.__name__} is an object in JSON, not {_kind_of(data)}")
     hints = get_type_hints(kind)
-    current = with_current_names(kind.__name__, cast("Mapping[str, Any]", data))
-    known = {name: _decode_field(name, hints[name], current[name]) for name in hints if name in current}
+    fields = cast("Mapping[str, Any]", data)
+    known = {name: _decode_field(name, hints[name], fields[name]) for name in hints if name in fields}
     return kind(**known)
 
 

@@ -15,8 +15,7 @@ from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.locks import LOCK, folder_lock
-from kleash.store.measurement import SCHEMA
-from kleash.store.renamed_fields import with_current_options
+from kleash.store.measurement import SCHEMA, SchemaOf, require_schema
 
 HEADER = "run.json"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
@@ -25,7 +24,7 @@ PROBE_NATS = 0.05
 PLACE_OF_CACHE = "reference_cache"
 """Option that may differ: hidden states are the same wherever they lie, and a sweep with its cache can be moved."""
 KIND_OF_FINGERPRINT = "sha256:"
-"""Prefix of fingerprints made from every byte of the files; older ones sampled the weights."""
+"""Prefix of fingerprints, which are made from every byte of the files."""
 
 
 def describe_differences(first: Mapping[str, Any], this: Mapping[str, Any], where: str) -> list[str]:
@@ -51,9 +50,9 @@ class RunHeader:
     fingerprints: Mapping[str, str]
     """Of the policy, the reference and other files, by what they are: "policy", "policy generation_config.json"."""
     sampler: str = ""
-    """The algorithm that draws responses; empty in runs from before it was recorded."""
+    """The algorithm that draws responses."""
     checksums: bool = True
-    """Whether the folder's files have checksums; False for runs that an older kleash began."""
+    """That the folder's files have checksums: without ``checksums.jsonl`` it is damaged."""
     probes: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     """Role of a model behind a server -> log-probabilities of its probe, in nats: its weights have no fingerprint."""
 
@@ -89,19 +88,8 @@ class RunHeader:
             },
             "the source's content (sha256)": self.source_sha256[:16],
             **{_described(what): mark for what, mark in self.fingerprints.items()},
-            "the sampler": self.sampler or "that of an older version",
+            "the sampler": self.sampler,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredHeader(RunHeader):
-    """A header as it is read; one that an older kleash wrote has no field ``checksums``."""
-
-    checksums: bool = False
-
-    def __post_init__(self) -> None:
-        """Take options by their current names."""
-        object.__setattr__(self, "settings", with_current_options(self.settings))
 
 
 def probe_change(first: Sequence[float], second: Sequence[float]) -> float:
@@ -152,20 +140,8 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
 
     Raises:
         OtherRunError: naming what differs, if it is another.
-        RunFolderError: if it may be another, since an older kleash made it.
     """
     differences = stored.differences(header)
-    has_older_fingerprint = any(
-        header.fingerprints.get(name, "").startswith(KIND_OF_FINGERPRINT)
-        and not mark.startswith(KIND_OF_FINGERPRINT)
-        for name, mark in stored.fingerprints.items()
-    )
-    if differences and has_older_fingerprint and stored.settings == header.settings:
-        raise RunFolderError(
-            f"{root} holds a run of an older kleash, whose fingerprints read only samples of the weights, so that "
-            "nothing proves that the models are still the same; give another --out (report and compare read it as "
-            "before)"
-        )
     if differences:
         raise OtherRunError(root, differences)
 
@@ -188,10 +164,11 @@ def read_header(root: Path) -> RunHeader:
     """The header of the run in a folder.
 
     Raises:
-        RunFolderError: if there is none, or it is damaged.
+        RunFolderError: if there is none, or it is damaged or of another schema.
     """
-    header = Checksums.read(root).read_record(StoredHeader, root / HEADER, "the header of a run")
-    return RunHeader(**vars(header))
+    checksums, path, what = Checksums.read(root), root / HEADER, "the header of a run"
+    require_schema(path, checksums.read_record(SchemaOf, path, what, verify=False).schema)
+    return checksums.read_record(RunHeader, path, what)
 
 
 def begin_header(root: Path, header: RunHeader) -> None:

@@ -15,7 +15,7 @@ from kleash.store.number import Number
 from kleash.store.statistics import from_fields
 
 SCHEMA = 2
-"""Raised when a field of a run folder is renamed or means something else; readers take theirs and older."""
+"""Raised when a field of a run folder is renamed or means something else; others are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +198,22 @@ def what_it_is(folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaOf:
-    """What every version of kleash can read of a measurement."""
+    """What every version of kleash can read of a file of a run folder."""
 
     schema: int
+
+
+def require_schema(path: Path, schema: int) -> None:
+    """Check that a file of a run folder is of the schema of this version.
+
+    Raises:
+        RunFolderError: if not.
+    """
+    if schema != SCHEMA:
+        raise RunFolderError(
+            f"{path} has schema {schema} and this kleash reads {SCHEMA}; read it with the version that wrote it, or "
+            "run again in another folder"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,11 +303,9 @@ class Measurement(NotebookResult):
             ) from error
         checksums = Checksums.read(folder)
         advice = "run again with --resume to make it anew"
-        schema = checksums.read_record(SchemaOf, path, "a measurement", advice, verify=False).schema
-        if schema > SCHEMA:
-            raise RunFolderError(
-                f"{path} has schema {schema}, and this kleash reads up to {SCHEMA}; update kleash"
-            )
+        require_schema(
+            path, checksums.read_record(SchemaOf, path, "a measurement", advice, verify=False).schema
+        )
         measurement = checksums.read_record(cls, path, "a measurement", advice)
         if checksums.exists:
             return measurement

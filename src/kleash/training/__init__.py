@@ -1,6 +1,5 @@
 """Training with a KL term: kleash's PPO, and TRL's trainers with kleash's plug-ins."""
 
-from kleash.registry import former_names
 from kleash.training.algorithms import train
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.rewards import Reward, Rewards, load_rewards
@@ -18,5 +17,3 @@ __all__ = [
     "repetition",
     "train",
 ]
-
-__getattr__ = former_names(globals(), {"Watch": "HackingMonitor", "Journal": "RunLog"})

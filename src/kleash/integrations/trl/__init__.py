@@ -4,7 +4,6 @@ from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.kl_mixin import ResponseStatistics, response_statistics
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
 from kleash.integrations.trl.rollout_dump import RolloutDump
-from kleash.registry import former_names
 
 __all__ = [
     "GRPOLeash",
@@ -15,5 +14,3 @@ __all__ = [
     "RolloutDump",
     "response_statistics",
 ]
-
-__getattr__ = former_names(globals(), {"Told": "ResponseStatistics"})

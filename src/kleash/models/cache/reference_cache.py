@@ -17,7 +17,6 @@ from kleash.store.atomic import TEMPORARY, cannot_write, require_utf8
 from kleash.store.cache import LABEL, CachedSource, CacheLabel, read_label
 from kleash.store.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.store.codec import to_json
-from kleash.store.job_folder import KIND_OF_FINGERPRINT
 from kleash.version import __version__
 
 UNFINISHED_CACHE_FILES = (".lock", CHECKSUMS, TEMPORARY)
@@ -166,12 +165,6 @@ def check_same_model(folder: Path, label: CacheLabel, name: str, fingerprint: st
         ModelError: if not, naming both.
     """
     cached = label.reference
-    if cached.fingerprint != fingerprint and not cached.fingerprint.startswith(KIND_OF_FINGERPRINT):
-        raise ModelError(
-            f"{folder} was made by an older kleash, whose fingerprint of {cached.path} reads only samples of the "
-            f"weights, so that nothing proves that {name} is that model; make the cache again with kleash cache, in "
-            "another folder"
-        )
     if (cached.fingerprint, cached.dtype) != (fingerprint, dtype):
         raise ModelError(
             f"{folder} holds hidden states of {cached.path} (fingerprint {cached.fingerprint}, {cached.dtype}) and "
