@@ -30,7 +30,7 @@ from kleash.training.demonstration import DemonstrationSettings
 
 CONTROLLERS = ("pid", "ziegler", "dual")
 LAST = 15
-NAME = "controllers"
+NAME = "controllers_in_training"
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "controllers.svg"
 
 
