@@ -1,27 +1,30 @@
-"""How near to its target each controller brings the KL within fifty steps of the demonstration's task.
+"""How near to its target each controller brings the KL in training.
 
-python benchmarks/controllers.py                                  # three controllers, three seeds: 9 runs, about a
-                                                                  # minute each on an idle core
-python benchmarks/controllers.py --target 4 --beta 0.3 --seeds 0  # another target, another start
-python benchmarks/controllers.py --draw                           # the figure of docs/beta.md, from the results
+python benchmarks/controllers_in_training.py                          # all of it: some twenty minutes on an idle core
+python benchmarks/controllers_in_training.py --tasks sort --algorithms grpo --targets 0.4 --seeds 0
 
-The task is that of ``kleash train``: the shipped reference, its 24 shortest prompts, a reward for "she" and "her";
-24 responses a step. Figures are the mean KL of the last 15 steps over the target, its highest step over the target,
-and the beta of the last step. The table of docs/beta.md is printed from ``results/controllers.json``.
+Two tasks. ``heroine`` is the demonstration's: the shipped reference, its 24 shortest prompts, 24 responses a step and a
+reward for "she" and "her". ``sort`` has one right answer: a small network sorts four of eight letters, 64 responses a
+step, rewarded by the share of letters in their right place; its reference is trained on answers of which 40 % of the
+letters were drawn at random. Figures are the mean KL of the second half of the steps over the target, and the highest
+step over it. The table of docs/beta.md is printed from ``results/controllers_in_training.json``.
 """
 
 import argparse
 import json
+import random
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from harness import RESULTS, write_result
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kleash.jobs import PPOJob
+from kleash.jobs import GRPOJob, PPOJob
 from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.models import load_pair, read_prompts
 from kleash.store import read_steps
@@ -29,169 +32,218 @@ from kleash.training import train
 from kleash.training.demonstration import DemonstrationSettings
 
 CONTROLLERS = ("pid", "ziegler", "dual")
-LAST = 15
+TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4)}
+"""A loose and a binding target of each task, in nats per response."""
+STEPS = {"heroine": 80, "sort": 100}
 NAME = "controllers_in_training"
-PICTURE = RESULTS.parents[1] / "docs" / "images" / "controllers.svg"
+LETTERS, PLACES, WRONG = "abcdefgh", 4, 0.4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """The figures of one run."""
+class Case(NamedTuple):
+    """One run."""
 
+    task: str
+    algorithm: str
     controller: str
+    target: float
     seed: int
-    settled: float
-    """Mean KL of the last ``LAST`` steps over the target."""
-    highest: float
-    """Highest KL of a step over the target."""
     beta: float
-    """Beta of the last step."""
-    kl: tuple[float, ...]
-    """KL of each step, in nats per response."""
+    """The initial beta."""
 
 
-def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -> Figures:
-    """Train with one controller and one seed; the figures of the run."""
-    settings = DemonstrationSettings()
-    out = folder / f"{controller}-{seed}"
-    job = PPOJob(
-        prompts=str(folder / "prompts.jsonl"),
-        controller=controller,
-        beta=options.beta,
-        target_nats=options.target,
-        lora_rank=8,
-        minibatches=1,
-        epochs=1,
-        steps=options.steps,
-        prompts_per_step=settings.prompts,
-        samples_per_prompt=1,
-        max_new_tokens=settings.max_new_tokens,
-        learning_rate=options.learning_rate,
-        checkpoint_every=options.steps,
-        seed=seed,
-        out=str(out),
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Train one case; its figures."""
+    out = folder / "-".join(map(str, case))
+    steps = STEPS[case.task]
+    options: dict[str, Any] = {
+        **(heroine(folder) if case.task == "heroine" else sorting(folder)),
+        "controller": case.controller,
+        "beta": case.beta,
+        "target_nats": case.target,
+        "steps": steps,
+        "checkpoint_every": steps,
+        "seed": case.seed,
+        "out": str(out),
+    }
+    if case.algorithm == "ppo":
+        train(PPOJob(**options, minibatches=1, epochs=1))
+    else:
+        groups = {"prompts_per_step": options["prompts_per_step"] // 4, "samples_per_prompt": 8}
+        train(GRPOJob(**{**options, **groups}))
+    metrics = [record.metrics for record in read_steps(out)]
+    kl = [step["kl/exact_per_sequence"] for step in metrics]
+    late = metrics[steps // 2 :]
+    return {
+        **case._asdict(),
+        "settled": mean_of(late, "kl/exact_per_sequence") / case.target,
+        "highest": max(kl) / case.target,
+        "error": mean_of(late, "kl/exact_per_sequence_error") / case.target,
+        "reward": mean_of(late, "reward/score"),
+        "last_beta": metrics[-1]["beta"],
+        "kl": [round(x, 3) for x in kl],
+    }
+
+
+def mean_of(metrics: list[dict[str, float]], name: str) -> float:
+    """The mean of a metric over steps."""
+    return sum(step[name] for step in metrics) / len(metrics)
+
+
+# --- the demonstration's task ---
+
+
+def heroine(folder: Path) -> dict[str, Any]:
+    """The options of the demonstration's task; its prompts are written on the first call."""
+    settings, path = DemonstrationSettings(), folder / "heroine.jsonl"
+    if not path.exists():
+        pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
+        prompts = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
+        write_prompts(path, [prompt.text for prompt in prompts[: settings.prompts]])
+    return {
+        "prompts": str(path),
+        "lora_rank": 8,
+        "prompts_per_step": settings.prompts,
+        "samples_per_prompt": 1,
+        "max_new_tokens": settings.max_new_tokens,
+        "learning_rate": settings.learning_rate,
+    }
+
+
+def write_prompts(path: Path, prompts: list[str]) -> None:
+    """Write prompts as JSON lines."""
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+# --- the task with a right answer ---
+
+
+def in_place(prompts: list[str], responses: list[str]) -> list[float]:
+    """The share of letters of each response that are in their right place."""
+    shares = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        right, given = sorted(prompt.split()[:PLACES]), response.split()
+        shares.append(sum(a == b for a, b in zip(right, given, strict=False)) / PLACES)
+    return shares
+
+
+def sorting(folder: Path) -> dict[str, Any]:
+    """The options of the sorting task; its reference and prompts are made on the first call."""
+    reference, path = folder / "sorter", folder / "sort.jsonl"
+    if not path.exists():
+        draw = random.Random(0)
+        make_sorter(reference, draw)
+        write_prompts(path, [" ".join([*draw.sample(LETTERS, PLACES), "="]) for _ in range(512)])
+    return {
+        "policy": str(reference),
+        "prompts": str(path),
+        "reward": ("controllers_in_training:in_place",),
+        "prompts_per_step": 32,
+        "samples_per_prompt": 2,
+        "max_new_tokens": PLACES,
+        "learning_rate": 1e-3,
+        "lora_rank": 0,
+    }
+
+
+def make_sorter(folder: Path, draw: random.Random) -> None:
+    """Train a small network to sort letters, from answers with ``WRONG`` of the letters at random, and save it."""
+    words = ["<pad>", "</s>", "=", *LETTERS]
+    backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
     )
-    train(job)
-    steps = [record.metrics for record in read_steps(out)]
-    kl = [metrics["kl/exact_per_sequence"] for metrics in steps]
-    return Figures(
-        controller=controller,
-        seed=seed,
-        settled=sum(kl[-LAST:]) / len(kl[-LAST:]) / options.target,
-        highest=max(kl) / options.target,
-        beta=steps[-1]["beta"],
-        kl=tuple(round(x, 3) for x in kl),
-    )
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(600):
+        rows = []
+        for _ in range(64):
+            letters = draw.sample(LETTERS, PLACES)
+            answer = [draw.choice(LETTERS) if draw.random() < WRONG else x for x in sorted(letters)]
+            rows.append([words.index(x) for x in [*letters, "=", *answer]])
+        tokens = torch.tensor(rows)
+        labels = tokens.clone()
+        labels[:, : PLACES + 1] = -100
+        loss = network(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def write_prompts(folder: Path) -> None:
-    """Write the prompts of the demonstration to ``prompts.jsonl`` in the folder."""
-    pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
-    prompts = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
-    lines = [
-        json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n"
-        for prompt in prompts[: DemonstrationSettings().prompts]
-    ]
-    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+# --- tables ---
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """The figures as lines of Markdown: a row for each controller."""
+    """The figures as lines of Markdown: a row for each task, algorithm, controller and target."""
     seeds = sorted({record["seed"] for record in runs})
-    heads = [f"seed {seed}" for seed in seeds]
     lines = [
-        f"| controller | {' | '.join(heads)} | highest step |",
-        "|---|" + "---:|" * (len(seeds) + 1),
+        "| task | algorithm | controller | target | "
+        + " | ".join(f"seed {seed}" for seed in seeds)
+        + " | highest step | error of a step |",
+        "|---|---|---|---:|" + "---:|" * (len(seeds) + 2),
     ]
-    for controller in dict.fromkeys(record["controller"] for record in runs):
-        by_seed = {record["seed"]: record for record in runs if record["controller"] == controller}
-        cells = [f"{by_seed[seed]['settled']:.2f}" if seed in by_seed else "–" for seed in seeds]
-        highest = max(record["highest"] for record in by_seed.values())
-        lines.append(f"| `{controller}` | {' | '.join(cells)} | {highest:.1f} |")
+    for key in dict.fromkeys(_row(record) for record in runs):
+        here = {record["seed"]: record for record in runs if _row(record) == key}
+        cells = [f"{here[seed]['settled']:.2f}" if seed in here else "–" for seed in seeds]
+        highest = max(record["highest"] for record in here.values())
+        error = sum(record["error"] for record in here.values()) / len(here)
+        task, algorithm, controller, target = key
+        lines.append(
+            f"| {task} | {algorithm} | `{controller}` | {target:g} | {' | '.join(cells)} | {highest:.1f} | {error:.0%} |"
+        )
     return lines
 
 
-COLOURS = {"pid": "#2457c5", "ziegler": "#d9782d", "dual": "#2a9d6f"}
-WIDE, HIGH, LEFT, TOP, MOST = 640, 240, 48, 40, 4.0
-
-
-def picture(figures: dict[str, Any]) -> str:
-    """The KL of every run over its target, step by step, as SVG."""
-    target, steps = figures["asked"]["target_nats"], figures["asked"]["steps"]
-
-    def height(share: float) -> float:
-        return TOP + HIGH * (1 - min(share, MOST) / MOST)
-
-    top, bottom = height(1.15), height(0.85)
-    band = f'x="{LEFT}" y="{top:.1f}" width="{WIDE}" height="{bottom - top:.1f}" fill="#2457c5" opacity=".13"'
-    parts = [f"<rect {band}/>"]
-    for share in range(int(MOST) + 1):
-        y = height(share)
-        parts.append(f'<path d="M{LEFT} {y:.1f}h{WIDE}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share}</text>')
-    for step in range(0, steps + 1, 10):
-        x = LEFT + WIDE * step / steps
-        parts.append(f'<text x="{x:.1f}" y="{TOP + HIGH + 18}" text-anchor="middle">{step}</text>')
-    for record in figures["runs"]:
-        points = "L".join(
-            f"{LEFT + WIDE * at / steps:.1f} {height(kl / target):.1f}"
-            for at, kl in enumerate(record["kl"], 1)
-        )
-        parts.append(
-            f'<path d="M{points}" fill="none" stroke="{COLOURS[record["controller"]]}" stroke-width="1.6"/>'
-        )
-    for at, (name, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<path d="M{LEFT + 90 * at} 18h22" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{LEFT + 90 * at + 28}" y="22">{name}</text>')
-    parts.append(f'<text x="{LEFT + 300}" y="22">KL over its target, by step; shaded: within 15 %</text>')
-    style = "<style>text{font:12px system-ui,sans-serif;fill:#333}</style>"
-    style += "<rect width='100%' height='100%' fill='#fff'/>"
-    size = f'width="{LEFT + WIDE + 24}" height="{TOP + HIGH + 32}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}\n' + "\n".join(parts) + "\n</svg>\n"
+def _row(record: dict[str, Any]) -> tuple[str, str, str, float]:
+    return record["task"], record["algorithm"], record["controller"], record["target"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, write the figures and print the table; or only draw the picture."""
+    """Train, write the figures and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
+    parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--algorithms", nargs="+", default=["ppo", "grpo"], choices=["ppo", "grpo"])
+    parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)
+    parser.add_argument("--targets", nargs="+", type=float, help="nats per response; those of the task")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--target", type=float, default=8.0, help="nats per response")
     parser.add_argument("--beta", type=float, default=0.05, help="initial beta")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=DemonstrationSettings().learning_rate)
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder that the figures are written to"
-    )
-    parser.add_argument(
-        "--draw", action="store_true", help="draw docs/images/controllers.svg again, without training"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
     options = parser.parse_args(arguments)
-    if options.draw:
-        figures = json.loads((options.results / f"{NAME}.json").read_text())["figures"]
-        PICTURE.write_text(picture(figures), encoding="utf-8")
-        print("\n".join(table(figures["runs"])))
-        return
     runs: list[dict[str, Any]] = []
     with TemporaryDirectory() as name:
         folder = Path(name)
-        write_prompts(folder)
-        jobs = [
-            (controller, seed, options, folder)
+        cases = [
+            Case(task, algorithm, controller, target, seed, options.beta)
+            for task in options.tasks
+            for algorithm in options.algorithms
             for controller in options.controllers
+            for target in options.targets or TARGETS[task]
             for seed in options.seeds
         ]
+        for task in options.tasks:  # written once, before several processes read them
+            (heroine if task == "heroine" else sorting)(folder)
         with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-            for result in pool.map(run, *zip(*jobs, strict=True)):
-                runs.append({**vars(result), "kl": list(result.kl)})
-                print(
-                    f"{result.controller}, seed {result.seed}: {result.settled:.2f} of the target", flush=True
-                )
-    settings = {"target_nats": options.target, "beta": options.beta, "steps": options.steps}
-    settings["learning_rate"] = options.learning_rate
-    write_result(NAME, {"asked": settings, "runs": runs}, options.results)
+            for result in pool.map(run, cases, [folder] * len(cases)):
+                runs.append(result)
+                print(table([result])[-1], flush=True)
+                write_result(NAME, {"runs": runs}, options.results)
     print("\n".join(table(runs)))
 
 

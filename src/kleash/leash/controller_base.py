@@ -11,11 +11,12 @@ KL_UNITS: tuple[Per, ...] = ("sequence", "token")
 LARGEST_COUNT = 2**53
 """The largest count of sequences that a float represents exactly."""
 LARGEST_EXPONENT = 700.0
+ZERO_KL_EVENT = "the measured KL is 0: answered as the largest error below the target"
 MAX_LOG_RATIO = 30.0
 """log(KL / target) is clipped to this, to either side."""
 LARGEST_RATIO = 20.0
 """A KL of more than this many targets counts as this many."""
-DRIFT = 0.15
+DRIFT = 0.06
 """Change of the true KL in one update that the filter expects, as a share of the KL or of the target if that is larger."""
 NOISE_RATE = 0.2
 """Weight of the newest standard error in the average that sets the filter's gain."""
@@ -103,7 +104,7 @@ class TargetController:
     """The upper bound of beta."""
     largest_step: float = 2.0
     """The largest factor that one update multiplies or divides beta by."""
-    proportional: float = 0.7
+    proportional: float = 1.5
     """The proportional gain: the increase of log beta if the filtered KL grew e-fold since the last update."""
     levels: tuple[float, ...] = ()
     """log of the filtered KL after the last two measurements, newest first. A state, which starts empty."""

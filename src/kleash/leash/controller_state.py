@@ -70,14 +70,17 @@ class StatefulController:
         """The current beta: nats of reward paid for one nat of KL."""
         return self.leash.beta
 
-    def update(self, measured_nats: SupportsFloat, sequences: int, /) -> None:
+    def update(
+        self, measured_nats: SupportsFloat, sequences: int, /, standard_error: SupportsFloat | None = None
+    ) -> None:
         """Replace ``leash`` by the controller for the next update.
 
         Args:
             measured_nats: the measured KL, in the unit of ``leash.per``.
             sequences: the number of sequences that it was measured on.
+            standard_error: of the KL, in nats; None if it is not known.
         """
-        self.leash = self.leash.after(measured_nats, sequences=sequences)
+        self.leash = self.leash.after(measured_nats, sequences=sequences, standard_error=standard_error)
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Restore beta and the measured levels; bounds, target and gains are not changed.

@@ -181,9 +181,9 @@ class DualBeta(TargetController):
 
     kind: ClassVar[str] = "dual"
 
-    rate: float = 0.1
+    rate: float = 0.12
     """The gain: the increase of log beta at a KL of twice the budget (before ``largest_error``)."""
-    largest_error: float = 2.0
+    largest_error: float = 4.0
     """Largest absolute value of KL / target - 1; beyond it is clipped."""
 
     def __post_init__(self) -> None:
@@ -234,11 +234,11 @@ class PIDBeta(TargetController):
 
     kind: ClassVar[str] = "pid"
 
-    integral: float = 0.07
+    integral: float = 0.12
     """The integral gain: the increase of log beta per update at a KL of e times the target."""
     derivative: float = 0.0
     """The derivative gain, on the change of the KL's growth; 0 by default because it amplifies noise."""
-    largest_error: float = 1.0
+    largest_error: float = 4.0
     """Largest absolute value of log(KL / target) in the integral term; beyond it is clipped."""
     reach: float = 3.0
     """Largest absolute value of log(KL / target) in the differences of the proportional and derivative terms; beyond it
@@ -265,9 +265,9 @@ class PIDBeta(TargetController):
         ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
         if ratio is None:
             return replace(self, event=event)
-        controller, _ = self.filtered(ratio, error)
-        growth, log_ratio = controller.growth(self.reach), controller.log_ratios(self.reach)[0]
-        log_factor = self.integral * clip(log_ratio, self.largest_error) + self.proportional * growth
+        controller, ratio = self.filtered(ratio, error)
+        growth = controller.growth(self.reach)
+        log_factor = self.integral * clip(ratio - 1, self.largest_error) + self.proportional * growth
         if len(self.levels) > 1:
             log_factor += self.derivative * (growth - self.growth(self.reach))
         return with_beta_times(controller, bounded_exp(log_factor), event)
