@@ -20,12 +20,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from datasets import Dataset
 from harness import RESULTS, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig
 
+from kleash.integrations.trainer import BetaController
+from kleash.integrations.trl import LeashedGRPOTrainer
 from kleash.jobs import GRPOJob, PPOJob
 from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
+from kleash.leash import Leash, beta_from_dict
 from kleash.models import load_pair, read_prompts
 from kleash.store import read_steps
 from kleash.training import train
@@ -34,7 +39,8 @@ from kleash.training.demonstration import DemonstrationSettings
 CONTROLLERS = ("pid", "ziegler", "dual")
 TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4)}
 """A loose and a binding target of each task, in nats per response."""
-STEPS = {"heroine": 80, "sort": 100}
+ALGORITHMS = ("ppo", "grpo", "plug-in")
+STEPS = {"heroine": 50, "sort": 100}
 NAME = "controllers_in_training"
 LETTERS, PLACES, WRONG = "abcdefgh", 4, 0.4
 
@@ -54,6 +60,8 @@ class Case(NamedTuple):
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Train one case; its figures."""
     out = folder / "-".join(map(str, case))
+    if case.algorithm == "plug-in":
+        return figures(case, with_plug_in(case, folder, out))
     steps = STEPS[case.task]
     options: dict[str, Any] = {
         **(heroine(folder) if case.task == "heroine" else sorting(folder)),
@@ -70,16 +78,65 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     else:
         groups = {"prompts_per_step": options["prompts_per_step"] // 4, "samples_per_prompt": 8}
         train(GRPOJob(**{**options, **groups}))
-    metrics = [record.metrics for record in read_steps(out)]
-    kl = [step["kl/exact_per_sequence"] for step in metrics]
-    late = metrics[steps // 2 :]
+    steps_of = [record.metrics for record in read_steps(out)]
+    names = {"kl": "kl/exact_per_sequence", "error": "kl/exact_per_sequence_error", "reward": "reward/score"}
+    return figures(
+        case, [{name: step[column] for name, column in {**names, "beta": "beta"}.items()} for step in steps_of]
+    )
+
+
+def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
+    """Kleash's plug-in for TRL with a callback: 60 updates of 8 responses to 8 prompts; KL, error, reward, beta."""
+    letters = [json.loads(line)["prompt"] for line in (folder / "sort.jsonl").read_text().splitlines()]
+    answers = [" ".join(sorted(prompt.split()[:PLACES])) for prompt in letters]
+
+    def share_in_place(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        pairs = [zip(a.split(), b.split(), strict=False) for a, b in zip(answer, completions, strict=True)]
+        return [sum(x == y for x, y in pair) / PLACES for pair in pairs]
+
+    trainer = LeashedGRPOTrainer(
+        model=str(folder / "sorter"),
+        reward_funcs=share_in_place,
+        args=GRPOConfig(
+            output_dir=str(out),
+            learning_rate=1e-3,
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=PLACES,
+            max_steps=60,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            beta=case.beta,
+            seed=case.seed,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": letters, "answer": answers}),
+    )
+    BetaController(controller_of(case), metric="kl/per_sequence").attach(trainer)
+    trainer.train()
+    names = {"kl": "kl/per_sequence", "error": "kl/per_sequence_error", "reward": "reward", "beta": "beta"}
+    logs = [entry for entry in trainer.state.log_history if "kl/per_sequence" in entry]
+    return [{name: entry[column] for name, column in names.items()} for entry in logs]
+
+
+def controller_of(case: Case) -> Leash:
+    """The library's controller of that kind."""
+    return beta_from_dict({"kind": case.controller, "beta": case.beta, "target_nats": case.target})
+
+
+def figures(case: Case, steps: list[dict[str, float]]) -> dict[str, Any]:
+    """The figures of a run from KL, error, reward and beta of each step."""
+    kl, late = [step["kl"] for step in steps], steps[len(steps) // 2 :]
     return {
         **case._asdict(),
-        "settled": mean_of(late, "kl/exact_per_sequence") / case.target,
+        "settled": mean_of(late, "kl") / case.target,
         "highest": max(kl) / case.target,
-        "error": mean_of(late, "kl/exact_per_sequence_error") / case.target,
-        "reward": mean_of(late, "reward/score"),
-        "last_beta": metrics[-1]["beta"],
+        "error": mean_of(late, "error") / case.target,
+        "reward": mean_of(late, "reward"),
+        "last_beta": steps[-1]["beta"],
         "kl": [round(x, 3) for x in kl],
     }
 
@@ -218,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--algorithms", nargs="+", default=["ppo", "grpo"], choices=["ppo", "grpo"])
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)
     parser.add_argument("--targets", nargs="+", type=float, help="nats per response; those of the task")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -236,6 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
             for controller in options.controllers
             for target in options.targets or TARGETS[task]
             for seed in options.seeds
+            if (task, algorithm) != ("heroine", "plug-in")
         ]
         for task in options.tasks:  # written once, before several processes read them
             (heroine if task == "heroine" else sorting)(folder)

@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 30.0
 """log(KL / target) is clipped to this, to either side."""
 LARGEST_RATIO = 20.0
 """A KL of more than this many targets counts as this many."""
-DRIFT = 0.06
+DRIFT = 0.05
 """Change of the true KL in one update that the filter expects, as a share of the KL or of the target if that is larger."""
 NOISE_RATE = 0.2
 """Weight of the newest standard error in the average that sets the filter's gain."""

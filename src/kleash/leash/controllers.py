@@ -181,9 +181,9 @@ class DualBeta(TargetController):
 
     kind: ClassVar[str] = "dual"
 
-    rate: float = 0.12
+    rate: float = 0.15
     """The gain: the increase of log beta at a KL of twice the budget (before ``largest_error``)."""
-    largest_error: float = 4.0
+    largest_error: float = 1.0
     """Largest absolute value of KL / target - 1; beyond it is clipped."""
 
     def __post_init__(self) -> None:
@@ -234,11 +234,11 @@ class PIDBeta(TargetController):
 
     kind: ClassVar[str] = "pid"
 
-    integral: float = 0.12
+    integral: float = 0.15
     """The integral gain: the increase of log beta per update at a KL of e times the target."""
     derivative: float = 0.0
     """The derivative gain, on the change of the KL's growth; 0 by default because it amplifies noise."""
-    largest_error: float = 4.0
+    largest_error: float = 1.0
     """Largest absolute value of log(KL / target) in the integral term; beyond it is clipped."""
     reach: float = 3.0
     """Largest absolute value of log(KL / target) in the differences of the proportional and derivative terms; beyond it
