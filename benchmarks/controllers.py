@@ -91,9 +91,7 @@ def simulate(kind: str, seeds: int, errors: str) -> list[dict[str, Any]]:
     records = []
     for (gain, lag), beta, noise in itertools.product(PLANTS, BETAS, NOISES):
         case = Case(gain, lag, beta, noise)
-        runs = [
-            follow(START[kind](beta), case, seed, errors) for seed in range(seeds if noise else 1)
-        ]
+        runs = [follow(START[kind](beta), case, seed, errors) for seed in range(seeds if noise else 1)]
         records.append(
             {
                 "controller": kind,
@@ -112,10 +110,12 @@ def settled_table(records: list[dict[str, Any]]) -> list[str]:
     for kind in dict.fromkeys(record["controller"] for record in records):
         cells, shares = [], []
         for noise in NOISES:
-            here = [r for r in records if (r["controller"], r["noise"]) == (kind, noise) and r["beta"] != BETAS[0]]
-            means = [r["settled"] for r in here]
+            matching = [
+                r for r in records if (r["controller"], r["noise"]) == (kind, noise) and r["beta"] != BETAS[0]
+            ]
+            means = [r["settled"] for r in matching]
             cells.append(f"{min(means):.2f}–{max(means):.2f}")
-            shares.append(f"{min(r['within'] for r in here):.0%}")
+            shares.append(f"{min(r['within'] for r in matching):.0%}")
         lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
         lines.append("| … single runs within 10 % | " + " | ".join(shares) + " |")
     return lines
@@ -126,7 +126,9 @@ def peak_table(records: list[dict[str, Any]]) -> list[str]:
     heads = [f"{1 / beta:.3g} × too weak" if beta < 1 else "right" for beta in BETAS[:3]]
     columns = list(itertools.product(BETAS[:3], (False, True)))
     lines = [
-        "| | " + " | ".join(f"{heads[BETAS.index(b)]}{', late' if late else ''}" for b, late in columns) + " |",
+        "| | "
+        + " | ".join(f"{heads[BETAS.index(b)]}{', late' if late else ''}" for b, late in columns)
+        + " |",
         "|---|" + "---:|" * len(columns),
     ]
     for kind in dict.fromkeys(record["controller"] for record in records):

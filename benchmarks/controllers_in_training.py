@@ -81,7 +81,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     steps_of = [record.metrics for record in read_steps(out)]
     names = {"kl": "kl/exact_per_sequence", "error": "kl/exact_per_sequence_error", "reward": "reward/score"}
     return figures(
-        case, [{name: step[column] for name, column in {**names, "beta": "beta"}.items()} for step in steps_of]
+        case,
+        [{name: step[column] for name, column in {**names, "beta": "beta"}.items()} for step in steps_of],
     )
 
 
@@ -179,8 +180,8 @@ def in_place(prompts: list[str], responses: list[str]) -> list[float]:
     """The share of letters of each response that are in their right place."""
     shares = []
     for prompt, response in zip(prompts, responses, strict=True):
-        right, given = sorted(prompt.split()[:PLACES]), response.split()
-        shares.append(sum(a == b for a, b in zip(right, given, strict=False)) / PLACES)
+        right, answer = sorted(prompt.split()[:PLACES]), response.split()
+        shares.append(sum(a == b for a, b in zip(right, answer, strict=False)) / PLACES)
     return shares
 
 
@@ -254,13 +255,14 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---:|" + "---:|" * (len(seeds) + 2),
     ]
     for key in dict.fromkeys(_row(record) for record in runs):
-        here = {record["seed"]: record for record in runs if _row(record) == key}
-        cells = [f"{here[seed]['settled']:.2f}" if seed in here else "–" for seed in seeds]
-        highest = max(record["highest"] for record in here.values())
-        error = sum(record["error"] for record in here.values()) / len(here)
+        by_seed = {record["seed"]: record for record in runs if _row(record) == key}
+        cells = [f"{by_seed[seed]['settled']:.2f}" if seed in by_seed else "–" for seed in seeds]
+        highest = max(record["highest"] for record in by_seed.values())
+        error = sum(record["error"] for record in by_seed.values()) / len(by_seed)
         task, algorithm, controller, target = key
         lines.append(
-            f"| {task} | {algorithm} | `{controller}` | {target:g} | {' | '.join(cells)} | {highest:.1f} | {error:.0%} |"
+            f"| {task} | {algorithm} | `{controller}` | {target:g} | {' | '.join(cells)} "
+            f"| {highest:.1f} | {error:.0%} |"
         )
     return lines
 

@@ -33,7 +33,9 @@ def steered(draw):
     }
     if record["kind"] == "ziegler":
         return {**record, "horizon": draw(st.none() | st.integers(1, 10**6))}
-    gains = ("rate", "proportional") if record["kind"] == "dual" else ("proportional", "integral", "derivative")
+    gains = (
+        ("rate", "proportional") if record["kind"] == "dual" else ("proportional", "integral", "derivative")
+    )
     limits = ("largest_error",) if record["kind"] == "dual" else ("largest_error", "reach")
     return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
 

@@ -54,7 +54,8 @@ def verl():
 def test_ziegler_without_a_horizon_does_not_depend_on_the_batch():
     """Three updates' sequences are the horizon: a step of at most a fifteenth, and the change of the KL beside it."""
     small, large = (
-        ZieglerBeta(beta=0.15, target_nats=6.0).after(9.0, sequences=n).after(7.5, sequences=n) for n in (8, 1024)
+        ZieglerBeta(beta=0.15, target_nats=6.0).after(9.0, sequences=n).after(7.5, sequences=n)
+        for n in (8, 1024)
     )
     assert small == large
     assert small.beta == pytest.approx(0.15 * (1 + 0.2 / 3) ** 2 * (7.5 / 9.0) ** 1.5, rel=1e-12)

@@ -74,7 +74,7 @@ def test_the_filter_by_hand():
             kl, variance = measured, (error / 8) ** 2
             noise = variance
         else:
-            scale, variance = max(kl, 8.0), variance + 0.05**2
+            scale, variance = max(kl, 8.0), variance + 0.04**2
             gain = variance / (variance + noise)
             kl, variance = kl + gain * (measured - kl), (1 - gain) * variance
             noise += 0.2 * ((error / scale) ** 2 - noise)

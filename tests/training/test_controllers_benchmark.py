@@ -41,7 +41,9 @@ def test_figures_are_within_the_bars(cases):
 
 def test_a_case_is_simulated_again(benchmark, cases):
     """Without noise a case is one run, which no seed changes."""
-    case = next(x for x in cases if (x["controller"], x["gain"], x["beta"], x["noise"]) == ("pid", 0.3, 0.3, 0.0))
+    case = next(
+        x for x in cases if (x["controller"], x["gain"], x["beta"], x["noise"]) == ("pid", 0.3, 0.3, 0.0)
+    )
     run = benchmark["follow"](
         benchmark["START"]["pid"](0.3), benchmark["Case"](0.3, 0, 0.3, 0.0), 0, "reported"
     )

@@ -16,8 +16,8 @@ MAX_LOG_RATIO = 30.0
 """log(KL / target) is clipped to this, to either side."""
 LARGEST_RATIO = 20.0
 """A KL of more than this many targets counts as this many."""
-DRIFT = 0.05
-"""Change of the true KL in one update that the filter expects, as a share of the KL or of the target if that is larger."""
+DRIFT = 0.04
+"""Change of the true KL in an update that the filter expects, as a share of the KL, or of the target if it is larger."""
 NOISE_RATE = 0.2
 """Weight of the newest standard error in the average that sets the filter's gain."""
 ControllerT = TypeVar("ControllerT", bound="TargetController")
@@ -46,7 +46,9 @@ def read_measurement(
         raise OptionError(f"sequences is {sequences}; give how many were measured, at least 0")
     error_nats = None if standard_error is None else float(standard_error)
     if error_nats is not None and error_nats < 0:
-        raise OptionError(f"standard_error is {error_nats:g}; give nats, at least 0, or None if it is not known")
+        raise OptionError(
+            f"standard_error is {error_nats:g}; give nats, at least 0, or None if it is not known"
+        )
     if sequences == 0:
         return Reading(None, None, "ignored: no sequence was measured")
     kl_nats = float(measured_nats)
@@ -77,7 +79,7 @@ def bounded_exp(nats: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetController:
-    """A controller that multiplies beta by a factor at each update, within bounds, so that a filtered KL meets a target.
+    """A controller that multiplies beta by a factor at each update, within bounds, to keep a filtered KL at a target.
 
     A measurement with a ``standard_error`` moves the filtered KL by a share ``gain`` of the difference: by little if
     the error is large. The variances are relative to the filtered KL, or to the target while the KL is below it:

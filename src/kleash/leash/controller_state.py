@@ -115,7 +115,9 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     kl_nats, target = float(measured_nats), before.target_nats
     newest, earlier = _filtered_nats(after), _filtered_nats(before)
     filtered = kl_nats if newest is None or not math.isfinite(kl_nats) else newest
-    note = "" if math.isclose(filtered, kl_nats, rel_tol=0.005, abs_tol=1e-6) else f" (filtered {filtered:.3g})"
+    note = (
+        "" if math.isclose(filtered, kl_nats, rel_tol=0.005, abs_tol=1e-6) else f" (filtered {filtered:.3g})"
+    )
     position = "above" if filtered > target else "below" if filtered < target else "at"
     factor = f", {filtered / target:.2g} times" if filtered > 1.2 * target else ""
     trend = ""

@@ -122,8 +122,8 @@ class ZieglerBeta(TargetController):
 
     The usual implementations of the published rule have no bounds: a NaN persists, and a batch of more than five
     horizons makes beta negative. Within ``largest_step`` and the two bounds the result equals it exactly. Its speed
-    depends on ``sequences / horizon`` alone: with the published 10 000 and batches of 64, beta changes by at most 0.13 %
-    per update, too slowly for runs of hundreds of updates.
+    depends on ``sequences / horizon`` alone: with the published 10 000 and batches of 64, beta changes by at most
+    0.13 % per update, too slowly for runs of hundreds of updates.
 
     References:
         Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2,
@@ -133,8 +133,8 @@ class ZieglerBeta(TargetController):
     kind: ClassVar[str] = "ziegler"
 
     horizon: int | None = None
-    """The number of sequences after which a KL that is 20 % off (or more) has changed beta by 20 %; published is 10 000.
-    None for three updates, whatever their size."""
+    """The number of sequences after which a KL that is 20 % off (or more) has changed beta by 20 %; the published one is
+    10 000. None for three updates, whatever their size."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
@@ -169,7 +169,8 @@ class ZieglerBeta(TargetController):
 class DualBeta(TargetController):
     """Dual ascent on beta, the Lagrange multiplier of "maximise reward subject to KL <= budget".
 
-        log beta <- log beta + rate clip(KL / target - 1, -largest_error, largest_error) + proportional (change of log KL)
+        e = clip(KL / target - 1, -largest_error, largest_error)
+        log beta <- log beta + rate e + proportional (change of log KL)
 
     The negative derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is the excess of the KL over the
     budget, which is ``target_nats``. The ascent is in log beta (mirror ascent), so ``rate`` has no unit and beta stays
@@ -218,16 +219,16 @@ class DualBeta(TargetController):
 class PIDBeta(TargetController):
     """A PID controller of log beta: the KL settles at a target quickly and with little overshoot.
 
-        l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(l_k, -largest_error, largest_error)
+        l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(KL_k / target - 1, -largest_error, largest_error)
         log beta <- log beta + proportional (l_k - l_k-1) + integral e_k + derivative (l_k - 2 l_k-1 + l_k-2)
 
-    It uses logarithms because the KL is roughly proportional to 1 / beta: half the target and twice the target have
-    errors of the same size, and the gains have no unit. This is the velocity form: beta itself is the integrator, so
+    Changes are in logarithms because the KL is roughly proportional to 1 / beta, and the gains have no unit. The error is
+    linear, so that noise which the filter leaves does not bias it. This is the velocity form: beta is the integrator, so
     there is no wind-up at the bounds, and a beta that was set by hand (``dataclasses.replace``) is the new starting
     point. The differences are of the KL alone, so a change of the target causes no jump. KL is the filtered one.
 
-    With the default gains the KL is held within 3 % of its target for KLs that respond to beta within 3 to 20 updates
-    and are measured with errors of up to 50 % (docs/beta.md).
+    With the default gains the KL is held within 5 % of its target if it responds to beta within 3 to 20 updates and is
+    measured with errors of up to 50 % (docs/beta.md).
 
     ``sequences`` is not used, except that 0 stands for no measurement.
     """
@@ -239,7 +240,7 @@ class PIDBeta(TargetController):
     derivative: float = 0.0
     """The derivative gain, on the change of the KL's growth; 0 by default because it amplifies noise."""
     largest_error: float = 1.0
-    """Largest absolute value of log(KL / target) in the integral term; beyond it is clipped."""
+    """Largest absolute value of KL / target - 1 in the integral term; beyond it is clipped."""
     reach: float = 3.0
     """Largest absolute value of log(KL / target) in the differences of the proportional and derivative terms; beyond it
     is clipped. By default it is larger than ``largest_error``."""

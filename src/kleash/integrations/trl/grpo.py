@@ -26,7 +26,7 @@ class GRPOLeash(KLMixin):
     deviation of a group would change beta from group to group.
 
     Logged: ``kl``, the number that beta multiplies in the loss (in the reward: the mean over responses);
-    ``kl/per_token``, ``kl/per_sequence``, each with ``_error`` (standard error over an update, with prompts as clusters),
+    ``kl/per_token``, ``kl/per_sequence``, each with ``_error`` (standard error over an update, clustered by prompt),
     ``beta``, and with importance weights ``kl/effective_share``, the effective sample size as a share of the tokens.
     With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """

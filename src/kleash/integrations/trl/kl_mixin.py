@@ -62,7 +62,9 @@ def rows_by_prompt(
 ) -> list[ResponseKL]:
     """The KL of each response with its prompt; masked values are not read."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
-    prompts = [tuple(ids[kept].tolist()) for ids, kept in zip(prompt_ids, prompt_mask.bool(), strict=True)]
+    prompts = [
+        tuple(ids[is_token].tolist()) for ids, is_token in zip(prompt_ids, prompt_mask.bool(), strict=True)
+    ]
     return [ResponseKL(*row) for row in zip(prompts, nats, tokens, strict=True)]
 
 
@@ -250,7 +252,9 @@ class KLMixin(ForwardCapture):
         """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
         return inputs.get(BEHAVIOUR_LOGP)
 
-    def _log_kl(self, kl: MicroBatchKL, token_weights: Tensor, inputs: dict[str, Any], micro_batches: int) -> None:
+    def _log_kl(
+        self, kl: MicroBatchKL, token_weights: Tensor, inputs: dict[str, Any], micro_batches: int
+    ) -> None:
         """Log the KL as it is trained, per token and per response, over all processes. A collective."""
         mask = self._response_mask(inputs)
         sums = torch.stack(

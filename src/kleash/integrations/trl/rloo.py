@@ -25,8 +25,8 @@ class RLOOLeash(KLMixin):
     With ``kl_place="loss"`` the KL is not in the reward (TRL's code reads a beta of 0, and the reference's pass is
     made here). It is added to the loss as the mean over responses of the sum over tokens, as RLOO averages.
 
-    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (standard error over an update,
-    with prompts as clusters), and ``beta``; with vLLM also the mismatch of trainer and engine, ``mismatch/*``.
+    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (standard error over
+    an update, clustered by prompt), and ``beta``; with vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
