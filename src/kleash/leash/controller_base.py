@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 30.0
 LARGEST_RATIO = 20.0
 """A KL of more than this many targets counts as this many."""
 DRIFT = 0.04
-"""Change of the true KL in an update that the filter expects, as a share of the KL, or of the target if it is larger."""
+"""Change of the true KL in an update that the filter expects, as a share of the KL, or of a larger target."""
 NOISE_RATE = 0.2
 """Weight of the newest standard error in the average that sets the filter's gain."""
 ControllerT = TypeVar("ControllerT", bound="TargetController")

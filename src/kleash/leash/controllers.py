@@ -133,7 +133,7 @@ class ZieglerBeta(TargetController):
     kind: ClassVar[str] = "ziegler"
 
     horizon: int | None = None
-    """The number of sequences after which a KL that is 20 % off (or more) has changed beta by 20 %; the published one is
+    """The number of sequences after which a KL that is 20 % off (or more) has changed beta by 20 %; published is
     10 000. None for three updates, whatever their size."""
 
     def __post_init__(self) -> None:
@@ -222,8 +222,8 @@ class PIDBeta(TargetController):
         l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(KL_k / target - 1, -largest_error, largest_error)
         log beta <- log beta + proportional (l_k - l_k-1) + integral e_k + derivative (l_k - 2 l_k-1 + l_k-2)
 
-    Changes are in logarithms because the KL is roughly proportional to 1 / beta, and the gains have no unit. The error is
-    linear, so that noise which the filter leaves does not bias it. This is the velocity form: beta is the integrator, so
+    Changes are in logarithms because the KL is roughly proportional to 1 / beta, and gains have no unit. The error is
+    linear, so that noise which the filter leaves does not bias it. In this velocity form beta is the integrator, so
     there is no wind-up at the bounds, and a beta that was set by hand (``dataclasses.replace``) is the new starting
     point. The differences are of the KL alone, so a change of the target causes no jump. KL is the filtered one.
 

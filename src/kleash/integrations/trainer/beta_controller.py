@@ -15,9 +15,9 @@ class BetaController(AttachedCallback, ExportableState):
     """Adjusts ``trainer.beta`` during training by a controller of ``kleash.leash``.
 
     Each time the trainer logs ``metric`` (its own ``kl``, or a metric of a DriftMonitor), the controller is updated
-    with it, and with its standard error if ``metric`` with ``_error`` is logged too (by DriftMonitor, and by kleash's TRL
-    trainers for ``kl/per_token`` and ``kl/per_sequence``). Its new beta is set on the trainer, where trainers that read
-    ``self.beta`` at each step (TRL's GRPO, RLOO, DPO …) use it at once. ``beta`` is logged after each update;
+    with it, and with its standard error if ``metric`` with ``_error`` is logged too (by DriftMonitor, and by the TRL
+    trainers of kleash for ``kl/per_token`` and ``kl/per_sequence``). Its new beta is set on the trainer, where trainers
+    that read ``self.beta`` at each step (TRL's GRPO, RLOO, DPO …) use it at once. ``beta`` is logged after each update;
     ``beta/event`` is 1 if the controller bounded or ignored the measurement, and the Python log says why. The state is
     part of the checkpoint and restored on resume.
 
