@@ -1,198 +1,162 @@
-"""How near to its target each controller brings the KL within fifty steps of the demonstration's task.
+"""How well each beta controller holds a simulated KL at its target under the noise of real steps.
 
-python benchmarks/controllers.py                                  # three controllers, three seeds: 9 runs, about a
-                                                                  # minute each on an idle core
-python benchmarks/controllers.py --target 4 --beta 0.3 --seeds 0  # another target, another start
-python benchmarks/controllers.py --draw                           # the figure of docs/beta.md, from the results
+python benchmarks/controllers.py                     # the tables of docs/beta.md: 200 seeds, about five minutes
+python benchmarks/controllers.py --seeds 20          # a quick look
+python benchmarks/controllers.py --errors none       # a caller that does not know the error of its KL
+python benchmarks/controllers.py --errors estimated  # an error estimated from 8 prompts, so itself noisy
 
-The task is that of ``kleash train``: the shipped reference, its 24 shortest prompts, a reward for "she" and "her";
-24 responses a step. Figures are the mean KL of the last 15 steps over the target, its highest step over the target,
-and the beta of the last step. The table of docs/beta.md is printed from ``results/controllers.json``.
+The plant: the KL starts at 0, goes a share ``gain`` of the way to target / beta with every update, and is seen ``lag``
+updates late. A beta of 1 holds the target. Measured is the KL times lognormal noise of mean 1; the standard error that
+the controller is given is the noise times the *measured* KL, as a trainer estimates it. Settled is the mean of the true
+KL over its target in updates 101 to 200.
 """
 
 import argparse
-import json
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import get_context
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from harness import RESULTS, write_result
 
-from kleash.jobs import PPOJob
-from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
-from kleash.models import load_pair, read_prompts
-from kleash.store import read_steps
-from kleash.training import train
-from kleash.training.demonstration import DemonstrationSettings
+from kleash.leash import DualBeta, Leash, PIDBeta, ZieglerBeta
 
-CONTROLLERS = ("pid", "ziegler", "dual")
-LAST = 15
 NAME = "controllers"
-PICTURE = RESULTS.parents[1] / "docs" / "images" / "controllers.svg"
+START: Mapping[str, Callable[[float], Leash]] = {
+    "pid": lambda beta: PIDBeta(beta=beta, target_nats=TARGET),
+    "dual": lambda beta: DualBeta(beta=beta, target_nats=TARGET),
+    "ziegler": lambda beta: ZieglerBeta(beta=beta, target_nats=TARGET),
+}
+TARGET, SEQUENCES, UPDATES, FROM = 6.0, 64, 200, 100
+NOISES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+PLANTS = ((0.05, 0), (0.3, 0), (0.1, 3))
+"""Gain and lag."""
+BETAS = (0.1, 0.3, 1.0, 3.0)
+"""Initial betas; that of 0.1 counts for the peaks alone."""
+WITHIN = 0.1
+CLUSTERS = 8
+"""Prompts from which ``--errors estimated`` estimates the error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """The figures of one run."""
+class Case(NamedTuple):
+    """A plant, an initial beta and a relative noise of the measurement."""
 
-    controller: str
-    seed: int
-    settled: float
-    """Mean KL of the last ``LAST`` steps over the target."""
-    highest: float
-    """Highest KL of a step over the target."""
+    gain: float
+    lag: int
     beta: float
-    """Beta of the last step."""
-    kl: tuple[float, ...]
-    """KL of each step, in nats per response."""
+    noise: float
 
 
-def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -> Figures:
-    """Train with one controller and one seed; the figures of the run."""
-    settings = DemonstrationSettings()
-    out = folder / f"{controller}-{seed}"
-    job = PPOJob(
-        prompts=str(folder / "prompts.jsonl"),
-        controller=controller,
-        beta=options.beta,
-        target_nats=options.target,
-        lora_rank=8,
-        minibatches=1,
-        epochs=1,
-        steps=options.steps,
-        prompts_per_step=settings.prompts,
-        samples_per_prompt=1,
-        max_new_tokens=settings.max_new_tokens,
-        learning_rate=options.learning_rate,
-        checkpoint_every=options.steps,
-        seed=seed,
-        out=str(out),
-    )
-    train(job)
-    steps = [record.metrics for record in read_steps(out)]
-    kl = [metrics["kl/exact_per_sequence"] for metrics in steps]
-    return Figures(
-        controller=controller,
-        seed=seed,
-        settled=sum(kl[-LAST:]) / len(kl[-LAST:]) / options.target,
-        highest=max(kl) / options.target,
-        beta=steps[-1]["beta"],
-        kl=tuple(round(x, 3) for x in kl),
-    )
+class Run(NamedTuple):
+    """The true KL over its target in one run."""
+
+    settled: float
+    """Mean of the second hundred updates."""
+    peak: float
+    """Highest update."""
 
 
-def write_prompts(folder: Path) -> None:
-    """Write the prompts of the demonstration to ``prompts.jsonl`` in the folder."""
-    pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
-    prompts = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
-    lines = [
-        json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n"
-        for prompt in prompts[: DemonstrationSettings().prompts]
-    ]
-    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+def measured(kl: float, noise: float, draw: random.Random) -> float:
+    """The KL times lognormal noise of mean 1 and standard deviation ``noise``."""
+    variance = math.log1p(noise**2)
+    return kl * math.exp(draw.gauss(0.0, math.sqrt(variance)) - variance / 2) if noise else kl
 
 
-def table(runs: list[dict[str, Any]]) -> list[str]:
-    """The figures as lines of Markdown: a row for each controller."""
-    seeds = sorted({record["seed"] for record in runs})
-    heads = [f"seed {seed}" for seed in seeds]
-    lines = [
-        f"| controller | {' | '.join(heads)} | highest step |",
-        "|---|" + "---:|" * (len(seeds) + 1),
-    ]
-    for controller in dict.fromkeys(record["controller"] for record in runs):
-        by_seed = {record["seed"]: record for record in runs if record["controller"] == controller}
-        cells = [f"{by_seed[seed]['settled']:.2f}" if seed in by_seed else "–" for seed in seeds]
-        highest = max(record["highest"] for record in by_seed.values())
-        lines.append(f"| `{controller}` | {' | '.join(cells)} | {highest:.1f} |")
+def reported(value: float, noise: float, errors: str, draw: random.Random) -> dict[str, float]:
+    """The argument ``standard_error`` of a measurement, or none."""
+    if errors == "none":
+        return {}
+    degrees = CLUSTERS - 1
+    spread = math.sqrt(draw.gammavariate(degrees / 2, 2 / degrees)) if errors == "estimated" else 1.0
+    return {"standard_error": noise * value * spread}
+
+
+def follow(leash: Any, case: Case, seed: int, errors: str) -> Run:
+    """One run on the plant."""
+    draw, kl, kls = random.Random(seed), 0.0, []
+    betas = [leash.beta] * (case.lag + 1)
+    for _ in range(UPDATES):
+        kl += case.gain * (TARGET / betas[-1 - case.lag] - kl)
+        kls.append(kl / TARGET)
+        value = measured(kl, case.noise, draw)
+        leash = leash.after(value, sequences=SEQUENCES, **reported(value, case.noise, errors, draw))
+        betas.append(leash.beta)
+    return Run(settled=fmean(kls[FROM:]), peak=max(kls))
+
+
+def simulate(kind: str, seeds: int, errors: str) -> list[dict[str, Any]]:
+    """The figures of one controller in every case."""
+    records = []
+    for (gain, lag), beta, noise in itertools.product(PLANTS, BETAS, NOISES):
+        case = Case(gain, lag, beta, noise)
+        runs = [follow(START[kind](beta), case, seed, errors) for seed in range(seeds if noise else 1)]
+        records.append(
+            {
+                "controller": kind,
+                **case._asdict(),
+                "settled": fmean(run.settled for run in runs),
+                "within": fmean(abs(run.settled - 1) <= WITHIN for run in runs),
+                "peak": fmean(run.peak for run in runs),
+            }
+        )
+    return records
+
+
+def settled_table(records: list[dict[str, Any]]) -> list[str]:
+    """For each noise the lowest and highest mean, and the smallest share of single runs within 10 %, as Markdown."""
+    lines = ["| | " + " | ".join(f"{noise:.0%}" for noise in NOISES) + " |", "|---|" + "---|" * len(NOISES)]
+    for kind in dict.fromkeys(record["controller"] for record in records):
+        cells, shares = [], []
+        for noise in NOISES:
+            matching = [
+                r for r in records if (r["controller"], r["noise"]) == (kind, noise) and r["beta"] != BETAS[0]
+            ]
+            means = [r["settled"] for r in matching]
+            cells.append(f"{min(means):.2f}–{max(means):.2f}")
+            shares.append(f"{min(r['within'] for r in matching):.0%}")
+        lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
+        lines.append("| … single runs within 10 % | " + " | ".join(shares) + " |")
     return lines
 
 
-COLOURS = {"pid": "#2457c5", "ziegler": "#d9782d", "dual": "#2a9d6f"}
-WIDE, HIGH, LEFT, TOP, MOST = 640, 240, 48, 40, 4.0
-
-
-def picture(figures: dict[str, Any]) -> str:
-    """The KL of every run over its target, step by step, as SVG."""
-    target, steps = figures["asked"]["target_nats"], figures["asked"]["steps"]
-
-    def height(share: float) -> float:
-        return TOP + HIGH * (1 - min(share, MOST) / MOST)
-
-    top, bottom = height(1.15), height(0.85)
-    band = f'x="{LEFT}" y="{top:.1f}" width="{WIDE}" height="{bottom - top:.1f}" fill="#2457c5" opacity=".13"'
-    parts = [f"<rect {band}/>"]
-    for share in range(int(MOST) + 1):
-        y = height(share)
-        parts.append(f'<path d="M{LEFT} {y:.1f}h{WIDE}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share}</text>')
-    for step in range(0, steps + 1, 10):
-        x = LEFT + WIDE * step / steps
-        parts.append(f'<text x="{x:.1f}" y="{TOP + HIGH + 18}" text-anchor="middle">{step}</text>')
-    for record in figures["runs"]:
-        points = "L".join(
-            f"{LEFT + WIDE * at / steps:.1f} {height(kl / target):.1f}"
-            for at, kl in enumerate(record["kl"], 1)
-        )
-        parts.append(
-            f'<path d="M{points}" fill="none" stroke="{COLOURS[record["controller"]]}" stroke-width="1.6"/>'
-        )
-    for at, (name, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<path d="M{LEFT + 90 * at} 18h22" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{LEFT + 90 * at + 28}" y="22">{name}</text>')
-    parts.append(f'<text x="{LEFT + 300}" y="22">KL over its target, by step; shaded: within 15 %</text>')
-    style = "<style>text{font:12px system-ui,sans-serif;fill:#333}</style>"
-    style += "<rect width='100%' height='100%' fill='#fff'/>"
-    size = f'width="{LEFT + WIDE + 24}" height="{TOP + HIGH + 32}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}\n' + "\n".join(parts) + "\n</svg>\n"
+def peak_table(records: list[dict[str, Any]]) -> list[str]:
+    """The highest mean peak over all noises, by initial beta and plant, as Markdown."""
+    heads = [f"{1 / beta:.3g} × too weak" if beta < 1 else "right" for beta in BETAS[:3]]
+    columns = list(itertools.product(BETAS[:3], (False, True)))
+    lines = [
+        "| | "
+        + " | ".join(f"{heads[BETAS.index(b)]}{', late' if late else ''}" for b, late in columns)
+        + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for kind in dict.fromkeys(record["controller"] for record in records):
+        cells = [
+            max(
+                r["peak"]
+                for r in records
+                if (r["controller"], r["beta"]) == (kind, beta) and (r["lag"] > 0) is late
+            )
+            for beta, late in columns
+        ]
+        lines.append(f"| `{kind}` | " + " | ".join(f"{x:.2f}" for x in cells) + " |")
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, write the figures and print the table; or only draw the picture."""
+    """Simulate, write the figures and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--target", type=float, default=8.0, help="nats per response")
-    parser.add_argument("--beta", type=float, default=0.05, help="initial beta")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=DemonstrationSettings().learning_rate)
-    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder that the figures are written to"
-    )
-    parser.add_argument(
-        "--draw", action="store_true", help="draw docs/images/controllers.svg again, without training"
-    )
+    parser.add_argument("--controllers", nargs="+", default=list(START), choices=START)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--errors", choices=("reported", "estimated", "none"), default="reported")
+    parser.add_argument("--results", type=type(RESULTS), default=RESULTS, help="folder of the figures")
     options = parser.parse_args(arguments)
-    if options.draw:
-        figures = json.loads((options.results / f"{NAME}.json").read_text())["figures"]
-        PICTURE.write_text(picture(figures), encoding="utf-8")
-        print("\n".join(table(figures["runs"])))
-        return
-    runs: list[dict[str, Any]] = []
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        write_prompts(folder)
-        jobs = [
-            (controller, seed, options, folder)
-            for controller in options.controllers
-            for seed in options.seeds
-        ]
-        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-            for result in pool.map(run, *zip(*jobs, strict=True)):
-                runs.append({**vars(result), "kl": list(result.kl)})
-                print(
-                    f"{result.controller}, seed {result.seed}: {result.settled:.2f} of the target", flush=True
-                )
-    settings = {"target_nats": options.target, "beta": options.beta, "steps": options.steps}
-    settings["learning_rate"] = options.learning_rate
-    write_result(NAME, {"asked": settings, "runs": runs}, options.results)
-    print("\n".join(table(runs)))
+    records = [r for kind in options.controllers for r in simulate(kind, options.seeds, options.errors)]
+    write_result(NAME, {"seeds": options.seeds, "errors": options.errors, "cases": records}, options.results)
+    print("\n".join([*settled_table(records), "", *peak_table(records)]))
 
 
 if __name__ == "__main__":

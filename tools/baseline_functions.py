@@ -101,7 +101,7 @@ from kleash.uncertainty import (
 CONTROLLERS: Mapping[str, Callable[[], Any]] = {
     "fixed": lambda: FixedBeta(beta=0.2),
     "ziegler": lambda: ZieglerBeta(beta=0.05, target_nats=4.0, horizon=300),
-    "ziegler_ahead": lambda: ZieglerBeta(beta=0.05, target_nats=4.0, horizon=90, lookahead=4.0),
+    "ziegler_filtered": lambda: ZieglerBeta(beta=0.05, target_nats=4.0),
     "pid": lambda: PIDBeta(beta=0.05, target_nats=4.0),
     "pid_per_token": lambda: PIDBeta(beta=0.01, target_nats=0.3, per="token", derivative=0.1),
     "dual": lambda: DualBeta(beta=0.05, target_nats=4.0),

@@ -14,15 +14,8 @@ def example():
     return runpy.run_path(str(ROOT / "examples" / "beta_controllers.py"))
 
 
-def test_the_table_is_the_one_in_the_docs(example, tmp_path, capsys):
-    example["main"](["--out", str(tmp_path / "beta.svg"), "--seeds", "1"])
-    printed = capsys.readouterr().out.splitlines()
-    page = (ROOT / "docs" / "beta.md").read_text(encoding="utf-8").splitlines()
-    assert printed[:2] == page[page.index(printed[0]) :][:2] and len(printed) == 2 + 4
-    for line in printed[2:]:
-        without_noise, share = line.rsplit(" | ", 1)
-        assert any(told.startswith(without_noise) for told in page), line
-        assert share == ("0 % |" if "fixed" in line else "100 % |")
+def test_the_picture_is_the_one_in_the_docs(example, tmp_path):
+    example["main"](["--out", str(tmp_path / "beta.svg")])
     drawn = (tmp_path / "beta.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / "docs" / "images" / "beta.svg").read_text(encoding="utf-8"), (
         "run: python examples/beta_controllers.py --out docs/images/beta.svg"
@@ -50,4 +43,5 @@ def test_the_recorded_run_is_what_training_gives(example):
         assert again.beta == pytest.approx(recorded[name].beta[:15], rel=0.02)
     assert recorded["fixed"].kl[-1] > 8 * example["TARGET"]
     settled = recorded["PID"].kl[200:]
-    assert max(abs(x / example["TARGET"] - 1) for x in settled) < 0.1
+    assert sum(settled) / len(settled) == pytest.approx(example["TARGET"], rel=0.03)
+    assert max(abs(x / example["TARGET"] - 1) for x in settled) < 0.15

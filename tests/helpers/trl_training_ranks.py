@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 STEP = ("loss", "grad_norm", "reward", "kl", "kl/per_token", "kl/per_sequence", "beta", "entropy")
+ERRORS = ("kl/per_token_error", "kl/per_sequence_error")
 MONITORS = {"drift": "the trainer's reference", "from a folder": "a reference that the monitor loads"}
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -120,7 +121,7 @@ def first_step_in_bfloat16(folder: Path, kind: str, sharding: dict[str, Any], lo
 def same_training(alone: list[dict[str, float]], shared: list[dict[str, float]]) -> None:
     """Check that two logs have the same numbers, to float32's rounding of sums in another order."""
     monitors = [tuple(f"{name}/kl_per_{unit}" for unit in ("token", "sequence")) for name in MONITORS]
-    for names in (STEP, *monitors):
+    for names in ((*STEP, *ERRORS), *monitors):
         entries = [(a, b) for a, b in zip(alone, shared, strict=True) if names[0] in a]
         assert len(entries) == 2, alone
         for a, b in entries:
@@ -128,3 +129,4 @@ def same_training(alone: list[dict[str, float]], shared: list[dict[str, float]])
                 assert abs(a[name] - b[name]) < 2e-6 * max(1.0, abs(a[name])), (name, a, b)
     steps = [entry for entry in alone if "kl" in entry]
     assert min(step["kl"] for step in steps) > 1.0 and steps[0]["beta"] != steps[1]["beta"]
+    assert min(step[name] for step in steps for name in ERRORS) > 1e-3

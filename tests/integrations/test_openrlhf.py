@@ -212,7 +212,7 @@ def test_controller_state_is_saved_in_openrlhf_checkpoints(installed, monkeypatc
     install(controller={"kind": "dual"})
     third = trainer_of(installed)
     third.restore_best_checkpoint_state(saved[0])
-    measured = {"levels": first.kl_ctl.leash.levels, "reached": first.kl_ctl.leash.reached}
+    measured = {name: getattr(first.kl_ctl.leash, name) for name in ("levels", "variance", "noise")}
     assert third.kl_ctl.leash == DualBeta(beta=first.kl_ctl.value, target_nats=0.5, per="token", **measured)
     third.kl_ctl = installed["trainer.ppo_trainer"].FixedKLController(0.3)
     third.restore_best_checkpoint_state(saved[0])

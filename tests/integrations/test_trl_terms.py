@@ -4,6 +4,7 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import save_tiny
@@ -29,8 +30,14 @@ def trl():
         import trl as package
 
         import kleash.integrations.trl as ours
+        from kleash.integrations.trl.kl_mixin import KLMixin, rows_by_prompt
     return SimpleNamespace(
-        GRPO=package.GRPOTrainer, GRPOConfig=package.GRPOConfig, RLOOConfig=package.RLOOConfig, **vars(ours)
+        GRPO=package.GRPOTrainer,
+        GRPOConfig=package.GRPOConfig,
+        RLOOConfig=package.RLOOConfig,
+        KLMixin=KLMixin,
+        rows_by_prompt=rows_by_prompt,
+        **vars(ours),
     )
 
 
@@ -416,3 +423,55 @@ def test_unknown_loss_type_is_refused(trl, grpo):
             kl="exact", place="loss", scope="token", gradient=None, cap=None, loss_type="newer", length=3
         ).term(off_policy=False)
     assert trainer._term.estimator == "exact"
+
+
+# --- standard errors of the logged KL ---
+
+
+def clustered_errors(token_kl, mask, labels):
+    """Errors of the mean over responses and of that over tokens, from the sums of each prompt."""
+    nats, tokens = (np.where(mask, x, 0).sum(-1) for x in (token_kl, np.ones_like(token_kl)))
+    errors = []
+    for counts in (np.ones_like(nats), tokens):
+        value = nats.sum() / counts.sum()
+        residuals = [(nats - value * counts)[labels == label].sum() for label in set(labels)]
+        clusters = len(residuals)
+        errors.append((clusters / (clusters - 1) * np.square(residuals).sum()) ** 0.5 / counts.sum())
+    return errors
+
+
+def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
+    """Responses to equal prompts are one cluster, however they are padded and on whichever rank they lie."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 1, 3, 2, 0])
+    token_kl = torch.rand(12, LENGTH, generator=draw) + labels[:, None] / 2
+    mask = torch.rand(12, LENGTH, generator=draw) < 0.7
+    token_kl[~mask] = torch.nan
+    prompts = torch.stack([labels, labels, 7 + labels], -1)
+    padded = torch.cat([torch.full((12, 2), 2), prompts], -1)
+    prompt_mask = torch.tensor([[0, 0, 1, 1, 1]]).expand(12, 5)
+    first = trl.rows_by_prompt(token_kl[:6], mask[:6], prompts[:6], torch.ones(6, 3, dtype=torch.int64))
+    second = trl.rows_by_prompt(token_kl[6:], mask[6:], padded[6:], prompt_mask[6:])
+    logs = {}
+    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics))
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, *second])
+    trl.KLMixin._log_kl_errors(rank, first)
+    per_sequence, per_token = clustered_errors(token_kl.double().numpy(), mask.numpy(), labels.numpy())
+    assert logs["kl/per_sequence_error"] == pytest.approx(per_sequence, rel=1e-5)
+    assert logs["kl/per_token_error"] == pytest.approx(per_token, rel=1e-5)
+
+
+def test_the_error_of_an_update_is_that_of_all_its_micro_batches(grpo):
+    trainer = grpo(accumulate=2)
+    inputs = with_reference(trainer, batch())
+    trainer.accelerator.gradient_state._set_sync_gradients(False)
+    trainer._compute_loss(trainer.model, inputs)
+    assert "kl/per_sequence_error" not in trainer._metrics["train"]
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    trainer._compute_loss(trainer.model, inputs)
+    whole = trainer._metrics["train"]["kl/per_sequence_error"]
+    trainer._compute_loss(trainer.model, inputs)
+    assert len(whole) == 2 and whole[0] == pytest.approx(whole[1]), (
+        "the same responses twice are no more clusters"
+    )
+    assert whole[0] > 0

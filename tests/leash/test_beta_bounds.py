@@ -13,6 +13,7 @@ MEASURED = (
     ANY_NUMBER | st.floats(0, 20) | st.sampled_from([0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308])
 )
 SEQUENCES = st.integers(0, 4096) | st.integers(0, 10**400)
+ERROR = st.none() | st.floats(0, allow_infinity=True) | st.just(math.nan)
 GAIN = st.floats(0, 1e308)
 ABOVE_0 = st.floats(5e-324, 1e308)
 
@@ -31,8 +32,10 @@ def steered(draw):
         "per": draw(st.sampled_from(["sequence", "token"])),
     }
     if record["kind"] == "ziegler":
-        return {**record, "horizon": draw(st.integers(1, 10**6))}
-    gains = ("rate",) if record["kind"] == "dual" else ("proportional", "integral", "derivative")
+        return {**record, "horizon": draw(st.none() | st.integers(1, 10**6))}
+    gains = (
+        ("rate", "proportional") if record["kind"] == "dual" else ("proportional", "integral", "derivative")
+    )
     limits = ("largest_error",) if record["kind"] == "dual" else ("largest_error", "reach")
     return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
 
@@ -58,14 +61,14 @@ def bounds(controller):
     return inner.beta_min, inner.beta_max
 
 
-@given(scheduled(), st.lists(st.tuples(MEASURED, SEQUENCES), max_size=12))
+@given(scheduled(), st.lists(st.tuples(MEASURED, SEQUENCES, ERROR), max_size=12))
 @settings(max_examples=200)
 def test_beta_always_stays_within_its_bounds_and_survives_a_dict(record, history):
     controller = beta_from_dict(record)
     low, high = bounds(controller)
-    for measured, sequences in history:
+    for measured, sequences, error in history:
         before = controller
-        controller = controller.after(measured, sequences=sequences)
+        controller = controller.after(measured, sequences=sequences, standard_error=error)
         assert type(controller.beta) is float and low <= controller.beta <= high
         steps = isinstance(controller, ZieglerBeta | PIDBeta | DualBeta)
         if steps and (sequences == 0 or not measured > 0 or measured == math.inf):

@@ -38,7 +38,8 @@ def published(beta, target, horizon, measured, sequences):
 @pytest.mark.parametrize("measured", [0.01, 4.9, 5.9, 6.0, 6.5, 7.3, 100.0])
 @pytest.mark.parametrize("sequences", [1, 64, 512, 10_000])
 def test_ziegler_is_the_published_rule(measured, sequences):
-    controller = ZieglerBeta(beta=0.15, target_nats=6.0).after(measured, sequences=sequences)
+    controller = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=10_000)
+    controller = controller.after(measured, sequences=sequences, standard_error=0.3 * measured)
     assert controller.beta == pytest.approx(published(0.15, 6.0, 10_000, measured, sequences), rel=1e-14)
     assert controller.event is None
 
@@ -48,6 +49,16 @@ def verl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
         return pytest.importorskip("verl.trainer.ppo.core_algos")
+
+
+def test_ziegler_without_a_horizon_does_not_depend_on_the_batch():
+    """Three updates' sequences are the horizon: a step of at most a fifteenth, and the change of the KL beside it."""
+    small, large = (
+        ZieglerBeta(beta=0.15, target_nats=6.0).after(9.0, sequences=n).after(7.5, sequences=n)
+        for n in (8, 1024)
+    )
+    assert small == large
+    assert small.beta == pytest.approx(0.15 * (1 + 0.2 / 3) ** 2 * (7.5 / 9.0) ** 1.5, rel=1e-12)
 
 
 def test_ziegler_agrees_with_verl_within_the_bounds(verl):
@@ -74,7 +85,7 @@ def test_pid_of_a_small_example():
     controller, log_beta, errors = PIDBeta(beta=1.0, target_nats=2.0, **gains), 0.0, []
     for measured in (3.0, 5.0, 1.0, 1.5, 0.1, 100.0):
         errors.append(max(-2.0, min(2.0, math.log(measured / 2.0))))
-        push = 0.1 * max(-0.5, min(0.5, errors[-1]))
+        push = 0.1 * max(-0.5, min(0.5, measured / 2.0 - 1))
         if len(errors) > 1:
             push += 0.4 * (errors[-1] - errors[-2])
         if len(errors) > 2:
@@ -89,7 +100,8 @@ def test_dual_of_a_small_example():
     controller = DualBeta(beta=0.5, target_nats=2.0, rate=0.1, largest_error=0.6)
     assert controller.after(2.4).beta == pytest.approx(0.5 * math.exp(0.1 * 0.2))
     assert controller.after(0.0).beta == pytest.approx(0.5 * math.exp(-0.1 * 0.6))
-    assert controller.after(50.0).beta == pytest.approx(0.5 * math.exp(0.1 * 0.6))
+    above = controller.after(2.2)
+    assert above.after(2.4).beta == pytest.approx(above.beta * math.exp(0.1 * 0.2) * (2.4 / 2.2) ** 1.5)
 
 
 def test_beta_falls_to_its_minimum_while_the_budget_does_not_bind():
@@ -156,9 +168,9 @@ def test_there_is_no_wind_up_at_a_bound():
 
 
 def test_huge_batches_are_bounded():
+    published = ZieglerBeta(beta=0.1, target_nats=1.0, horizon=10_000)
     for sequences in (10**6, 10**30, 10**400):
-        up = ZieglerBeta(beta=0.1, target_nats=1.0).after(2.0, sequences=sequences)
-        down = ZieglerBeta(beta=0.1, target_nats=1.0).after(0.5, sequences=sequences)
+        up, down = (published.after(kl, sequences=sequences) for kl in (2.0, 0.5))
         assert (up.beta, down.beta) == (0.2, 0.05)
         assert "bounded to 2" in up.event and "bounded to 0.5" in down.event
 
@@ -173,7 +185,7 @@ def test_a_change_of_the_target_gives_no_jump():
     """The proportional part answers the KL; that the target moved is left to the integral."""
     steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
     nearer = replace(steady, target_nats=1.5)
-    assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.03 * math.log(2 / 1.5)))
+    assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.15 * (2 / 1.5 - 1)))
 
 
 def test_a_beta_set_by_hand_is_the_new_starting_point():
@@ -236,7 +248,7 @@ def test_target_schedules_interpolate(kind):
     second = first.after(NAN)
     assert (second.target_nats, second.event) == (3.0, "ignored: the measured KL is nan")
     third = second.after(3.0, sequences=64)
-    assert third.target_nats == 3.0 and third.event is None
+    assert third.target_nats == 3.0 and third.controller.beta > 0.3
     aimed = replace(second.controller, target_nats=3.0)
     assert second.after(4.0, sequences=64).controller == aimed.after(4.0, sequences=64)
 
@@ -260,6 +272,7 @@ EVERYTHING = [
     FixedBeta(beta=0.0, per="token"),
     ZieglerBeta(beta=0.1, target_nats=6.0, horizon=300).after(NAN),
     PIDBeta(beta=0.1, target_nats=6.0, derivative=0.1).after(5.0).after(INF),
+    PIDBeta(beta=0.1, target_nats=6.0).after(5.0, standard_error=2.0).after(7.0, standard_error=1.5),
     DualBeta(beta=100.0, target_nats=6.0).after(9.0),
     BetaSchedule(begin=0.2, end=0.1, updates=4, shape="cosine").after(1.0),
     TargetSchedule(
@@ -337,6 +350,10 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: PIDBeta(**PID, levels=(1.0, 2.0, 3.0)), OptionError, "levels are"),
         (lambda: ZieglerBeta(**PID, horizon=0), OptionError, "horizon is 0"),
         (lambda: ZieglerBeta(**PID).after(1.0, sequences=-1), OptionError, "sequences is -1"),
+        (lambda: PIDBeta(**PID).after(1.0, standard_error=-0.1), OptionError, "standard_error is -0.1"),
+        (lambda: DualBeta(**PID, proportional=NAN), OptionError, "proportional is nan"),
+        (lambda: DualBeta(**PID, noise=-1.0), OptionError, "noise is -1.0"),
+        (lambda: DualBeta(**PID, variance=INF), OptionError, "variance is inf"),
         (lambda: FixedBeta(beta=-0.1), OptionError, "beta is -0.1"),
         (lambda: FixedBeta(beta=NAN), OptionError, "beta is nan"),
         (lambda: FixedBeta(beta=0.1, per="word"), OptionError, "per is 'word'"),
@@ -372,8 +389,8 @@ def test_invalid_controller_settings_are_errors(call, error, message):
 def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state():
     first = ZieglerBeta(beta=0.1, target_nats=2.0, horizon=100)
     stateful = StatefulController(first)
-    stateful.update(4.0, 50)
-    assert stateful.leash == first.after(4.0, sequences=50)
+    stateful.update(4.0, 50, 0.5)
+    assert stateful.leash == first.after(4.0, sequences=50, standard_error=0.5)
     assert stateful.value == stateful.leash.beta != 0.1
     resumed = StatefulController(replace(first, beta_max=0.5))
     resumed.load_state(json.loads(json.dumps(stateful.leash.to_dict())))

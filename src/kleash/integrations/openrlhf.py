@@ -147,9 +147,11 @@ class KLController(StatefulController):
     OpenRLHF passes a mean over tokens, or over responses of such means: the target of ``leash`` is in nats per token.
     """
 
-    def update(self, current: SupportsFloat, n_steps: int) -> None:
+    def update(
+        self, current: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
+    ) -> None:
         """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token."""
-        super().update(current, n_steps)
+        super().update(current, n_steps, standard_error)
 
 
 def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = None) -> None:

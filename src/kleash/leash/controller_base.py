@@ -13,44 +13,58 @@ LARGEST_COUNT = 2**53
 LARGEST_EXPONENT = 700.0
 ZERO_KL_EVENT = "the measured KL is 0: answered as the largest error below the target"
 MAX_LOG_RATIO = 30.0
-"""log(KL / target) is clipped to this, to either side, before it is exponentiated."""
-PATIENCE_UPDATES = 20.0
-"""Beta stays if a rising KL is predicted to reach its target within this many updates."""
-NOISE_LOG_RATIO = 0.25
-"""|log(KL / target)| up to which changes of the KL may be noise."""
-STEADY_GROWTH = 0.15
-"""E-folds per update above which a first rise to the target is braked."""
-BoundedT = TypeVar("BoundedT", bound="BoundedController")
-PredictiveT = TypeVar("PredictiveT", bound="PredictiveController")
+"""log(KL / target) is clipped to this, to either side."""
+LARGEST_RATIO = 20.0
+"""A KL of more than this many targets counts as this many."""
+DRIFT = 0.04
+"""Change of the true KL in an update that the filter expects, as a share of the KL, or of a larger target."""
+NOISE_RATE = 0.2
+"""Weight of the newest standard error in the average that sets the filter's gain."""
+ControllerT = TypeVar("ControllerT", bound="TargetController")
 
 
 class Reading(NamedTuple):
-    """A measured KL relative to the target."""
+    """A measured KL and its standard error, relative to the target."""
 
     ratio: float | None
-    """Measured over target: at least 0, inf for an infinite KL; None if the measurement is ignored."""
+    """Measured over target, 0 to ``LARGEST_RATIO``; None if the measurement is ignored."""
+    error: float | None
+    """Standard error over target; None if it is not known."""
     event: str | None
     """What was wrong with the measurement; None if it is valid."""
 
 
-def read_measurement(measured_nats: SupportsFloat, target_nats: float, sequences: int) -> Reading:
-    """The measured KL divided by the target; an invalid value is ignored or replaced, as the event states.
+def read_measurement(
+    measured_nats: SupportsFloat, target_nats: float, sequences: int, standard_error: SupportsFloat | None
+) -> Reading:
+    """The measurement divided by the target; an invalid value is ignored or replaced, as the event states.
 
     Raises:
-        OptionError: if ``sequences`` is negative.
+        OptionError: if ``sequences`` or ``standard_error`` is negative.
     """
     if sequences < 0:
         raise OptionError(f"sequences is {sequences}; give how many were measured, at least 0")
+    error_nats = None if standard_error is None else float(standard_error)
+    if error_nats is not None and error_nats < 0:
+        raise OptionError(
+            f"standard_error is {error_nats:g}; give nats, at least 0, or None if it is not known"
+        )
     if sequences == 0:
-        return Reading(None, "ignored: no sequence was measured")
+        return Reading(None, None, "ignored: no sequence was measured")
     kl_nats = float(measured_nats)
     if math.isnan(kl_nats) or kl_nats == -math.inf:
-        return Reading(None, f"ignored: the measured KL is {kl_nats}")
+        return Reading(None, None, f"ignored: the measured KL is {kl_nats}")
+    error, event = None, None
+    if error_nats is not None:
+        error = min(error_nats / target_nats, LARGEST_RATIO) if math.isfinite(error_nats) else None
+        event = None if error is not None else f"the standard error is {error_nats}: ignored"
     if kl_nats == math.inf:
-        return Reading(math.inf, "the measured KL is infinite: answered as the largest error")
-    if kl_nats < 0:
-        return Reading(0.0, f"the measured KL is {kl_nats:g} and none is below 0: answered as 0")
-    return Reading(kl_nats / target_nats, ZERO_KL_EVENT if kl_nats == 0 else None)
+        event = "the measured KL is infinite: answered as the largest error"
+    elif kl_nats < 0:
+        event = f"the measured KL is {kl_nats:g} and none is below 0: answered as 0"
+    elif kl_nats == 0:
+        event = ZERO_KL_EVENT
+    return Reading(max(0.0, min(LARGEST_RATIO, kl_nats / target_nats)), error, event)
 
 
 def clip(value: float, largest: float) -> float:
@@ -64,8 +78,18 @@ def bounded_exp(nats: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedController:
-    """A controller whose beta lies between two bounds and is multiplied by a factor at each update."""
+class TargetController:
+    """A controller that multiplies beta by a factor at each update, within bounds, to keep a filtered KL at a target.
+
+    A measurement with a ``standard_error`` moves the filtered KL by a share ``gain`` of the difference: by little if
+    the error is large. The variances are relative to the filtered KL, or to the target while the KL is below it:
+
+        variance <- variance + DRIFT^2,    gain = variance / (variance + noise),    variance <- (1 - gain) variance
+
+    ``noise`` is the average of *earlier* squared errors. A gain that contained the newest error would depend on the
+    measurement that it multiplies, since the error of a KL grows with the KL, and would bias the filter downwards. A
+    measurement without an error is not filtered.
+    """
 
     kind: ClassVar[str]
     """Its name in ``to_dict``."""
@@ -82,6 +106,14 @@ class BoundedController:
     """The upper bound of beta."""
     largest_step: float = 2.0
     """The largest factor that one update multiplies or divides beta by."""
+    proportional: float = 1.5
+    """The proportional gain: the increase of log beta if the filtered KL grew e-fold since the last update."""
+    levels: tuple[float, ...] = ()
+    """log of the filtered KL after the last two measurements, newest first. A state, which starts empty."""
+    variance: float = 0.0
+    """Relative variance of the filtered KL; a state."""
+    noise: float = 0.0
+    """Average relative variance of the measurements; a state."""
     event: str | None = None
     """Why the last step was bounded or the measurement ignored; None otherwise."""
 
@@ -98,142 +130,49 @@ class BoundedController:
             )
         require_above(0.0, target_nats=self.target_nats)
         require_above(1.0, largest_step=self.largest_step)
-
-    def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
-        return {"kind": self.kind, **field_values(self)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictiveController(BoundedController):
-    """A controller that can respond to the predicted KL instead of the measured one.
-
-    With ``lookahead`` above 0:
-
-    - Below the target, beta rises only if the KL is predicted to reach the target within ``lookahead`` updates, and
-      falls only if the KL is not predicted to reach it within ``PATIENCE_UPDATES``.
-    - The first rise to the target is braked if the KL grows by more than ``STEADY_GROWTH`` e-folds per update:
-      ``brake`` (growth - STEADY_GROWTH) is added to log beta.
-    - Once the KL has reached the target, a decrease of log beta is multiplied by ``caution`` while
-      abs(log(KL / target)) is above ``NOISE_LOG_RATIO``, so that the KL does not swing up again.
-    """
-
-    lookahead: float = 0.0
-    """Updates by which the KL is extrapolated linearly from the last two; 0 switches the prediction off."""
-    brake: float = 1.5
-    """Increase of log beta for each e-fold per update of growth, during the first rise of the KL to its target."""
-    caution: float = 1.0
-    """Factor on a decrease of log beta while the KL is far from a target that it has reached before."""
-    levels: tuple[float, ...] = ()
-    """log KL of the last two measurements, clipped; newest first. A state, which starts empty."""
-    reached: bool = False
-    """Whether the KL has settled at or above the target since the start."""
-
-    def __post_init__(self) -> None:
-        """Raise OptionError if a field is out of range."""
-        super().__post_init__()
-        require_gains(lookahead=self.lookahead, brake=self.brake, caution=self.caution)
+        require_gains(proportional=self.proportional, variance=self.variance, noise=self.noise)
         if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
             raise OptionError(
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
             )
 
-    def trend(self, ratio: float, reach: float) -> "KLTrend":
-        """The trend of the KL, given the newest as a multiple of the target; log ratios are clipped to ``reach``."""
+    def to_dict(self) -> dict[str, object]:
+        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
+        return {"kind": self.kind, **field_values(self)}
+
+    def log_ratios(self, reach: float) -> tuple[float, ...]:
+        """log(KL / target) of the ``levels``, clipped to [-reach, reach]."""
         log_target = math.log(self.target_nats)
-        log_ratio = clip(math.log(ratio) if ratio > 0 else -math.inf, reach)
-        earlier = tuple(clip(log_kl - log_target, reach) for log_kl in self.levels)
-        return KLTrend(log_ratio=log_ratio, earlier=earlier, lookahead=self.lookahead)
+        return tuple(clip(level - log_target, reach) for level in self.levels)
 
-    def with_beta_limited_by(
-        self: PredictiveT, trend: "KLTrend", factor: float, event: str | None
-    ) -> PredictiveT:
-        """The controller after a measurement: beta times ``factor``, limited by the KL's trend and the bounds."""
-        if self.lookahead > 0:
-            factor = trend.allowed_factor(factor)
-            if self.reached and factor < 1 and trend.is_far:
-                factor **= self.caution
-            if not self.reached and trend.is_crossing:
-                factor *= bounded_exp(self.brake * max(0.0, trend.growth - STEADY_GROWTH))
-        levels = (math.log(self.target_nats) + trend.log_ratio, *self.levels[:1])
-        controller = replace(self, levels=levels, reached=self.reached or trend.has_arrived)
-        return with_beta_times(controller, factor, event)
+    def filtered(self: ControllerT, ratio: float, error: float | None) -> tuple[ControllerT, float]:
+        """The controller after a measurement, with its old beta, and the filtered KL over the target.
 
-
-@dataclass(frozen=True, kw_only=True)
-class KLTrend:
-    """log(KL / target), clipped, of the newest measurement and of up to two before it."""
-
-    log_ratio: float
-    """Of the newest measurement."""
-    earlier: tuple[float, ...]
-    """Of the measurements before it: newest first, at most two."""
-    lookahead: float
-    """Updates by which the KL is extrapolated."""
-
-    @property
-    def change(self) -> float:
-        """The change of KL / target since the last update; 0 at the first."""
-        return _ratio(self.log_ratio) - _ratio(self.earlier[0]) if self.earlier else 0.0
-
-    @property
-    def growth(self) -> float:
-        """E-folds per update: the smaller of those since the last update and since the one before."""
-        if not self.earlier:
-            return 0.0
-        return min(self.log_ratio - self.earlier[0], (self.log_ratio - self.earlier[-1]) / len(self.earlier))
-
-    @property
-    def predicted(self) -> float:
-        """KL / target after ``lookahead`` updates, extrapolated linearly; at least 0."""
-        return max(0.0, _ratio(self.log_ratio) + self.lookahead * self.change)
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the KL is further from the target than noise explains."""
-        return abs(self.log_ratio) > NOISE_LOG_RATIO
-
-    @property
-    def is_approaching(self) -> bool:
-        """Whether the KL, extrapolated from the last two updates, reaches the target within ``PATIENCE_UPDATES``."""
-        if not self.earlier or self.log_ratio > -NOISE_LOG_RATIO:
-            return False
-        change = (_ratio(self.log_ratio) - _ratio(self.earlier[-1])) / len(self.earlier)
-        return change > 0 and _ratio(self.log_ratio) + PATIENCE_UPDATES * change > 1
-
-    @property
-    def is_crossing(self) -> bool:
-        """Whether the KL grows and is above the target, or will be within ``lookahead`` updates.
-
-        If the rise slowed down by a factor from one update to the next, it is extrapolated with that factor. With only
-        two measurements the result is False while the KL is far below the target.
+        Args:
+            ratio: measured KL over the target.
+            error: standard error over the target; None for no filter.
         """
-        if not self.change > 0 or (len(self.earlier) < 2 and self.log_ratio < -NOISE_LOG_RATIO):
-            return False
-        steps = self.lookahead
-        if len(self.earlier) > 1:
-            earlier_change = _ratio(self.earlier[0]) - _ratio(self.earlier[1])
-            decay = self.change / earlier_change if earlier_change > self.change else 1.0
-            steps = decay * (1 - decay**steps) / (1 - decay) if decay < 1 else steps
-        return _ratio(self.log_ratio) + steps * self.change >= 1
+        variance, noise = 0.0, self.noise
+        if error is not None:
+            earlier = self.log_ratios(MAX_LOG_RATIO)
+            before = math.exp(earlier[0]) if earlier else ratio
+            relative_variance = (error / max(1.0, before)) ** 2
+            if earlier:
+                predicted = self.variance + DRIFT**2
+                gain = predicted / (predicted + noise)
+                ratio = before + gain * (ratio - before)
+                variance = (1 - gain) * predicted
+                noise += NOISE_RATE * (relative_variance - noise)
+            else:
+                variance = noise = relative_variance
+        log_ratio = math.log(ratio) if ratio > 0 else -MAX_LOG_RATIO
+        level = math.log(self.target_nats) + max(log_ratio, -MAX_LOG_RATIO)
+        return replace(self, levels=(level, *self.levels[:1]), variance=variance, noise=noise), ratio
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the KL is at or above the target and does not grow; at the first update, whether it is there."""
-        return self.log_ratio >= 0 and self.change <= 0
-
-    def allowed_factor(self, factor: float) -> float:
-        """``factor``, or 1 if beta must wait while the KL approaches the target from below."""
-        if self.log_ratio >= 0:
-            return factor
-        if factor > 1:
-            return factor if self.is_crossing else 1.0
-        return 1.0 if self.is_approaching else factor
-
-
-def _ratio(log_ratio: float) -> float:
-    """KL / target from its logarithm, which is clipped."""
-    return math.exp(clip(log_ratio, MAX_LOG_RATIO))
+    def growth(self, reach: float) -> float:
+        """The change of log KL since the last update, with both logs clipped; 0 at the first."""
+        log_ratios = self.log_ratios(reach)
+        return log_ratios[0] - log_ratios[1] if len(log_ratios) > 1 else 0.0
 
 
 def field_values(record: Any) -> dict[str, object]:
@@ -244,7 +183,7 @@ def field_values(record: Any) -> dict[str, object]:
     }
 
 
-def with_beta_times(controller: BoundedT, factor: float, event: str | None) -> BoundedT:
+def with_beta_times(controller: ControllerT, factor: float, event: str | None) -> ControllerT:
     """The controller with beta times ``factor``, limited by ``largest_step`` and the bounds (see ``event``)."""
     events = [] if event is None else [event]
     largest = controller.largest_step

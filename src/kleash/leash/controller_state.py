@@ -7,15 +7,13 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.controller_base import PredictiveController
+from kleash.leash.controller_base import LARGEST_EXPONENT, TargetController
 from kleash.leash.controllers import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.leash.schedules import BetaSchedule, TargetSchedule
 from kleash.registry import look_up
 
-STATE_FIELDS = ("beta", "levels", "reached")
+STATE_FIELDS = ("beta", "levels", "variance", "noise")
 """The fields of a controller that measurements change; the others are its configuration."""
-MAX_PREDICTED_UPDATES = 99.0
-"""``beta_reason`` mentions the predicted number of updates until the target only below this."""
 
 CONTROLLERS: Mapping[str, type[Leash]] = MappingProxyType(
     {
@@ -72,14 +70,17 @@ class StatefulController:
         """The current beta: nats of reward paid for one nat of KL."""
         return self.leash.beta
 
-    def update(self, measured_nats: SupportsFloat, sequences: int, /) -> None:
+    def update(
+        self, measured_nats: SupportsFloat, sequences: int, /, standard_error: SupportsFloat | None = None
+    ) -> None:
         """Replace ``leash`` by the controller for the next update.
 
         Args:
             measured_nats: the measured KL, in the unit of ``leash.per``.
             sequences: the number of sequences that it was measured on.
+            standard_error: of the KL, in nats; None if it is not known.
         """
-        self.leash = self.leash.after(measured_nats, sequences=sequences)
+        self.leash = self.leash.after(measured_nats, sequences=sequences, standard_error=standard_error)
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Restore beta and the measured levels; bounds, target and gains are not changed.
@@ -90,8 +91,6 @@ class StatefulController:
         settings = self.leash.to_dict()
         if settings["kind"] != "fixed":
             state = {name: saved[name] for name in STATE_FIELDS if name in saved.keys() & settings}
-            if saved.get("target_nats") != settings.get("target_nats"):
-                state.pop("reached", None)  # it refers to another target
             self.leash = beta_from_dict(settings | state)
 
 
@@ -100,8 +99,8 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
 
     ::
 
-        beta 0.05 -> 0.0743: KL 5.18 is below its target of 8, and would pass it in 1.5 updates
-        beta 0.21 -> 0.2057: KL 6.4 is below its target of 8
+        beta 0.05 -> 0.0743: KL 5.18 is below its target of 8, and rises
+        beta 0.21 -> 0.2157: KL 6.4 (filtered 8.81) is above its target of 8, and comes down
 
     Args:
         before: the controller whose ``after`` was called.
@@ -114,28 +113,21 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     if before.target_nats is None:
         return f"{change}: by its schedule"
     kl_nats, target = float(measured_nats), before.target_nats
-    position = "above" if kl_nats > target else "below" if kl_nats < target else "at"
-    factor = f", {kl_nats / target:.2g} times" if kl_nats > 1.2 * target else ""
-    state = f"KL {kl_nats:.3g} is {position} its target of {target:g}{factor}"
-    return f"{change}: {state}{_trend(before, after.beta > before.beta, kl_nats)}"
+    newest, earlier = _filtered_nats(after), _filtered_nats(before)
+    filtered = kl_nats if newest is None or not math.isfinite(kl_nats) else newest
+    note = (
+        "" if math.isclose(filtered, kl_nats, rel_tol=0.005, abs_tol=1e-6) else f" (filtered {filtered:.3g})"
+    )
+    position = "above" if filtered > target else "below" if filtered < target else "at"
+    factor = f", {filtered / target:.2g} times" if filtered > 1.2 * target else ""
+    trend = ""
+    if earlier is not None and not math.isclose(filtered, earlier, rel_tol=1e-9):
+        trend = ", and rises" if filtered > earlier else ", and comes down"
+    return f"{change}: KL {kl_nats:.3g}{note} is {position} its target of {target:g}{factor}{trend}"
 
 
-def _trend(before: Leash, beta_rises: bool, kl_nats: float) -> str:
-    """The direction of the KL in words, if it explains the change of beta."""
-    controller = before.controller if isinstance(before, TargetSchedule) else before
-    if (
-        not isinstance(controller, PredictiveController)
-        or not controller.levels
-        or not math.isfinite(kl_nats)
-    ):
-        return ""
-    earlier_nats = math.exp(min(controller.levels[0], 700.0))
-    change, target = kl_nats - earlier_nats, float(before.target_nats or 0.0)
-    if kl_nats < target and beta_rises:
-        updates = (target - kl_nats) / change if change > 0 else math.inf
-        return f", and would pass it in {updates:.2g} updates" if updates < MAX_PREDICTED_UPDATES else ""
-    if kl_nats > target and not beta_rises:
-        return ", and comes down"
-    if kl_nats > target and change > 0:
-        return ", and rises"
-    return ""
+def _filtered_nats(leash: Leash) -> float | None:
+    """The filtered KL of a controller; None if it keeps none."""
+    controller = leash.controller if isinstance(leash, TargetSchedule) else leash
+    levels = controller.levels if isinstance(controller, TargetController) else ()
+    return math.exp(min(levels[0], LARGEST_EXPONENT)) if levels else None

@@ -62,7 +62,13 @@ class BetaSchedule:
         """None: there is no target."""
         return None
 
-    def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "BetaSchedule":
+    def after(
+        self,
+        measured_nats: SupportsFloat,
+        *,
+        sequences: int = 1,
+        standard_error: SupportsFloat | None = None,
+    ) -> "BetaSchedule":
         """The schedule for the next update, independently of the measurement."""
         return replace(self, done=self.done + 1)
 
@@ -115,16 +121,21 @@ class TargetSchedule:
         """The unit of target and measurements."""
         return self.controller.per
 
-    def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "TargetSchedule":
+    def after(
+        self,
+        measured_nats: SupportsFloat,
+        *,
+        sequences: int = 1,
+        standard_error: SupportsFloat | None = None,
+    ) -> "TargetSchedule":
         """The schedule for the next update; the measured KL is compared with this update's target.
 
         Raises:
-            OptionError: if ``sequences`` is negative.
+            OptionError: if ``sequences`` or ``standard_error`` is negative.
         """
         controller = replace(self.controller, target_nats=self.target_nats)
-        return replace(
-            self, controller=controller.after(measured_nats, sequences=sequences), done=self.done + 1
-        )
+        controller = controller.after(measured_nats, sequences=sequences, standard_error=standard_error)
+        return replace(self, controller=controller, done=self.done + 1)
 
     def to_dict(self) -> dict[str, object]:
         """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""

@@ -14,10 +14,12 @@ LOG = logging.getLogger(__name__)
 class BetaController(AttachedCallback, ExportableState):
     """Adjusts ``trainer.beta`` during training by a controller of ``kleash.leash``.
 
-    Each time the trainer logs ``metric`` (its own ``kl``, or a metric of a DriftMonitor), the controller is updated and
-    its new beta is set on the trainer, where trainers that read ``self.beta`` at each step (TRL's GRPO, RLOO, DPO …)
-    use it at once. ``beta`` is logged after each update; ``beta/event`` is 1 if the controller bounded or ignored the
-    measurement, and the Python log says why. The state is part of the checkpoint and restored on resume.
+    Each time the trainer logs ``metric`` (its own ``kl``, or a metric of a DriftMonitor), the controller is updated
+    with it, and with its standard error if ``metric`` with ``_error`` is logged too (by DriftMonitor, and by the TRL
+    trainers of kleash for ``kl/per_token`` and ``kl/per_sequence``). Its new beta is set on the trainer, where trainers
+    that read ``self.beta`` at each step (TRL's GRPO, RLOO, DPO …) use it at once. ``beta`` is logged after each update;
+    ``beta/event`` is 1 if the controller bounded or ignored the measurement, and the Python log says why. The state is
+    part of the checkpoint and restored on resume.
 
     With several processes the metric must be the same on all of them, as logged metrics are.
     """
@@ -88,7 +90,8 @@ class BetaController(AttachedCallback, ExportableState):
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL uses each so many times
         before = self.controller
-        self.controller = before.after(kl, sequences=max(1, sequences))
+        error = (logs or {}).get(f"{self.metric}_error")
+        self.controller = before.after(kl, sequences=max(1, sequences), standard_error=error)
         self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)

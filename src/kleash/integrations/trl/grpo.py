@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kleash.integrations.trl.compat import GRPOTrainer
 from kleash.integrations.trl.forward_capture import ForwardPass
-from kleash.integrations.trl.kl_mixin import REFERENCE_HIDDEN, KLMixin
+from kleash.integrations.trl.kl_mixin import REFERENCE_HIDDEN, KLMixin, rows_by_prompt
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
 PENALTY = "kl_penalty"
@@ -26,8 +26,9 @@ class GRPOLeash(KLMixin):
     deviation of a group would change beta from group to group.
 
     Logged: ``kl``, the number that beta multiplies in the loss (in the reward: the mean over responses);
-    ``kl/per_token``, ``kl/per_sequence``, ``beta``, and with importance weights ``kl/effective_share``, the effective
-    sample size as a share of the tokens. With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
+    ``kl/per_token``, ``kl/per_sequence``, each with ``_error`` (standard error over an update, clustered by prompt),
+    ``beta``, and with importance weights ``kl/effective_share``, the effective sample size as a share of the tokens.
+    With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,6 +126,8 @@ class GRPOLeash(KLMixin):
                 "beta": self.beta,
             }
         )
+        prompt_ids, prompt_mask = (x[:, :-length] for x in reference.arguments[0][:2])
+        self._log_kl_errors(rows_by_prompt(per_token, mask, prompt_ids, prompt_mask))
         return (-kl).tolist()
 
     def _policy_pass(self, reference: ForwardPass) -> ForwardPass:
@@ -153,7 +156,7 @@ class GRPOLeash(KLMixin):
         size = self._update_size(inputs)
         kl = self._micro_batch_kl(passes[0], inputs, size)
         mask = self._response_mask(inputs)
-        self._log_kl(kl, self._kl_options.token_weights(mask, size), mask, size.micro_batches)
+        self._log_kl(kl, self._kl_options.token_weights(mask, size), inputs, size.micro_batches)
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import check_reward_order
 from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.estimators.weights import ImportanceWeights
+from kleash.extras import import_extra
 from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
@@ -22,6 +24,7 @@ from kleash.integrations.trl.terms import KLOptions, UpdateSize
 from kleash.kl_rules import default_scope
 from kleash.linear import LinearOptions, TokenStatistics, linear_kl_loss, token_statistics
 from kleash.losses import future_kl_loss
+from kleash.uncertainty import clustered_mean, ratio_of_sums
 
 REFERENCE_HIDDEN = "kleash_reference_hidden"
 REFERENCE_LOGP = "ref_per_token_logps"
@@ -39,6 +42,30 @@ class MicroBatchKL:
     """The KL of each token times its importance weight, detached; 0 where masked."""
     effective_share: float | None = None
     """Effective sample size under the importance weights, as a share of the tokens; None without weights."""
+
+
+class ResponseKL(NamedTuple):
+    """The KL of a response, for its standard error."""
+
+    prompt: tuple[int, ...]
+    """Token ids of its prompt: responses to equal prompts are one cluster."""
+    nats: float
+    """Sum over its tokens."""
+    tokens: int
+
+
+def rows_by_prompt(
+    token_kl: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+    prompt_ids: Integer[Tensor, "batch prompt"],
+    prompt_mask: Integer[Tensor, "batch prompt"],
+) -> list[ResponseKL]:
+    """The KL of each response with its prompt; masked values are not read."""
+    nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
+    prompts = [
+        tuple(ids[is_token].tolist()) for ids, is_token in zip(prompt_ids, prompt_mask.bool(), strict=True)
+    ]
+    return [ResponseKL(*row) for row in zip(prompts, nats, tokens, strict=True)]
 
 
 def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +125,7 @@ class KLMixin(ForwardCapture):
             OptionError, CannotRunError: if the KL term has another gradient than it names, or cannot be computed.
         """
         super().__init__(*args, **kwargs)
+        self._kl_rows: list[ResponseKL] = []
         self._linear_options = linear_options
         self._kl_options = KLOptions(
             kl=kl,
@@ -224,8 +252,11 @@ class KLMixin(ForwardCapture):
         """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
         return inputs.get(BEHAVIOUR_LOGP)
 
-    def _log_kl(self, kl: MicroBatchKL, token_weights: Tensor, mask: Tensor, micro_batches: int) -> None:
-        """Log the KL as it is trained, per token and per response, reduced over processes. A collective."""
+    def _log_kl(
+        self, kl: MicroBatchKL, token_weights: Tensor, inputs: dict[str, Any], micro_batches: int
+    ) -> None:
+        """Log the KL as it is trained, per token and per response, over all processes. A collective."""
+        mask = self._response_mask(inputs)
         sums = torch.stack(
             [
                 (token_weights * kl.per_token).sum() * micro_batches,
@@ -246,6 +277,26 @@ class KLMixin(ForwardCapture):
         )
         if kl.effective_share is not None:
             self._log_metrics(**{"kl/effective_share": kl.effective_share})
+
+        rows = rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
+        self._kl_rows = [*self._kl_rows, *rows]
+        if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
+            rows, self._kl_rows = self._kl_rows, []
+            self._log_kl_errors(rows)
+
+    def _log_kl_errors(self, rows: list[ResponseKL]) -> None:
+        """Log the standard errors of ``kl/per_token`` and ``kl/per_sequence`` over all processes. A collective."""
+        rows = import_extra("accelerate.utils", "models").gather_object(rows)
+        numbers = {prompt: at for at, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+        nats, tokens = (np.array([row[at] for row in rows], np.float64) for at in (1, 2))
+        clusters = np.array([numbers[row.prompt] for row in rows])
+        totals, counts = (np.bincount(clusters, weights=x) for x in (nats, tokens))
+        self._log_metrics(
+            **{
+                "kl/per_token_error": ratio_of_sums(totals, counts).standard_error,
+                "kl/per_sequence_error": clustered_mean(nats, clusters).standard_error,
+            }
+        )
 
     def _log_engine_mismatch(
         self, output: dict[str, Any], trainer_logp: Tensor | None, engine_logp: Tensor

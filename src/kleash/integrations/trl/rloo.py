@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from kleash.integrations.trl.compat import RLOOTrainer
-from kleash.integrations.trl.kl_mixin import BEHAVIOUR_LOGP, REFERENCE_HIDDEN, REFERENCE_LOGP, KLMixin
+from kleash.integrations.trl.kl_mixin import (
+    BEHAVIOUR_LOGP,
+    REFERENCE_HIDDEN,
+    REFERENCE_LOGP,
+    KLMixin,
+    rows_by_prompt,
+)
 from kleash.integrations.trl.mismatch_metrics import EngineLogprobs
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
@@ -19,8 +25,8 @@ class RLOOLeash(KLMixin):
     With ``kl_place="loss"`` the KL is not in the reward (TRL's code reads a beta of 0, and the reference's pass is
     made here). It is added to the loss as the mean over responses of the sum over tokens, as RLOO averages.
 
-    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence`` and ``beta``; with vLLM also the mismatch of trainer and
-    engine, ``mismatch/*``.
+    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (standard error over
+    an update, clustered by prompt), and ``beta``; with vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +65,7 @@ class RLOOLeash(KLMixin):
             record_hidden = self._kl_options.exact and not in_reward
             reference = self._forward_pass(output, reference=True, hidden=record_hidden)
         if in_reward:
-            self._log_reward_kl(policy_logp - reference.logp, output["completion_mask"])
+            self._log_reward_kl(policy_logp - reference.logp, output)
             return output, policy_logp
         output[REFERENCE_LOGP] = reference.logp
         if self._is_off_policy:
@@ -68,9 +74,9 @@ class RLOOLeash(KLMixin):
             output[REFERENCE_HIDDEN] = reference.hidden
         return output, policy_logp
 
-    def _log_reward_kl(self, per_token: Tensor, completion_mask: Tensor) -> None:
+    def _log_reward_kl(self, per_token: Tensor, output: dict[str, Any]) -> None:
         """Log the KL in the rewards, per response. A collective."""
-        mask = completion_mask.bool()
+        mask = output["completion_mask"].bool()
         nats = torch.where(mask, per_token, 0.0).sum()
         sums = torch.stack([nats, mask.sum().float(), torch.tensor(float(len(mask)), device=mask.device)])
         total, tokens, sequences = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -82,6 +88,7 @@ class RLOOLeash(KLMixin):
                 "beta": self.beta,
             }
         )
+        self._log_kl_errors(rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"]))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         parent: Any = super()
@@ -92,7 +99,7 @@ class RLOOLeash(KLMixin):
         size = UpdateSize(micro_batches=1, tokens=1.0, max_length=self.args.max_completion_length)
         kl = self._micro_batch_kl(passes[0], inputs, size)
         mask = self._response_mask(inputs)
-        self._log_kl(kl, self._kl_options.token_weights(mask, size), mask, size.micro_batches)
+        self._log_kl(kl, self._kl_options.token_weights(mask, size), inputs, size.micro_batches)
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
 

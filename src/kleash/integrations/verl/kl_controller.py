@@ -43,9 +43,11 @@ class KLController(StatefulController):
     verl passes the mean over responses of their mean over tokens, so the target of ``leash`` is in nats per token.
     """
 
-    def update(self, current_kl: SupportsFloat, n_steps: int) -> None:
+    def update(
+        self, current_kl: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
+    ) -> None:
         """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token."""
-        super().update(current_kl, n_steps)
+        super().update(current_kl, n_steps, standard_error)
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:

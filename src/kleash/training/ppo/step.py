@@ -47,7 +47,8 @@ def one_step(
 
     responses = gather_responses(rollout, signals.returns, group)
     measured = {**response_metrics(responses, leash.beta), **critic_metrics(responses)}
-    next_leash = leash.after(measured[f"kl/exact_per_{leash.per}"], sequences=len(responses))
+    kl, kl_error = (measured[f"kl/exact_per_{leash.per}{suffix}"] for suffix in ("", "_error"))
+    next_leash = leash.after(kl, sequences=len(responses), standard_error=kl_error)
 
     metrics = {
         **measured,
@@ -59,7 +60,7 @@ def one_step(
         "time/step": monotonic() - start,
     }
     events = [event for event in (next_leash.event, result.stopped) if event is not None]
-    reason = beta_reason(leash, next_leash, measured[f"kl/exact_per_{leash.per}"])
+    reason = beta_reason(leash, next_leash, kl)
     advice = None if run_log is None else run_log.step(step, metrics, to_samples(responses), events, reason)
     after = replace(progress, step=step, leash=next_leash.to_dict(), metrics=metrics)
     return apply_response(after, group.broadcast_from_first(advice) or Advice(), setting)

@@ -65,7 +65,8 @@ class MeasuringMixin:
         local_responses = self._responses(inputs, output, scores, group.rank)
         responses = [response for part in group.all_gather_object(local_responses) for response in part]
         metrics = response_metrics(responses, self.beta)
-        trainer._log_metrics(**{name: metrics[name] for name in CONTROLLED_METRICS.values()})
+        controlled = [name + suffix for name in CONTROLLED_METRICS.values() for suffix in ("", "_error")]
+        trainer._log_metrics(**{name: metrics[name] for name in controlled})
         return StepMeasurement(metrics=metrics, samples=tuple(to_samples(responses)))
 
     def _responses(self, inputs: Any, output: dict[str, Any], scores: Any, rank: int) -> list[Response]:

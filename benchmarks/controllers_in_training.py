@@ -1,0 +1,311 @@
+"""How near to its target each controller brings the KL in training.
+
+python benchmarks/controllers_in_training.py                          # all of it: some twenty minutes on an idle core
+python benchmarks/controllers_in_training.py --tasks sort --algorithms grpo --targets 0.4 --seeds 0
+
+Two tasks. ``heroine`` is the demonstration's: the shipped reference, its 24 shortest prompts, 24 responses a step and a
+reward for "she" and "her". ``sort`` has one right answer: a small network sorts four of eight letters, 64 responses a
+step, rewarded by the share of letters in their right place; its reference is trained on answers of which 40 % of the
+letters were drawn at random. Figures are the mean KL of the second half of the steps over the target, and the highest
+step over it. The table of docs/beta.md is printed from ``results/controllers_in_training.json``.
+"""
+
+import argparse
+import json
+import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from harness import RESULTS, write_result
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig
+
+from kleash.integrations.trainer import BetaController
+from kleash.integrations.trl import LeashedGRPOTrainer
+from kleash.jobs import GRPOJob, PPOJob
+from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
+from kleash.leash import Leash, beta_from_dict
+from kleash.models import load_pair, read_prompts
+from kleash.store import read_steps
+from kleash.training import train
+from kleash.training.demonstration import DemonstrationSettings
+
+CONTROLLERS = ("pid", "ziegler", "dual")
+TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4)}
+"""A loose and a binding target of each task, in nats per response."""
+ALGORITHMS = ("ppo", "grpo", "plug-in")
+STEPS = {"heroine": 50, "sort": 100}
+NAME = "controllers_in_training"
+LETTERS, PLACES, WRONG = "abcdefgh", 4, 0.4
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    task: str
+    algorithm: str
+    controller: str
+    target: float
+    seed: int
+    beta: float
+    """The initial beta."""
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Train one case; its figures."""
+    out = folder / "-".join(map(str, case))
+    if case.algorithm == "plug-in":
+        return figures(case, with_plug_in(case, folder, out))
+    steps = STEPS[case.task]
+    options: dict[str, Any] = {
+        **(heroine(folder) if case.task == "heroine" else sorting(folder)),
+        "controller": case.controller,
+        "beta": case.beta,
+        "target_nats": case.target,
+        "steps": steps,
+        "checkpoint_every": steps,
+        "seed": case.seed,
+        "out": str(out),
+    }
+    if case.algorithm == "ppo":
+        train(PPOJob(**options, minibatches=1, epochs=1))
+    else:
+        groups = {"prompts_per_step": options["prompts_per_step"] // 4, "samples_per_prompt": 8}
+        train(GRPOJob(**{**options, **groups}))
+    steps_of = [record.metrics for record in read_steps(out)]
+    names = {"kl": "kl/exact_per_sequence", "error": "kl/exact_per_sequence_error", "reward": "reward/score"}
+    return figures(
+        case,
+        [{name: step[column] for name, column in {**names, "beta": "beta"}.items()} for step in steps_of],
+    )
+
+
+def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
+    """Kleash's plug-in for TRL with a callback: 60 updates of 8 responses to 8 prompts; KL, error, reward, beta."""
+    letters = [json.loads(line)["prompt"] for line in (folder / "sort.jsonl").read_text().splitlines()]
+    answers = [" ".join(sorted(prompt.split()[:PLACES])) for prompt in letters]
+
+    def share_in_place(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        pairs = [zip(a.split(), b.split(), strict=False) for a, b in zip(answer, completions, strict=True)]
+        return [sum(x == y for x, y in pair) / PLACES for pair in pairs]
+
+    trainer = LeashedGRPOTrainer(
+        model=str(folder / "sorter"),
+        reward_funcs=share_in_place,
+        args=GRPOConfig(
+            output_dir=str(out),
+            learning_rate=1e-3,
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=PLACES,
+            max_steps=60,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            beta=case.beta,
+            seed=case.seed,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": letters, "answer": answers}),
+    )
+    BetaController(controller_of(case), metric="kl/per_sequence").attach(trainer)
+    trainer.train()
+    names = {"kl": "kl/per_sequence", "error": "kl/per_sequence_error", "reward": "reward", "beta": "beta"}
+    logs = [entry for entry in trainer.state.log_history if "kl/per_sequence" in entry]
+    return [{name: entry[column] for name, column in names.items()} for entry in logs]
+
+
+def controller_of(case: Case) -> Leash:
+    """The library's controller of that kind."""
+    return beta_from_dict({"kind": case.controller, "beta": case.beta, "target_nats": case.target})
+
+
+def figures(case: Case, steps: list[dict[str, float]]) -> dict[str, Any]:
+    """The figures of a run from KL, error, reward and beta of each step."""
+    kl, late = [step["kl"] for step in steps], steps[len(steps) // 2 :]
+    return {
+        **case._asdict(),
+        "settled": mean_of(late, "kl") / case.target,
+        "highest": max(kl) / case.target,
+        "error": mean_of(late, "error") / case.target,
+        "reward": mean_of(late, "reward"),
+        "last_beta": steps[-1]["beta"],
+        "kl": [round(x, 3) for x in kl],
+    }
+
+
+def mean_of(metrics: list[dict[str, float]], name: str) -> float:
+    """The mean of a metric over steps."""
+    return sum(step[name] for step in metrics) / len(metrics)
+
+
+# --- the demonstration's task ---
+
+
+def heroine(folder: Path) -> dict[str, Any]:
+    """The options of the demonstration's task; its prompts are written on the first call."""
+    settings, path = DemonstrationSettings(), folder / "heroine.jsonl"
+    if not path.exists():
+        pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
+        prompts = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
+        write_prompts(path, [prompt.text for prompt in prompts[: settings.prompts]])
+    return {
+        "prompts": str(path),
+        "lora_rank": 8,
+        "prompts_per_step": settings.prompts,
+        "samples_per_prompt": 1,
+        "max_new_tokens": settings.max_new_tokens,
+        "learning_rate": settings.learning_rate,
+    }
+
+
+def write_prompts(path: Path, prompts: list[str]) -> None:
+    """Write prompts as JSON lines."""
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+# --- the task with a right answer ---
+
+
+def in_place(prompts: list[str], responses: list[str]) -> list[float]:
+    """The share of letters of each response that are in their right place."""
+    shares = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        right, answer = sorted(prompt.split()[:PLACES]), response.split()
+        shares.append(sum(a == b for a, b in zip(right, answer, strict=False)) / PLACES)
+    return shares
+
+
+def sorting(folder: Path) -> dict[str, Any]:
+    """The options of the sorting task; its reference and prompts are made on the first call."""
+    reference, path = folder / "sorter", folder / "sort.jsonl"
+    if not path.exists():
+        draw = random.Random(0)
+        make_sorter(reference, draw)
+        write_prompts(path, [" ".join([*draw.sample(LETTERS, PLACES), "="]) for _ in range(512)])
+    return {
+        "policy": str(reference),
+        "prompts": str(path),
+        "reward": ("controllers_in_training:in_place",),
+        "prompts_per_step": 32,
+        "samples_per_prompt": 2,
+        "max_new_tokens": PLACES,
+        "learning_rate": 1e-3,
+        "lora_rank": 0,
+    }
+
+
+def make_sorter(folder: Path, draw: random.Random) -> None:
+    """Train a small network to sort letters, from answers with ``WRONG`` of the letters at random, and save it."""
+    words = ["<pad>", "</s>", "=", *LETTERS]
+    backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(600):
+        rows = []
+        for _ in range(64):
+            letters = draw.sample(LETTERS, PLACES)
+            answer = [draw.choice(LETTERS) if draw.random() < WRONG else x for x in sorted(letters)]
+            rows.append([words.index(x) for x in [*letters, "=", *answer]])
+        tokens = torch.tensor(rows)
+        labels = tokens.clone()
+        labels[:, : PLACES + 1] = -100
+        loss = network(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# --- tables ---
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """The figures as lines of Markdown: a row for each task, algorithm, controller and target."""
+    seeds = sorted({record["seed"] for record in runs})
+    lines = [
+        "| task | algorithm | controller | target | "
+        + " | ".join(f"seed {seed}" for seed in seeds)
+        + " | highest step | error of a step |",
+        "|---|---|---|---:|" + "---:|" * (len(seeds) + 2),
+    ]
+    for key in dict.fromkeys(_row(record) for record in runs):
+        by_seed = {record["seed"]: record for record in runs if _row(record) == key}
+        cells = [f"{by_seed[seed]['settled']:.2f}" if seed in by_seed else "–" for seed in seeds]
+        highest = max(record["highest"] for record in by_seed.values())
+        error = sum(record["error"] for record in by_seed.values()) / len(by_seed)
+        task, algorithm, controller, target = key
+        lines.append(
+            f"| {task} | {algorithm} | `{controller}` | {target:g} | {' | '.join(cells)} "
+            f"| {highest:.1f} | {error:.0%} |"
+        )
+    return lines
+
+
+def _row(record: dict[str, Any]) -> tuple[str, str, str, float]:
+    return record["task"], record["algorithm"], record["controller"], record["target"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, write the figures and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
+    parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)
+    parser.add_argument("--targets", nargs="+", type=float, help="nats per response; those of the task")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--beta", type=float, default=0.05, help="initial beta")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
+    options = parser.parse_args(arguments)
+    runs: list[dict[str, Any]] = []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        cases = [
+            Case(task, algorithm, controller, target, seed, options.beta)
+            for task in options.tasks
+            for algorithm in options.algorithms
+            for controller in options.controllers
+            for target in options.targets or TARGETS[task]
+            for seed in options.seeds
+            if (task, algorithm) != ("heroine", "plug-in")
+        ]
+        for task in options.tasks:  # written once, before several processes read them
+            (heroine if task == "heroine" else sorting)(folder)
+        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+            for result in pool.map(run, cases, [folder] * len(cases)):
+                runs.append(result)
+                print(table([result])[-1], flush=True)
+                write_result(NAME, {"runs": runs}, options.results)
+    print("\n".join(table(runs)))
+
+
+if __name__ == "__main__":
+    main()

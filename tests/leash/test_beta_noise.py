@@ -1,0 +1,159 @@
+"""Controllers under the noise of real measurements: the filter, its gain, and the reasons that are given for a step."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from kleash.jobs import PPOJob
+from kleash.leash import (
+    BetaSchedule,
+    DualBeta,
+    FixedBeta,
+    PIDBeta,
+    TargetSchedule,
+    ZieglerBeta,
+    beta_from_dict,
+    beta_reason,
+)
+from kleash.training.job_controllers import leash_of
+
+NAN, INF = math.nan, math.inf
+CONTROLLERS = {"pid": PIDBeta, "ziegler": ZieglerBeta, "dual": DualBeta}
+every_controller = pytest.mark.parametrize("kind", CONTROLLERS.values(), ids=CONTROLLERS)
+
+
+def settled(leash, *, gain, lag, noise, seed, share=1.0):
+    """Mean KL over the target in updates 101 to 200 of the plant KL <- KL + gain (target / beta - KL) from 0."""
+    draw, kl, kls, betas, target = random.Random(seed), 0.0, [], [leash.beta] * (lag + 1), leash.target_nats
+    for _ in range(200):
+        kl += gain * (target / betas[-1 - lag] - kl)
+        kls.append(kl / target)
+        measured = kl * draw.gammavariate(1 / noise**2, noise**2)
+        leash = leash.after(measured, sequences=64, standard_error=share * noise * measured)
+        betas.append(leash.beta)
+    return fmean(kls[100:])
+
+
+@every_controller
+@pytest.mark.parametrize(("gain", "lag"), [(0.07, 0), (0.25, 0), (0.12, 3)])
+@pytest.mark.parametrize("noise", [0.2, 0.4])
+def test_the_kl_settles_at_its_target_under_noise(kind, gain, lag, noise):
+    """Controllers that extrapolated a noisy step settled at .4 to .8 of the target from noise of 20 % on."""
+    for beta in (0.4, 2.5):
+        leash = kind(beta=beta, target_nats=6.0)
+        means = [settled(leash, gain=gain, lag=lag, noise=noise, seed=seed) for seed in range(8)]
+        assert fmean(means) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_wrong_standard_error_does_not_move_the_mean(share):
+    leash = PIDBeta(beta=1.0, target_nats=6.0)
+    means = [settled(leash, gain=0.15, lag=0, noise=0.3, seed=seed, share=share) for seed in range(8)]
+    assert fmean(means) == pytest.approx(1, abs=0.1)
+
+
+@every_controller
+def test_defaults_of_a_job_are_those_of_the_library(kind):
+    job = PPOJob(prompts="p", controller=kind.kind, target_nats=6.0, beta=0.2)
+    assert leash_of(job) == kind(beta=0.2, target_nats=6.0, beta_max=job.beta_max)
+
+
+def test_the_filter_by_hand():
+    """A scalar Kalman filter whose noise is the average of earlier squared errors, relative to KL or target."""
+    run = [(4.0, 1.0), (9.0, 2.0), (16.0, 1.0), (6.0, 3.0), (7.0, None), (10.0, 2.0)]
+    leash, kl, variance, noise = DualBeta(beta=1.0, target_nats=8.0), None, 0.0, 0.0
+    for measured, error in run:
+        leash = leash.after(measured, standard_error=error)
+        if error is None:
+            kl, variance = measured, 0.0
+        elif kl is None:
+            kl, variance = measured, (error / 8) ** 2
+            noise = variance
+        else:
+            scale, variance = max(kl, 8.0), variance + 0.04**2
+            gain = variance / (variance + noise)
+            kl, variance = kl + gain * (measured - kl), (1 - gain) * variance
+            noise += 0.2 * ((error / scale) ** 2 - noise)
+        assert math.exp(leash.levels[0]) == pytest.approx(kl, rel=1e-12)
+        assert (leash.variance, leash.noise) == pytest.approx((variance, noise), rel=1e-9)
+
+
+@every_controller
+def test_the_newest_error_does_not_weigh_its_own_measurement(kind):
+    """The error of a KL grows with the KL, so a gain that contained it would answer high measurements less."""
+    before = kind(beta=0.3, target_nats=2.0).after(2.0, standard_error=0.4)
+    small, large = (before.after(3.0, standard_error=error) for error in (0.1, 2.0))
+    assert small.beta == large.beta and small.levels == large.levels and small.noise < large.noise
+    assert small.after(3.0, standard_error=0.4).levels[0] > large.after(3.0, standard_error=0.4).levels[0]
+
+
+@every_controller
+@pytest.mark.parametrize("error", [0.0, None])
+def test_without_an_error_nothing_is_filtered(kind, error):
+    leash = kind(beta=0.3, target_nats=2.0)
+    for kl in (1.0, 7.0, 0.5):
+        leash = leash.after(kl, standard_error=error)
+        assert math.exp(leash.levels[0]) == pytest.approx(kl, rel=1e-12)
+
+
+@every_controller
+@pytest.mark.parametrize("error", [NAN, INF])
+def test_an_error_that_is_no_number_is_ignored_with_an_event(kind, error):
+    before = kind(beta=0.3, target_nats=2.0).after(2.0, standard_error=0.4)
+    after = before.after(2.5, standard_error=error)
+    assert after.event == f"the standard error is {error}: ignored"
+    assert replace(after, event=None) == before.after(2.5)
+
+
+@every_controller
+def test_a_controller_continues_from_a_dict_bit_for_bit(kind):
+    draw = random.Random(0)
+    whole = parts = kind(beta=0.3, target_nats=2.0)
+    for _ in range(60):
+        kl, error = draw.uniform(0, 6), draw.choice([None, 0.0, draw.uniform(0, 2)])
+        whole = whole.after(kl, sequences=64, standard_error=error)
+        parts = beta_from_dict(json.loads(json.dumps(parts.to_dict()))).after(
+            kl, sequences=64, standard_error=error
+        )
+        assert parts == whole
+
+
+# --- reasons ---
+
+
+@pytest.mark.parametrize(
+    ("kls", "reason"),
+    [
+        ([8.0, 12.0], "KL 12 is above its target of 8, 1.5 times, and rises"),
+        ([8.0, 9.52], "KL 9.52 is above its target of 8, and rises"),
+        ([12.0, 9.0], "KL 9 is above its target of 8, and comes down"),
+        ([4.0, 4.0], "KL 4 is below its target of 8"),
+        ([5.0, 7.0], "KL 7 is below its target of 8, and rises"),
+        ([8.0, 8.0], None),
+        ([8.0, NAN], None),
+    ],
+)
+def test_beta_reason_explains_each_step(kls, reason):
+    before = replace(PIDBeta(beta=0.1, target_nats=8.0).after(kls[0]), beta=0.05)
+    found = beta_reason(before, before.after(kls[1]), kls[1])
+    assert (found is None) if reason is None else found.endswith(reason), found
+    assert found is None or found.startswith("beta 0.05 -> ")
+
+
+def test_beta_reason_names_the_filtered_kl():
+    before = PIDBeta(beta=0.05, target_nats=8.0).after(12.0, standard_error=3.0)
+    found = beta_reason(before, before.after(6.0, standard_error=2.0), 6.0)
+    assert "KL 6 (filtered 8.96)" in found and "is above its target of 8" in found and "comes down" in found
+
+
+def test_beta_reason_explains_schedules():
+    schedule = BetaSchedule(begin=0.2, end=0.1, updates=4)
+    assert beta_reason(schedule, schedule.after(1.0), 1.0) == "beta 0.2 -> 0.175: by its schedule"
+    dual = DualBeta(beta=0.05, target_nats=8.0)
+    aimed = TargetSchedule(controller=dual, begin_nats=2.0, end_nats=8.0, updates=10)
+    assert "is above its target of 2, 2 times" in beta_reason(aimed, aimed.after(4.0), 4.0)
+    assert beta_reason(FixedBeta(beta=0.1), FixedBeta(beta=0.1), 9.0) is None
