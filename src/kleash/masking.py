@@ -43,10 +43,10 @@ def selecting(aggregate: Callable[..., Tensor], values: str, mask: str) -> Calla
 
     @wraps(aggregate)
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        given = signature.bind(*args, **kwargs)
-        if given.arguments[mask] is not None:
-            given.arguments[values] = torch.where(given.arguments[mask].bool(), given.arguments[values], 0.0)
-        return aggregate(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments[mask] is not None:
+            bound.arguments[values] = torch.where(bound.arguments[mask].bool(), bound.arguments[values], 0.0)
+        return aggregate(*bound.args, **bound.kwargs)
 
     vars(call)["kleash"] = True
     return call

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 from textbook import textbook
 
-from kleash.divergences import DIVERGENCES, kl, skew_kl_record
+from kleash.divergences import DIVERGENCES, divergence, kl, skew_kl_record
 from kleash.errors import ShapeError, UnknownNameError
 from kleash.estimators import Tail, kl_bounds, shared_head
 
@@ -240,3 +240,44 @@ def test_invalid_arguments_raise(unhooked):
         kl_bounds(x[0, 0], x[0, 0])
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         kl_bounds(x, x, divergence="k1")
+
+
+@st.composite
+def extreme_splits(draw):
+    """Two float64 distributions whose head has almost no mass or almost all, in a tail that is flat or nearly so."""
+    outside, size = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    sides = []
+    for _ in "pq":
+        mass = 10.0 ** draw(st.floats(-14, -1e-7))
+        inside = torch.tensor(
+            draw(st.lists(st.floats(0.1, 1), min_size=size, max_size=size)), dtype=torch.float64
+        )
+        flatness = draw(st.sampled_from([0.0, 0.0, 1e-7, 1e-3, 3.0]))
+        rest = torch.tensor(
+            draw(st.lists(st.floats(-1, 1), min_size=outside, max_size=outside)), dtype=torch.float64
+        )
+        parts = inside / inside.sum() * mass, (flatness * rest).softmax(-1) * (1 - mass)
+        sides.append(torch.cat(parts).log())
+    return *sides, size
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon", "chi_squared", "total_variation"])
+@given(split=extreme_splits(), dtype=st.sampled_from([torch.float32, torch.float64]), known=st.data())
+def test_true_bounds_of_the_tail_never_contradict_it(name, split, dtype, known):
+    """The tail's own extremes, rounded as the list is: the upper end is a number, or inf where nothing bounds it."""
+    p, q, size = split
+    true = {
+        "logp_least": p[size:].min(),
+        "logp_most": p[size:].max(),
+        "logq_least": q[size:].min(),
+        "logq_most": q[size:].max(),
+    }
+    chosen = {key: value for key, value in true.items() if known.draw(st.booleans())}
+    as_number = known.draw(st.booleans())
+    tail = Tail(**{key: x.to(dtype).item() if as_number else x.to(dtype) for key, x in chosen.items()})
+    found = kl_bounds(p[:size].to(dtype), q[:size].to(dtype), divergence=name, tail=tail)
+    exact = divergence(name, p, q)
+    assert found.lower <= exact * (1 + 1e-9) + 1e-12
+    assert found.upper >= exact * (1 - 1e-9) - 1e-12, "NaN is not above it either"
+    if len(chosen) == 4:
+        assert found.upper < math.inf

@@ -187,9 +187,16 @@ def test_nan_at_padding_is_in_no_number_of_a_run(trl, folder, tmp_path, monkeypa
     assert logs[1] == logs[0] and math.isfinite(sum(logs[0][1]))
 
 
+PROMPTS = [{"prompt": "the sea was"}] * 8
+
+
 def test_beta_0_in_a_positional_configuration_is_refused(trl, folder, tmp_path):
+    from datasets import Dataset
+
     with pytest.raises(OptionError, match="beta is 0"):
-        trl.LeashedGRPOTrainer(str(folder), [score], config(trl.GRPOConfig, tmp_path, beta=0.0))
+        trl.LeashedGRPOTrainer(
+            str(folder), [score], config(trl.GRPOConfig, tmp_path, beta=0.0), Dataset.from_list(PROMPTS)
+        )
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

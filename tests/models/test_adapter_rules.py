@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from kleash.errors import ModelError
 from kleash.models import load_pair, load_reference
 from kleash.models.adapters import rules, shared_base
+from kleash.models.adapters.network_state import bitwise_equal
 from kleash.models.heads import head_logits
 from kleash.models.pair_loading import Loading
 
@@ -274,3 +275,16 @@ def test_a_checksum_changes_with_every_bit_and_every_swap():
             assert checksum(other) != before
     rows = torch.randn(700, 33)
     assert checksum(rows) != checksum(rows.flip(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bitwise_equal_compares_bits(dtype):
+    zero = torch.zeros(3, dtype=dtype)
+    assert bitwise_equal(zero, zero.clone()) and not bitwise_equal(zero, -zero)
+    nan = torch.full((2, 2), torch.nan, dtype=dtype)
+    assert bitwise_equal(nan, nan.clone()) and bitwise_equal(nan.T, nan)
+    payload = nan.clone()
+    payload.view(torch.uint8)[0, 0] ^= 1
+    assert payload.isnan().all() and not bitwise_equal(nan, payload)
+    assert not bitwise_equal(zero, zero[None]) and not bitwise_equal(zero.double(), zero.float())
+    assert bitwise_equal(torch.tensor(1.0, dtype=dtype), torch.tensor(1.0, dtype=dtype))

@@ -106,8 +106,30 @@ def kl_bounds(
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)
+        if (
+            tail is not None and upper.isnan().any()
+        ):  # a tail whose bounds contradict its mass by their rounding
+            widened = _widened(tail, head_logp.dtype, error_nats)
+            _, widened_upper = bounds_of_intervals(p, q, divergence=record, tail=widened)
+            upper = torch.where(upper.isnan(), widened_upper, upper)
         mass_p, mass_q = (x.to(torch.float64).exp().sum(-1) for x in (head_logp, head_logq))
         return KLBounds(lower, upper, mass_p, mass_q)
+
+
+def _widened(tail: Tail, dtype: torch.dtype, error_nats: float | None) -> Tail:
+    """The tail's bounds moved outwards by the error of log-probabilities of that type, as those of the head are."""
+
+    def interval(bound: Tensor | float) -> LogpInterval:
+        return logp_interval(
+            torch.as_tensor(bound, dtype=None if isinstance(bound, Tensor) else dtype), error_nats
+        )
+
+    return Tail(
+        logp_least=interval(tail.logp_least).low,
+        logp_most=interval(tail.logp_most).high,
+        logq_least=interval(tail.logq_least).low,
+        logq_most=interval(tail.logq_most).high,
+    )
 
 
 def bounds_of_intervals(

@@ -11,6 +11,7 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.linear import Head
+from kleash.models.adapters.network_state import bitwise_equal
 from kleash.models.heads import truncate_head
 from kleash.models.pair import Model
 
@@ -294,7 +295,7 @@ def _check_shapes(unit: _Unit, policy_part: Any, reference_part: Any) -> None:
 def _are_equal(policy_part: Any, reference_part: Any) -> bool:
     """Whether two modules, or two tensors, are the same bit for bit, with the same settings."""
     if isinstance(policy_part, torch.Tensor):
-        return _are_equal_tensors(policy_part, reference_part)
+        return bitwise_equal(policy_part, reference_part)
     modules = dict(policy_part.named_modules()), dict(reference_part.named_modules())
     tensors = _tensors(policy_part), _tensors(reference_part)
     if modules[0].keys() != modules[1].keys() or tensors[0].keys() != tensors[1].keys():
@@ -302,12 +303,7 @@ def _are_equal(policy_part: Any, reference_part: Any) -> bool:
     return all(
         type(module) is type(modules[1][path]) and _have_equal_settings(module, modules[1][path])
         for path, module in modules[0].items()
-    ) and all(_are_equal_tensors(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
-
-
-def _are_equal_tensors(policy_part: torch.Tensor, reference_part: torch.Tensor) -> bool:
-    has_one_kind = policy_part.dtype == reference_part.dtype and policy_part.shape == reference_part.shape
-    return has_one_kind and torch.equal(policy_part, reference_part.to(policy_part.device))
+    ) and all(bitwise_equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
 def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.Module) -> bool:

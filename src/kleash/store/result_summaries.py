@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kleash.store.anchors import scale_sentence
 from kleash.store.attribution import Attribution
-from kleash.store.audit import Audit
+from kleash.store.audit import FAULTS, Audit
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.gate import Gate
 from kleash.store.likely_causes import Diagnosis
@@ -312,8 +312,9 @@ def _(logits: LogitsMeasurement) -> Summary:
 
 @summarize.register
 def _(audit: Audit) -> Summary:
+    faults = [finding.sentence for finding in audit.findings if finding.severity in FAULTS]  # the worst first
     return Summary(
-        headline=f"value: {audit.value}; gradient: {audit.gradient or 'none'}",
+        headline=faults[0] if faults else f"value: {audit.value}; gradient: {audit.gradient or 'none'}",
         facts=(
             ("function", Name(audit.target)),
             ("called", audit.summary),

@@ -63,7 +63,7 @@ def require_policy_samples(kl_options: KLOptions, trainer: Any) -> None:
     Raises:
         OptionError: naming a setting that changes the distribution of the samples.
     """
-    if kl_options.exact and kl_options.scope == "token":
+    if trainer.beta == 0 or (kl_options.exact and kl_options.scope == "token"):
         return
     for name, value in _settings(trainer):
         raise OptionError(

@@ -14,6 +14,7 @@ from kleash.errors import CannotRunError
 from kleash.integrations.verl.compat import response_rows
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
+from kleash.models.adapters.network_state import bitwise_equal
 from kleash.models.heads import candidate_heads, head_logits
 
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
@@ -236,10 +237,10 @@ def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]
 
 
 def are_equal(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors have equal shape, dtype and values, or both are None."""
+    """Whether two tensors are equal bit for bit, or both are None."""
     if first is None or second is None:
         return first is second
-    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    return bitwise_equal(first, second)
 
 
 def head_error(

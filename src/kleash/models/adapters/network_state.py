@@ -94,8 +94,11 @@ def probe_logits(network: Any, probe: Int[Tensor, "rows time"]) -> Tensor:
 
 
 def bitwise_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same shape and values; NaN equals NaN."""
-    return first.shape == second.shape and bool(((first == second) | (first.isnan() & second.isnan())).all())
+    """Whether two tensors have equal shape, type and bits: 0.0 is not -0.0, and a NaN equals one of the same bits."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    first, second = (x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (first, second))
+    return torch.equal(first, second.to(first.device))
 
 
 def checksum(tensor: Tensor) -> int:
