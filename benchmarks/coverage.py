@@ -1,17 +1,19 @@
 """Coverage of 95 % intervals by simulation: python benchmarks/coverage.py
 
 Prompts have lognormal means, samples of a prompt are lognormal around its mean, and samples have different lengths.
-The true value is 1 nat per token. Each cell of the table is the share of simulated measurements whose interval contains
-it, for three intervals: plain (1.96 standard errors, samples treated as independent), clustered (1.96 cluster-robust
-standard errors), and kleash's. ``tools/make_uncertainty_page.py`` writes the tables of
-docs/uncertainty.md from the stored result.
+The true value is 1 nat per token. Each cell of the first tables is the share of simulated measurements whose interval
+contains it, for three intervals: plain (1.96 standard errors, samples treated as independent), clustered (1.96
+cluster-robust standard errors), and kleash's. The last table has the coverage by what the sample shows, from which the
+limits of warnings are chosen: on one set of distributions, and on another to see whether they hold.
+``tools/make_uncertainty_page.py`` writes the tables of docs/uncertainty.md from the stored result.
 """
 
 import argparse
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,16 @@ TOKENS = (16, 128)
 LEVELS = (0.5, 0.9, 0.99)
 TOKENS_PER_CLUSTER = 64
 COLUMNS = 50
+CLUSTERS_SEEN = (30, 64, 128, 256, 512)
+"""Numbers of clusters in the table of what the sample shows; below 30 there is a warning about that."""
+SHARES = (0.0, 0.1, 0.2, 0.4, 0.6, 1.0)
+"""Of the variance, carried by the cluster that carries most."""
+EFFECTIVE = (0, 5, 10, 15, 20, 30, math.inf)
+"""Clusters of equal length with the same information: (sum n)^2 / sum n^2."""
 
 Array = NDArray[np.float64]
+Distribution = Callable[[np.random.Generator, tuple[int, ...]], tuple[Array, Array, float]]
+"""Draws sums and counts, [cluster, measurement], and knows their true mean."""
 
 
 def simulate(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> tuple[Array, Array]:
@@ -87,6 +97,115 @@ def normal(estimate: Estimate, error: float) -> tuple[float, float]:
     return estimate.value - 1.96 * error, estimate.value + 1.96 * error
 
 
+def lognormal_pair(spread: float, length_spread: float, correlation: float = 0.0) -> Distribution:
+    """Lognormal means and lengths of clusters, whose logarithms are correlated."""
+
+    def draw(random: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, Array, float]:
+        length, rest = random.standard_normal((2, *shape))
+        mean = correlation * length + math.sqrt(1 - correlation**2) * rest
+        counts = np.ceil(1000 * np.exp(length_spread * length))
+        truth = math.exp(spread**2 / 2 + correlation * spread * length_spread)  # weighted by length
+        return np.exp(spread * mean) * counts, counts, truth
+
+    return draw
+
+
+def other_pair(means: str, lengths: str) -> Distribution:
+    """Means and lengths of clusters from distributions without a logarithm that is normal."""
+    draws = {
+        "gamma 0.3": lambda random, shape: random.gamma(0.3, 1 / 0.3, shape),
+        "gamma 1": lambda random, shape: random.gamma(1.0, 1.0, shape),
+        "Lomax 3": lambda random, shape: 2.0 * random.pareto(3.0, shape),
+        "uniform": lambda random, shape: random.uniform(16, 128, shape),
+        "gamma 0.5": lambda random, shape: 100 * random.gamma(0.5, 2.0, shape),
+        "Pareto 1.8": lambda random, shape: 20 * (1 + random.pareto(1.8, shape)),
+    }
+
+    def draw(random: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, Array, float]:
+        counts = np.ceil(draws[lengths](random, shape))
+        return draws[means](random, shape) * counts, counts, 1.0
+
+    return draw
+
+
+DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
+    "chosen on": tuple(
+        lognormal_pair(spread, length_spread)
+        for spread in (0.5, 1.0, 1.5)
+        for length_spread in (0.3, 1.0, 1.3, 1.6)
+    ),
+    "tested on": (
+        *(
+            other_pair(means, lengths)
+            for means in ("gamma 0.3", "gamma 1", "Lomax 3")
+            for lengths in ("uniform", "gamma 0.5", "Pareto 1.8")
+        ),
+        lognormal_pair(1.0, 1.3, 0.4),
+        lognormal_pair(1.0, 1.0, 0.7),
+    ),
+}
+"""Distributions on which the limits of warnings were chosen, and others on which they are tested."""
+
+
+def seen_rows(name: str, measurements: int, seed: int) -> list[dict[str, Any]]:
+    """Coverage by what the sample shows, over a set of distributions, for each number of clusters."""
+    rows: list[dict[str, Any]] = []
+    for clusters in CLUSTERS_SEEN:
+        random = np.random.default_rng([seed, clusters, list(DISTRIBUTIONS).index(name)])
+        hits, shares, effective = (list[Array]() for _ in range(3))
+        for distribution in DISTRIBUTIONS[name]:
+            for _ in range(measurements // COLUMNS):
+                sums, counts, truth = distribution(random, (clusters, COLUMNS))
+                ends = np.array([estimate.ci95 for estimate in ratio_of_many(sums, counts, lower=0.0)])
+                hits.append((ends[:, 0] <= truth) & (truth <= ends[:, 1]))
+                squares = (sums - sums.sum(0) / counts.sum(0) * counts) ** 2
+                shares.append(squares.max(0) / squares.sum(0))
+                effective.append(counts.sum(0) ** 2 / (counts**2).sum(0))
+        hit = np.concatenate(hits)
+        for what, values, limits in (
+            ("share", np.concatenate(shares), SHARES),
+            ("effective", np.concatenate(effective), EFFECTIVE),
+        ):
+            for low, high in itertools.pairwise(limits):
+                there = (low <= values) & (values < high)
+                rows.append(
+                    {
+                        "set": name,
+                        "clusters": clusters,
+                        "what": what,
+                        "low": low,
+                        "high": high if math.isfinite(high) else "Infinity",
+                        "measurements": int(there.sum()),
+                        "covered": int(hit[there].sum()),
+                    }
+                )
+    return rows
+
+
+def seen_table(rows: list[dict[str, Any]]) -> str:
+    """Coverage in percent by what the sample shows, and in brackets the percentage of measurements that show it."""
+    lines = [
+        f"| the sample shows | {' | '.join(DISTRIBUTIONS)} |",
+        "|---" * (1 + len(DISTRIBUTIONS)) + "|",
+    ]
+    for what, low, high in dict.fromkeys((row["what"], row["low"], row["high"]) for row in rows):
+        cells: list[str] = []
+        for name in DISTRIBUTIONS:
+            of_set = [row for row in rows if row["set"] == name and row["what"] == what]
+            there = [row for row in of_set if row["low"] == low]
+            count, covered = (sum(row[key] for row in there) for key in ("measurements", "covered"))
+            part = count / sum(row["measurements"] for row in of_set)
+            cells.append(f"{100 * covered / count:.1f} ({100 * part:.1f})" if count else "–")
+        if what == "share":
+            label = f"one cluster carries {100 * low:.0f} to {100 * high:.0f} % of the variance"
+        elif high == "Infinity":
+            label = f"worth {low} clusters of equal length or more"
+        else:
+            label = f"worth {low} to {high} clusters of equal length"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
     """Coverage of the intervals of quantiles, prompts and tokens both lognormal."""
     random = np.random.default_rng([seed, clusters])
@@ -117,6 +236,7 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
     return {
         "coverage": table(first_spread, "samples", columns),
         "coverage of other spreads": table(other_spreads, "spread", by_spread),
+        "coverage by what the sample shows": seen_table(figures["seen"]),
     }
 
 
@@ -145,6 +265,7 @@ def main() -> None:
     means = [cell(clusters, samples, SPREAD, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
     means += [cell(clusters, 4, spread, size, seed) for spread in SPREADS for clusters in CLUSTERS]
     quantiles = [quantile_row(clusters, size // 10, seed) for clusters in (32, 128, 512)]
+    seen = [row for name in DISTRIBUTIONS for row in seen_rows(name, size // 5, seed)]
     figures = {
         "what": "share of simulated measurements whose 95 % interval holds the truth",
         "numpy": np.__version__,
@@ -155,6 +276,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - start, 1),
         "means": means,
         "quantiles": quantiles,
+        "seen": seen,
     }
     for name, text in tables(figures).items():
         print(f"{name}, in percent, {size} measurements\n{text}")

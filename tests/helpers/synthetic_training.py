@@ -17,7 +17,7 @@ from kleash.records import (
     TrainingResult,
     TrainJob,
 )
-from kleash.store.atomic import write_atomically
+from kleash.store.checksums import write_checked
 from kleash.store.demonstration import DEMONSTRATION, BestOf, Demonstration, LeashSetting
 from kleash.store.job_folder import RunHeader
 from kleash.store.steps import append_step
@@ -105,7 +105,7 @@ def write_hostile_demonstration(folder: Path) -> Path:
         ),
         samples=(Sample(prompt=EVIL, response=EVIL, reward=0.0, kl=0.0),),
     )
-    write_atomically(folder / DEMONSTRATION, found.to_json())
+    write_checked(folder, folder / DEMONSTRATION, found.to_json())
     return folder
 
 

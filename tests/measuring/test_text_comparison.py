@@ -2,16 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_run import synthetic_comparison
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
 from kleash.records import MeasureJob, RunFolder
+from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import PERPLEXITIES
 
 WORDS = ("sea", "calm", "road", "long", "bird", "wire", "house", "town", "rain", "window", "night", "letter")
@@ -124,7 +127,8 @@ def test_every_warning_is_in_the_terminal_compare_and_json(
     shown = json.loads((runs[0] / "measurement.json").read_text())
     numbers = [*shown["per_token"].values(), *shown["perplexity"].values(), shown["top1_agreement"]]
     warnings = {warning for number in numbers for warning in number["warnings"]} | set(shown["warnings"])
-    kinds = {re.split("[;0-9]", warning.removeprefix("only "))[0].strip() for warning in warnings} - {""}
+    pieces = [re.split("[;0-9%]", warning.removeprefix("only ")) for warning in warnings]
+    kinds = {next(piece.strip() for piece in parts if len(piece) > 6) for parts in pieces}
     assert kinds
     report = (runs[0] / "report.html").read_text(encoding="utf-8")
     job = shown["job"]
@@ -201,3 +205,27 @@ def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Pa
         assert "the tokenizers differ" in error and error.strip().endswith(
             f"ships with kleash: give --{other}"
         )
+
+
+def test_a_comparison_says_a_warning_of_several_runs_once() -> None:
+    """Also where its numerals differ, with their range, and what is said of a run is not repeated for a difference."""
+    few, fewer = (f"only {count} clusters; below 30 the error itself is uncertain" for count in (12, 8))
+    comparison = synthetic_comparison()
+    difference = replace(
+        comparison.differences[0],
+        differences={
+            name: replace(number, warnings=(fewer,))
+            for name, number in comparison.differences[0].differences.items()
+        },
+        warnings=(),
+    )
+    runs = [
+        replace(run, warnings=(warning, "the reference is gone"))
+        for run, warning in zip(comparison.runs, (few, fewer, few), strict=True)
+    ]
+    warnings = comparison_warnings(
+        replace(comparison, runs=tuple(runs), differences=(difference,), warnings=())
+    )
+    assert len(warnings) == 2
+    assert warnings[0].startswith("step 100, step 400 and ")
+    assert warnings[0].endswith("only 8 to 12 clusters; below 30 the error itself is uncertain")

@@ -194,7 +194,7 @@ def test_the_interval_is_clipped_to_the_bounds() -> None:
     assert outside.ci95 == (outside.value, 0.96), "the value itself is never clipped"
 
 
-def test_few_clusters_and_a_dominant_cluster_have_warnings() -> None:
+def test_few_clusters_have_a_warning_and_a_dominant_one_has_none() -> None:
     sums, counts = np.ones(30), np.ones(30, int)
     sums[::2] = 2
     assert ratio_of_sums(sums, counts).warnings == ()
@@ -202,7 +202,22 @@ def test_few_clusters_and_a_dominant_cluster_have_warnings() -> None:
         "only 29 clusters; below 30 the error itself is uncertain",
     )
     sums[3] = 50
-    assert ratio_of_sums(sums, counts).warnings == ("one cluster carries 96% of the variance",)
+    assert ratio_of_sums(sums, counts).warnings == ()
+
+
+def test_clusters_that_hold_most_of_the_tokens_have_a_warning_with_its_remedy() -> None:
+    """The effective number of clusters by Kish: (sum n)² / sum n²."""
+    means, counts = np.linspace(0.5, 1.5, 64), np.full(64, 10)
+    counts[[5, 40]] = 100, 160
+    effective = counts.sum() ** 2 / (counts**2).sum()
+    assert 10 < effective < 20 and ratio_of_sums(means * counts, counts, lower=0.0).warnings == ()
+    counts[[5, 40]] = 200, 320
+    effective = counts.sum() ** 2 / (counts**2).sum()
+    (warning,) = ratio_of_sums(means * counts, counts, lower=0.0).warnings
+    assert f"64 clusters hold most of the tokens: they are worth {effective:.0f} of" in warning
+    assert "measure more" in warning
+    (bounded,) = ratio_of_sums(means * counts / 2, counts, lower=0.0, upper=1.0).warnings
+    assert bounded == warning
 
 
 def test_str_shows_the_error_and_the_warnings() -> None:
@@ -210,7 +225,6 @@ def test_str_shows_the_error_and_the_warnings() -> None:
     assert str(estimate).splitlines() == [
         "2 ± 0.58 nats over 3 clusters",
         "  warning: only 3 clusters; below 30 the error itself is uncertain",
-        "  warning: one cluster carries 50% of the variance",
     ]
     assert estimate.relative_error == pytest.approx(1 / math.sqrt(12))
     assert math.isinf(ratio_of_sums(np.array([-1.0, 1.0]), np.ones(2)).relative_error)

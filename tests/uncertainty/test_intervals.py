@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -109,20 +110,28 @@ def test_intervals_that_undercover_have_a_warning(benchmark: Any, name: str, clu
         not estimate.warnings and not estimate.ci95[0] <= sample.truth <= estimate.ci95[1]
         for estimate in estimates
     ]
-    assert np.mean(silent) <= 0.05
+    assert np.mean(silent) <= 0.1
     if clusters < 30:
         assert not any(silent), "few clusters always have a warning"
 
 
-@pytest.mark.parametrize(("clusters", "least"), [(20, 1.0), (64, 0.8), (300, 0.9)])
-def test_samples_of_rare_long_prompts_have_a_warning(benchmark: Any, clusters: int, least: float) -> None:
-    """27 % of the samples of 64 contain none of the rare 2 %; most of them are skewed nevertheless."""
-    sample = benchmark.PROCESSES["2 % long and heavy"](np.random.default_rng([7, clusters]), (clusters, 800))
-    estimates = ratio_of_many(sample.sums, sample.counts, lower=0.0)
-    missed = [estimate for estimate in estimates if not estimate.ci95[0] <= sample.truth <= estimate.ci95[1]]
-    assert np.mean([bool(estimate.warnings) for estimate in missed]) >= least
-    if clusters < 300:
-        assert any("cannot be trusted" in warning for estimate in missed for warning in estimate.warnings)
+@pytest.mark.parametrize("clusters", [30, 64, 300])
+def test_warnings_come_where_intervals_undercover(
+    clusters: int, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """On distributions on which no limit was chosen."""
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    distributions = runpy.run_path(str(root / "benchmarks" / "coverage.py"))["DISTRIBUTIONS"]["tested on"]
+    random = np.random.default_rng([9, clusters])
+    hits: dict[bool, list[bool]] = {True: [], False: []}
+    for distribution in distributions:
+        sums, counts, truth = distribution(random, (clusters, 500))
+        for estimate in ratio_of_many(sums, counts, lower=0.0):
+            hits[bool(estimate.warnings)].append(estimate.ci95[0] <= truth <= estimate.ci95[1])
+    assert np.mean(hits[False]) > 0.93
+    assert len(hits[True]) < 0.25 * len(hits[False])
+    if clusters < 300:  # of 300 clusters, hardly any sample is worth fewer than 10
+        assert np.mean(hits[True]) < 0.9
 
 
 def test_normal_clusters_have_no_warning(benchmark: Any) -> None:
@@ -217,19 +226,14 @@ def test_every_estimator_handles_a_constant_sample() -> None:
     )
 
 
-def test_two_clusters_are_neither_equal_nor_is_one_of_them_dominant() -> None:
-    """Each has half of the variance, whatever their means."""
+def test_two_clusters_are_few_and_not_equal() -> None:
     few = "only 2 clusters; below 30 the error itself is uncertain"
     warnings = paired_difference(
         *(np.array(pair) for pair in ((3.0, 1), (10, 20), (2.0, 9), (10, 20)))
     ).warnings
     assert warnings == (few,)
-    assert ratio_of_sums(np.array([3.0, 1.0]), np.array([10, 20]), lower=0.0).warnings[0] == few
-    assert not any(
-        word in warning
-        for warning in ratio_of_sums(np.array([3.0, 1.0]), np.array([10, 20]), lower=0.0).warnings
-        for word in ("carries", "same mean")
-    )
+    one_sided = ratio_of_sums(np.array([3.0, 1.0]), np.array([10, 20]), lower=0.0).warnings
+    assert one_sided[0] == few and not any("same mean" in warning for warning in one_sided)
 
 
 def test_unseen_share_agrees_with_scipy() -> None:

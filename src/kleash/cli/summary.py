@@ -137,7 +137,7 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
         "± is one standard error; a difference whose interval contains 0 is not significant",
         style="dim",
     )
-    for warning in dict.fromkeys(comparison_warnings(comparison)):
+    for warning in comparison_warnings(comparison):
         remark(console, "warning", terminal_label(warning))
     for run in comparison.runs:
         if run.gate is not None:

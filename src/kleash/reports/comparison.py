@@ -10,6 +10,7 @@ from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
 from kleash.store import Comparison, Number, RunDifference
+from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, label_of
 
 
@@ -47,6 +48,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
         "verdict": lambda difference: describe_difference(difference, noun),
         "noun": noun,
+        "warnings": comparison_warnings(comparison),
         "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
     }
     return write_page(path, "comparison.html", context, ("plotly", "charts.js"))

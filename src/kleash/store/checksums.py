@@ -369,10 +369,10 @@ def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> No
     if not sha256:
         return
     try:
-        found = file_checksum(path).sha256
+        current = file_checksum(path).sha256
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
-    if found != sha256:
+    if current != sha256:
         raise RunFolderError(f"{path} is not {what}: it has other bytes; {advice}")
 
 

@@ -80,8 +80,8 @@ def headline_warnings(measurement: Measurement) -> list[str]:
 def all_warnings(measurement: Measurement) -> list[str]:
     """``headline_warnings``, followed by the warnings about other numbers.
 
-    Warnings that differ only in a numeral are merged: "on Total variation and 3 others: one cluster carries 21% to 35%
-    of the variance".
+    Warnings that differ only in a numeral are merged: "on Total variation and 3 others: 34 to 40 of 64 clusters have
+    the same mean".
     """
     warnings = headline_warnings(measurement)
     return [*warnings, *merge_warnings(labelled_numbers(measurement), warnings)]
@@ -96,25 +96,31 @@ def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[s
         numbers: labels and numbers.
         reported: warnings to leave out.
     """
-    by_pattern: dict[str, dict[str, str]] = {}
-    for label, number in numbers:
-        for warning in number.warnings:
-            if warning not in reported:
-                by_pattern.setdefault(NUMERAL.sub("#", warning), {})[label] = warning
+    warnings = ((label, warning) for label, number in numbers for warning in number.warnings)
     return [
-        f"on {_joined_labels(list(warnings))}: {_with_ranges(list(warnings.values()))}"
-        for warnings in by_pattern.values()
+        f"on {joined_labels(list(merged))}: {with_ranges(list(merged.values()))}"
+        for merged in merge_labelled(
+            (label, warning) for label, warning in warnings if warning not in reported
+        )
     ]
 
 
-def _joined_labels(labels: list[str]) -> str:
+def merge_labelled(warnings: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Labelled warnings that differ only in numerals together, each by its label."""
+    by_pattern: dict[str, dict[str, str]] = {}
+    for label, warning in warnings:
+        by_pattern.setdefault(NUMERAL.sub("#", warning), {})[label] = warning
+    return list(by_pattern.values())
+
+
+def joined_labels(labels: list[str]) -> str:
     """Up to three labels joined by commas and "and"; of more, two and the number of the others."""
     if len(labels) <= MAX_NAMES:
         return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
     return f"{', '.join(labels[: MAX_NAMES - 1])} and {len(labels) - MAX_NAMES + 1} others"
 
 
-def _with_ranges(warnings: list[str]) -> str:
+def with_ranges(warnings: list[str]) -> str:
     """Warnings of one pattern as one, with the range of each numeral that differs."""
     columns = zip(*(NUMERAL.findall(warning) for warning in warnings), strict=True)
     numerals = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]

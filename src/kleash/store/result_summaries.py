@@ -14,10 +14,13 @@ from kleash.store.measurement_summary import (
     all_warnings,
     headline,
     headline_name,
+    joined_labels,
     left_out_sentences,
+    merge_labelled,
     merge_warnings,
     summary_numbers,
     upper_bound,
+    with_ranges,
 )
 from kleash.store.mismatch_record import LABELS, MismatchRecord
 from kleash.store.number import Number, cells, with_error, with_interval
@@ -113,25 +116,31 @@ def _(comparison: Comparison) -> Summary:
             *(fact for run in comparison.runs for fact in _gate_fact(run.gate, run.name)),
         ),
         tables=(kl_table, *((perplexity_table,) if has_perplexity else ())),
-        warnings=tuple(dict.fromkeys(comparison_warnings(comparison))),
+        warnings=tuple(comparison_warnings(comparison)),
     )
 
 
 def comparison_warnings(comparison: Comparison) -> list[str]:
-    """The warnings about the comparison, its differences and its runs."""
-    difference_warnings = [
-        f"{difference.name} minus {difference.minus}: {warning}"
+    """The warnings about the comparison, its differences and its runs.
+
+    Each is said once, with the names of the runs that it is about; what is said of a run is not repeated for its
+    differences.
+    """
+    of_runs = merge_labelled((run.name, warning) for run in comparison.runs for warning in run.warnings)
+    of_differences = merge_labelled(
+        (f"{difference.name} minus {difference.minus}", warning)
         for difference in comparison.differences
         for warning in merge_warnings(
-            (label_of(name), number) for name, number in difference.differences.items()
+            ((label_of(name), number) for name, number in difference.differences.items()),
+            [warning for run in comparison.runs for warning in run.warnings],
         )
+    )
+    named = [
+        f"{joined_labels(list(warnings))}: {with_ranges(list(warnings.values()))}"
+        for warnings in (*of_differences, *of_runs)
     ]
-    return [
-        *comparison.warnings,
-        *(warning for difference in comparison.differences for warning in difference.warnings),
-        *difference_warnings,
-        *(f"{run.name}: {warning}" for run in comparison.runs for warning in run.warnings),
-    ]
+    of_pairs = (warning for difference in comparison.differences for warning in difference.warnings)
+    return list(dict.fromkeys([*comparison.warnings, *of_pairs, *named]))
 
 
 def _kl_row(run: ComparedRun, difference: RunDifference | None) -> tuple[str, ...]:
