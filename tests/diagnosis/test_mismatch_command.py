@@ -540,7 +540,7 @@ def test_an_experience_of_openrlhf_is_written_and_read(tmp_path: Path) -> None:
     source = Path(spec.submodule_search_locations[0], "trainer", "ppo_utils", "experience.py").read_text()
     columns = -torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(1))
     action_mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 1, 1]])
-    experience = dict(
+    experience: dict[str, Any] = dict(  # noqa: C408 - as the call of Experience
         sequences=torch.arange(10, 24).reshape(2, 7),
         attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1] * 7]),
         action_mask=action_mask.bool(),
