@@ -121,13 +121,13 @@ def _draw_rows(
         is_token = torch.cat([is_token, torch.ones_like(inputs)], dim=1)
     responses, columns = ids[:, longest:].tolist(), torch.cat(values, dim=1).double().numpy()
     end = engine.network.config.eos_token_id
-    kept = [
+    ends = [
         min(length, response.index(end) + 1 if end in response else length)
         for response, length in zip(responses, lengths, strict=True)
     ]
     return [
         (Response(prompt, tuple(response[:length])), column[:length])
-        for prompt, response, column, length in zip(prompts, responses, columns, kept, strict=True)
+        for prompt, response, column, length in zip(prompts, responses, columns, ends, strict=True)
     ]
 
 

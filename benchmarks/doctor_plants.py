@@ -223,9 +223,9 @@ class Case:
         if kind in ("network", "logits"):
             noise = self.natural_noise(kind, rounding, scores)
         else:
-            wanted, (low, high) = effect / ratio / rms(unit), LEVELS[rounding]
-            if low <= wanted <= 2 * high:  # beyond it the fault has no strength, and the noise is as drawn
-                level = min(wanted, high)
+            fitting, (low, high) = effect / ratio / rms(unit), LEVELS[rounding]
+            if low <= fitting <= 2 * high:  # beyond it the fault has no strength, and the noise is as drawn
+                level = min(fitting, high)
             noise = level * self.shaped(kind, scores) * unit
         noisy = (
             np.minimum(trainer - math.sqrt(share) * noise, 0),

@@ -191,12 +191,12 @@ def bars(rows: Sequence[Trial]) -> list[tuple[str, str, bool]]:
     """Each bar of the issue: what it is, its figure, and whether it is met."""
     planted = [row for row in rows if row["plant"] != CLEAN]
     tellable = [row for row in planted if row["plant"] not in UNSEEN_WITHOUT_MODELS]
-    found: list[tuple[str, str, bool]] = []
+    results: list[tuple[str, str, bool]] = []
 
     def judge(what: str, counts: tuple[int, int], least: float, most: float = 1.0) -> None:
         if counts[1]:
             share = counts[0] / counts[1]
-            found.append((what, f"{counts[0]} of {counts[1]}, {share:.1%}", least <= share <= most))
+            results.append((what, f"{counts[0]} of {counts[1]}, {share:.1%}", least <= share <= most))
 
     judge("named first with the models: 90 %", share_of(planted, MODES[0], is_named), 0.9)
     for plant in dict.fromkeys(row["plant"] for row in planted):
@@ -221,14 +221,14 @@ def bars(rows: Sequence[Trial]) -> list[tuple[str, str, bool]]:
         judge(f"clean runs without a finding, {words}: all", share_of(cleans, mode, is_named), 1.0)
     curve = [(abs(stated - share), count) for *_, count, stated, share in reliability(rows, MODES)]
     farthest = max((error for error, count in curve if count >= LEAST_IN_BIN), default=float("nan"))
-    found.append(
+    results.append(
         (
             f"stated less right share, bins of {LEAST_IN_BIN} or more: at most 0.1",
             f"{farthest:.3f}",
             farthest <= 0.1,
         )
     )
-    return found
+    return results
 
 
 def summary(rows: Sequence[Trial]) -> str:

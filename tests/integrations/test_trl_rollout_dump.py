@@ -29,10 +29,11 @@ pytestmark = [
 def trl() -> SimpleNamespace:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import trl as package
+        from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
         from kleash.integrations.trl import LeashedGRPOTrainer, RolloutDump
-    return SimpleNamespace(**vars(package), LeashedGRPOTrainer=LeashedGRPOTrainer, RolloutDump=RolloutDump)
+    classes = (GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, LeashedGRPOTrainer, RolloutDump)
+    return SimpleNamespace(**{each.__name__: each for each in classes})
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_rollouts_of_a_run_are_written_and_read(
         assert record.numbers["kl_engine_trainer"].value < 1e-8
     assert diagnose(rollouts).sequences == len(rollouts)
     assert main(["doctor", str(tmp_path / "rollouts")]) == 0
-    assert "rollouts" in capsys.readouterr().out
+    assert "8 responses" in " ".join(capsys.readouterr().out.split())
 
 
 def test_other_trainers_and_intervals_are_refused(trl: Any, tmp_path: Path) -> None:

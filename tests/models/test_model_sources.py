@@ -377,3 +377,26 @@ def test_without_a_context_limit_any_length_is_read(pair: Pair, write):
     endless = replace(pair, policy=policy, reference=reference)
     (one,) = read_text(write("a.txt", " ".join(SENTENCES)), endless)
     assert len(one.response_ids) > 128
+
+
+def test_padded_responses_are_refused_after_the_last(pair: Pair, write):
+    """Padding would be scored like tokens that were drawn; the pad token here is one that ends responses."""
+    pad = pair.tokenizer.pad_token_id
+    rows = [
+        {
+            "prompt": "The sea",
+            "response_token_ids": [5, 6, 7 + row, *[pad] * 4],
+            "logprobs": [-1.5, -0.25 * row, -2.0, *[0.0] * 4],
+        }
+        for row in range(6)
+    ]
+    path = write("padded.jsonl", "\n".join(map(json.dumps, rows)))
+    with pytest.raises(SourceError, match="padding"):
+        list(read_responses(path, pair))
+    cut = [
+        {**row, "response_token_ids": row["response_token_ids"][:3], "logprobs": row["logprobs"][:3]}
+        for row in rows
+    ]
+    assert len(list(read_responses(write("cut.jsonl", "\n".join(map(json.dumps, cut))), pair))) == 6
+    loop = [{**row, "response_token_ids": [5, 6, 7 + index, *[9] * 4]} for index, row in enumerate(rows)]
+    assert len(list(read_responses(write("loop.jsonl", "\n".join(map(json.dumps, loop))), pair))) == 6

@@ -269,7 +269,7 @@ def _names_in(record: SourceRecord) -> dict[str, str]:
 
 def _note_on_padding(readers: Mapping[str, _FileReader], responses: int) -> list[str]:
     """A note if many responses without a mask end with placeholders."""
-    padding = [found for reader in readers.values() for found in reader.padding]
+    padding = [ending for reader in readers.values() for ending in reader.padding]
     if not is_padded(len(padding), responses):
         return []
     (first, length), tokens = padding[0], sum(length for _, length in padding)

@@ -116,14 +116,14 @@ def _split_sequence(record: SourceRecord) -> SourceRecord:
     """
     fields = record.fields or {}
     ids_names = (*FIELD_NAMES["prompt_token_ids"], *FIELD_NAMES["response_token_ids"])
-    found = [
+    matches = [
         whole
         for whole in WHOLE_SEQUENCES
         if isinstance(fields.get(whole.ids), list) and fields.get(whole.mask) is not None
     ]
-    if not found or any(fields.get(name) is not None for name in ids_names):
+    if not matches or any(fields.get(name) is not None for name in ids_names):
         return record
-    whole = found[0]
+    whole = matches[0]
     token_ids = _token_ids(record, whole.ids)
     length = len(token_ids) - whole.first
     mask = _mask(record, whole.mask, length)

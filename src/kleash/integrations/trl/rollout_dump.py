@@ -51,19 +51,20 @@ class RolloutDump(AttachedCallback):
                 "none; write its batches with kleash.diagnosis.write_rollouts"
             )
         super().attach(trainer)
-        generate = trainer._generate_and_score_completions
+        attached: Any = trainer
+        generate = attached._generate_and_score_completions
 
         def generate_and_write(inputs: Any) -> Any:
-            step = trainer.state.global_step
-            if not trainer.model.training or step < self._next:
+            step = attached.state.global_step
+            if not attached.model.training or step < self._next:
                 return generate(inputs)
-            with _generation_columns(trainer) as columns:
+            with _generation_columns(attached) as columns:
                 output = generate(inputs)
             self._next = step + self.every
             self._write(output, columns, step)
             return output
 
-        trainer._generate_and_score_completions = generate_and_write
+        attached._generate_and_score_completions = generate_and_write
         return self
 
     def _write(self, output: dict[str, Any], columns: list["GenerationLogprobs"], step: int) -> None:

@@ -65,7 +65,7 @@ def read_responses(
     """
     source = find_source(name, "responses", reading)
     ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.policy.eos_token_ids}
-    assigner, read, padded = _IdAssigner(), 0, list[tuple[TokenSequence, int]]()
+    assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int, float]]()
     records = expand_logs(source.records())
     responses = (response for record in records for response in expand_responses(record))
     for record in islice(responses, limit):
@@ -73,15 +73,15 @@ def read_responses(
         sequence = _response(record, pair, assigner, source.reading.chat_template)
         if sequence.logp_sampled is not None and sequence.response_ids[-1] in ends:
             length = padding_length(sequence.response_ids, [sequence.logp_sampled])
-            padded += [(sequence, length)] if length else []
+            padded += [(record.location, length, float(sequence.logp_sampled[-1]))] if length else []
         yield sequence
     if not read:
         raise SourceError(f"{name} holds no response")
     if is_padded(len(padded), read):
-        first, length = padded[0]
+        location, length, value = padded[0]
         raise SourceError(
             f"{len(padded)} of {read} responses end with padding, such as the last {length} tokens of "
-            f"{first.location}, whose 'logprobs' are all {first.logp_sampled[-1]:g}; cut 'response_token_ids' and "
+            f"{location}, whose 'logprobs' are all {value:g}; cut 'response_token_ids' and "
             "'logprobs' after the last token that was drawn"
         )
 
