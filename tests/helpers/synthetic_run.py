@@ -320,7 +320,7 @@ def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
         if inside.any():
             share = float(kl[inside].sum() / kl.sum())
             found.append(Bin(low=float(low), high=float(high), tokens=int(inside.sum()), share_of_kl=share,
-                             kl_policy_reference=number(kl[inside])))  # fmt: skip
+                             kl=number(kl[inside])))  # fmt: skip
     return tuple(found)
 
 

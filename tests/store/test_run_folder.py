@@ -193,7 +193,7 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="the run has not finished: finish it with --resume"):
         Measurement.read(tmp_path)
     (tmp_path / "measurement.json").write_text('{"schema": 99}')
-    with pytest.raises(RunFolderError, match="has schema 99, and this kleash reads up to 2; update kleash"):
+    with pytest.raises(RunFolderError, match="has schema 99, and this kleash reads up to 3; update kleash"):
         Measurement.read(tmp_path)
     (tmp_path / "measurement.json").write_text('{"schema": 1, "kle')
     with pytest.raises(RunFolderError, match="cannot be read as a measurement"):

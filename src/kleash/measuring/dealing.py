@@ -91,7 +91,9 @@ class RunningKL:
         """Begin before the first shard of this array task."""
         self.next_index = self.run.job.part[0] - 1
         self._sequences = SequenceClusters(
-            on_text=self.run.job.source[0] == "text", is_one_model=self.run.pair.is_one_model
+            column=self.run.job.headline,
+            on_text=self.run.job.source[0] == "text",
+            is_one_model=self.run.pair.is_one_model,
         )
         self._checksums = self.run.folder.checksums()
 
@@ -127,13 +129,11 @@ class RunningKL:
     def _next_sums(self) -> SequenceSums | None:
         """The sums of the next shard; None if it is not finished yet."""
         if self.next_index in self.finished:
-            part = self.run.folder.token_part(
-                self.next_index, list(SequenceClusters.COLUMNS), self._checksums
-            )
+            part = self.run.folder.token_part(self.next_index, self._sequences.columns, self._checksums)
             if self.has_kl:
                 self.largest.add_sequences(part)
             sequences = self.run.folder.sequence_part(self.next_index, ["prompt_hash"], self._checksums)
-            return sum_sequences(part, sequences["prompt_hash"])
+            return sum_sequences(part, sequences["prompt_hash"], self._sequences.column)
         message = self.run.ranks.take(f"sums/{self.next_index}")
         if message is None:
             return None
@@ -154,7 +154,7 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
         RunFolderError: if a shard cannot be written.
         ChangedInputError: if a file of the source or a model changes before a shard that needs it is written.
     """
-    ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES)
+    ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES, column=run.job.headline)
     running = None
     if ranks.is_first:
         running = RunningKL(
@@ -234,7 +234,8 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
         largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-    _count_shard(run, shard.index, sum_sequences(result.tokens, result.sequences["prompt_hash"]))
+    sums = sum_sequences(result.tokens, result.sequences["prompt_hash"], run.job.headline)
+    _count_shard(run, shard.index, sums)
 
 
 def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], running: RunningKL) -> None:

@@ -187,9 +187,10 @@ def _store_rounding(
     engine: LocalEngine, folder: Path, columns_of_kind: Mapping[str, Mapping[str, np.ndarray] | None]
 ) -> None:
     """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
+    read = SequenceClusters(on_text=False).columns
     for kind, columns in columns_of_kind.items():
         if columns is not None:
-            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
+            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in read}
             save_rounding_columns(folder, kind, engine.temperature, kl_columns)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 RENAMED_FIELDS: Mapping[str, Mapping[str, str]] = {
+    # Until schema 2 of run folders.
+    "Bin": {"kl_policy_reference": "kl"},
     # Until schema 1 of run folders.
     "Number": {"doubts": "warnings"},
     "EstimatorRecord": {"doubts": "warnings"},
