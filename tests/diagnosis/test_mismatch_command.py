@@ -79,7 +79,7 @@ def test_verl_metrics_are_printed_on_request(tmp_path: Path, capsys: Any) -> Non
     record = measure_mismatch(path, names="verl")
     assert f"rollout_corr/k3_kl {record.numbers['kl_engine_trainer'].value!r}" in output
     assert "rollout_corr/chi2_seq" in output and "training/rollout_probs_diff_max" in output
-    assert "KL(engine || trainer)" not in output
+    assert "KL(engine ‖ trainer)" not in output
 
 
 def test_a_narrow_terminal_truncates_no_number(
@@ -90,7 +90,7 @@ def test_a_narrow_terminal_truncates_no_number(
     assert main(["mismatch", path]) == 0
     output = capsys.readouterr().out
     assert "…" not in output and "nats" in output
-    assert "warning: on KL(engine || trainer)" in output, "20 clusters are few"
+    assert "warning: on KL(engine ‖ trainer)" in output, "20 clusters are few"
 
 
 NAMES = {
@@ -156,7 +156,7 @@ def test_the_gate_decides_by_the_interval(tmp_path: Path, capsys: Any) -> None:
     path = written(tmp_path / "many.jsonl", records(200))
     kl = measure_mismatch(path).numbers["kl_engine_trainer"]
     assert main(["mismatch", path, "--at-most", repr(1.01 * kl.ci95[1])]) == 0
-    assert "gate: passed: KL(engine || trainer) per token" in capsys.readouterr().out
+    assert "gate: passed: KL(engine ‖ trainer) per token" in capsys.readouterr().out
     assert main(["mismatch", path, "--at-most", repr(0.99 * kl.ci95[0])]) == 1
     assert main(["mismatch", path, "--at-most", repr(kl.value * 1.01)]) == 3
     few = written(tmp_path / "few.jsonl", records(40))  # 20 prompts
@@ -405,7 +405,7 @@ def test_what_files_of_ranks_differ_in_is_said(tmp_path: Path) -> None:
     assert copies.startswith("120 of 240 rollouts stand in more than one file")
     assert "rank-0.jsonl, line 1 and" in copies and "rank-3.jsonl, line 1" in copies
     assert one_sided.startswith(
-        f"KL(engine || trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
+        f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
     )
     healthy = [str(tmp_path / "logs" / f"rank-{rank}.jsonl") for rank in (0, 3)]
     assert len(measure_mismatch(healthy).notes) == 1, "equal files have no side"

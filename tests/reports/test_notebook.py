@@ -107,7 +107,7 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results: l
     names = ["step 100", "step 400", "<script>alert('run')</script>"]
     assert [row[0] for row in comparison.cells] == 2 * ["run", *names]  # both directions of the KL
     assert [row[0] for row in sweep.cells[1:6]] == list(HOSTILE[:5])
-    assert mismatch.cells[1][:2] == ["KL(engine || trainer)", "0.25"]
+    assert mismatch.cells[1][:2] == ["KL(engine ‖ trainer)", "0.25"]
 
 
 @pytest.mark.parametrize("kind", [Name, str])

@@ -55,8 +55,8 @@ def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -
     )
     numbers = result.per_token
     for title, name in (
-        ("KL(base || policy)", "kl_reference_policy"),
-        ("KL(policy || base)", "kl_policy_reference"),
+        ("KL(base ‖ policy)", "kl_reference_policy"),
+        ("KL(policy ‖ base)", "kl_policy_reference"),
     ):
         lower, upper = numbers[f"{name}_lower"], numbers[f"{name}_upper"]
         console.print(

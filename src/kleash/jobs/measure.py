@@ -52,7 +52,7 @@ class MeasureJob(
     """
 
     policy: str = SHIPPED_POLICY
-    """The model that was trained, merged or quantised, the p of KL(p || q): a folder, a hub id, a PEFT adapter's
+    """The model that was trained, merged or quantised, the p of KL(p ‖ q): a folder, a hub id, a PEFT adapter's
     folder, a GGUF file (also as owner/name:file.gguf of the hub), or the address of an inference server
     (http://host:port/v1)."""
     revision_policy: str | None = None

@@ -132,7 +132,7 @@ class ScoringOptions(LoadingOptions, ReadOptions):
     """What is read, for jobs that score sequences without training."""
 
     reference: str = SHIPPED_REFERENCE
-    """The model that policies are compared with, the q of KL(p || q): a folder, a hub id, a PEFT adapter's
+    """The model that policies are compared with, the q of KL(p ‖ q): a folder, a hub id, a PEFT adapter's
     folder, or a GGUF file (also as owner/name:file.gguf of the hub); for "measure" also the address of an inference
     server."""
     revision_reference: str | None = None
