@@ -214,6 +214,9 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
         def note(self, sentence: str) -> None:
             assert sentence
 
+        def working(self, step: int, activity: str) -> None:
+            pass
+
         def stepped(self, record: StepRecord) -> None:
             shown.append(record)
 

@@ -235,7 +235,7 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
     sums = sum_sequences(result.tokens, result.sequences["prompt_hash"], run.job.headline)
-    _count_shard(run, shard.index, sums)
+    _post_sums(run, shard.index, sums)
 
 
 def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], running: RunningKL) -> None:
@@ -262,14 +262,14 @@ def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], runn
 def _count_written(run: OpenRun, running: RunningKL, written: Iterable[WrittenShard]) -> None:
     """Count shards that are on disk."""
     for shard in written:
-        _count_shard(run, shard.index, shard.sums)
+        _post_sums(run, shard.index, shard.sums)
+        run.reporter.add_scored(len(shard.sums.tokens), int(shard.sums.tokens.sum()))
     running.advance()
 
 
-def _count_shard(run: OpenRun, index: int, sums: SequenceSums) -> None:
-    """Post the sums of a shard that is on disk, and show its progress."""
+def _post_sums(run: OpenRun, index: int, sums: SequenceSums) -> None:
+    """Post the sums of a shard that is on disk."""
     run.ranks.post(f"sums/{index}", {"rank": run.ranks.rank, "sums": sums.to_lists()})
-    run.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
 
 
 def _all_done(running: RunningKL) -> bool:

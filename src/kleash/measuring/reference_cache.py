@@ -162,8 +162,7 @@ def _cache(
     num_scored = 0
     for shard in plan.shards:
         tokens = sum(len(sequence.response_ids) for sequence in shard.sequences)
-        cache.fill(reader, shard.sequences, measure_job.batch_tokens)
-        reporter.add_scored(len(shard.sequences), tokens)
+        cache.fill(reader, shard.sequences, measure_job.batch_tokens, reporter.add_scored)
         num_scored += tokens
     engine = LocalEngine(pair=pair, job=measure_job)
     sequences = noise_sequences(source_sequences(measure_job, pair), num_scored)

@@ -266,7 +266,7 @@ def _engine(run: OpenRun) -> Generator[Engine]:
         yield run.workers
         return
     with filled_cache(run.job, run.pair) as cache:
-        yield engine_for(run.job, run.pair, cache, run.reporter.add_generated, NUM_ALTERNATIVES)
+        yield engine_for(run.job, run.pair, cache, run.reporter, NUM_ALTERNATIVES)
 
 
 def on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:

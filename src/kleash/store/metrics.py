@@ -154,7 +154,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "response/repetition": Metric(
             unit="probability",
-            meaning="share of three-word sequences that occurred before in the same response, over all responses; 0 if there are none",
+            meaning="share of three-word sequences that occurred before in the same response, over all responses; "
+            "0 if there are none",
         ),
         "response/distinct": Metric(
             unit="probability",
