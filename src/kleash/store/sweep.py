@@ -123,8 +123,8 @@ class Sweep(NotebookResult):
     @property
     def other_direction(self) -> tuple[str, ...]:
         """The KL of the other direction than ``rank_by``, by its name in ``STATISTICS``, if the candidates have it."""
-        others = kl_directions(self.rank_by)[1:]
-        return tuple(name for name in others if all(name in each.numbers for each in self.ranking))
+        (name,) = kl_directions(self.rank_by)[1:]
+        return (name,) if all(name in candidate.numbers for candidate in self.ranking) else ()
 
     @property
     def failed(self) -> list[SweepCandidate]:
