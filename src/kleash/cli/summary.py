@@ -55,7 +55,7 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     if measurement.headline in measurement.quantiles:
         say(console, _quantiles_line(measurement))
     if scale := scale_sentence(measurement):
-        say(console, f"for scale: {terminal_label(scale)}")
+        say(console, f"for scale: {scale}")
     for sentence in left_out_sentences(measurement):
         remark(console, "left out", sentence)
     for warning in all_warnings(measurement):
