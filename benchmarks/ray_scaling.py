@@ -126,7 +126,7 @@ def measure_costs(folder: Path) -> tuple[Costs, dict[str, Any]]:
     encode = (process_time() - begin) / MEASURED_SHARDS
     largest, packed = TopEntries(size=MAX_SEQUENCES), []
     for shard, result in results:
-        packed.append(pack_shard(shard, result, threshold(largest)))
+        packed.append(pack_shard(shard, result, threshold(largest), largest.column))
         take_alternatives(packed[-1], largest)
     hand_out, receive = measure_ray([shard for shard, _ in results], packed)
     begin = process_time()
@@ -165,7 +165,7 @@ def measure_passes(folder: RunFolder) -> float:
     counts = count_sequences(folder, on_text=False)
     estimand = estimand_of(MeasureJob(max_new_tokens=TOKENS), all_have_logprobs=True, split=False)
     sum_tokens(folder, estimand, counts.clusters)
-    token_quantiles(folder, counts.clusters)
+    token_quantiles(folder, counts.clusters, "kl_policy_reference")
     return (process_time() - begin) / MEASURED_SHARDS
 
 

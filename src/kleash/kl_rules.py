@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-KL = "KL(p || q)"
+KL = "KL(p ‖ q)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             unbiased=False, never_negative=True, backpropagated="sum |p - q|", right_as_reward=False
         ),
         "k2": Contract(unbiased=False, never_negative=True, backpropagated=KL, right_as_reward=False),
-        "k3": Contract(
-            unbiased=True, never_negative=True, backpropagated="KL(q || p)", right_as_reward=False
-        ),
+        "k3": Contract(unbiased=True, never_negative=True, backpropagated="KL(q ‖ p)", right_as_reward=False),
     }
 )
 """Name -> contract; ``estimators.ESTIMATORS`` adds the functions."""

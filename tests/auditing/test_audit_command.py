@@ -45,7 +45,7 @@ def test_the_command_prints_the_verdict_and_writes_a_page(
 ) -> None:
     assert main(["audit", "user_kl:k3", "--convention", "loss"]) == 0
     said = capsys.readouterr().out
-    assert "follows KL(q || p), not KL(p || q)" in said
+    assert "follows KL(q ‖ p), not KL(p ‖ q)" in said
     assert "faults: wrong_gradient (wrong)" in said
     assert "change wrong_gradient: use kleash.kl_loss" in said
     assert "1 function audited, 1 with faults" in said
@@ -174,7 +174,7 @@ def test_one_of_several_cases_that_cannot_be_called_is_a_finding(project: Path) 
     first, second = audits_of(cases)
     assert [finding.kind for finding in first.faults] == ["cannot_be_called"]
     assert "no reference model is loaded" in first.verdict[0]
-    assert second.value == "KL(p || q)"
+    assert second.value == "KL(p ‖ q)"
     with pytest.raises(OptionError, match="give --convention"):
         cases_of("user_kl:k3")
 
@@ -186,7 +186,7 @@ def test_gradient(kleash_audit):
     kleash_audit(k3, "loss")
 
 def test_another_kind(kleash_audit):
-    assert kleash_audit(k3, "loss", fail_on={"zero_gradient", "truncated,wrong_sign"}).gradient == "KL(q || p)"
+    assert kleash_audit(k3, "loss", fail_on={"zero_gradient", "truncated,wrong_sign"}).gradient == "KL(q ‖ p)"
 
 def test_right(kleash_audit):
     kleash_audit(scaled, "loss", arguments={"by": 1.0}, fail_on="wrong_gradient")
@@ -206,7 +206,7 @@ def test_the_fixture_in_a_test_suite(project: Path) -> None:
         in done.stdout
     )
     assert "    change: use kleash.kl_loss" in done.stdout
-    assert "  wrong_gradient: Backpropagated on-policy it follows KL(q || p)" in done.stdout
+    assert "  wrong_gradient: Backpropagated on-policy it follows KL(q ‖ p)" in done.stdout
     assert "no kind of finding is called 'zero_gradents'" in done.stdout
 
 

@@ -117,8 +117,8 @@ def test_a_missing_argument_can_be_bound():
         audit(scaled, "loss")
     found = audit(scaled, "loss", arguments={"scale": 1.0})
     assert found.arguments == {"scale": "1.0"}
-    assert found.value == "KL(p || q)"
-    assert audit(scaled, "loss", arguments={"scale": 2.0}).value == "2 x KL(p || q)"
+    assert found.value == "KL(p ‖ q)"
+    assert audit(scaled, "loss", arguments={"scale": 2.0}).value == "2 x KL(p ‖ q)"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_two_audits_are_equal():
 
 def test_audits_work_under_no_grad():
     with torch.no_grad():
-        assert audit(right, "loss").gradient == "KL(p || q)"
+        assert audit(right, "loss").gradient == "KL(p ‖ q)"
 
 
 def test_audits_round_trip_through_json():

@@ -75,9 +75,9 @@ def test_k3_gradient_rows_against_closed_forms(of_k3, name):
     u = np.log(p / q)
     found, forward = p - q, p * (u - (p * u).sum())
     for target, g in (
-        ("KL(q || p)", found),
-        ("KL(p || q)", forward),
-        ("KL(p || q) + KL(q || p)", found + forward),
+        ("KL(q ‖ p)", found),
+        ("KL(p ‖ q)", forward),
+        ("KL(p ‖ q) + KL(q ‖ p)", found + forward),
     ):
         row = gradient_row(of_k3, name, target)
         lengths = np.linalg.norm(found), np.linalg.norm(g)
@@ -93,7 +93,7 @@ def test_off_policy_k3_gradient_without_weights(of_k3, name):
     weight = behaviour * (1 - q / p)
     found = weight - p * weight.sum()
     target = p - q
-    row = gradient_row(of_k3, name, "KL(q || p)", "off-policy")
+    row = gradient_row(of_k3, name, "KL(q ‖ p)", "off-policy")
     lengths = np.linalg.norm(found), np.linalg.norm(target)
     assert row.cosine == pytest.approx(found @ target / lengths[0] / lengths[1], abs=1e-9)
     assert row.relative_size == pytest.approx(lengths[0] / lengths[1], rel=1e-9)
@@ -106,7 +106,7 @@ def test_a_reward_multiplies_the_score_function(name):
     u = np.log(p / q)
     weight = p * u**2 / 2
     found, target = weight - p * weight.sum(), p * (u - (p * u).sum())
-    row = gradient_row(audit(lambda p, q: u_of(p, q).square() / 2, "reward"), name, "KL(p || q)")
+    row = gradient_row(audit(lambda p, q: u_of(p, q).square() / 2, "reward"), name, "KL(p ‖ q)")
     assert row.cosine == pytest.approx(
         found @ target / np.linalg.norm(found) / np.linalg.norm(target), abs=1e-9
     )
@@ -164,7 +164,7 @@ def test_token_gradient_holds_the_prefixes_fixed():
     rows = p * (u - (p * u).sum(-1, keepdims=True))
     for sampling, drawn in (("on-policy", p), ("off-policy", behaviour)):
         reached = np.concatenate([[1.0], drawn[0], (drawn[0][:, None] * drawn[1:4]).ravel()])
-        found = token_gradient("sequences", sampling, "KL(p || q)").numpy()
+        found = token_gradient("sequences", sampling, "KL(p ‖ q)").numpy()
         assert found == pytest.approx(reached[:, None] * rows, abs=1e-12)
 
 

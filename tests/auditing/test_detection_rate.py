@@ -75,13 +75,13 @@ def test_audits_are_reproducible_and_restore_process_settings():
 def test_the_verdict_states_the_level_of_the_gradient(audits):
     by_token = audit(right, "loss")
     assert by_token.gradient_level == "token"
-    assert "follows KL(p || q) token by token, as it should" in by_token.verdict[1]
+    assert "follows KL(p ‖ q) token by token, as it should" in by_token.verdict[1]
     found = audits["token loss, sign flipped after the first token"]
-    assert found.gradient_level == "neither" and found.gradient == "KL(p || q) for one token"
-    assert "1, -1 and -1 times that of KL(p || q) token by token" in found.verdict[1]
+    assert found.gradient_level == "neither" and found.gradient == "KL(p ‖ q) for one token"
+    assert "1, -1 and -1 times that of KL(p ‖ q) token by token" in found.verdict[1]
     assert "its value is 1, -1 and -1 times what it should be" in " ".join(found.verdict)
     assert found.verdict[0] == (
-        "Its value is an unbiased estimate of KL(p || q) for a single token, but not for several."
+        "Its value is an unbiased estimate of KL(p ‖ q) for a single token, but not for several."
     )
     mixed = audits["response's ratio on each token's k3"]
     assert "neither token by token (their cosine is 0.9" in mixed.verdict[1]
@@ -90,9 +90,7 @@ def test_the_verdict_states_the_level_of_the_gradient(audits):
 def test_a_clamped_value_is_unbiased_only_inside_its_range(audits):
     found = audits["k1 clamped at 10"]
     assert found.value_range == found.gradient_range == "as long as log p - log q lies between -10 and 10"
-    assert found.verdict[0].startswith(
-        f"Its value is an unbiased estimate of KL(p || q), {found.value_range}"
-    )
+    assert found.verdict[0].startswith(f"Its value is an unbiased estimate of KL(p ‖ q), {found.value_range}")
 
 
 def test_a_truncated_ratio_is_reported_with_its_bound(audits):

@@ -11,8 +11,8 @@ from kleash.estimators import ESTIMATORS
 FOLLOWS = {
     "zero": "zero",
     "sum |p - q|": "sum |p - q|",
-    "KL(p || q)": "KL(p || q)",
-    "KL(q || p)": "KL(q || p)",
+    "KL(p ‖ q)": "KL(p ‖ q)",
+    "KL(q ‖ p)": "KL(q ‖ p)",
 }
 
 
@@ -21,17 +21,17 @@ def test_audits_confirm_the_contracts_of_estimators(name):
     record = ESTIMATORS[name]
     as_loss, as_reward = (audit(lambda p, q: record.of(u_of(p, q)), place) for place in ("loss", "reward"))
     assert as_loss.estimator == as_reward.estimator == name
-    assert (as_loss.value == "KL(p || q)") is record.unbiased
+    assert (as_loss.value == "KL(p ‖ q)") is record.unbiased
     assert ("negative_values" not in {f.kind for f in as_loss.findings}) is record.never_negative
     assert as_loss.gradient == FOLLOWS[record.backpropagated]
-    assert (as_reward.gradient == "KL(p || q)") is record.right_as_reward
+    assert (as_reward.gradient == "KL(p ‖ q)") is record.right_as_reward
 
 
 def k(name):
     return ESTIMATORS[name].of
 
 
-RIGHT = "KL(p || q)"
+RIGHT = "KL(p ‖ q)"
 HALF_SQUARE = "E_p (log p - log q)^2 / 2"
 
 
@@ -42,7 +42,7 @@ HALF_SQUARE = "E_p (log p - log q)^2 / 2"
         (lambda p, q, b: rho(p, b) * k("k3")(u_of(p, q)), RIGHT, RIGHT, True, True),
         (lambda p, q, b: rho(p, b).detach() * k("k2")(u_of(p, q)), HALF_SQUARE, RIGHT, True, True),
         (lambda p, q, b: rho(p, b) * k("k2")(u_of(p, q)), HALF_SQUARE, HALF_SQUARE, True, None),
-        (lambda p, q, b: rho(p, b).detach() * k("k3")(u_of(p, q)), RIGHT, "KL(q || p)", True, None),
+        (lambda p, q, b: rho(p, b).detach() * k("k3")(u_of(p, q)), RIGHT, "KL(q ‖ p)", True, None),
         (lambda p, q, b: k("k2")(u_of(p, q)), HALF_SQUARE, RIGHT, False, False),
         (lambda p, q, b: rho(p, p.detach()) * k("k3")(u_of(p, q)), RIGHT, RIGHT, False, False),
     ],
@@ -106,9 +106,9 @@ def test_surrogates_with_the_gradient_of_the_sequence_kl(function, convention, r
 def test_a_k1_reward_follows_the_sequence_kl():
     """Each token's score is multiplied with what comes from there on, not with what came before."""
     found = audit(u_of, "reward")
-    error = next(r.relative_error for r in found.gradients if r.target == "sequence KL(p || q)")
+    error = next(r.relative_error for r in found.gradients if r.target == "sequence KL(p ‖ q)")
     assert error < 1e-9
-    assert "follows KL(p || q) between whole responses, as it should" in found.verdict[1]
+    assert "follows KL(p ‖ q) between whole responses, as it should" in found.verdict[1]
     assert found.gradient_level == "sequence"
     assert {f.kind for f in found.findings} == {"off_policy_value", "negative_values"}, (
         "its trainer weighs it"
@@ -153,7 +153,7 @@ def test_importance_weights_estimate_their_level(level):
     if level == "sequence":
         rows = {r.level: r for r in found.values if r.pair == "sequences" and r.sampling == "off-policy"}
         assert rows["sequence"].bias == pytest.approx(0, abs=1e-12)
-    assert f"Off-policy its value is KL(p || q) {along}." in found.verdict
+    assert f"Off-policy its value is KL(p ‖ q) {along}." in found.verdict
 
 
 def test_a_gradient_masked_at_large_log_ratios_is_dead_while_the_value_is_not_flat():

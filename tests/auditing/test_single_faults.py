@@ -29,9 +29,9 @@ def test_exactly_the_single_fault_is_reported(audits, name):
 
 
 def test_top_k_values_are_labelled_with_their_remainder(audits):
-    assert audits["renormalised top-k"].value == "KL(p || q) of p's 3 likeliest tokens, renormalised"
+    assert audits["renormalised top-k"].value == "KL(p ‖ q) of p's 3 likeliest tokens, renormalised"
     dropped = audits["top-k of the other side, the rest dropped"]
-    assert dropped.value == "KL(p || q) of q's 3 likeliest tokens, the rest dropped"
+    assert dropped.value == "KL(p ‖ q) of q's 3 likeliest tokens, the rest dropped"
 
 
 def test_a_value_of_the_wrong_sign_is_not_reported_as_negative(audits):
@@ -53,7 +53,7 @@ def test_every_finding_is_in_the_verdict(audits):
 def test_right_functions_have_no_fault_by_any_convention(name):
     found = audit(RIGHT[name], name)
     assert not found.faults, found.verdict
-    claimed = {"kl": "KL(p || q)", "reverse_kl": "KL(q || p)"}[found.claims]
+    claimed = {"kl": "KL(p ‖ q)", "reverse_kl": "KL(q ‖ p)"}[found.claims]
     assert found.value == claimed
     assert found.gradient == ("" if found.place == "metric" else claimed)
     assert bool(found.masks) is CONVENTIONS[name].takes_mask
@@ -67,7 +67,7 @@ def test_kl_loss_with_future_kl_loss_follows_the_sequence_kl():
     assert not found.faults
     assert {finding.kind for finding in found.findings} == {"negative_values"}
     assert "between whole responses" in found.verdict[1]
-    assert found.verdict[2] == "Off-policy its value is KL(p || q) between whole responses."
+    assert found.verdict[2] == "Off-policy its value is KL(p ‖ q) between whole responses."
 
 
 def test_the_mean_over_a_batch_is_noted():
@@ -88,7 +88,7 @@ def test_the_mean_over_a_batch_is_noted():
 
 def test_the_sign_of_the_convention_is_removed():
     found = audit(lambda p, q: -kleash.kl(p, q), replace(CONVENTIONS["log_probabilities"], name="-", sign=-1))
-    assert not found.faults and found.value == "KL(p || q)"
+    assert not found.faults and found.value == "KL(p ‖ q)"
 
 
 def test_an_audit_takes_well_below_two_seconds():

@@ -69,7 +69,7 @@ def test_a_registered_target_is_audited_by_name(
 ) -> None:
     monkeypatch.setattr("kleash.auditing.targets.case_resolution.TARGETS", registered)
     (audit,) = audits_of(cases_of("absolute"))
-    assert audit.target == "absolute:log_ratio" and audit.value == audit.gradient == "KL(p || q)"
+    assert audit.target == "absolute:log_ratio" and audit.value == audit.gradient == "KL(p ‖ q)"
 
 
 def test_the_target_of_kleash_is_registered_by_a_higher_floor() -> None:

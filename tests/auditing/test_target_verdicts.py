@@ -29,7 +29,7 @@ def dead(target: str) -> list[tuple[float, float]]:
     return [(row.low, row.high) for row in found(target).zones if row.kind == "gradient"]
 
 
-KL, REVERSE = "KL(p || q)", "KL(q || p)"
+KL, REVERSE = "KL(p ‖ q)", "KL(q ‖ p)"
 
 
 @of_peers

@@ -137,7 +137,7 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path: Path, ca
     assert "q6" in (tmp_path / "sweep.html").read_text()
     assert printed(capsys, "report", tmp_path, "--json") == sweep.to_json()
     assert len(read_csv(printed(capsys, "report", tmp_path, "--format", "csv"))) > 20
-    for option, value in (("--format", "model-card"), ("--format", "llama.cpp"), ("--at-most", "1")):
+    for option, value in (("--format", "model-card"), ("--format", "llama.cpp")):
         assert main(["report", str(tmp_path), option, value]) == 2
         assert "is for one measurement, and" in capsys.readouterr().err
     (tmp_path / "sweep.json").write_text("{")

@@ -1,6 +1,7 @@
 """How a run is shown while it goes: lines now and then where nothing can be drawn over, and a bar where it can."""
 
 import math
+import re
 from io import StringIO
 
 import pytest
@@ -34,7 +35,7 @@ def lines_of(sequences: int, seconds_each: float, *, total: bool = True, termina
         progress.set_total(sequences if total else None)
         for _ in range(sequences):
             clock.now += seconds_each / 2
-            progress.add_generated(50)
+            progress.add_generated(50, 1.0)
             clock.now += seconds_each / 2
             progress.add_scored(1, 50)
             progress.update_kl(number())
@@ -45,9 +46,10 @@ def test_a_log_has_a_line_for_every_twentieth_of_the_work() -> None:
     lines = lines_of(100, 2.0).splitlines()
     assert lines[0] == "measuring: 100 sequences to do"
     assert 18 <= len(lines) <= 21
-    assert (
-        "measuring: 60 of 100 sequences (60%), 50 tokens/s, KL so far 0.200 ± 0.010 nats, about 80 s left"
-        in lines
+    (line,) = [line for line in lines if re.match(r"measuring: (59|6[0-3]) of 100 ", line)]
+    assert re.fullmatch(
+        r".* \(6.%\), 50 tokens/s, KL so far 0\.200 ± 0\.010 nats, about (7[0-9]|8[0-4]) s left",
+        line,
     )
 
 
@@ -69,6 +71,48 @@ def test_a_second_part_of_the_work_is_counted_from_0() -> None:
                 clock.now += 5.0
                 progress.add_scored(1, 50)
     assert "measuring: 10 of 10 sequences (100%), 10 tokens/s\n" in file.getvalue()
+
+
+def test_the_first_shard_shows_what_is_generated_and_the_time_left() -> None:
+    """96 responses of 100 tokens in one batch of 200 s, which 40 s of scoring in four batches follow."""
+    clock, file = Clock(), StringIO()
+    with Progress(console=Console(file=file, width=120), clock=clock) as progress:
+        progress.set_total(96)
+        for _ in range(100):
+            clock.now += 2.0
+            progress.add_generated(96, 0.96)
+        for _ in range(4):
+            clock.now += 10.0
+            progress.add_scored(24, 2400)
+    first, *lines = file.getvalue().splitlines()
+    assert first == "measuring: 96 sequences to do" and len(lines) > 15
+    found = [
+        re.match(r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s", at) for at in lines
+    ]
+    shares = [(int(match[1]), int(match[2])) for match in found if match]
+    assert len(shares) > 15
+    assert all(share == pytest.approx(100 * generated / 96, abs=2) for generated, share in shares)
+    assert any(line.endswith("about 2 min left") for line in lines[:8])
+    left = {line.split()[1]: line.rpartition(", ")[2] for line in lines}
+    assert left.keys() & {"24", "48", "72"}
+    expected = {"0": None, "24": "about 30 s left", "48": "about 20 s left", "72": "about 10 s left"}
+    assert all(text == expected[scored] for scored, text in left.items() if expected[scored])
+
+
+def test_responses_of_other_processes_count_as_generated() -> None:
+    """Of two processes, this one generates 48 of 96 responses in 60 s, and hears of the others when they are scored."""
+    clock, file = Clock(), StringIO()
+    with Progress(console=Console(file=file, width=120), clock=clock) as progress:
+        progress.set_total(96)
+        for _ in range(60):
+            clock.now += 1.0
+            progress.add_generated(80, 0.8)
+        clock.now += 30.0
+        progress.add_scored(48, 4800)
+        progress.add_scored(48, 4800)
+        clock.now += 30.0
+        progress.add_scored(0, 0)
+    assert file.getvalue().splitlines()[-1].startswith("measuring: 96 of 96 sequences (100%)")
 
 
 def test_text_of_unknown_length_says_how_much_is_done() -> None:

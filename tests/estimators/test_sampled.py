@@ -20,8 +20,8 @@ LOGP, LOGQ, LOGMU = (x.log_softmax(-1) for x in (LOGITS_P, LOGITS_Q, LOGITS_MU))
 
 TARGETS = {
     "zero": lambda logp: 0 * logp,
-    "KL(p || q)": lambda logp: kl(logp, LOGQ),
-    "KL(q || p)": lambda logp: kl(LOGQ, logp),
+    "KL(p ‖ q)": lambda logp: kl(logp, LOGQ),
+    "KL(q ‖ p)": lambda logp: kl(LOGQ, logp),
     "sum |p - q|": lambda logp: 2 * total_variation(logp, LOGQ),
 }
 
@@ -99,12 +99,12 @@ def test_backpropagated_agrees_with_the_enumerated_gradient(name):
 def test_right_as_reward_agrees_with_the_enumerated_gradient(name):
     """Detached, times the score: E_p[sg(estimator) grad log p]."""
     estimated = gradient_in_p(lambda logp: logp.exp().detach() * sampled_kl(logp, LOGQ, name).detach() * logp)
-    assert is_close(estimated, gradient_in_p(TARGETS["KL(p || q)"])) is ESTIMATORS[name].right_as_reward
+    assert is_close(estimated, gradient_in_p(TARGETS["KL(p ‖ q)"])) is ESTIMATORS[name].right_as_reward
 
 
 def test_k3_as_a_reward_has_the_gradient_of_the_difference_of_both_directions():
     estimated = gradient_in_p(lambda logp: logp.exp().detach() * sampled_kl(logp, LOGQ, "k3").detach() * logp)
-    expected = gradient_in_p(TARGETS["KL(p || q)"]) - gradient_in_p(TARGETS["KL(q || p)"])
+    expected = gradient_in_p(TARGETS["KL(p ‖ q)"]) - gradient_in_p(TARGETS["KL(q ‖ p)"])
     torch.testing.assert_close(estimated, expected)
 
 
@@ -125,14 +125,14 @@ def test_off_policy_gradients_with_attached_and_detached_weights(name, attached,
         rho = (logp - LOGMU).exp()
         return LOGMU.exp() * (rho if attached else rho.detach()) * sampled_kl(logp, LOGQ, name)
 
-    assert is_close(gradient_in_p(surrogate), gradient_in_p(TARGETS["KL(p || q)"])) is valid
+    assert is_close(gradient_in_p(surrogate), gradient_in_p(TARGETS["KL(p ‖ q)"])) is valid
 
 
 def test_k3_with_a_detached_weight_has_the_gradient_of_the_other_direction():
     estimated = gradient_in_p(
         lambda logp: LOGMU.exp() * (logp - LOGMU).exp().detach() * sampled_kl(logp, LOGQ, "k3")
     )
-    torch.testing.assert_close(estimated, gradient_in_p(TARGETS["KL(q || p)"]))
+    torch.testing.assert_close(estimated, gradient_in_p(TARGETS["KL(q ‖ p)"]))
 
 
 def test_off_policy_values_need_importance_weights():
@@ -149,7 +149,7 @@ def test_k3_with_the_straight_through_gradient_of_k2():
         return logp.exp().detach() * (third.detach() + second - second.detach())
 
     assert is_close(straight_through(LOGP).sum(), kl(LOGP, LOGQ))
-    assert is_close(gradient_in_p(straight_through), gradient_in_p(TARGETS["KL(p || q)"]))
+    assert is_close(gradient_in_p(straight_through), gradient_in_p(TARGETS["KL(p ‖ q)"]))
 
 
 def test_k1_plus_any_multiple_of_the_control_variate_is_unbiased():

@@ -11,7 +11,7 @@ from kleash.estimators import ESTIMATORS
 from kleash.estimators.weights import LEVELS
 from kleash.kl_rules import CONTRACTS, RULES, VALUES, command_line, refusal, term_spec, trainer_argument
 
-KL, REVERSE_KL, TWICE_TV = "KL(p || q)", "KL(q || p)", "sum |p - q|"
+KL, REVERSE_KL, TWICE_TV = "KL(p ‖ q)", "KL(q ‖ p)", "sum |p - q|"
 ESTIMATOR_NAMES = ["k1", "abs", "k2", "k3", "exact"]
 VALUES_OF = {
     "k1": lambda u: u,

@@ -27,15 +27,15 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
         place="loss",
         claims="kl",
         arguments={"kind": HOSTILE},
-        value="KL(p || q)",
-        gradient="KL(q || p)",
+        value="KL(p ‖ q)",
+        gradient="KL(q ‖ p)",
         estimator="k3",
-        verdict=(f"its value is KL(p || q) {HOSTILE}", "Backpropagated it follows KL(q || p)."),
+        verdict=(f"its value is KL(p ‖ q) {HOSTILE}", "Backpropagated it follows KL(q ‖ p)."),
         findings=(
             Finding(
                 kind="wrong_gradient",
                 severity="wrong",
-                sentence="it follows KL(q || p)",
+                sentence="it follows KL(q ‖ p)",
                 where="far",
                 remedy=f"use another {HOSTILE}",
             ),
@@ -57,7 +57,7 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
             GradientRow(
                 pair="far",
                 sampling="off-policy",
-                target="KL(q || p)",
+                target="KL(q ‖ p)",
                 cosine=math.nan,
                 relative_size=1.25,
                 relative_error=3e-17,

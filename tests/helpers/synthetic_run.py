@@ -239,7 +239,7 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
     )
     return Measurement(
         kleash="0.1.0",
-        estimand="KL(policy || reference) in nats per token: the exact next-token divergence, averaged over "
+        estimand="KL(policy ‖ reference) in nats per token: the exact next-token divergence, averaged over "
         "the policy's own responses to the prompts, every token of a response counted once, at temperature 1",
         job={"policy": name, "reference": "shipped:reference", "prompts": "it's prompts.jsonl", "seed": 3,
              "samples_per_prompt": samples, "resume": True, "out": "drift"},
@@ -320,7 +320,7 @@ def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
         if inside.any():
             share = float(kl[inside].sum() / kl.sum())
             found.append(Bin(low=float(low), high=float(high), tokens=int(inside.sum()), share_of_kl=share,
-                             kl_policy_reference=number(kl[inside])))  # fmt: skip
+                             kl=number(kl[inside])))  # fmt: skip
     return tuple(found)
 
 
@@ -362,7 +362,7 @@ def synthetic_comparison() -> Comparison:
     draw = np.random.default_rng(5)
     names = ("step 100", "step 400", "<script>alert('run')</script>")
     runs = tuple(
-        ComparedRun(name=name, folder=f"runs/{at}", estimand="KL(policy || reference) in nats per token",
+        ComparedRun(name=name, folder=f"runs/{at}", estimand="KL(policy ‖ reference) in nats per token",
                     policy=f"runs/{at}/policy", reference="shipped:reference",
                     counts=Counts(prompts=200, sequences=400, tokens=50_000, clusters=200,
                                   truncated_sequences=0, shards=2),

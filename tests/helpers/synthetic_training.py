@@ -60,7 +60,7 @@ def write_hostile_run(folder: Path) -> Path:
     )
     warned = replace(
         history[-1],
-        alerts=(HackingAlert(kind="entropy_collapse", sentence=f"KL(p || q) is gone {EVIL}"),),
+        alerts=(HackingAlert(kind="entropy_collapse", sentence=f"KL(p ‖ q) is gone {EVIL}"),),
         events=(f"beta was bounded {EVIL}",),
     )
     job = PPOJob(

@@ -322,7 +322,7 @@ def test_ordered_rewards_are_unchanged(grpo, rloo, kind):
     [
         ({"kl": "k1", "kl_gradient": "backpropagated"}, {}, "k1 backpropagated trains nothing"),
         ({"kl": "k1", "kl_place": "reward", "kl_scope": "token"}, {}, "take kl_scope='sequence'"),
-        ({"kl": "k3", "kl_gradient": "backpropagated"}, {}, r"follows KL\(q \|\| p\)"),
+        ({"kl": "k3", "kl_gradient": "backpropagated"}, {}, r"follows KL\(q ‖ p\)"),
         (
             {"kl": "k3", "kl_place": "reward"},
             {"scale_rewards": "none"},

@@ -20,7 +20,7 @@ def every_term():
         "gradient": ["score", "backpropagated", "ratio_attached"],
         "ratio": ["none", "token", "before", "prefix", "sequence"],
         "scope": ["token", "sequence"],
-        "follows": ["KL(p || q)", "KL(q || p)", "sum |p - q|"],
+        "follows": ["KL(p ‖ q)", "KL(q ‖ p)", "sum |p - q|"],
     }
     for chosen in product(*words.values()):
         try:
@@ -54,12 +54,12 @@ def truth_of(term, world):
     if term.scope == "sequence":
         return gradient(world.sequence_kl, p)
     prefixes = p if term.ratio in ("before", "prefix", "sequence") else mu
-    if term.follows == "KL(p || q)":
+    if term.follows == "KL(p ‖ q)":
         return gradient(lambda x: world.token_kl(x, prefixes), p)
 
     def other(x):
         logp, logq = world.next_logp(x), world.next_logp(q)
-        there = kl(logq, logp) if term.follows == "KL(q || p)" else (logp.exp() - logq.exp()).abs().sum(-1)
+        there = kl(logq, logp) if term.follows == "KL(q ‖ p)" else (logp.exp() - logq.exp()).abs().sum(-1)
         return (world.probability(prefixes) * torch.where(world.mask, there, 0.0).sum(-1)).sum()
 
     return gradient(other, p)

@@ -13,7 +13,7 @@ REFUSED = [
     ),
     (
         {"estimator": "k3", "gradient": "backpropagated"},
-        r"k3 backpropagated follows KL\(q \|\| p\), not KL\(p \|\| q\)",
+        r"k3 backpropagated follows KL\(q ‖ p\), not KL\(p ‖ q\)",
     ),
     ({"estimator": "abs", "gradient": "backpropagated"}, r"abs backpropagated follows sum \|p - q\|"),
     (
@@ -39,7 +39,7 @@ REFUSED = [
     ),
     ({"gradient": "none"}, "a loss without a gradient trains nothing"),
     ({"estimator": "exact", "gradient": "score"}, "the exact KL has its own gradient"),
-    ({"follows": "KL(q || p)"}, r"gradient 'score' follows KL\(p \|\| q\), and KL\(q \|\| p\) was asked for"),
+    ({"follows": "KL(q ‖ p)"}, r"gradient 'score' follows KL\(p ‖ q\), and KL\(q ‖ p\) was asked for"),
     ({"estimator": "k3", "place": "reward"}, "k3 as a reward does not have the gradient"),
     ({"estimator": "k2", "place": "reward"}, "k2 as a reward does not have"),
     ({"estimator": "abs", "place": "reward"}, "take estimator 'k1', or place 'loss'"),
@@ -77,8 +77,8 @@ REFUSED = [
         "this estimator backpropagated follows nothing named",
     ),
     (
-        {"estimator": "k3", "gradient": "backpropagated", "follows": "KL(q || p)", "scope": "sequence"},
-        r"known for KL\(p \|\| q\) only",
+        {"estimator": "k3", "gradient": "backpropagated", "follows": "KL(q ‖ p)", "scope": "sequence"},
+        r"known for KL\(p ‖ q\) only",
     ),
     ({"cap": 2.0}, "cap is 2.0 and there is no ratio that it could bound"),
     ({"place": "advantage"}, "place is 'advantage'; there are loss, reward"),

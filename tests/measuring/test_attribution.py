@@ -111,8 +111,8 @@ def test_changes_are_those_of_mixed_state_dicts_in_float64(
     before, reference = map(log_probabilities, networks)
     states = [network.state_dict() for network in networks]
     networks[0].load_state_dict({key: states[part in key][key] for key in states[0]})
-    own, tokens = kl_sums(before, reference)
-    swapped, _ = kl_sums(log_probabilities(networks[0]), reference)
+    own, tokens = kl_sums(reference, before)
+    swapped, _ = kl_sums(reference, log_probabilities(networks[0]))
     means = own.sum() / tokens.sum(), swapped.sum() / tokens.sum()
     residuals = ((swapped - means[1] * tokens) - (own - means[0] * tokens)) / tokens.sum()
     clusters = len(tokens)

@@ -439,7 +439,7 @@ def test_the_command_prints_both_summaries(
     policy, _, path = written
     assert main(["logits", str(path), "--policy", str(policy)]) == 0
     printed = capsys.readouterr().out
-    assert "Same top p:" in printed and "KL(base || policy): between" in printed
+    assert "Same top p:" in printed and "KL(base ‖ policy): between" in printed
     assert main(["logits", str(path), "--policy", str(policy), "--json", "--limit", "2"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["tokens"] == 30 and record["llama_cpp"] == ""

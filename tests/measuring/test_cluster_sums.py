@@ -213,7 +213,9 @@ def test_the_running_kl_is_the_mean_over_all_tokens() -> None:
     for part in np.array_split(np.arange(60), 4):
         tokens = {"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]}
         starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
-        sequences.add(sum_sequences(tokens, [f"{prompt:x}" for prompt in tokens["prompt_id"][starts]]))
+        sequences.add(
+            sum_sequences(tokens, [f"{prompt:x}" for prompt in tokens["prompt_id"][starts]], sequences.column)
+        )
     estimate = sequences.kl()
     assert estimate.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
     assert estimate.clusters == 12

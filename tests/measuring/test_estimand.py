@@ -7,7 +7,7 @@ from kleash.records import MeasureJob
 def test_on_policy_samples_allow_estimators_and_sequence_kl() -> None:
     estimand = estimand_of(MeasureJob())
     assert estimand.weighting == "unweighted" and estimand.has_sequence_kl and not estimand.warnings
-    assert "KL(policy || reference) in nats per token" in estimand.description
+    assert "KL(policy ‖ reference) in nats per token" in estimand.description
     assert (
         "the policy's own responses to shipped:prompts, of up to 256 tokens, drawn from its whole"
         in estimand.description

@@ -45,7 +45,7 @@ def test_a_resumed_run_may_have_another_limit(
     words = [*models, "--max-new-tokens", "6", "--out", str(run), "--resume", "--at-most"]
     assert main(["measure", *words, "0"]) == 1
     output = capsys.readouterr().out
-    assert "gate: failed: KL(policy || reference) per token is above 0 nats" in flattened(output)
+    assert "gate: failed: KL(policy ‖ reference) per token is above 0 nats" in flattened(output)
     assert main(["measure", *words, "1000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gate"]["verdict"] == "passed"
 
@@ -58,7 +58,7 @@ def test_report_gives_the_verdict_for_another_limit(run: Path, capsys: Any) -> N
     capsys.readouterr()
     assert main(["report", str(run), "--at-most", repr(1.02 * kl.value)]) == 3
     output = flattened(capsys.readouterr().out)
-    assert "gate: undecided: whether KL(policy || reference) per token is at most" in output
+    assert "gate: undecided: whether KL(policy ‖ reference) per token is at most" in output
     assert "more tokens would decide" in output
     assert "Gate undecided" in (run / "report.html").read_text()
     assert (run / "measurement.json").read_bytes() == before

@@ -179,7 +179,7 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleas
     measured = json.loads((out / "measurement.json").read_text())
     assert measured["per_token"]["kl_policy_reference"]["value"] == 0
     assert measured["top1_agreement"]["value"] == 1 == measured["per_token"]["acceptance_rate"]["value"]
-    by_position = [part["kl_policy_reference"] for part in measured["by_position"]]
+    by_position = [part["kl"] for part in measured["by_position"]]
     numbers = [
         *(
             measured["per_token"][name]

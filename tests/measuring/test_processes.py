@@ -64,7 +64,7 @@ def test_torchrun_loses_a_rank_and_starts_all_again_to_the_same_result(
     assert [line for line in errors.splitlines() if line.startswith("kleash: ")] == [
         f"kleash: terminated by SIGTERM; {advice}"
     ]
-    assert output.count("KL(policy || reference) per token: ") == 1, output
+    assert output.count("KL(policy ‖ reference) per token: ") == 1, output
     assert errors.count("resuming after") == 1, errors
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
     assert result(out) == result(alone)

@@ -93,7 +93,7 @@ def test_a_pair_has_the_paired_difference_of_compare(job: SweepJob, result: Swee
     comparison = compare([out / result.candidates[1].folder, out / result.candidates[0].folder])
     pair = result.pairs[0]
     assert (pair.first, pair.second) == (1, 2)
-    expected = comparison.differences[0].differences["kl_policy_reference"]
+    expected = comparison.differences[0].differences["kl_reference_policy"]
     assert pair.difference.value == pytest.approx(expected.value, rel=1e-12)
     assert pair.difference.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
 
@@ -299,7 +299,7 @@ def test_ranks_but_the_first_end_with_0(
         ({"candidates": ("a", "a"), "text": "t"}, "twice"),
         ({"candidates": ("http://host/v1",), "text": "t"}, "is a server"),
         ({"candidates": ("a",), "reference": "b"}, "--text or --responses"),
-        ({"candidates": ("a",), "text": "t", "rank_by": "k3"}, "--rank-by must be one of"),
+        ({"candidates": ("a",), "text": "t", "direction": "k3"}, "--direction must be one of"),
         ({"candidates": ("a",), "reference": "b", "text": "t", "responses": "r"}, "--text and --responses"),
         ({"candidates": ("a",), "text": "t", "limit": 0}, "--limit must be at least 1"),
     ],

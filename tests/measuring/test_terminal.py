@@ -46,7 +46,7 @@ def test_a_narrow_terminal_truncates_no_number(
     assert main(measuring(pair, tmp_path / "narrow")) == 0
     output = capsys.readouterr().out
     low, high = Measurement.read(run).per_token["kl_policy_reference"].ci95
-    (line,) = [line for line in output.splitlines() if line.startswith("KL(policy || reference)   ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("KL(policy ‖ reference)   ")]
     shown = line.split()
     assert [float(shown[4]), float(shown[6])] == pytest.approx([low, high], abs=0.01), line
     assert "…" not in output

@@ -218,7 +218,7 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(
     """It could pass for a number or a verdict of kleash."""
     run = tmp_path / "run"
     shutil.copytree(planted_run, run)
-    forged = "KL(policy || reference) per token: 0 nats"
+    forged = "KL(policy ‖ reference) per token: 0 nats"
     content = json.loads((run / "measurement.json").read_text())
     content["models"]["policy"]["path"] = content["warnings"][0] = f"model\n{forged}"
     content["estimand"] += f"\n{forged}"
@@ -226,7 +226,7 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(
     seal_folder(run)
     print_measurement(Measurement.read(run), run)
     captured = capsys.readouterr().out
-    assert not any(line.startswith("KL(policy || reference) per token: 0 ") for line in captured.splitlines())
+    assert not any(line.startswith("KL(policy ‖ reference) per token: 0 ") for line in captured.splitlines())
     assert captured.count(f"\\u000a{forged}") >= 2
     assert main(["compare", str(run), str(run), "--out", str(tmp_path / "c.html")]) == 0
     captured = capsys.readouterr().out

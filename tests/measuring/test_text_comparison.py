@@ -152,7 +152,7 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
     assert main(["measure", *words, "--max-new-tokens", "3", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     measured = json.loads((out / "measurement.json").read_text())
-    assert lines[1].startswith("KL(policy || reference) per token: ") and "(95 % interval), mean " in lines[1]
+    assert lines[1].startswith("KL(policy ‖ reference) per token: ") and "(95 % interval), mean " in lines[1]
     assert "standard error" in lines[1] and measured["device"] == "cpu"
     assert lines[2:4] == [f"policy: {pair[0]} (float32 on cpu)", f"reference: {pair[1]} (float32 on cpu)"]
     text = " ".join(lines)

@@ -168,7 +168,7 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
         replace(pair.policy, eos_token_ids=ends),
         prompts(),
         Sampling(max_new_tokens=30, seed=1),
-        on_tokens=told.append,
+        on_tokens=lambda tokens, responses: told.append((tokens, responses)),
     )
     for whole, one in zip(free, ended, strict=True):
         stops = [place for place, token in enumerate(whole.response_ids) if token in ends]
@@ -178,8 +178,9 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
         np.testing.assert_allclose(one.logp_sampled, whole.logp_sampled[:length], rtol=1e-4, atol=1e-5)
         assert one.finish_reason == ("stop" if stops else "length")
     assert len({len(one.response_ids) for one in ended}) > 1
-    assert sum(told) == sum(len(one.response_ids) for one in ended)
-    assert told[0] == 4
+    tokens, responses = zip(*told, strict=True)
+    assert sum(tokens) == sum(len(one.response_ids) for one in ended)
+    assert told[0] == (4, pytest.approx(4 / 30)) and sum(responses) == pytest.approx(len(ended))
 
 
 def test_an_end_token_at_max_new_tokens_is_a_stop(pair: Pair):

@@ -48,9 +48,9 @@ def test_the_page_contains_every_row(page: Path) -> None:
     text = Text(page).text
     for seen in (
         "2 functions audited",
-        "Backpropagated it follows KL(q || p).",
+        "Backpropagated it follows KL(q ‖ p).",
         "wrong_gradient wrong",
-        "It follows KL(q || p).",
+        "It follows KL(q ‖ p).",
         "0.01235",
         "∞",
         "below −2.611",
@@ -93,7 +93,7 @@ def test_findings_are_not_repeated_in_the_verdict_and_rounding_is_0(tmp_path: Pa
         audit, values=(row,), verdict=("Its value is right.", *(f.sentence for f in audit.findings))
     )
     text = Text(write_audits(tmp_path / "one.html", [audit])).text
-    assert text.count("It follows KL(q || p).") == 1
+    assert text.count("It follows KL(q ‖ p).") == 1
     assert format_bias(row) == "0" and format_bias(replace(row, bias=1e-3)) == "0.001000"
     assert "10⁻¹⁷ " not in text.partition("Expected gradient")[0]
     assert "Use another" in text, "what to change"

@@ -129,7 +129,9 @@ def test_a_comparison_on_text_uses_the_noun_document() -> None:
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert differences_chart(texts).title.endswith("on shared documents")
     assert differences_chart(comparison).title.endswith("on shared prompts")
-    assert describe_difference(comparison.differences[0], "documents").endswith("on 200 shared documents")
+    assert describe_difference(comparison.differences[0], "kl_policy_reference", "documents").endswith(
+        "on 200 shared documents"
+    )
 
 
 def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path, Measurement]) -> None:

@@ -68,9 +68,9 @@ def test_both_directions_are_in_the_quantiles_chart(run: Any) -> None:
 
 def test_the_bin_chart_has_means_and_both_shares() -> None:
     bins = (
-        Bin(low=0.0, high=1.0, tokens=10, share_of_kl=0.5, kl_policy_reference=number(2.0, 1.5, 3.0)),
-        Bin(low=1.0, high=4.0, tokens=30, share_of_kl=0.2, kl_policy_reference=number(0.4, 0.3, 0.5)),
-        Bin(low=4.0, high=math.inf, tokens=60, share_of_kl=0.3, kl_policy_reference=number(0.3, 0.2, 0.4)),
+        Bin(low=0.0, high=1.0, tokens=10, share_of_kl=0.5, kl=number(2.0, 1.5, 3.0)),
+        Bin(low=1.0, high=4.0, tokens=30, share_of_kl=0.2, kl=number(0.4, 0.3, 0.5)),
+        Bin(low=4.0, high=math.inf, tokens=60, share_of_kl=0.3, kl=number(0.3, 0.2, 0.4)),
     )
     chart = bin_chart("position", "By position", bins, "position", is_integer=True)
     assert chart is not None
@@ -88,15 +88,14 @@ def test_the_bin_chart_has_means_and_both_shares() -> None:
 def test_confidence_has_fractions_for_ranges_and_whole_ranges_are_told_by_what_is_in_them() -> None:
     half = number(0.4, 0.3, 0.5)
     parts = tuple(
-        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl_policy_reference=half)
+        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl=half)
         for low, high in ((0.0, 0.25), (0.25, 1.0))
     )
     chart = bin_chart("confidence", "title", parts, "what")
     assert chart is not None
     assert chart.figure["data"][0]["x"] == ["0–0.25", "0.25–1"]
     whole = tuple(
-        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl_policy_reference=half)
-        for low, high in ((0.0, 2.0), (2.0, 4.0))
+        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl=half) for low, high in ((0.0, 2.0), (2.0, 4.0))
     )
     chart = bin_chart("position", "title", whole, "what", is_integer=True)
     assert chart is not None
@@ -185,7 +184,9 @@ def test_a_difference_has_a_direction_only_if_its_interval_excludes_zero(
 def test_a_run_without_the_kl_is_not_compared() -> None:
     difference = synthetic_comparison().differences[0]
     assert (
-        describe_difference(type(difference)(**{**vars(difference), "differences": {}}))
+        describe_difference(
+            type(difference)(**{**vars(difference), "differences": {}}), "kl_policy_reference"
+        )
         == "not compared, on 200 shared prompts"
     )
 

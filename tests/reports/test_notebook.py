@@ -104,13 +104,10 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results: l
     kl = next(row for row in measurement.cells if row[0] == "KL(policy ‖ reference)")
     assert kl == ["KL(policy ‖ reference)", "0.235", "0.207 to 0.264", "0.014", "nats"]
     assert "only 40 clusters: the interval leans on few prompts" in measurement.texts
-    assert [row[0] for row in comparison.cells[1:]] == [
-        "step 100",
-        "step 400",
-        "<script>alert('run')</script>",
-    ]
+    names = ["step 100", "step 400", "<script>alert('run')</script>"]
+    assert [row[0] for row in comparison.cells] == 2 * ["run", *names]  # both directions of the KL
     assert [row[0] for row in sweep.cells[1:6]] == list(HOSTILE[:5])
-    assert mismatch.cells[1][:2] == ["KL(engine || trainer)", "0.25"]
+    assert mismatch.cells[1][:2] == ["KL(engine ‖ trainer)", "0.25"]
 
 
 @pytest.mark.parametrize("kind", [Name, str])

@@ -86,9 +86,7 @@ def test_the_numbers_drawn_are_those_of_the_measurement(measurement: Measurement
     assert (low, high) == pytest.approx(measurement.per_token["kl_policy_reference"].ci95)
     expected = [each.value for name in measurement.quantiles for each in measurement.quantiles[name].values()]
     assert [x for x, _ in dots_of(quantiles)] == expected and quantiles.get_xscale() == "log"
-    assert [y for _, y in dots_of(positions)] == [
-        part.kl_policy_reference.value for part in measurement.by_position
-    ]
+    assert [y for _, y in dots_of(positions)] == [part.kl.value for part in measurement.by_position]
     assert list(convergence.lines[0].get_ydata()) == [point.mean for point in measurement.convergence]
 
 

@@ -140,7 +140,7 @@ def test_the_rows_of_a_measurement_are_the_numbers_of_its_json(run: tuple[Path, 
         ("estimator_k3_bias", data["estimators"]["k3"]["bias"]),
         ("kl_reference_policy_99.9", data["quantiles"]["kl_reference_policy"]["99.9"]),
         ("noise_floor", data["noise_floor"]),
-        ("kl_policy_reference_by_position_2_to_4", data["by_position"][2]["kl_policy_reference"]),
+        ("kl_policy_reference_by_position_2_to_4", data["by_position"][2]["kl"]),
     ):
         row = rows[name]
         assert (row.value, row.standard_error, row.ci95) == (

@@ -195,7 +195,7 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "measurement.json").write_text('{"schema": 99}')
     with pytest.raises(RunFolderError, match="has schema 99"):
         Measurement.read(tmp_path)
-    (tmp_path / "measurement.json").write_text('{"schema": 2, "kle')
+    (tmp_path / "measurement.json").write_text('{"schema": 3, "kle')
     with pytest.raises(RunFolderError, match="cannot be read as a measurement"):
         Measurement.read(tmp_path)
 

@@ -46,10 +46,9 @@ def test_recorded_run_with_good_beta_raises_no_alert() -> None:
 
 def test_recorded_run_with_beta_0_raises_its_alerts_during_the_collapse() -> None:
     first = {kind: step for step, kind in reversed(said(recorded("off"), HackingMonitor()))}
-    assert set(first) == {"runaway", "repetition", "entropy_collapse"}
+    assert set(first) == {"runaway", "repetition"}  # the entropy falls, and the reward that is hacked rises
     assert first["runaway"] == 10  # the first step at which ten are there
     assert first["repetition"] <= 13
-    assert first["entropy_collapse"] <= 14
 
 
 CASES: dict[str, Callable[[int, Metrics], Metrics]] = {
@@ -59,7 +58,7 @@ CASES: dict[str, Callable[[int, Metrics], Metrics]] = {
         "kl/exact_per_token": 0.1 * 1.3**at,
         "kl/exact_per_sequence": 6.4 * 1.3**at,
     },
-    "entropy_collapse": lambda at, now: {"policy/entropy": 2.0 * 0.7**at},
+    "entropy_collapse": lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
     "repetition": lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
     "heavy_tail": lambda at, now: {"kl/top_percent_share": 0.6, "kl/max_token": 9.0},
 }
@@ -81,6 +80,27 @@ def test_each_kind_of_hacking_raises_no_other_alert(kind: str) -> None:
     } == {kind}
 
 
+@pytest.mark.parametrize(("reward", "alerts"), [(0.9, 0), (0.32, 1), (0.1, 1), (None, 1)])
+def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | None, alerts: int) -> None:
+    """A task with one right answer: a policy that gives it at last has no entropy, and is right."""
+    history = [
+        StepRecord(
+            step=at,
+            metrics={
+                "policy/entropy": 2.0 * 0.85**at,
+                **(
+                    {}
+                    if reward is None
+                    else {"reward/score": 0.3 if at < 9 else reward, "reward/score_error": 0.05}
+                ),
+            },
+        )
+        for at in range(1, 16)
+    ]
+    steps = [step for step, kind in said(history, HackingMonitor()) if kind == "entropy_collapse"]
+    assert len(steps) == alerts and all(9 <= step <= 12 for step in steps)
+
+
 def test_identical_responses_raise_repetition() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"response/distinct": 0.1})
     assert [kind for _, kind in said(history)] == ["repetition", "repetition"]
@@ -95,7 +115,7 @@ def test_alert_sentence_states_kl_target_and_steps() -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 15.0})
     (alert,) = MONITOR.check(history)
     assert alert.sentence == (
-        "KL(policy || reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
+        "KL(policy ‖ reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
         "beta does not keep it near its target"
     )
 
@@ -183,13 +203,13 @@ def test_repetition_is_share_of_repeated_trigrams() -> None:
     assert repetition(["a b c a b c", "a b c"]) == pytest.approx(
         1 / 5
     )  # between responses nothing is repeated
-    assert math.isnan(repetition(["a b", ""]))
+    assert repetition(["a b", ""]) == 0  # as short as the answer to a sum
 
 
 def test_distinct_is_low_for_similar_responses() -> None:
     assert distinct(["a b c d", "e f g h"]) == 1
     assert distinct(["a b c d"] * 4) == 0.25
-    assert math.isnan(distinct([]))
+    assert distinct([]) == distinct(["42", "42"]) == 1
 
 
 def test_text_without_spaces_is_split_into_characters() -> None:
@@ -198,6 +218,6 @@ def test_text_without_spaces_is_split_into_characters() -> None:
 
 
 @given(st.lists(st.text(), max_size=6))
-def test_repetition_and_distinct_are_between_0_and_1_or_nan(responses: list[str]) -> None:
+def test_repetition_and_distinct_are_between_0_and_1(responses: list[str]) -> None:
     for share in (repetition(responses), distinct(responses)):
-        assert math.isnan(share) or 0 <= share <= 1
+        assert 0 <= share <= 1

@@ -299,7 +299,7 @@ def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
     monkeypatch.setattr(module, "roll_out", forbidding)
     before = weights(setting.actor_critic.policy)
     reason = (
-        r"the loss is nan in step 1, epoch 1, minibatch \d; KL\(policy \|\| reference\) of prompt \d, sample 0.*"
+        r"the loss is nan in step 1, epoch 1, minibatch \d; KL\(policy ‖ reference\) of prompt \d, sample 0.*"
         r"response token 1, is inf"
     )
     with pytest.raises(NonFiniteError, match=reason):

@@ -26,6 +26,9 @@ class Shown:
     def note(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
+    def working(self, step: int, activity: str) -> None:
+        pass
+
     def stepped(self, record: StepRecord) -> None:
         self.records.append(record)
 

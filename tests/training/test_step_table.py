@@ -53,3 +53,32 @@ def test_tiny_numbers_are_printed_in_scientific_notation() -> None:
         steps.stepped(StepRecord(step=1, metrics=metrics))
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue() == "step 1/1: KL/sequence 1.17e-29 ± 5.7e-30\n"
+
+
+def test_a_log_shows_what_a_step_is_at_and_the_time_left() -> None:
+    """Steps of 100 s, of which 80 s are generation in 40 pieces; the last resumes as step 3 of 4."""
+    now, console = [1000.0], Console(file=StringIO(), width=120, highlight=False)
+    with Steps(4, console, clock=lambda: now[0]) as steps:
+        for record in healthy(4)[2:]:
+            for piece in range(40):
+                steps.working(record.step, f"generating, {piece / 40:.0%} of 8 responses")
+                now[0] += 2.0
+            now[0] += 20.0
+            steps.stepped(StepRecord(step=record.step, metrics={"beta": 0.1}))
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "step 3/4: generating, 38% of 8 responses",
+        "step 3/4: generating, 75% of 8 responses",
+        "step 3/4: beta 0.1, about 2 min left",
+        "step 4/4: generating, 38% of 8 responses",
+        "step 4/4: generating, 75% of 8 responses",
+        "step 4/4: beta 0.1",
+    ]
+
+
+def test_a_terminal_shows_what_a_step_is_at_below_the_table() -> None:
+    console = Console(file=StringIO(), width=100, force_terminal=True, color_system=None)
+    with Steps(20, console) as steps:
+        steps.working(1, "generating, 40% of 8 responses")
+    assert isinstance(console.file, StringIO)
+    assert "step 1: generating, 40% of 8 responses" in console.file.getvalue()

@@ -101,7 +101,7 @@ def test_steps_are_printed_and_hacking_stops_the_run(
     assert main(["train", "ppo", *words]) == 1
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
-    assert "alert, step 3: KL(policy || reference) is" in said.err
+    assert "alert, step 3: KL(policy ‖ reference) is" in said.err
     assert "stopped: the hacking monitor stopped it after step 3" in said.out
     assert "after step 3: reward" in said.out and "report.html" in said.out
     (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
@@ -213,6 +213,9 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     class Shown:
         def note(self, sentence: str) -> None:
             assert sentence
+
+        def working(self, step: int, activity: str) -> None:
+            pass
 
         def stepped(self, record: StepRecord) -> None:
             shown.append(record)

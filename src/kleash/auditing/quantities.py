@@ -25,11 +25,11 @@ DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 LABELS: Mapping[str, str] = MappingProxyType(
     {
-        "kl": "KL(p || q)",
-        "reverse_kl": "KL(q || p)",
-        "jeffreys": "KL(p || q) + KL(q || p)",
+        "kl": "KL(p ‖ q)",
+        "reverse_kl": "KL(q ‖ p)",
+        "jeffreys": "KL(p ‖ q) + KL(q ‖ p)",
         "jensen_shannon": "Jensen-Shannon(p, q)",
-        "chi_squared": "chi-squared(p || q)",
+        "chi_squared": "chi-squared(p ‖ q)",
         "total_variation": "total variation(p, q)",
         "hellinger": "Hellinger(p, q)",
     }
@@ -53,7 +53,7 @@ UNBOUNDED = tuple(
 
 def divergence_label(name: str) -> str:
     """The label of a divergence in an audit."""
-    return LABELS.get(name, f"{name}(p || q)")
+    return LABELS.get(name, f"{name}(p ‖ q)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def _truncated_quantities() -> dict[str, DistributionFunction]:
                 continue  # a bucket of one token leaves nothing out
             by_p, by_q = _top_k_kl(k, remainder, "p"), _top_k_kl(k, remainder, "q")
             for first, second in ("pq", "qp"):
-                label = f"KL({first} || {second}) of {{}}'s {k} likeliest tokens, {remainder}"
+                label = f"KL({first} ‖ {second}) of {{}}'s {k} likeliest tokens, {remainder}"
                 if first == "p":
                     functions[label.format("p")], functions[label.format("q")] = by_p, by_q
                 else:
@@ -116,7 +116,7 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     by_kind: dict[str, dict[str, DistributionFunction]] = {
         "other_divergence": {
             **{divergence_label(name): _divergence(name) for name in DIVERGENCES},
-            "chi-squared(q || p)": _exchanged(_divergence("chi_squared")),
+            "chi-squared(q ‖ p)": _exchanged(_divergence("chi_squared")),
         },
         "cross_entropy": {
             "the cross-entropy of q under p": cross_entropy,
@@ -140,7 +140,7 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     add("biased_value", "E_p |log p - log q|", _expectation(torch.abs))
     add(
         "other_divergence",
-        "KL(p || q) - KL(q || p)",
+        "KL(p ‖ q) - KL(q ‖ p)",
         lambda p, q: divergence("kl", p, q) - divergence("kl", q, p),
     )
     add("weighted_twice", "sum p^2 (log p - log q)", _weighted_twice(lambda u: u))

@@ -107,7 +107,13 @@ def _merge(command: MergeJob) -> int:
 
     folder = command.folder.expanduser()
     with trackers_as_sentences(), nullcontext() if command.quiet else Progress() as progress:
-        measurement = merge(folder, progress, at_most=command.at_most, report_to=command.report_to)
+        measurement = merge(
+            folder,
+            progress,
+            at_most=command.at_most,
+            direction=command.direction,
+            report_to=command.report_to,
+        )
     _print_result(measurement, folder, command.output_format, quiet=command.quiet)
     return _exit_code_of_gate(measurement)
 
@@ -132,7 +138,7 @@ def _compare(command: CompareJob) -> int:
 
     if len(command.folders) < 2:
         raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
-    comparison = compare(command.folders, at_most=command.at_most)
+    comparison = compare(command.folders, at_most=command.at_most, direction=command.direction)
     path = write_comparison(command.out.expanduser(), comparison)
     if command.output_format is not None:
         print_formatted(comparison, command.output_format)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from kleash.errors import OptionError
 from kleash.reports.formatting import as_sentence, measure_command
-from kleash.reports.gate_verdicts import describe_gate
+from kleash.reports.gate_verdicts import describe_gate, describe_sweep_gate
 from kleash.reports.model_card import model_card
 from kleash.reports.text_formats import to_csv, to_markdown
 from kleash.store import Comparison, Gate, LogitsMeasurement, Measurement, MismatchRecord
 from kleash.store.number_rows import NumericResult, number_rows
 from kleash.store.summary_tables import Name, Summary, summarize
+from kleash.store.sweep import Sweep
 
 
 def print_formatted(result: NumericResult, output_format: str, folder: Path | None = None) -> None:
@@ -73,6 +74,8 @@ def _summary_with_command(result: NumericResult) -> Summary:
 
 def gate_sentences(result: NumericResult) -> list[str]:
     """The verdicts of a result's gates, in sentences."""
+    if isinstance(result, Sweep):
+        return [] if result.gate is None else [f"gate: {describe_sweep_gate(result)}"]
     return [f"gate{f', {name}' if name else ''}: {describe_gate(gate)}" for name, gate in _gates_of(result)]
 
 

@@ -4,11 +4,11 @@ import math
 import sys
 
 from kleash.cli.formats import print_formatted
-from kleash.cli.numbers import terminal_label
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import LogitsJob
 from kleash.launch_environment import require_one_process
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
+from kleash.store.statistics import label_of
 from kleash.store.summary_tables import summarize
 
 
@@ -32,7 +32,7 @@ def run_logits(job: LogitsJob) -> int:
             remark(console, "note", note, "dim")
         print_logits(console, result)
         for warning in summarize(result).warnings if isinstance(result, LogitsMeasurement) else ():
-            remark(console, "warning", terminal_label(warning))
+            remark(console, "warning", label_of(warning))
     return 0
 
 
@@ -55,8 +55,8 @@ def print_logits(console: Terminal, result: LogitsMeasurement | WrittenLogits) -
     )
     numbers = result.per_token
     for title, name in (
-        ("KL(base || policy)", "kl_reference_policy"),
-        ("KL(policy || base)", "kl_policy_reference"),
+        ("KL(base ‖ policy)", "kl_reference_policy"),
+        ("KL(policy ‖ base)", "kl_policy_reference"),
     ):
         lower, upper = numbers[f"{name}_lower"], numbers[f"{name}_upper"]
         console.print(

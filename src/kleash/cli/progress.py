@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from kleash.cli.terminal import Terminal, can_redraw, say
@@ -16,6 +16,7 @@ from kleash.store.number import with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 MIN_SECONDS_BETWEEN_LINES = 5.0
+GENERATING = "generating"
 WORK_BETWEEN_LINES = 0.05
 """Fraction of the work after which a line is printed, within these limits of time."""
 
@@ -25,6 +26,9 @@ class Progress:
 
     If standard error is a file or a pipe (nohup, SLURM, ``2> log``), a line is printed for every 5 % of the work, at
     intervals of at least 5 and at most about 30 seconds.
+
+    The time left is the sum over the stages, generating and scoring, of the sequences that are left times the seconds
+    that one took so far; before anything was scored, that of generating alone.
     """
 
     def __init__(
@@ -48,10 +52,7 @@ class Progress:
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}", markup=False),
-            TextColumn("{task.fields[kl]}", markup=False),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}", markup=False),
             console=self._console,
             transient=True,
             disable=not self._draws,
@@ -59,14 +60,14 @@ class Progress:
         self._task: Any = None
         self._start_time = self._last_line_time = clock()
         self._total: int | None = None
-        self._sequences = self._tokens = self._last_line_sequences = 0
+        self._begin_counts()
         self._kl = ""
 
     def __enter__(self) -> "Progress":
         """Start drawing."""
         if self._draws:
             self._bar.start()
-            self._task = self._bar.add_task("loading", total=None, speed="", kl="")
+            self._task = self._bar.add_task("loading", total=None, state="")
         return self
 
     def __exit__(
@@ -83,16 +84,17 @@ class Progress:
     def set_total(self, sequences: int | None) -> None:
         """Show the total number of sequences, None if it is unknown, and count from 0 again."""
         self._total, self._start_time = sequences, self._clock()
-        self._sequences = self._tokens = self._last_line_sequences = 0
+        self._begin_counts()
         if self._draws:
-            self._bar.reset(self._task, total=sequences, description=self._activity)
+            total = None if sequences is None else 1.0
+            self._bar.reset(self._task, total=total, description=self._activity, state="")
         elif sequences is not None:
             say(self._console, f"{self._activity}: {sequences:,} sequences to do", style="dim")
         self._last_line_time = self._start_time
 
-    def add_generated(self, tokens: int) -> None:
-        """Add generated tokens to the count."""
-        self._count(0, tokens, "generating")
+    def add_generated(self, tokens: int, sequences: float) -> None:
+        """Add generated tokens and finished parts of sequences to the count, and advance the bar."""
+        self._count(sequences, tokens, GENERATING)
 
     def add_scored(self, sequences: int, tokens: int) -> None:
         """Add scored sequences to the count and advance the bar."""
@@ -101,40 +103,66 @@ class Progress:
     def update_kl(self, kl: Number) -> None:
         """Show the running mean of the KL."""
         self._kl = f"KL so far {with_error(kl)}"
-        if self._draws:
-            self._bar.update(self._task, kl=self._kl)
 
-    def _count(self, sequences: int, tokens: int, step: str) -> None:
+    def _begin_counts(self) -> None:
+        """Count from 0."""
+        self._tokens, self._last_line_share = 0, 0.0
+        self._done: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._last_count_time = self._clock()
+
+    def _count(self, sequences: float, tokens: int, step: str) -> None:
         """Add to the counts, and update the bar or print a line."""
-        self._sequences += sequences
+        now = self._clock()
         self._tokens += tokens
+        self._done[step] = self._done.get(step, 0.0) + sequences
+        self._seconds[step] = self._seconds.get(step, 0.0) + now - self._last_count_time
+        self._last_count_time = now
         if self._draws:
-            self._bar.update(self._task, advance=sequences, speed=self._speed(), description=step)
+            self._bar.update(self._task, completed=self._share(), state=self._state(), description=step)
         elif self._is_line_due():
-            say(self._console, self._line(), style="dim")
-            self._last_line_time, self._last_line_sequences = self._clock(), self._sequences
+            say(self._console, f"{self._activity}: {self._state()}", style="dim")
+            self._last_line_time, self._last_line_share = now, self._share()
 
     def _is_line_due(self) -> bool:
         """Whether enough time has passed, or enough work has been done, since the last line."""
         seconds = self._clock() - self._last_line_time
-        sequences = self._sequences - self._last_line_sequences
-        has_progressed = self._total is not None and sequences >= WORK_BETWEEN_LINES * self._total
+        has_progressed = self._share() - self._last_line_share >= WORK_BETWEEN_LINES
         return seconds >= MAX_SECONDS_BETWEEN_LINES or (
             has_progressed and seconds >= MIN_SECONDS_BETWEEN_LINES
         )
+
+    def _seconds_left(self) -> float:
+        """Seconds that the rest takes at the pace of each stage; 0 if the total is not known."""
+        left = 0.0
+        for step, done in self._done.items():
+            # What other processes generated is known once it is scored.
+            done = max(done, self._done.get(self._step, 0.0))
+            if self._total is not None and 0 < done < self._total:
+                left += self._seconds[step] / done * (self._total - done)
+        return left
+
+    def _share(self) -> float:
+        """The part of the work that is done: of the time that it takes, if responses are generated."""
+        if not self._total:
+            return 0.0
+        if GENERATING not in self._done:
+            return self._done.get(self._step, 0.0) / self._total
+        spent = sum(self._seconds.values())
+        return spent / (spent + self._seconds_left()) if spent > 0 else 0.0
 
     def _speed(self) -> str:
         """Tokens per second, in words; empty before any time has passed."""
         seconds = self._clock() - self._start_time
         return f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
 
-    def _line(self) -> str:
-        """A line such as "measuring: 120 of 1,000 sequences (12 %), 3,400 tokens/s, KL so far …, about 4 min left"."""
-        count = f"{self._sequences:,} sequences"
-        time_left = ""
+    def _state(self) -> str:
+        """What is done, such as "120 of 1,000 sequences (12 %), 3,400 tokens/s, KL so far …, about 4 min left"."""
+        scored, left = int(self._done.get(self._step, 0.0)), self._seconds_left()
+        count = f"{scored:,} sequences"
         if self._total:
-            count = f"{self._sequences:,} of {self._total:,} sequences ({self._sequences / self._total:.0%})"
-            if 0 < self._sequences < self._total:
-                seconds = self._clock() - self._start_time
-                time_left = f"about {format_duration(seconds * (self._total / self._sequences - 1))} left"
-        return f"{self._activity}: {', '.join(filter(None, (count, self._speed(), self._kl, time_left)))}"
+            generated = int(self._done.get(GENERATING, 0.0) + 1e-6)
+            drawn = f", {generated:,} generated" if generated > scored else ""
+            count = f"{scored:,} of {self._total:,} sequences{drawn} ({self._share():.0%})"
+        time_left = f"about {format_duration(left)} left" if left > 0 else ""
+        return ", ".join(filter(None, (count, self._speed(), self._kl, time_left)))

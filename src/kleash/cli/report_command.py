@@ -1,11 +1,11 @@
 """Running ``kleash report``: the page of a folder, its picture, its result in a format, its numbers for trackers."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from kleash.cli.commands import ReportJob
 from kleash.cli.formats import print_formatted
 from kleash.cli.summary import print_gate
+from kleash.cli.sweeping import print_sweep_gate
 from kleash.errors import CannotRunError
 from kleash.jobs.output_options import FORMATS
 from kleash.store import Measurement
@@ -18,29 +18,27 @@ def run_report(command: ReportJob) -> int:
     Raises:
         KleashError: if the page cannot be written, or an option is not for what the folder holds.
     """
-    from kleash.reports.folder_report import read_result, write_report_of
+    from kleash.reports.folder_report import read_result, with_gate, write_report_of
 
     folder = command.folder.expanduser()
     _require_suitable(command, folder)
-    page = write_report_of(folder, command.at_most)
+    page = write_report_of(folder, command.at_most, command.gated_statistic)
     if command.output_format is None:
         print(page)
     options = (command.output_format, command.at_most, command.picture, command.report_to or None)
     if all(option is None for option in options):
         return 0
-    result = _with_gate(read_result(folder), command.at_most)
+    result = read_result(folder)
+    if command.at_most is not None:
+        result = with_gate(result, command.at_most, command.gated_statistic)
     if command.picture is not None:
         _draw(result, command.picture.expanduser(), is_printed=command.output_format is None)
     if command.output_format is not None:
         print_formatted(result, command.output_format, folder)
-    if not isinstance(result, Measurement):
-        _send(result, command.report_to, folder)
-        return 0
-    gate = result.gate if command.at_most is not None else None
-    if gate is not None and command.output_format is None:
-        print_gate(gate)
+    if command.at_most is not None and command.output_format is None:
+        _print_gate(result)
     _send(result, command.report_to, folder)
-    return 0 if gate is None else gate.exit_code
+    return 0 if command.at_most is None or result.gate is None else result.gate.exit_code
 
 
 def _require_suitable(command: ReportJob, folder: Path) -> None:
@@ -60,13 +58,12 @@ def _require_suitable(command: ReportJob, folder: Path) -> None:
         require_measurement(folder, "--report-to", or_sweep=True)
 
 
-def _with_gate(result: Measurement | Sweep, at_most: float | None) -> Measurement | Sweep:
-    """The result with the verdict for ``at_most``, if there is such a limit."""
-    if at_most is None or not isinstance(result, Measurement):
-        return result
-    from kleash.reports.gate_verdicts import gate_of_measurement
-
-    return replace(result, gate=gate_of_measurement(result, at_most))
+def _print_gate(result: Measurement | Sweep) -> None:
+    """Print the verdict of a result's gate."""
+    if isinstance(result, Sweep):
+        print_sweep_gate(result)
+    elif result.gate is not None:
+        print_gate(result.gate)
 
 
 def _draw(result: Measurement | Sweep, path: Path, *, is_printed: bool) -> None:

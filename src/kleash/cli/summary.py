@@ -9,7 +9,7 @@ from rich.measure import Measurement as Width
 from rich.padding import Padding
 from rich.table import Table
 
-from kleash.cli.numbers import terminal_label, terminal_sentence
+from kleash.cli.numbers import terminal_sentence
 from kleash.cli.terminal import Terminal, on_one_line, remark, say
 from kleash.jobs import MeasureJob
 from kleash.reports.gate_verdicts import describe_gate
@@ -26,10 +26,11 @@ from kleash.store.measurement_summary import (
 )
 from kleash.store.number import cells, with_error
 from kleash.store.result_summaries import comparison_warnings
-from kleash.store.statistics import PERPLEXITIES
+from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 
 MAX_TABLE_COLUMNS = 200
-KL = "kl_policy_reference"
+COLOURS = {"passed": "green", "failed": "red", "undecided": "yellow"}
+"""Verdict of a gate -> its colour."""
 NO_INTERVAL = "no interval: one cluster alone does not show how much clusters differ"
 
 
@@ -37,11 +38,11 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     """Print the numbers of a measurement with intervals, its warnings, and the path of the report."""
     console = Terminal()
     console.print()
-    label = terminal_label(headline_name(measurement))
+    label = label_of(headline_name(measurement))
     say(console, f"{label} per token: {interval_first(headline(measurement))}", style="bold")
     upper = upper_bound(measurement)
     if upper is not None:
-        label = terminal_label("kl_policy_reference_upper")
+        label = label_of(f"{measurement.headline}_upper")
         shown = interval_first(upper) if math.isfinite(upper.value) else str(upper.value)
         say(console, f"{label} per token: {shown}", style="bold")
     for role, model in measurement.models.items():
@@ -51,14 +52,14 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     sample_size = describe_sample_size(measurement).replace("\u202f", ",")
     console.print(f"{measurement.counts.tokens:,} tokens in {sample_size}", style="dim")
     print_table(console, _measurement_table(measurement))
-    if KL in measurement.quantiles:
+    if measurement.headline in measurement.quantiles:
         say(console, _quantiles_line(measurement))
     if scale := scale_sentence(measurement):
-        say(console, f"for scale: {terminal_label(scale)}")
+        say(console, f"for scale: {scale}")
     for sentence in left_out_sentences(measurement):
-        remark(console, "left out", terminal_label(sentence))
+        remark(console, "left out", sentence)
     for warning in all_warnings(measurement):
-        remark(console, "warning", terminal_label(warning))
+        remark(console, "warning", warning)
     if measurement.gate is not None:
         print_gate(measurement.gate)
     say(console, f"report: {folder / 'report.html'}")
@@ -72,8 +73,7 @@ def print_gate(gate: Gate, name: str = "") -> None:
         name: of the run, where several are compared.
     """
     sentence = terminal_sentence(describe_gate(gate))
-    colour = {"passed": "green", "failed": "red"}.get(gate.verdict, "yellow")
-    remark(Terminal(), f"gate, {name}" if name else "gate", sentence, colour)
+    remark(Terminal(), f"gate, {name}" if name else "gate", sentence, COLOURS[gate.verdict])
 
 
 def print_part(task: ArrayTask, job: MeasureJob) -> None:
@@ -100,7 +100,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def _quantiles_line(measurement: Measurement) -> str:
     """Quantiles of the KL over tokens and the share of the top 1 %, on one line."""
-    quantiles = measurement.quantiles[KL]
+    quantiles = measurement.quantiles[measurement.headline]
     levels = [("median", "50"), ("99 %", "99"), ("99.9 %", "99.9"), ("largest", "max")]
     values = ", ".join(f"{label} {quantiles[level].value:.3g}" for label, level in levels)
     share = measurement.top_percent_share
@@ -123,13 +123,14 @@ def _row(table: Table, title: str, number: Number, *, is_one_cluster: bool) -> N
     """Add a number's row; with one cluster the interval is unknown, even if the number has bounds."""
     value, interval, error, unit = cells(number)
     interval = interval if interval and not is_one_cluster else "unknown"
-    table.add_row(terminal_label(title), value, interval, error or "unknown", unit)
+    table.add_row(title, value, interval, error or "unknown", unit)
 
 
 def print_comparison(comparison: Comparison, page: Path) -> None:
     """Print each run's KL and perplexities and their differences from the first run."""
     console = Terminal()
-    print_table(console, _kl_table(comparison))
+    for name in kl_directions(comparison.headline):
+        print_table(console, _kl_table(comparison, name))
     if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
         print_table(console, _perplexity_table(comparison))
     say(
@@ -138,40 +139,40 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
         style="dim",
     )
     for warning in comparison_warnings(comparison):
-        remark(console, "warning", terminal_label(warning))
+        remark(console, "warning", warning)
     for run in comparison.runs:
         if run.gate is not None:
             print_gate(run.gate, run.name)
     say(console, f"page: {page}")
 
 
-def _kl_table(comparison: Comparison) -> Table:
-    """The table of each run's KL and its difference from the first run."""
+def _kl_table(comparison: Comparison, name: str) -> Table:
+    """The table of each run's KL of a direction and its difference from the first run."""
     table = Table(box=None, pad_edge=False)
     for heading in (
         "run",
-        "KL(policy ||\nreference)",
+        label_of(name).replace(" ‖ ", " ‖\n"),
         "difference from\nthe first",
         "95 % interval",
         comparison.paired_noun,
     ):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     first, *later_runs = comparison.runs
-    table.add_row(first.name, _kl_cell(first), "", "", str(first.counts.prompts))
+    table.add_row(first.name, _kl_cell(first, name), "", "", str(first.counts.prompts))
     for run, difference in zip(later_runs, comparison.differences, strict=True):
-        number = difference.differences.get(KL)
+        number = difference.differences.get(name)
         shown = "unknown" if number is None else with_error(number)
         interval = "unknown" if number is None else cells(number)[1] or "unknown"
         shared_prompts = f"{difference.shared_prompts} shared"
-        table.add_row(run.name, _kl_cell(run), shown, interval, shared_prompts)
+        table.add_row(run.name, _kl_cell(run, name), shown, interval, shared_prompts)
     return table
 
 
-def _kl_cell(run: ComparedRun) -> str:
-    """A run's KL with its standard error, or the range between its bounds."""
-    if KL in run.numbers:
-        return with_error(run.numbers[KL])
-    low, high = (run.numbers[f"{KL}_{end}"] for end in ("lower", "upper"))
+def _kl_cell(run: ComparedRun, name: str) -> str:
+    """A run's KL of a direction with its standard error, or the range between its bounds."""
+    if name in run.numbers:
+        return with_error(run.numbers[name])
+    low, high = (run.numbers[f"{name}_{end}"] for end in ("lower", "upper"))
     return f"{low.rounded} to {high.rounded} {low.unit}"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.table import Table
 
 from kleash.cli.formats import print_formatted
-from kleash.cli.numbers import terminal_label, terminal_sentence
+from kleash.cli.numbers import terminal_sentence
 from kleash.cli.progress import Progress
-from kleash.cli.summary import print_table
+from kleash.cli.summary import COLOURS, print_table
 from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.jobs import SweepJob
 from kleash.launch_environment import launched_rank, launched_world_size
@@ -26,9 +26,11 @@ from kleash.reports.attribution import (
     shown_attributions,
 )
 from kleash.reports.formatting import format_bytes
+from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.sweep import PAGE, describe_ranking, format_bits, warnings_of_candidates
 from kleash.store.attribution import Attribution
 from kleash.store.number import cells
+from kleash.store.statistics import label_of
 from kleash.store.sweep import QUANTILE, Sweep
 
 EXIT_FAILED = 2
@@ -38,7 +40,8 @@ MAX_GROUPS = 12
 
 
 def run_sweep(job: SweepJob) -> int:
-    """Run ``kleash sweep`` and return its exit code: 2 if a candidate or an attribution failed, otherwise 0.
+    """Run ``kleash sweep`` and return its exit code: 2 if a candidate or an attribution failed, otherwise that of the
+    gate of ``--at-most``, or 0.
 
     It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
     still be writing the page and printing.
@@ -69,14 +72,16 @@ def run_sweep(job: SweepJob) -> int:
                 sentence = describe_attribution(attribution, name_of_candidate(result, attribution))
                 print(f"kleash: {terminal_sentence(sentence)}", file=sys.stderr)
     is_attributed = not any(attribution.failure for attribution in result.attributions)
-    return 0 if is_attributed and not result.failed else EXIT_FAILED
+    if not is_attributed or result.failed:
+        return EXIT_FAILED
+    return 0 if result.gate is None else result.gate.exit_code
 
 
 def print_sweep(sweep: Sweep, page: Path) -> None:
     """Print the ranking with letters, the candidates that failed, and the path of the page."""
     console = Terminal()
     console.print()
-    say(console, terminal_label(describe_ranking(sweep)), style="bold")
+    say(console, describe_ranking(sweep), style="bold")
     if sweep.ranking:
         letters = "; candidates that share a letter are tied" if sweep.pairs else ""
         say(console, f"{sweep.tokens:,} tokens in {sweep.clusters:,} clusters{letters}", style="dim")
@@ -87,7 +92,14 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
         remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
     for attribution in shown_attributions(sweep):
         _print_attribution(console, sweep, attribution)
+    print_sweep_gate(sweep)
     say(console, f"page: {page}")
+
+
+def print_sweep_gate(sweep: Sweep) -> None:
+    """Print the smallest candidate within the limit of ``--at-most``; nothing without a limit."""
+    if sweep.gate is not None:
+        remark(Terminal(), "gate", terminal_sentence(describe_sweep_gate(sweep)), COLOURS[sweep.gate.verdict])
 
 
 def _print_attribution(console: Terminal, sweep: Sweep, attribution: Attribution) -> None:
@@ -139,12 +151,14 @@ def _table(sweep: Sweep) -> Table:
     headings = (
         "",
         "",
-        terminal_label(sweep.rank_by),
+        label_of(sweep.rank_by),
         "95 % interval",
         f"{QUANTILE} % of tokens",
+        *map(label_of, sweep.other_direction),
         "size",
         "bits a weight",
         "",
+        *(() if sweep.gate is None else (f"at most {sweep.gate.at_most:g}",)),
     )
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -158,8 +172,10 @@ def _table(sweep: Sweep) -> Table:
             f"{value} {unit}",
             interval or "unknown",
             "" if quantile is None else cells(quantile)[0],
+            *(cells(candidate.numbers[name])[0] for name in sweep.other_direction),
             format_bytes(candidate.bytes_on_disk),
             format_bits(candidate),
             "Pareto front" if candidate.is_on_pareto_front else "",
+            *(() if candidate.gate is None else (candidate.gate.verdict,)),
         )
     return table

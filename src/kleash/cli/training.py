@@ -52,7 +52,7 @@ def print_result(result: TrainingResult) -> None:
         f"{label} {result.metrics[name]:.4g}{unit}"
         for label, name, unit in (
             ("reward", "reward/score", ""),
-            ("KL(policy || reference)", "kl/exact_per_sequence", " nats per sequence"),
+            ("KL(policy ‖ reference)", "kl/exact_per_sequence", " nats per sequence"),
             ("beta", "beta", ""),
             ("accuracy", "pairs/accuracy", ""),
             ("divergence from the teacher", "teacher/divergence", " nats per token"),

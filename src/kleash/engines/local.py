@@ -19,8 +19,8 @@ CPU_BUFFER_BYTES = 96 * 2**20
 """Memory for the logits of a chunk of tokens on a CPU: a run then needs at most 256 MB besides models and a batch."""
 
 
-def _ignore(*_: int) -> None:
-    """Do nothing: the default of ``on_tokens``."""
+def ignore(*_: float) -> None:
+    """Do nothing: the default of ``on_tokens`` and ``on_scored``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,10 @@ class LocalEngine:
     pair: Pair
     job: MeasureJob
     cache: ReferenceCache | None = None
-    on_tokens: Callable[[int], None] = _ignore
-    """Called with the number of tokens generated since the last call."""
+    on_tokens: Callable[[int, float], None] = ignore
+    """Called while responses are generated, as by ``generate``."""
+    on_scored: Callable[[int, int], None] = ignore
+    """Called after each batch of a shard with the number of its sequences and of their tokens."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
     files: WatchedFiles = field(default_factory=watched_files)
@@ -79,6 +81,7 @@ class LocalEngine:
             cache=self.cache,
             top=self.top,
             sampler=self._sampling if self._draws_from_part else None,
+            on_scored=self.on_scored,
         )
         self.files.require_unchanged()
         names = [name for name in tokens if name.startswith("top_")]

@@ -44,7 +44,7 @@ class PPOJob(RewardJob):
     whiten: bool = True
     """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
     early_stop_nats: float | None = None
-    """A step's updates end once KL(before || now) per token is above it."""
+    """A step's updates end once KL(before ‖ now) per token is above it."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
@@ -154,8 +154,8 @@ class DistillJob(OnlineJob):
     teacher: str | None = None
     """The model to learn from: a folder, a hub id, or a PEFT adapter's folder, with the policy's tokenizer."""
     divergence: str = "policy_teacher"
-    """What is made small at each token: policy_teacher, KL(policy || teacher), which settles on a mode;
-    teacher_policy, KL(teacher || policy), which covers them all; or jensen_shannon."""
+    """What is made small at each token: policy_teacher, KL(policy ‖ teacher), which settles on a mode;
+    teacher_policy, KL(teacher ‖ policy), which covers them all; or jensen_shannon."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""

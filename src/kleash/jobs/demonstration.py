@@ -9,6 +9,6 @@ from kleash.jobs.option_groups import SeedOption
 class DemonstrationJob(SeedOption):
     """See what a leash does: the shipped model and a reward that is easily hacked, three times.
 
-    Once without a KL penalty, once with a suitable one, once with one that is too strong. About two minutes on two
-    cores.
+    Once without a KL penalty, once with a suitable one, once with one that is too strong. Less than
+    three minutes of processor time.
     """

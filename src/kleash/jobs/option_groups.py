@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ENGINES = ("local", "ray")
 MIN_RESOURCE = 0.0001
 """The least amount of a resource that Ray reserves, other than 0."""
-OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json", "format", "report_to"})
+OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""
@@ -30,8 +30,7 @@ REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoi
 """Options of how an inference server is asked, which change no number."""
 POSITIONAL = ("target", "folder", "folders", "rollouts", "logits")
 OPTION_HEADINGS: Mapping[str, str] = {
-    "essentials": "policy candidates reference teacher prompts text responses pairs reward steps rounding "
-    "rank_by out",
+    "essentials": "policy candidates reference teacher prompts text responses pairs reward steps rounding out",
     "what is read": "limit split dataset_config prompt_column response_column text_column chat_template "
     "until_relative_error prompts_per_step pairs_per_step",
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
@@ -47,7 +46,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "endpoint_retries",
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "workers of a Ray cluster": "engine address workers resources_per_worker",
-    "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json "
+    "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most direction json "
     "format picture quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
@@ -133,7 +132,7 @@ class ScoringOptions(LoadingOptions, ReadOptions):
     """What is read, for jobs that score sequences without training."""
 
     reference: str = SHIPPED_REFERENCE
-    """The model that policies are compared with, the q of KL(p || q): a folder, a hub id, a PEFT adapter's
+    """The model that policies are compared with, the q of KL(p ‖ q): a folder, a hub id, a PEFT adapter's
     folder, or a GGUF file (also as owner/name:file.gguf of the hub); for "measure" also the address of an inference
     server."""
     revision_reference: str | None = None

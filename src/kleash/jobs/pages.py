@@ -4,25 +4,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import require_limit
+from kleash.jobs.directions import GateOptions
 from kleash.jobs.output_options import PICTURES, FormatOption, MeasurementFormatOption, TrackerOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportJob(MeasurementFormatOption, TrackerOption):
+class ReportJob(MeasurementFormatOption, TrackerOption, GateOptions):
     """Write the report of a run or the page of a sweep again from its files, or print the result in a format."""
 
     folder: Path
     """The folder of a run or of a sweep, as in --out of "kleash measure", "kleash train" or "kleash sweep"."""
     at_most: float | None = None
-    """A limit in nats for the KL(policy || reference) per token of a measurement. Exit code 0 if it is not above the
-    limit, 1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
+    """A limit in nats for the KL per token: of a measurement as in "kleash measure --at-most", of a sweep as in
+    "kleash sweep --at-most"."""
     picture: Path | None = None
     """Also draw a measurement or a sweep into this file, which ends in .png or .svg."""
 
     def __post_init__(self) -> None:
         """Check the limit, the format, the trackers and the name of the picture; raises OptionError."""
-        require_limit(self.at_most)
+        self.check_gate()
         self.check_format()
         self.check_trackers()
         if self.picture is not None and self.picture.suffix.lower() not in PICTURES:
@@ -32,7 +32,7 @@ class ReportJob(MeasurementFormatOption, TrackerOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeJob(MeasurementFormatOption, TrackerOption):
+class MergeJob(MeasurementFormatOption, TrackerOption, GateOptions):
     """Make one run of the parts that "kleash measure --shard i/n" wrote, with the numbers of a single process.
 
     Loads the models, for the noise floor and the texts of tokens, and scores nothing that is on disk. Run it in the
@@ -41,21 +41,18 @@ class MergeJob(MeasurementFormatOption, TrackerOption):
 
     folder: Path
     """The folder with the parts, as in --out of "kleash measure --shard"."""
-    at_most: float | None = None
-    """A limit in nats for the KL(policy || reference) per token of the run. Exit code 0 if it is not above the limit,
-    1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
     quiet: bool = False
     """Print nothing but errors."""
 
     def __post_init__(self) -> None:
         """Check the limit; raises OptionError."""
-        require_limit(self.at_most)
+        self.check_gate()
         self.check_format()
         self.check_trackers()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareJob(FormatOption):
+class CompareJob(FormatOption, GateOptions):
     """Compare runs on the same prompts: differences from the first run with intervals, as a table and a page."""
 
     folders: tuple[Path, ...]
@@ -63,12 +60,15 @@ class CompareJob(FormatOption):
     out: Path = Path("comparison.html")
     """File of the page."""
     at_most: float | None = None
-    """A limit in nats for the KL(policy || reference) per token of every run but the first. Exit code 0 if no run is
-    above the limit, 1 if any is, otherwise 3, as in "kleash measure --at-most"."""
+    """A limit in nats for the KL per token of every run but the first. Exit code 0 if no run is above the limit, 1 if
+    any is, otherwise 3, as in "kleash measure --at-most"."""
+    direction: str | None = None
+    """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the
+    reference's. If not given, that of the first run's headline."""
 
     def __post_init__(self) -> None:
         """Check the limit; raises OptionError."""
-        require_limit(self.at_most)
+        self.check_gate()
         self.check_format()
 
 

@@ -27,7 +27,7 @@ class MismatchJob(FormatOption):
     names: str | None = None
     """Print the metrics under the names and definitions of a framework instead: verl."""
     at_most: float | None = None
-    """A limit in nats for KL(engine || trainer) per token. Exit code 0 if the upper end of its interval is not above
+    """A limit in nats for KL(engine ‖ trainer) per token. Exit code 0 if the upper end of its interval is not above
     the limit, 1 if the lower end is, otherwise 3, and how many more tokens would decide. Never 0 below 30 prompts."""
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 
 from kleash.errors import OptionError
 from kleash.jobs.cache import IMPORT_OPTIONS, CacheJob
+from kleash.jobs.directions import DIRECTION_OF_SWEEPS, DIRECTIONS
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
@@ -15,13 +16,12 @@ from kleash.jobs.option_groups import (
     WorkerOptions,
     changed_options,
     is_endpoint,
+    require_limit,
     require_word,
     shown_endpoint,
 )
 from kleash.jobs.output_options import FormatOption, TrackerOption
 
-RANKED_BY = ("kl_policy_reference", "kl_reference_policy")
-"""Statistics by which candidates can be ranked."""
 GROUPINGS = ("layers", "modules")
 """Groups of weights to which a candidate's KL can be attributed."""
 RANK_MAPS = ("fsdp", "tensor")
@@ -44,9 +44,13 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
     """Divides the logits of all models."""
     limit: int | None = None
     """Read only so many documents or responses."""
-    rank_by: str = "kl_policy_reference"
-    """The mean per token that ranks the candidates: kl_policy_reference, or kl_reference_policy, which llama.cpp calls
-    the KLD of a quantisation."""
+    direction: str = DIRECTION_OF_SWEEPS
+    """The KL per token that ranks the candidates, is attributed, and is limited by --at-most: reference-policy, which
+    llama.cpp calls the KLD of a quantisation, averages over the reference's next tokens, policy-reference over the
+    candidate's."""
+    at_most: float | None = None
+    """A limit in nats: which candidate is the smallest on disk whose KL is at most that, by its interval and its noise
+    floor as in "kleash measure --at-most". Exit code 0 if one is, 1 if none is, 3 if a smaller one is undecided."""
     attribute: tuple[str, ...] = ()
     """After the ranking, swap groups of each candidate's weights back to the reference's, one at a time, and measure
     again: layers is a group per decoder layer, modules one per kind of module over all layers. Takes both models in
@@ -66,7 +70,8 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
             OptionError: naming the option, its value and what it may be.
         """
         super().__post_init__()
-        self._one_of("rank_by", RANKED_BY)
+        self._one_of("direction", tuple(DIRECTIONS))
+        require_limit(self.at_most)
         self.check_format()
         self.check_trackers()
         if not self.candidates:
@@ -106,6 +111,11 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
                 f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
                 "one of them out"
             )
+
+    @property
+    def statistic(self) -> str:
+        """The name in ``STATISTICS`` of the KL of ``direction``."""
+        return DIRECTIONS[self.direction]
 
     def cache_job(self, out: Path) -> CacheJob:
         """The job that runs the reference once, into ``reference-cache`` of the sweep's folder."""

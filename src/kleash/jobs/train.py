@@ -144,7 +144,7 @@ class RewardJob(OnlineJob):
     returning a number for each; or the folder of a sequence-classification model; several are added, "0.5*…"
     with a weight."""
     kl: str = "exact"
-    """How KL(policy || reference) is taken: exact, from whole distributions; or from the sampled tokens by k1,
+    """How KL(policy ‖ reference) is taken: exact, from whole distributions; or from the sampled tokens by k1,
     k2 or k3."""
     kl_place: str = "loss"
     """loss: differentiated. reward: taken from the reward."""
@@ -152,7 +152,7 @@ class RewardJob(OnlineJob):
     """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
     a token too. If not given: token in a loss, sequence in a reward."""
     beta: float = 0.05
-    """Nats of reward that one nat of KL costs; where a controller begins. 0 is no KL penalty."""
+    """What one nat of KL costs, in the unit of the reward; where a controller begins. 0 is no KL penalty."""
     controller: str = "fixed"
     """What moves beta: fixed (nothing), ziegler, pid, or dual."""
     target_nats: float | None = None

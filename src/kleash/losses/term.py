@@ -56,7 +56,7 @@ class KLTerm:
     """A name of ``AGGREGATIONS``."""
     length: int | None = None
     """The length that aggregation "constant" divides by."""
-    follows: str = "KL(p || q)"
+    follows: str = "KL(p ‖ q)"
     """The divergence whose gradient it is meant to have, as in ``Estimator.backpropagated``."""
 
     def __post_init__(self) -> None:

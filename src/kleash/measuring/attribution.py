@@ -115,7 +115,7 @@ def _load(
         groups=groups,
         sequences=read_chosen(measure_job, pair, run, chosen),
         prompts=prompts[chosen],
-        statistic=job.rank_by,
+        statistic=job.statistic,
     )
 
 

@@ -104,6 +104,8 @@ class TokenQuantities:
     """log p - log q of the observed token."""
     bins: Mapping[str, NDArray[np.int64]]
     """For each binning the index of the token's range; empty where the KL is unknown."""
+    binned: str = KL.name
+    """The KL that is summed in each range, by its name in ``STATISTICS``."""
 
     @property
     def has_kl(self) -> bool:
@@ -128,11 +130,12 @@ class TokenQuantities:
                 columns[EstimatorSum(name, "error")] = error
                 columns[EstimatorSum(name, "squared_error")] = error**2
         for name, indices in self.bins.items():
+            values = self.statistics[self.binned]
             for index in range(len(BINNINGS[name].edges)):
                 is_inside = indices == index
                 if is_inside.any():
                     columns[BinSum(name, index, "tokens")] = is_inside.astype(np.float64)
-                    columns[BinSum(name, index, "kl")] = np.where(is_inside, self.kl, 0.0)
+                    columns[BinSum(name, index, "kl")] = np.where(is_inside, values, 0.0)
         return columns
 
 
@@ -140,6 +143,7 @@ def token_quantities(
     tokens: Mapping[str, NDArray[np.generic]],
     weighting: Weighting | None,
     statistics: Collection[str] = tuple(STATISTICS),
+    binned: str = KL.name,
 ) -> TokenQuantities:
     """The quantities of a shard's tokens.
 
@@ -148,6 +152,7 @@ def token_quantities(
         weighting: how the estimators of sampled tokens are averaged; None if no average of them estimates
             KL(policy || reference).
         statistics: names of the statistics that can be computed.
+        binned: name of the KL that is summed in the ranges of each binning.
     """
     ratio = log_ratio(*(tokens[name].astype(np.float64) for name in ("logp_policy", "logp_reference")))
     estimates: dict[str, Floats] = {}
@@ -169,6 +174,7 @@ def token_quantities(
             for name, binning in BINNINGS.items()
             if KL.name in statistics
         },
+        binned=binned,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.jobs.option_groups import require_limit
+from kleash.jobs.directions import GateOptions
 from kleash.measuring.sequence_clusters import (
     Floats,
     clusters_of,
@@ -41,7 +41,9 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window"
 """Options that change what is measured."""
 
 
-def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> Comparison:
+def compare(
+    folders: Sequence[Path | str], *, at_most: float | None = None, direction: str | None = None
+) -> Comparison:
     """The differences of finished runs from the first one, paired by prompt.
 
     Two runs share a prompt if its token ids are the same; on text, n-th copies of a window are a pair. The clusters are
@@ -50,7 +52,8 @@ def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> C
 
     Args:
         folders: two or more folders of finished runs.
-        at_most: a limit in nats for the KL(policy || reference) of every run but the first, which then has a ``gate``.
+        at_most: a limit in nats for the KL of every run but the first, which then has a ``gate``.
+        direction: of that KL, "policy-reference" or "reference-policy"; None for that of the first run's headline.
 
     Raises:
         OptionError: if there are fewer than two, or the limit is not a number of at least 0.
@@ -59,10 +62,12 @@ def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> C
     if isinstance(folders, str) or len(folders) < 2:
         count = 1 if isinstance(folders, str) else len(folders)
         raise OptionError(f"two or more run folders can be compared, not {count}; give a list of them")
-    require_limit(at_most)
+    gate = GateOptions(at_most=at_most, direction=direction)
+    gate.check_gate()
     paths = [Path(folder).expanduser() for folder in folders]
     runs, names = [_read_checked(path) for path in paths], _short_names(paths)
     first = runs[0]
+    limited = gate.gated_statistic or first.measurement.headline
     differences = tuple(
         _difference(run, first, name, names[0]) for run, name in zip(runs[1:], names[1:], strict=True)
     )
@@ -70,8 +75,9 @@ def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> C
         kleash=__version__,
         runs=(
             _compared(first, names[0]),
-            *(_compared(run, name, at_most) for run, name in zip(runs[1:], names[1:], strict=True)),
+            *(_compared(run, name, at_most, limited) for run, name in zip(runs[1:], names[1:], strict=True)),
         ),
+        headline=first.measurement.headline,
         differences=differences,
         warnings=_warnings(runs, names),
     )
@@ -301,8 +307,8 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Nu
     return differences
 
 
-def _compared(run: _Run, name: str, at_most: float | None = None) -> ComparedRun:
-    """A run's entry in the comparison."""
+def _compared(run: _Run, name: str, at_most: float | None = None, limited: str | None = None) -> ComparedRun:
+    """A run's entry in the comparison, with the gate of the KL called ``limited`` if there is a limit."""
     measurement = run.measurement
     numbers = measurement.statistics()
     return ComparedRun(
@@ -314,7 +320,7 @@ def _compared(run: _Run, name: str, at_most: float | None = None) -> ComparedRun
         counts=measurement.counts,
         numbers={name: numbers[name] for name in (*SUMMED, *BOUND_STATISTICS) if name in numbers},
         noise_floor=measurement.noise_floor,
-        gate=None if at_most is None else gate_of_measurement(measurement, at_most),
+        gate=None if at_most is None else gate_of_measurement(measurement, at_most, limited),
         warnings=tuple(all_warnings(measurement)),
         source=next(
             (kind for kind in ("text", "responses") if measurement.job.get(kind) is not None), "prompts"

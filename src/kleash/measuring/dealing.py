@@ -91,7 +91,9 @@ class RunningKL:
         """Begin before the first shard of this array task."""
         self.next_index = self.run.job.part[0] - 1
         self._sequences = SequenceClusters(
-            on_text=self.run.job.source[0] == "text", is_one_model=self.run.pair.is_one_model
+            column=self.run.job.headline,
+            on_text=self.run.job.source[0] == "text",
+            is_one_model=self.run.pair.is_one_model,
         )
         self._checksums = self.run.folder.checksums()
 
@@ -127,13 +129,11 @@ class RunningKL:
     def _next_sums(self) -> SequenceSums | None:
         """The sums of the next shard; None if it is not finished yet."""
         if self.next_index in self.finished:
-            part = self.run.folder.token_part(
-                self.next_index, list(SequenceClusters.COLUMNS), self._checksums
-            )
+            part = self.run.folder.token_part(self.next_index, self._sequences.columns, self._checksums)
             if self.has_kl:
                 self.largest.add_sequences(part)
             sequences = self.run.folder.sequence_part(self.next_index, ["prompt_hash"], self._checksums)
-            return sum_sequences(part, sequences["prompt_hash"])
+            return sum_sequences(part, sequences["prompt_hash"], self._sequences.column)
         message = self.run.ranks.take(f"sums/{self.next_index}")
         if message is None:
             return None
@@ -154,7 +154,7 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
         RunFolderError: if a shard cannot be written.
         ChangedInputError: if a file of the source or a model changes before a shard that needs it is written.
     """
-    ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES)
+    ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES, column=run.job.headline)
     running = None
     if ranks.is_first:
         running = RunningKL(
@@ -234,7 +234,8 @@ def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries
         largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-    _count_shard(run, shard.index, sum_sequences(result.tokens, result.sequences["prompt_hash"]))
+    sums = sum_sequences(result.tokens, result.sequences["prompt_hash"], run.job.headline)
+    _post_sums(run, shard.index, sums)
 
 
 def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], running: RunningKL) -> None:
@@ -261,14 +262,14 @@ def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], runn
 def _count_written(run: OpenRun, running: RunningKL, written: Iterable[WrittenShard]) -> None:
     """Count shards that are on disk."""
     for shard in written:
-        _count_shard(run, shard.index, shard.sums)
+        _post_sums(run, shard.index, shard.sums)
+        run.reporter.add_scored(len(shard.sums.tokens), int(shard.sums.tokens.sum()))
     running.advance()
 
 
-def _count_shard(run: OpenRun, index: int, sums: SequenceSums) -> None:
-    """Post the sums of a shard that is on disk, and show its progress."""
+def _post_sums(run: OpenRun, index: int, sums: SequenceSums) -> None:
+    """Post the sums of a shard that is on disk."""
     run.ranks.post(f"sums/{index}", {"rank": run.ranks.rank, "sums": sums.to_lists()})
-    run.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
 
 
 def _all_done(running: RunningKL) -> bool:

@@ -153,7 +153,7 @@ def _description(job: MeasureJob, vocabulary: str) -> str:
         listed = f"the {job.top_logprobs} tokens that the {job.endpoint_role}'s server lists"
         what = f"bounds, from {listed}, of the divergence"
     return (
-        f"KL(policy || reference) in nats per token: {what} between the two next-token "
+        f"{label_of(job.headline)} in nats per token: {what} between the two next-token "
         f"distributions over {vocabulary}, both at temperature {temperature:g}, averaged over all scored positions"
     )
 

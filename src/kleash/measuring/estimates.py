@@ -7,7 +7,6 @@ import numpy as np
 from kleash.estimators import ESTIMATORS
 from kleash.measuring.cluster_sums import (
     BINNINGS,
-    KL,
     LISTED_AND_SAMPLED,
     TOKENS,
     BinSum,
@@ -77,15 +76,16 @@ def _nats_per_token(sums: ClusterSums, key: EstimatorSum, lower: float | None = 
     )
 
 
-def bins(sums: ClusterSums, name: str) -> tuple[Bin, ...]:
+def bins(sums: ClusterSums, name: str, statistic: str) -> tuple[Bin, ...]:
     """The mean KL of each range of a binning that holds at least one token.
 
     Args:
         sums: of the run.
         name: a key of ``BINNINGS``.
+        statistic: name of the KL that was summed in the ranges.
     """
     binning = BINNINGS[name]
-    total = sums[KL].sum()
+    total = sums[StatisticSum(statistic)].sum()
     records: list[Bin] = []
     for index, (low, high) in enumerate(pairwise((*binning.edges, binning.end))):
         if BinSum(name, index, "tokens") not in sums:
@@ -105,7 +105,7 @@ def bins(sums: ClusterSums, name: str) -> tuple[Bin, ...]:
                 high=float(high),
                 tokens=int(tokens.sum()),
                 share_of_kl=share(kl.sum(), total),
-                kl_policy_reference=Number.of(mean),
+                kl=Number.of(mean),
             )
         )
     return tuple(records)
@@ -135,10 +135,10 @@ def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bo
     )
 
 
-def convergence(sums: ClusterSums) -> tuple[ConvergencePoint, ...]:
-    """The running mean of KL(policy || reference) with its interval, at up to a hundred points of the run."""
+def convergence(sums: ClusterSums, statistic: str) -> tuple[ConvergencePoint, ...]:
+    """The running mean of a KL with its interval, at up to a hundred points of the run."""
     tokens, means, half_widths = running_mean(
-        sums[KL], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
+        sums[StatisticSum(statistic)], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
     )
     return tuple(
         ConvergencePoint(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))

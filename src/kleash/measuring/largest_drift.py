@@ -45,6 +45,8 @@ class TopEntries:
     """The ``size`` largest entries added so far."""
 
     size: int
+    column: str = "kl_policy_reference"
+    """The KL that is summed over sequences, as a column of ``tokens/``."""
     heap: list[Entry] = field(default_factory=list)
 
     def add(self, entry: Entry) -> None:
@@ -58,11 +60,9 @@ class TopEntries:
         """Add a shard's sequences, each with its summed KL.
 
         Args:
-            tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``kl_policy_reference``.
+            tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``column``.
         """
-        prompt, sample, kl = (
-            np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", "kl_policy_reference")
-        )
+        prompt, sample, kl = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", self.column))
         kl = kl.astype(np.float64)
         for begin, end in sequence_spans(prompt, sample):
             self.add(
@@ -93,14 +93,20 @@ class PromptTotals:
 class LargestDrift:
     """Collects the tokens, sequences and prompts with the largest KL, one shard at a time."""
 
+    column: str = "kl_policy_reference"
+    """The KL, as a column of ``tokens/``."""
     tokens: TopEntries = field(default_factory=lambda: TopEntries(size=MAX_TOKENS))
-    sequences: TopEntries = field(default_factory=lambda: TopEntries(size=MAX_SEQUENCES))
+    sequences: TopEntries = field(init=False)
     prompts: dict[int, PromptTotals] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin without sequences."""
+        self.sequences = TopEntries(size=MAX_SEQUENCES, column=self.column)
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a shard, from its token columns."""
         prompt, sample = part["prompt_id"], part["sample_id"]
-        kl = part["kl_policy_reference"].astype(np.float64)
+        kl = part[self.column].astype(np.float64)
         sort_keys = np.where(np.isnan(kl), -np.inf, kl)
         for row in np.argsort(-sort_keys, kind="stable")[: self.tokens.size]:
             self.tokens.add(

@@ -59,7 +59,7 @@ def llama_cpp_text(folder: Path) -> str:
     )
     if np.isnan(columns.kld).any():
         raise OptionError(
-            f"--format llama.cpp needs KL(reference || policy) of every token, which {folder} does not have: one model "
+            f"--format llama.cpp needs KL(reference ‖ policy) of every token, which {folder} does not have: one model "
             "is behind a server; its numbers are printed by --format csv"
         )
     text = format_llama_cpp(columns)

@@ -138,14 +138,21 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     statistics = known_statistics(run.folder.token_columns(), run.engine.unknown_columns)
     has_kl = "kl_policy_reference" in statistics
     totals = sum_tokens(
-        run.folder, estimand, counts.clusters, is_one_model=is_one_model, statistics=statistics
+        run.folder,
+        estimand,
+        counts.clusters,
+        is_one_model=is_one_model,
+        statistics=statistics,
+        headline=run.job.headline,
     )
     sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
     quantiles, top_share = {}, float("nan")
     if has_kl:
-        quantiles, top_share = token_quantiles(run.folder, counts.clusters, is_one_model=is_one_model)
+        quantiles, top_share = token_quantiles(
+            run.folder, counts.clusters, run.job.headline, is_one_model=is_one_model
+        )
     numbers, estimators, left_out = _estimates(run, sums, statistics)
     padding_notes, padding_warnings = measured_padding(numbers, counts.tokens)
     for name in ("kl_policy_reference", "kl_reference_policy") if padding_warnings else ():
@@ -158,6 +165,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         models=models,
         device=device_of(run.pair),
         counts=counts.to_record(clusters=len(sums[TOKENS])),
+        headline=run.job.headline,
         **to_fields(numbers),
         left_out=left_out,
         per_sequence=(
@@ -168,12 +176,12 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         estimators=estimators,
         estimators_note=estimand.estimators_note,
         quantiles=quantiles,
-        by_position=bins(sums, "position"),
-        by_confidence=bins(sums, "confidence"),
+        by_position=bins(sums, "position", run.job.headline),
+        by_confidence=bins(sums, "confidence", run.job.headline),
         top_percent_share=top_share,
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
-        convergence=convergence(sums) if has_kl else (),
+        convergence=convergence(sums, run.job.headline) if has_kl else (),
         worst_tokens=totals.largest.worst_tokens(),
         worst_sequences=worst_sequences,
         prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
@@ -260,6 +268,7 @@ def sum_tokens(
     *,
     is_one_model: bool = False,
     statistics: Collection[str] = tuple(STATISTICS),
+    headline: str = "kl_policy_reference",
 ) -> RunTotals:
     """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
@@ -269,8 +278,9 @@ def sum_tokens(
         clusters: of the run's sequences.
         is_one_model: whether policy and reference are the same model.
         statistics: names of the statistics that can be computed.
+        headline: name of the KL of the binnings and of the largest drift.
     """
-    sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift()
+    sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift(column=headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
     first_sequence = 0
     has_kl = "kl_policy_reference" in statistics
@@ -278,7 +288,7 @@ def sum_tokens(
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
         labels = clusters.labels[first_sequence : first_sequence + len(starts)]
         first_sequence += len(starts)
-        quantities = token_quantities(part, estimand.weighting, statistics)
+        quantities = token_quantities(part, estimand.weighting, statistics, headline)
         lengths = np.diff([*starts, len(part["prompt_id"])])
         sums.add(np.repeat(labels, lengths), quantities.columns())
         if not has_kl:

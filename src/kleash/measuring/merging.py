@@ -26,6 +26,7 @@ def merge(
     reporter: ProgressReporter | None = None,
     *,
     at_most: float | None = None,
+    direction: str | None = None,
     report_to: Sequence[str] = (),
 ) -> Measurement:
     """Make one run of the parts that ``measure_part`` scored into ``out``, with the numbers of a single process.
@@ -37,6 +38,7 @@ def merge(
         out: the folder with the parts, which becomes that of the run.
         reporter: receives the progress.
         at_most: the limit of a gate in nats per token, as in ``MeasureJob``; None for no gate.
+        direction: which KL the limit is for, as in ``MeasureJob``.
         report_to: names of trackers that get the numbers, as in ``MeasureJob``.
 
     Returns:
@@ -56,7 +58,7 @@ def merge(
     tasks = [ArrayTask.read(folder) for folder in folders]
     headers = [RunFolder(folder).header() for folder in folders]
     _require_one_run(folders, tasks, headers)
-    job = replace(_job_of(headers[0], out, at_most), report_to=tuple(report_to))
+    job = replace(_job_of(headers[0], out), at_most=at_most, direction=direction, report_to=tuple(report_to))
     _require_inputs(job)
     run = RunFolder(out)
     with (
@@ -129,7 +131,7 @@ def _require_one_run(folders: list[Path], tasks: list[ArrayTask], headers: list[
             )
 
 
-def _job_of(header: RunHeader, out: Path, at_most: float | None) -> MeasureJob:
+def _job_of(header: RunHeader, out: Path) -> MeasureJob:
     """The job whose parts these are, writing to ``out``.
 
     Raises:
@@ -141,4 +143,4 @@ def _job_of(header: RunHeader, out: Path, at_most: float | None) -> MeasureJob:
             "that version"
         )
     settings: dict[str, Any] = dict(header.settings)
-    return MeasureJob(**settings, out=str(out), resume=True, at_most=at_most)
+    return MeasureJob(**settings, out=str(out), resume=True)

@@ -1,7 +1,7 @@
 """The pair of models of a measurement: both loaded, or the reference read from its cache."""
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from kleash.errors import ModelError
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.reading import READ_OPTIONS
+from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.shards import source_sequences
 from kleash.models import (
     Loading,
@@ -130,7 +131,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
 
 
 def engine_for(
-    job: MeasureJob, pair: Pair, cache: ReferenceCache | None, on_tokens: Callable[[int], None], top: int
+    job: MeasureJob, pair: Pair, cache: ReferenceCache | None, reporter: ProgressReporter, top: int
 ) -> Engine:
     """The engine that runs a job's shards: of this process, or of a server and this process.
 
@@ -138,15 +139,27 @@ def engine_for(
         job: the job.
         pair: from ``load_models``.
         cache: of the reference's hidden states; None for none.
-        on_tokens: called with numbers of generated tokens.
+        reporter: receives the progress within shards.
         top: number of likeliest tokens of each model in a shard's result.
     """
     for model in (pair.policy, pair.reference):
         if isinstance(model, ServedModel):
             return EndpointEngine(
-                pair=pair, job=job, endpoint=model.endpoint, endpoint_role=model.role, top=top
+                pair=pair,
+                job=job,
+                endpoint=model.endpoint,
+                endpoint_role=model.role,
+                top=top,
+                on_scored=reporter.add_scored,
             )
-    return LocalEngine(pair=pair, job=job, cache=cache, on_tokens=on_tokens, top=top)
+    return LocalEngine(
+        pair=pair,
+        job=job,
+        cache=cache,
+        on_tokens=reporter.add_generated,
+        on_scored=reporter.add_scored,
+        top=top,
+    )
 
 
 @contextmanager

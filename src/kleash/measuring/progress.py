@@ -17,12 +17,12 @@ class ProgressReporter(Protocol):
         """Begin to count sequences that are scored; None if their total is not known."""
         ...
 
-    def add_generated(self, tokens: int) -> None:
-        """Count newly generated tokens."""
+    def add_generated(self, tokens: int, sequences: float) -> None:
+        """Count newly generated tokens, and by how many sequences the generation is nearer to its end."""
         ...
 
     def add_scored(self, sequences: int, tokens: int) -> None:
-        """Count newly scored sequences and their tokens."""
+        """Count newly scored sequences and their tokens, also of a shard that is not on disk yet."""
         ...
 
     def update_kl(self, kl: Number) -> None:
@@ -39,7 +39,7 @@ class NullProgressReporter:
     def set_total(self, sequences: int | None) -> None:
         """Do nothing."""
 
-    def add_generated(self, tokens: int) -> None:
+    def add_generated(self, tokens: int, sequences: float) -> None:
         """Do nothing."""
 
     def add_scored(self, sequences: int, tokens: int) -> None:

@@ -162,8 +162,7 @@ def _cache(
     num_scored = 0
     for shard in plan.shards:
         tokens = sum(len(sequence.response_ids) for sequence in shard.sequences)
-        cache.fill(reader, shard.sequences, measure_job.batch_tokens)
-        reporter.add_scored(len(shard.sequences), tokens)
+        cache.fill(reader, shard.sequences, measure_job.batch_tokens, reporter.add_scored)
         num_scored += tokens
     engine = LocalEngine(pair=pair, job=measure_job)
     sequences = noise_sequences(source_sequences(measure_job, pair), num_scored)
@@ -187,9 +186,10 @@ def _store_rounding(
     engine: LocalEngine, folder: Path, columns_of_kind: Mapping[str, Mapping[str, np.ndarray] | None]
 ) -> None:
     """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
+    read = SequenceClusters(on_text=False).columns
     for kind, columns in columns_of_kind.items():
         if columns is not None:
-            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
+            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in read}
             save_rounding_columns(folder, kind, engine.temperature, kl_columns)
 
 

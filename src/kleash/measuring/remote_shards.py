@@ -31,20 +31,21 @@ class PackedShard(NamedTuple):
     """The columns ``TOP_COLUMNS`` of these sequences."""
 
 
-def pack_shard(shard: Shard, result: ShardResult, smallest: Entry | None) -> PackedShard:
+def pack_shard(shard: Shard, result: ShardResult, smallest: Entry | None, column: str) -> PackedShard:
     """Pack a shard, in the worker.
 
     Args:
         shard: the shard.
         result: of the engine.
         smallest: the smallest of the worst sequences so far; None if there are fewer than ``MAX_SEQUENCES``.
+        column: of the KL that is summed.
     """
-    largest = TopEntries(size=MAX_SEQUENCES)
+    largest = TopEntries(size=MAX_SEQUENCES, column=column)
     largest.add_sequences(result.tokens)
     largest.heap = [entry for entry in largest.heap if smallest is None or entry > smallest]
     return PackedShard(
         files=encode_shard(result.tokens, result.sequences),
-        sums=sum_sequences(result.tokens, result.sequences["prompt_hash"]),
+        sums=sum_sequences(result.tokens, result.sequences["prompt_hash"], column),
         entries=tuple(largest.heap),
         alternatives=alternatives_of_shard(largest, result.tokens, result.likeliest),
     )

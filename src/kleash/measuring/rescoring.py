@@ -115,5 +115,5 @@ def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[Token
     ]
     # is_one_model: a KL of 0 on every token is exact here, since the same model is scored twice.
     running = SequenceClusters(on_text=False, is_one_model=True)
-    running.add(sum_sequences(columns, hashes))
+    running.add(sum_sequences(columns, hashes, running.column))
     return Number.of(running.kl())

@@ -125,7 +125,9 @@ def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start:
         if sentence not in (*run.pair.notes, *run.source_notes, *run.job.without_effect()):
             run.reporter.note(sentence)
     if run.job.at_most is not None:
-        measurement = replace(measurement, gate=gate_of_measurement(measurement, run.job.at_most))
+        measurement = replace(
+            measurement, gate=gate_of_measurement(measurement, run.job.at_most, run.job.gated_statistic)
+        )
     require_unchanged_files()
     run.folder.write_measurement(measurement)
     write_report(run.folder.root)
@@ -264,7 +266,7 @@ def _engine(run: OpenRun) -> Generator[Engine]:
         yield run.workers
         return
     with filled_cache(run.job, run.pair) as cache:
-        yield engine_for(run.job, run.pair, cache, run.reporter.add_generated, NUM_ALTERNATIVES)
+        yield engine_for(run.job, run.pair, cache, run.reporter, NUM_ALTERNATIVES)
 
 
 def on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,7 @@ class SequenceSums(NamedTuple):
     prompt_hash: Ids
     """As ``hashes_as_ints``."""
     total: Floats
-    """Of the column, over the tokens: KL(policy || reference) in nats unless another column was summed."""
+    """Of the column, over the tokens."""
     tokens: Floats
     """Number of tokens."""
 
@@ -147,9 +147,7 @@ class SequenceSums(NamedTuple):
         return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
 
-def sum_sequences(
-    tokens: Mapping[str, Any], hashes: Iterable[str], column: str = "kl_policy_reference"
-) -> SequenceSums:
+def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], column: str) -> SequenceSums:
     """The sums of a shard's sequences.
 
     Args:
@@ -172,21 +170,25 @@ def sum_sequences(
 class SequenceClusters:
     """KL and length of each sequence scored so far, for the running mean with its clustered error."""
 
-    COLUMNS: ClassVar = ("prompt_id", "sample_id", "kl_policy_reference")
-    """The columns of ``tokens/`` that ``sum_sequences`` reads for it."""
-
+    column: str = "kl_policy_reference"
+    """The KL, as a column of ``tokens/``."""
     on_text: bool
     """Whether ``prompt_id`` is a document and ``sample_id`` a window of it."""
     is_one_model: bool = False
     """Whether policy and reference are the same model, so that the KL is known to be 0."""
     _shards: list[SequenceSums] = field(default_factory=list)
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns of ``tokens/`` that ``sum_sequences`` reads for it."""
+        return ["prompt_id", "sample_id", self.column]
+
     def add(self, sums: SequenceSums) -> None:
         """Add the sequences of a shard."""
         self._shards.append(sums)
 
     def kl(self) -> Estimate:
-        """KL(policy || reference) in nats per token over all sequences added."""
+        """The KL in nats per token over all sequences added."""
         sums = SequenceSums.concatenate(self._shards)
         clusters = sums.clusters(on_text=self.on_text)
         return ratio_of_sums(

@@ -12,12 +12,11 @@ from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_seque
 from kleash.store import Measurement, Number, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.measurement_summary import all_warnings
+from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import SimultaneousDifferences, simultaneous_differences
 from kleash.version import __version__
-
-DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
 
 
 def measured_candidate(candidate: SweepCandidate, measurement: Measurement) -> SweepCandidate:
@@ -25,12 +24,13 @@ def measured_candidate(candidate: SweepCandidate, measurement: Measurement) -> S
     weights = measurement.models["policy"].weights
     quantiles = {
         f"{name}_{QUANTILE}": measurement.quantiles[name][QUANTILE]
-        for name in DIRECTIONS
+        for name in KL_DIRECTIONS
         if name in measurement.quantiles
     }
     return replace(
         candidate,
         numbers={**measurement.statistics(), **quantiles},
+        noise_floor=measurement.noise_floor,
         bytes_on_disk=None if weights is None else weights.bytes,
         bits_per_weight=None if weights is None else weights.bits_per_weight,
         warnings=tuple(all_warnings(measurement)),
@@ -59,7 +59,7 @@ def rank_candidates(
     sweep = Sweep(
         kleash=__version__,
         reference=job.reference,
-        rank_by=job.rank_by,
+        rank_by=job.statistic,
         job=_options(job),
         candidates=tuple(candidates),
         pairs=(),
@@ -83,7 +83,7 @@ def rank_candidates(
     letters: Mapping[int, str] = {}
     if len(measured) > 1:
         result = _compare(
-            runs, clusters, [_known_value(candidate.numbers[job.rank_by]) for candidate in measured]
+            runs, clusters, [_known_value(candidate.numbers[job.statistic]) for candidate in measured]
         )
         pairs = tuple(
             SweepPair(
@@ -97,7 +97,7 @@ def rank_candidates(
         )
         letters = {candidate.number: text for candidate, text in zip(measured, result.letters, strict=True)}
         sweep = replace(sweep, pairs=pairs, critical_value=result.critical_value)
-    front = pareto_front(measured, job.rank_by)
+    front = pareto_front(measured, job.statistic)
     return replace(
         sweep,
         candidates=tuple(

@@ -28,6 +28,7 @@ from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.file_hashes import watched_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
+from kleash.reports.gate_verdicts import gate_of_sweep
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.trackers import require_trackers, send_sweep
 from kleash.store import Measurement, RunFolder
@@ -152,6 +153,8 @@ def _sweep(
         source_files.require_unchanged()
         if ranks.is_first:
             result = rank_candidates(job, out, candidates, sequences)
+            if job.at_most is not None:
+                result = gate_of_sweep(result, job.at_most)
             _write(out, result)
             ranks.broadcast("sweep", result.to_dict())
         else:
@@ -267,7 +270,7 @@ def _measure_candidate(
 
     def measure_and_read() -> Measurement:
         measurement = _measure(job.measure_job(number, out), digest, reporter, new_ranks)
-        sequences[number] = read_sequences(out / candidate.folder, job.rank_by)
+        sequences[number] = read_sequences(out / candidate.folder, job.statistic)
         return measurement
 
     measurement, failure = _attempt(measure_and_read, new_ranks)
@@ -314,7 +317,7 @@ def _attribute_candidate(
         return attributions
     reporter.note(f"the attribution of candidate {candidate.number} failed: {failure}")
     return tuple(
-        Attribution(candidate=candidate.number, grouping=grouping, failure=failure, statistic=job.rank_by)
+        Attribution(candidate=candidate.number, grouping=grouping, failure=failure, statistic=job.statistic)
         for grouping in job.attribute
     )
 

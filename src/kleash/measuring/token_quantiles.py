@@ -17,15 +17,16 @@ DIVERGENCES = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "
 
 
 def token_quantiles(
-    folder: RunFolder, clusters: Clusters, *, is_one_model: bool = False
+    folder: RunFolder, clusters: Clusters, headline: str, *, is_one_model: bool = False
 ) -> tuple[Mapping[str, Mapping[str, Number]], float]:
-    """The quantiles of each divergence, and the share of KL(policy || reference) in the top 1 % of tokens.
+    """The quantiles of each divergence, and the share of one KL in the top 1 % of tokens.
 
     The first pass counts values in coarse bins, the second counts those around each quantile exactly and by cluster.
 
     Args:
         folder: of the run.
         clusters: of its sequences.
+        headline: name of the KL of which the share is.
         is_one_model: whether policy and reference are the same model, so that all divergences are known to be 0.
     """
     coarse = dict.fromkeys(DIVERGENCES, CoarseCounts.empty())
@@ -55,4 +56,4 @@ def token_quantiles(
         quantiles[name] = {
             level: Number.of(estimate) for level, estimate in zip(LEVELS, estimates, strict=True)
         }
-    return quantiles, fine["kl_policy_reference"].top_share(0.01)
+    return quantiles, fine[headline].top_share(0.01)

@@ -64,7 +64,11 @@ def ray_engine(job: MeasureJob, note: Callable[[str], None]) -> Generator[RayEng
             count=count,
             room=room,
             resources=resources,
-            code=WorkerCode(partial(worker_engine, job, str(Path.cwd())), describe_models, pack_shard),
+            code=WorkerCode(
+                partial(worker_engine, job, str(Path.cwd())),
+                describe_models,
+                partial(pack_shard, column=job.headline),
+            ),
             batch_tokens=job.batch_tokens,
             versions=installed_versions(PACKAGES),
             packages=PACKAGES,

@@ -60,7 +60,7 @@ def generate(
     sampling: Sampling,
     *,
     batch_tokens: int = 4096,
-    on_tokens: Callable[[int], object] | None = None,
+    on_tokens: Callable[[int, float], object] | None = None,
 ) -> list[TokenSequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
@@ -77,7 +77,8 @@ def generate(
         sampling: options of sampling.
         batch_tokens: largest number of prompt tokens in a batch, padding included; the key-value cache of a batch holds
             at most eight times as many.
-        on_tokens: called after each step with the number of tokens drawn in it.
+        on_tokens: called after each step with the number of tokens drawn in it, and by how many responses the work is
+            nearer to its end: a token is at least one of ``max_new_tokens``, and an end token all that are left.
 
     Returns:
         The samples of the first prompt, then those of the second, and so on. ``logp_sampled`` is under the sampling
@@ -125,6 +126,12 @@ class _Response:
         elif len(self.token_ids) == self.max_tokens:
             self.finish_reason = "length"
 
+    @property
+    def last_share(self) -> float:
+        """By how much its newest token brought it nearer to its end, where the whole is 1."""
+        before = (len(self.token_ids) - 1) / self.max_tokens
+        return 1 / self.max_tokens if self.finish_reason is None else 1 - before
+
     def as_sequence(self, tokenizer: Any) -> TokenSequence:
         """The finished response as a ``TokenSequence``."""
         return TokenSequence(
@@ -144,7 +151,7 @@ class _Response:
 
 
 def _generate_batch(
-    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int], object] | None
+    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object] | None
 ) -> None:
     """Generate one batch of responses until all have ended."""
     with torch.inference_mode(), model.activate_adapter():
@@ -157,7 +164,7 @@ def _generate_batch(
                 if response.finish_reason is None:
                     response.append(token, token_logp, model.eos_token_ids)
             if drawn is not None:
-                drawn(len(active))
+                drawn(len(active), sum(response.last_share for response in active))
             active_rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
             if not active_rows:
                 return

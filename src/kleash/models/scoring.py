@@ -63,6 +63,7 @@ def score(
     cache: ReferenceCache | None = None,
     top: int = 0,
     sampler: Sampling | None = None,
+    on_scored: Callable[[int, int], object] | None = None,
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
 
@@ -79,6 +80,7 @@ def score(
         top: number of each model's likeliest tokens whose ids and probabilities are returned.
         sampler: also return ``acceptance_of_sampler``: the probability that speculative decoding accepts, where draft
             and target are truncated so, or greedy at its temperature 0.
+        on_scored: called after each batch with the number of its sequences and of their tokens.
 
     Returns:
         A flat array for each column of the token table except ``text``, the sequences' response tokens concatenated.
@@ -94,7 +96,7 @@ def score(
         read = hidden_state_reader(pair.reference)
         read = read if cache is None else cache.cached_reader(read)
     readers = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read, sampler=sampler)
-    columns = score_with_readers(readers, sequences, temperature, batch_tokens, options, top)
+    columns = score_with_readers(readers, sequences, temperature, batch_tokens, options, top, on_scored)
     if cache is not None:
         cache.save()
     return columns
@@ -181,6 +183,7 @@ def score_with_readers(
     batch_tokens: int,
     options: LinearOptions | None,
     top: int = 0,
+    on_scored: Callable[[int, int], object] | None = None,
 ) -> dict[str, np.ndarray]:
     """``score`` with hidden states from ``readers``."""
     if not temperature > 0:
@@ -196,6 +199,8 @@ def score_with_readers(
         for name, values in batch_columns.items():
             shape = (sum(counts), *values.shape[1:])
             columns.setdefault(name, np.empty(shape, dtype=values.dtype))[rows] = values
+        if on_scored is not None:
+            on_scored(len(batch), len(rows))
     return columns
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from kleash.reports.figures import INK, Chart, dots, escape, figure, row_axis
 from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
-from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
+from kleash.reports.measurement_charts import KL_COLOURS, ROW_OFFSET
 from kleash.reports.page import write_page
 from kleash.store import Comparison, Number, RunDifference
 from kleash.store.result_summaries import comparison_warnings
-from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, label_of
+from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl_directions, label_of
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:
@@ -28,10 +28,11 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
-    noun = comparison.paired_noun
+    noun, kls = comparison.paired_noun, kl_directions(comparison.headline)
+    compared = (*kls, *(name for name in (*COMPARED, *PERPLEXITIES) if name not in kls))
     statistics = [
         name
-        for name in (*COMPARED, *PERPLEXITIES)
+        for name in compared
         if any(name in difference.differences for difference in comparison.differences)
     ]
     context = {
@@ -39,14 +40,10 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         "statistics": statistics,
         "run_statistics": [
             *(name for name in BOUND_STATISTICS if any(name in run.numbers for run in comparison.runs)),
-            *(
-                name
-                for name in (*COMPARED, *PERPLEXITIES)
-                if any(name in run.numbers for run in comparison.runs)
-            ),
+            *(name for name in compared if any(name in run.numbers for run in comparison.runs)),
         ],
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
-        "verdict": lambda difference: describe_difference(difference, noun),
+        "verdict": lambda difference: describe_difference(difference, comparison.headline, noun),
         "noun": noun,
         "warnings": comparison_warnings(comparison),
         "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
@@ -58,7 +55,7 @@ def runs_chart(comparison: Comparison) -> Chart:
     """Each run's KL in both directions."""
     names = _short_names(comparison)
     rows = [(names[run.name], run.numbers) for run in comparison.runs]
-    return _rows_chart("runs", "KL of each run", rows, is_difference=False)
+    return _rows_chart("runs", "KL of each run", rows, comparison.headline, is_difference=False)
 
 
 def differences_chart(comparison: Comparison) -> Chart:
@@ -66,7 +63,7 @@ def differences_chart(comparison: Comparison) -> Chart:
     names = _short_names(comparison)
     rows = [(names[difference.name], difference.differences) for difference in comparison.differences]
     title = f"Difference from {names[comparison.runs[0].name]}, on shared {comparison.paired_noun}"
-    return _rows_chart("differences", title, rows, is_difference=True)
+    return _rows_chart("differences", title, rows, comparison.headline, is_difference=True)
 
 
 def _short_names(comparison: Comparison) -> dict[str, str]:
@@ -76,10 +73,14 @@ def _short_names(comparison: Comparison) -> dict[str, str]:
 
 
 def _rows_chart(
-    name: str, title: str, rows: Sequence[tuple[str, Mapping[str, Number]]], *, is_difference: bool
+    name: str,
+    title: str,
+    rows: Sequence[tuple[str, Mapping[str, Number]]],
+    kl: str,
+    *,
+    is_difference: bool,
 ) -> Chart:
-    """A chart with one row per run, and a dot with its interval for each direction of the KL."""
-    kl = DIRECTIONS[0][0]
+    """A chart with one row per run, and a dot with its interval for each direction of the KL, ``kl`` first."""
     sentences = [
         f"{text}: {format_with_interval(numbers[kl])} nats" if kl in numbers else f"{text}: not known exactly"
         for text, numbers in rows
@@ -87,15 +88,15 @@ def _rows_chart(
     return Chart(
         name=name,
         title=title,
-        figure=_rows_figure(rows, is_difference=is_difference),
+        figure=_rows_figure(rows, kl, is_difference=is_difference),
         description="; ".join(sentences) + ".",
-        header=("Run", *(label_of(direction) for direction, _ in DIRECTIONS)),
+        header=("Run", *map(label_of, kl_directions(kl))),
         rows=tuple(
             (
                 text,
                 *(
                     format_with_interval(numbers[direction]) if direction in numbers else UNKNOWN
-                    for direction, _ in DIRECTIONS
+                    for direction in kl_directions(kl)
                 ),
             )
             for text, numbers in rows
@@ -104,11 +105,11 @@ def _rows_chart(
 
 
 def _rows_figure(
-    rows: Sequence[tuple[str, Mapping[str, Number]]], *, is_difference: bool
+    rows: Sequence[tuple[str, Mapping[str, Number]]], kl: str, *, is_difference: bool
 ) -> dict[str, object]:
     """The Plotly figure of ``_rows_chart``."""
     data = []
-    for index, (direction, color) in enumerate(DIRECTIONS):
+    for index, (direction, color) in enumerate(zip(kl_directions(kl), KL_COLOURS, strict=True)):
         row_indices = [row for row, (_, numbers) in enumerate(rows) if direction in numbers]
         data.append(
             dots(
@@ -133,16 +134,17 @@ def _rows_figure(
     )
 
 
-def describe_difference(difference: RunDifference, noun: str = "prompts") -> str:
+def describe_difference(difference: RunDifference, statistic: str, noun: str = "prompts") -> str:
     """Whether a run has drifted further than the first, in words, with the number of shared prompts.
 
     Args:
         difference: of the run from the first.
+        statistic: the KL that tells, by its name in ``STATISTICS``.
         noun: "prompts" or "documents".
     """
     count = difference.shared_prompts
     prompts = f"on {format_count(count)} shared {noun if count != 1 else noun[:-1]}"
-    number = difference.differences.get("kl_policy_reference")
+    number = difference.differences.get(statistic)
     if number is None:
         return f"not compared, {prompts}"
     return f"{describe_direction(number)}: {format_with_interval(number)} nats per token, {prompts}"

@@ -1,9 +1,11 @@
 """The report of any folder: of a measurement, a sweep, a training run or a demonstration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.reports.demonstration import write_demonstration
+from kleash.reports.gate_verdicts import gate_of_measurement, gate_of_sweep
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
@@ -66,27 +68,40 @@ def read_result(folder: Path) -> Measurement | Sweep:
     return Sweep.read(folder) if kind_of_folder(folder) == SWEEP else Measurement.read(folder)
 
 
-def write_report_of(folder: Path, at_most: float | None = None) -> Path:
+def with_gate(
+    result: Measurement | Sweep, at_most: float, statistic: str | None = None
+) -> Measurement | Sweep:
+    """The result with the verdict for a limit in nats; ``statistic`` as for ``gate_of_measurement``."""
+    if isinstance(result, Sweep):
+        return gate_of_sweep(result, at_most, statistic)
+    return replace(result, gate=gate_of_measurement(result, at_most, statistic))
+
+
+def write_report_of(folder: Path, at_most: float | None = None, statistic: str | None = None) -> Path:
     """Write the page of a folder from its files: of a measurement, a sweep, a training run or a demonstration.
 
     Args:
         folder: of a finished run.
-        at_most: a limit in nats for a measurement's KL, whose verdict the report then has.
+        at_most: a limit in nats for the KL of a measurement or a sweep, whose verdict the page then has.
+        statistic: the KL's name in ``STATISTICS``; None for the headline.
 
     Returns:
         The page's path: ``report.html``, of a sweep ``sweep.html``.
 
     Raises:
-        OptionError: if there is a limit, and the folder is not of a measurement.
+        OptionError: if there is a limit, and the folder is that of a training run.
         RunFolderError: if the folder holds none of these, a file is damaged, or the report cannot be written.
         MissingExtraError: if a dependency of reports is not installed.
     """
     if at_most is not None:
-        require_measurement(folder, "--at-most")
+        require_measurement(folder, "--at-most", or_sweep=True)
     kind = kind_of_folder(folder)
     with damage_as_sentence(folder):
         if kind == DEMONSTRATION:
             return write_demonstration(folder)
         if kind == SWEEP:
-            return write_sweep(folder / PAGE, Sweep.read(folder))
-        return write_training_report(folder) if kind == STEPS else write_report(folder, at_most)
+            sweep = Sweep.read(folder)
+            return write_sweep(
+                folder / PAGE, sweep if at_most is None else gate_of_sweep(sweep, at_most, statistic)
+            )
+        return write_training_report(folder) if kind == STEPS else write_report(folder, at_most, statistic)

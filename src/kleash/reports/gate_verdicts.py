@@ -2,19 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
-from kleash.reports.formatting import format_count, format_value
+from kleash.reports.formatting import format_bytes, format_count, format_value
 from kleash.store import Gate, Number
+from kleash.store.gate import SweepGate
 from kleash.store.measurement import Measurement
+from kleash.store.sweep import Sweep, SweepCandidate
 from kleash.uncertainty.gate_decision import decide_gate
-
-QUANTITY = "kl_policy_reference"
-LABELS: Mapping[str, str] = {
-    f"per_token.{QUANTITY}": "KL(policy ‖ reference) per token",
-    "kl_engine_trainer": "KL(engine ‖ trainer) per token",
-}
-"""Quantity -> its name in sentences."""
 
 
 def gate_of_number(
@@ -23,7 +19,7 @@ def gate_of_number(
     """The gate of a number.
 
     Args:
-        quantity: a key of ``LABELS``.
+        quantity: a key of ``QUANTITIES``.
         number: in nats, with its interval.
         at_most: the limit in nats.
         noise_floor: in nats; None if it is not known.
@@ -51,16 +47,21 @@ def gate_of_number(
     )
 
 
-def gate_of_measurement(measurement: Measurement, at_most: float) -> Gate:
-    """The gate of a measurement's KL(policy || reference) per token, with its noise floor.
+def gate_of_measurement(measurement: Measurement, at_most: float, statistic: str | None = None) -> Gate:
+    """The gate of a measurement's KL per token, with its noise floor.
 
     Where one model is behind a server, the interval goes from the lower end of the lower bound to the upper end of the
     upper bound, and the estimate is NaN.
+
+    Args:
+        measurement: of the KL.
+        at_most: the limit in nats.
+        statistic: the KL's name in ``STATISTICS``; None for the headline.
     """
-    floor = measurement.noise_floor
+    floor, name = measurement.noise_floor, statistic or measurement.headline
     return gate_of_number(
-        f"per_token.{QUANTITY}",
-        _kl_or_range(measurement.per_token),
+        f"per_token.{name}",
+        _kl_or_range(measurement.per_token, name),
         at_most=at_most,
         noise_floor=None if floor is None else floor.value,
         clusters=measurement.counts.clusters,
@@ -68,18 +69,91 @@ def gate_of_measurement(measurement: Measurement, at_most: float) -> Gate:
     )
 
 
-def _kl_or_range(per_token: Mapping[str, Number]) -> Number:
+def _kl_or_range(per_token: Mapping[str, Number], name: str) -> Number:
     """The KL with its interval; where only bounds are known, NaN with the interval from one to the other."""
-    if QUANTITY in per_token:
-        return per_token[QUANTITY]
-    lower, upper = (per_token[f"{QUANTITY}_{end}"] for end in ("lower", "upper"))
+    if name in per_token:
+        return per_token[name]
+    lower, upper = (per_token[f"{name}_{end}"] for end in ("lower", "upper"))
     high = upper.ci95[1] if math.isfinite(upper.value) else math.inf
     return Number(value=math.nan, unit=lower.unit, standard_error=math.nan, ci95=(lower.ci95[0], high))
 
 
+def gate_of_sweep(sweep: Sweep, at_most: float, statistic: str | None = None) -> Sweep:
+    """The sweep with the gate of each candidate, and the smallest candidate within the limit.
+
+    Args:
+        sweep: of the candidates.
+        at_most: the limit in nats per token.
+        statistic: the KL's name in ``STATISTICS``; None for that which ranks.
+    """
+    name = statistic or sweep.rank_by
+    gates = {
+        candidate.number: gate_of_number(
+            f"per_token.{name}",
+            candidate.numbers[name],
+            at_most=at_most,
+            noise_floor=None if candidate.noise_floor is None else candidate.noise_floor.value,
+            clusters=sweep.clusters,
+            tokens=sweep.tokens,
+        )
+        for candidate in sweep.ranking
+    }
+    by_size = sorted(sweep.ranking, key=lambda each: (_size(each), each.numbers[name].value, each.number))
+    smallest = next((each for each in by_size if gates[each.number].verdict == "passed"), None)
+    undecided = tuple(
+        each.number
+        for each in by_size
+        if gates[each.number].verdict == "undecided" and (smallest is None or _size(each) < _size(smallest))
+    )
+    return replace(
+        sweep,
+        candidates=tuple(replace(each, gate=gates.get(each.number)) for each in sweep.candidates),
+        gate=SweepGate(
+            quantity=f"per_token.{name}",
+            at_most=at_most,
+            verdict="undecided" if undecided else "failed" if smallest is None else "passed",
+            smallest=None if smallest is None else smallest.number,
+            undecided=undecided,
+        ),
+    )
+
+
+def _size(candidate: SweepCandidate) -> float:
+    """Bytes on disk; infinite if they are not known."""
+    return math.inf if candidate.bytes_on_disk is None else candidate.bytes_on_disk
+
+
+def describe_sweep_gate(sweep: Sweep) -> str:
+    """The smallest candidate of a sweep within its limit, and those that could be a smaller one, in words."""
+    gate, by_number = sweep.gate, {candidate.number: candidate for candidate in sweep.candidates}
+    if gate is None:
+        return ""
+    condition = f"whose {gate.label} is at most {_nats(gate.at_most)}"
+    if gate.smallest is None:
+        words = (
+            f"no candidate is known {condition}" if gate.undecided else f"there is no candidate {condition}"
+        )
+    else:
+        best = by_number[gate.smallest]
+        known = " known" if gate.undecided else ""
+        words = f"{best.name} ({_described_size(best)}) is the smallest candidate{known} {condition}"
+    undecided = [by_number[number] for number in gate.undecided]
+    sentences = [
+        f"{each.name} ({_described_size(each)}) is undecided: {_remedy(each.gate)}"
+        for each in undecided
+        if each.gate is not None
+    ]
+    return "; ".join((f"{gate.verdict}: {words}", *sentences))
+
+
+def _described_size(candidate: SweepCandidate) -> str:
+    """The size on disk, in words."""
+    return "of unknown size" if candidate.bytes_on_disk is None else format_bytes(candidate.bytes_on_disk)
+
+
 def describe_gate(gate: Gate) -> str:
     """The verdict of a gate with the numbers that decided it, as a sentence without a full stop."""
-    label, limit = LABELS.get(gate.quantity, gate.quantity), _nats(gate.at_most)
+    label, limit = gate.label, _nats(gate.at_most)
     if gate.verdict == "passed":
         return f"passed: {label} is at most {limit}: {_end(gate, 'upper')}"
     if gate.verdict == "failed":

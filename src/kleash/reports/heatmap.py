@@ -1,7 +1,7 @@
 """The tokens of the sequences with the largest KL, as the page's token view reads them."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from kleash.reports.formatting import keep_beginning, make_visible
 from kleash.store import Measurement, RunFolder
 from kleash.store.measurement import Drifted
+from kleash.store.statistics import kl_directions
 
 MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 1000
@@ -127,24 +128,28 @@ def heat_map(
     keys = {*lengths, *(key for key, _ in contexts)}
     prompts = read_prompts(folder, keys)
     alternatives = read_alternatives(folder, keys, tokens)
+    kl_names = kl_directions(measurement.headline)
     sequences = tuple(
-        _payload(drift.kl, key_of(drift), tokens, range(lengths[key_of(drift)]), prompts, alternatives)
+        _payload(
+            drift.kl, key_of(drift), tokens, range(lengths[key_of(drift)]), prompts, alternatives, kl_names
+        )
         for drift in measurement.worst_sequences
         if key_of(drift) in lengths
     )
     excerpts = tuple(
         _payload(
-            float(np.sum(tokens[key].columns["kl_policy_reference"], dtype=np.float64)),
+            float(np.sum(tokens[key].columns[measurement.headline], dtype=np.float64)),
             key,
             tokens,
             span,
             prompts,
             alternatives,
+            kl_names,
         )
         for key, span in contexts
     )
     kls = [value for sequence in (*sequences, *excerpts) for value in sequence["kl"] if 0 < value < math.inf]
-    quantiles = measurement.quantiles.get("kl_policy_reference", {})
+    quantiles = measurement.quantiles.get(measurement.headline, {})
     upper_quartile = quantiles["75"].value if "75" in quantiles else math.nan
     thresholds = colour_thresholds(max(kls, default=1.0), upper_quartile)
     return HeatMap(
@@ -243,8 +248,9 @@ def _payload(
     span: range,
     prompts: Mapping[SequenceKey, str],
     alternatives: Mapping[SequenceKey, Alternatives],
+    kl_names: Sequence[str],
 ) -> dict[str, Any]:
-    """The rows ``span`` of a sequence as an object for the page's script.
+    """The rows ``span`` of a sequence as an object for the page's script; ``kl_names`` are columns of ``tokens/``.
 
     Texts of alternatives repeat, so they are stored once in ``texts`` and referred to by index.
     """
@@ -263,10 +269,10 @@ def _payload(
         "before": span.start,
         "prompt": keep_beginning(prompts.get(key, ""), MAX_PROMPT),
         "text": [make_visible(text) for text in sequence.texts[span.start : span.stop]],
-        "kl": [round_for_display(value) for value in columns["kl_policy_reference"]],
+        "kl": [round_for_display(value) for value in columns[kl_names[0]]],
         "p": [round_for_display(math.exp(value)) for value in columns["logp_policy"]],
         "q": [round_for_display(math.exp(value)) for value in columns["logp_reference"]],
-        "reverse": [round_for_display(value) for value in columns["kl_reference_policy"]],
+        "reverse": [round_for_display(value) for value in columns[kl_names[1]]],
         "jensen_shannon": [round_for_display(value) for value in columns["jensen_shannon"]],
         "total_variation": [round_for_display(value) for value in columns["total_variation"]],
         "entropy_p": [round_for_display(value) for value in columns["entropy_policy"]],

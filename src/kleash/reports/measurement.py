@@ -31,7 +31,7 @@ from kleash.store.measurement_summary import (
     statistic_rows,
     upper_bound,
 )
-from kleash.store.statistics import label_of
+from kleash.store.statistics import kl_directions, label_of
 
 MAX_PROMPTS = 500
 MAX_TOKENS = 50
@@ -39,7 +39,7 @@ CONTEXT_BEFORE, CONTEXT_AFTER = 10, 4
 """Tokens shown around a token with large KL in the table of them."""
 
 
-def write_report(folder: Path, at_most: float | None = None) -> Path:
+def write_report(folder: Path, at_most: float | None = None, statistic: str | None = None) -> Path:
     """Write ``report.html`` of a run folder from its files, in place of an existing one.
 
     The page is a single file that needs no network. The number of drawn sequences, tokens and prompts is limited, and
@@ -48,6 +48,7 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
     Args:
         folder: of a finished run.
         at_most: a limit in nats for the KL, whose verdict the page has; None for that in the files, if there is one.
+        statistic: of the limit, as for ``gate_of_measurement``.
 
     Returns:
         The report's path.
@@ -60,7 +61,7 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
     measurement = Measurement.read(folder)
     if at_most is not None:
         headline(measurement)  # raises if there is none
-        measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most))
+        measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most, statistic))
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
     worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
@@ -75,6 +76,7 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
         "measurement": measurement,
         "headline": headline(measurement),
         "headline_label": label_of(headline_name(measurement)),
+        "kl_labels": [label_of(name) for name in kl_directions(measurement.headline)],
         "upper_bound": upper_bound(measurement),
         "scale": scale_sentence(measurement),
         "left_out": left_out_sentences(measurement),
@@ -177,7 +179,7 @@ def charts(measurement: Measurement) -> dict[str, Chart]:
         estimators_chart(
             measurement.per_token.get("kl_policy_reference"),
             measurement.estimators,
-            bounds=(headline(measurement), upper_bound(measurement)),
+            bounds=[measurement.per_token.get(f"kl_policy_reference_{end}") for end in ("lower", "upper")],
         ),
     )
     return {chart.name: chart for chart in candidates if chart is not None}

@@ -25,16 +25,18 @@ from kleash.reports.formatting import (
 )
 from kleash.store import Measurement, Number
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
-from kleash.store.statistics import label_of
+from kleash.store.statistics import kl_directions, label_of
 
-DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))
+KL_COLOURS = (ACCENT, MUTED)
+"""Colours of the KLs of both directions, the headline first."""
 ROW_OFFSET = 0.24
 """Vertical distance between the dots of one row, in rows."""
 
 
 def quantiles_chart(measurement: Measurement) -> Chart | None:
     """Quantiles of the per-token KL in both directions; None if the measurement has none."""
-    quantiles = {name: measurement.quantiles[name] for name, _ in DIRECTIONS if name in measurement.quantiles}
+    names = kl_directions(measurement.headline)
+    quantiles = {name: measurement.quantiles[name] for name in names if name in measurement.quantiles}
     if not quantiles:
         return None
     first = next(iter(quantiles.values()))
@@ -74,8 +76,7 @@ def _quantiles_figure(
             horizontal=True,
             text=labels,
         )
-        for index, (name, color) in enumerate(DIRECTIONS)
-        if name in quantiles
+        for index, (name, color) in enumerate(zip(quantiles, KL_COLOURS, strict=False))
     ]
     return figure(
         data,
@@ -103,20 +104,20 @@ def bin_chart(
     if not bins:
         return None
     labels = [range_label(part, is_integer=is_integer) for part in bins]
-    highest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].kl_policy_reference.value))
+    highest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].kl.value))
     largest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].share_of_kl))
     return Chart(
         name=name,
         title=title,
         figure=_bin_figure(bins, labels, quantity),
         description=f"The mean is highest at {labels[highest]}: "
-        f"{format_value(bins[highest].kl_policy_reference.value)} nats per token. The largest share of the KL, "
+        f"{format_value(bins[highest].kl.value)} nats per token. The largest share of the KL, "
         f"{format_percent(bins[largest].share_of_kl)}, lies at {labels[largest]}.",
         header=(quantity.capitalize(), "Mean KL, nats per token", "Tokens", "Share of the KL"),
         rows=tuple(
             (
                 label,
-                format_with_interval(part.kl_policy_reference),
+                format_with_interval(part.kl),
                 format_count(part.tokens),
                 format_percent(part.share_of_kl),
             )
@@ -131,7 +132,7 @@ def _bin_figure(bins: Sequence[Bin], labels: list[str], quantity: str) -> dict[s
     token_shares = [part.tokens / tokens for part in bins]
     kl_shares = [part.share_of_kl for part in bins]
     data = [
-        dots([part.kl_policy_reference for part in bins], labels, name="mean KL", showlegend=False),
+        dots([part.kl for part in bins], labels, name="mean KL", showlegend=False),
         bars(labels, token_shares, name="share of the tokens", color=MUTED, yaxis="y2"),
         bars(labels, kl_shares, name="share of the KL", color=ACCENT, yaxis="y2"),
     ]
@@ -227,7 +228,7 @@ def estimators_chart(
     exact: Number | None,
     records: Mapping[str, EstimatorRecord],
     *,
-    bounds: tuple[Number, Number | None] | None = None,
+    bounds: Sequence[Number | None] = (None, None),
 ) -> Chart | None:
     """The one-sample estimators on the same tokens, beside the exact value or its bounds; None without estimators.
 
@@ -239,7 +240,7 @@ def estimators_chart(
     if not records:
         return None
     if exact is None:
-        low, high = (math.nan if bound is None else bound.value for bound in bounds or (None, None))
+        low, high = (math.nan if bound is None else bound.value for bound in bounds)
         return Chart(
             name="estimators",
             title="One-sample estimators",

@@ -136,7 +136,7 @@ def card_sentence(measurement: Measurement) -> str:
     upper = upper_bound(measurement)
     kl = f"{escape_text(label_of(headline_name(measurement)))} is {_per_token(headline(measurement))}"
     if upper is not None:
-        kl += f" and {escape_text(label_of('kl_policy_reference_upper'))} {_per_token(upper)}"
+        kl += f" and {escape_text(label_of(f'{measurement.headline}_upper'))} {_per_token(upper)}"
     counts = measurement.counts
     storage = describe_storage(measurement.models)
     if storage:

@@ -12,14 +12,14 @@ from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs.output_options import PICTURES
 from kleash.reports.formatting import format_threshold, keep_end, make_visible, short_names
-from kleash.reports.measurement_charts import DIRECTIONS, convergence_range, range_label
+from kleash.reports.measurement_charts import convergence_range, range_label
 from kleash.reports.sweep import byte_axis
 from kleash.store import Measurement, Number
 from kleash.store.atomic import write_atomically
 from kleash.store.measurement import Bin
 from kleash.store.measurement_summary import headline, headline_name, upper_bound
 from kleash.store.number import with_interval
-from kleash.store.statistics import label_of
+from kleash.store.statistics import KL_DIRECTIONS, kl_directions, label_of
 from kleash.store.summary_tables import plain_text
 from kleash.store.sweep import Sweep
 
@@ -137,7 +137,7 @@ def _measurement_figure(measurement: Measurement) -> Any:
 def _measurement_panels(measurement: Measurement) -> list[Panel]:
     """The panels that the measurement has numbers for."""
     panels: list[Panel] = [lambda axes: _means_panel(axes, measurement)]
-    if any(name in measurement.quantiles for name, _ in DIRECTIONS):
+    if any(name in measurement.quantiles for name in KL_DIRECTIONS):
         panels.append(lambda axes: _quantiles_panel(axes, measurement))
     if measurement.by_position:
         panels.append(lambda axes: _bins_panel(axes, measurement.by_position))
@@ -148,9 +148,9 @@ def _measurement_panels(measurement: Measurement) -> list[Panel]:
 
 def _means_panel(axes: Any, measurement: Measurement) -> None:
     """The KL in both directions, or its bounds, and the one-sample estimators."""
-    names = [name for name, _ in DIRECTIONS if name in measurement.per_token]
+    names = [name for name in kl_directions(measurement.headline) if name in measurement.per_token]
     if upper_bound(measurement) is not None:
-        names = ["kl_policy_reference_lower", "kl_policy_reference_upper", *names]
+        names = [f"{measurement.headline}_lower", f"{measurement.headline}_upper", *names]
     rows = [(label_of(name), measurement.per_token[name]) for name in names]
     rows += [(f"estimator {name}", record.number) for name, record in measurement.estimators.items()]
     for row, (_, number) in enumerate(rows):
@@ -161,11 +161,11 @@ def _means_panel(axes: Any, measurement: Measurement) -> None:
 
 def _quantiles_panel(axes: Any, measurement: Measurement) -> None:
     """Quantiles of the KL of a token, in both directions."""
-    names = [name for name, _ in DIRECTIONS if name in measurement.quantiles]
+    names = [name for name in kl_directions(measurement.headline) if name in measurement.quantiles]
     levels = list(measurement.quantiles[names[0]])
     values = [measurement.quantiles[name][level].value for name in names for level in levels]
     for index, name in enumerate(names):
-        color = ACCENT if name == DIRECTIONS[0][0] else MUTED
+        color = (ACCENT, MUTED)[index]
         for row, level in enumerate(levels):
             number = measurement.quantiles[name][level]
             offset = 0.22 * (index - (len(names) - 1) / 2)
@@ -182,7 +182,7 @@ def _quantiles_panel(axes: Any, measurement: Measurement) -> None:
 def _bins_panel(axes: Any, bins: Sequence[Bin]) -> None:
     """The mean KL by position."""
     for column, part in enumerate(bins):
-        _dot(axes, part.kl_policy_reference, column, color=ACCENT)
+        _dot(axes, part.kl, column, color=ACCENT)
     labels = [range_label(part, is_integer=True) for part in bins]
     axes.set_xticks(range(len(bins)), labels, rotation=45 if len(bins) > 8 else 0, fontsize=8)
     axes.grid(False, axis="x")

@@ -24,10 +24,11 @@ from kleash.reports.formatting import (
     format_round_bytes,
     format_with_interval,
 )
+from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.page import write_page
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.number import Number
-from kleash.store.statistics import label_of
+from kleash.store.statistics import kl_directions, label_of
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 
 PAGE = "sweep.html"
@@ -54,8 +55,8 @@ ROOM_BESIDE = 0.08
 """What a label may go beyond the first and the last dot, as a share of the distance between them."""
 LISTED = 4
 """Candidates that the description of a chart names one by one."""
-COLUMNS = ("kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio")
-"""Statistics in the table of candidates."""
+COLUMNS = ("top1_agreement", "perplexity_ratio")
+"""Statistics in the table of candidates beside the KL in both directions."""
 
 
 def write_sweep(path: Path, sweep: Sweep) -> Path:
@@ -74,7 +75,8 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
     """
     names = names_of_candidates(sweep)
     ranking = sweep.ranking
-    present = [name for name in COLUMNS if any(name in candidate.numbers for candidate in ranking)]
+    columns = (*kl_directions(sweep.rank_by), *COLUMNS)
+    present = [name for name in columns if any(name in candidate.numbers for candidate in ranking)]
     context = {
         "sweep": sweep,
         "ranking": ranking,
@@ -91,6 +93,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
             for pair in sorted(sweep.pairs, key=lambda pair: _ranks(pair, ranking))
         ],
         "headline": describe_ranking(sweep),
+        "gate": describe_sweep_gate(sweep),
         "attributions": [
             {
                 "chart": attribution_chart(attribution, name) if attribution.has_changes else None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError
 from kleash.extras import import_extra, is_installed
+from kleash.store.gate import Verdict
 from kleash.store.measurement import Measurement
 from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
 from kleash.store.sweep import Sweep
@@ -260,7 +261,15 @@ def _settings_of_sweep(sweep: Sweep) -> dict[str, object]:
     letters = {f"letters_{each.number}": each.letters for each in sweep.ranking if each.letters}
     failures = {f"failure_{each.number}": each.failure for each in sweep.failed}
     counts = {"tokens": sweep.tokens, "clusters": sweep.clusters}
-    return {**sweep.job, **counts, **candidates, **letters, **failures, "kleash": sweep.kleash}
+    return {
+        **sweep.job,
+        **counts,
+        **candidates,
+        **letters,
+        **failures,
+        **_settings_of_gate(sweep.gate),
+        "kleash": sweep.kleash,
+    }
 
 
 def _settings_of(measurement: Measurement) -> dict[str, object]:
@@ -272,8 +281,16 @@ def _settings_of(measurement: Measurement) -> dict[str, object]:
         "source_sha256": measurement.source_sha256,
         "estimand": measurement.estimand,
         "kleash": measurement.kleash,
-        "gate": None if measurement.gate is None else measurement.gate.verdict,
+        "headline": measurement.headline,
+        **_settings_of_gate(measurement.gate),
     }
+
+
+def _settings_of_gate(gate: Verdict | None) -> dict[str, object]:
+    """The verdict of a gate, its limit and the quantity that it limits; none without a gate."""
+    if gate is None:
+        return {}
+    return {"gate": gate.verdict, "at_most": gate.at_most, "gate_quantity": gate.quantity}
 
 
 @contextmanager

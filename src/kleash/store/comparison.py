@@ -62,6 +62,8 @@ class Comparison(NotebookResult):
     """Version that compared."""
     runs: tuple[ComparedRun, ...]
     """At least two; the first is what the others are compared with."""
+    headline: str = "kl_policy_reference"
+    """The KL that stands first, by its name in ``STATISTICS``: that of the first run."""
     differences: tuple[RunDifference, ...]
     """One for every run but the first, in their order."""
     warnings: tuple[str, ...] = ()

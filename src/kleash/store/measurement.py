@@ -14,7 +14,7 @@ from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 from kleash.store.statistics import from_fields
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised when a field of a run folder is renamed or means something else; others are refused."""
 
 
@@ -139,14 +139,14 @@ class Bin:
     """Where it ends: excluded, but for a confidence of 1."""
     tokens: int
     share_of_kl: float
-    """Of the whole KL(policy || reference), the part that lies here."""
-    kl_policy_reference: Number
-    """Mean per token."""
+    """Of the whole KL of the headline, the part that lies here."""
+    kl: Number
+    """That KL, in nats per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergencePoint:
-    """The running mean of KL(policy || reference) after ``tokens`` tokens."""
+    """The running mean of the headline's KL after ``tokens`` tokens."""
 
     tokens: int
     mean: float
@@ -160,7 +160,7 @@ class Drifted:
     prompt_id: int
     sample_id: int
     kl: float
-    """KL(policy || reference) in nats: of the token, or summed over the sequence."""
+    """The headline's KL in nats: of the token, or summed over the sequence."""
     tokens: int = 1
     position: int | None = None
     text: str = ""
@@ -232,6 +232,10 @@ class Measurement(NotebookResult):
     device: str = ""
     """Where the models ran: "cpu", "cuda:0"; empty in files of older versions."""
     counts: Counts
+    headline: str = "kl_policy_reference"
+    """The KL that stands first, by its name in ``STATISTICS``, and of which ``by_position``, ``by_confidence``,
+    ``top_percent_share``, ``convergence``, ``prompts`` and the worst tokens and sequences are. Older files do not say
+    it."""
     per_token: Mapping[str, Number]
     """A mean for each column of ``tokens/``."""
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -252,7 +256,7 @@ class Measurement(NotebookResult):
     probability_change: Mapping[str, Number]
     """"mean" and "rms" of p - q of the observed token."""
     top_percent_share: float
-    """Share of the whole KL(policy || reference) that lies in the 1 % of tokens with the most."""
+    """Share of the whole KL of the headline that lies in the 1 % of tokens with the most."""
     noise_floor: Number | None
     """The reference against itself in another batch layout: KL that is only rounding."""
     dtype_gap: Number | None
@@ -273,8 +277,11 @@ class Measurement(NotebookResult):
     """The verdict of ``--at-most``; absent without that option."""
 
     def statistics(self) -> dict[str, Number]:
-        """Every reported statistic by its name in ``STATISTICS``, in that order."""
-        return from_fields(vars(self))
+        """Every reported statistic by its name in ``STATISTICS``: the headline or its bounds, then in that order."""
+        numbers = from_fields(vars(self))
+        names = (self.headline, f"{self.headline}_lower", f"{self.headline}_upper")
+        first = [name for name in names if name in numbers]
+        return {name: numbers[name] for name in (*first, *numbers)}
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, the way it stands in ``measurement.json``."""

@@ -26,7 +26,7 @@ FIELD_LABELS = {
 
 
 def headline(measurement: Measurement) -> Number:
-    """KL(policy || reference) per token, or its lower bound if one model is behind a server.
+    """The KL per token of ``measurement.headline``, or its lower bound if one model is behind a server.
 
     Raises:
         RunFolderError: if the measurement has none.
@@ -40,17 +40,17 @@ def headline_name(measurement: Measurement) -> str:
     Raises:
         RunFolderError: if the measurement has none.
     """
-    for name in ("kl_policy_reference", "kl_policy_reference_lower"):
+    for name in (measurement.headline, f"{measurement.headline}_lower"):
         if name in measurement.per_token:
             return name
-    raise RunFolderError("measurement.json has no kl_policy_reference under per_token; measure again")
+    raise RunFolderError(f"measurement.json has no {measurement.headline} under per_token; measure again")
 
 
 def upper_bound(measurement: Measurement) -> Number | None:
     """The upper bound that belongs to a ``headline`` that is a lower one; None if the KL is known."""
-    if headline_name(measurement) == "kl_policy_reference":
+    if headline_name(measurement) == measurement.headline:
         return None
-    return measurement.per_token.get("kl_policy_reference_upper")
+    return measurement.per_token.get(f"{measurement.headline}_upper")
 
 
 def left_out_sentences(measurement: Measurement) -> list[str]:

@@ -154,11 +154,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "response/repetition": Metric(
             unit="probability",
-            meaning="share of three-word sequences that occurred before in the same response, over all responses",
+            meaning="share of three-word sequences that occurred before in the same response, over all responses; "
+            "0 if there are none",
         ),
         "response/distinct": Metric(
             unit="probability",
-            meaning="distinct three-word sequences divided by all, over all responses of the step",
+            meaning="distinct three-word sequences divided by all, over all responses of the step; 1 if there are none",
         ),
         "sampling/k3": Metric(
             unit="nats",

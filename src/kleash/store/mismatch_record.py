@@ -9,16 +9,16 @@ from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
 
 LABELS: Mapping[str, str] = {
-    "kl_engine_trainer": "KL(engine || trainer)",
+    "kl_engine_trainer": "KL(engine ‖ trainer)",
     "kl_engine_trainer_k1": "the same by k1",
-    "kl_trainer_engine": "KL(trainer || engine)",
+    "kl_trainer_engine": "KL(trainer ‖ engine)",
     "jensen_shannon": "Jensen-Shannon",
-    "chi_squared": "chi-squared(trainer || engine)",
+    "chi_squared": "chi-squared(trainer ‖ engine)",
     "mean_weight": "mean weight, trainer / engine",
     "perplexity_trainer": "perplexity of the trainer",
     "perplexity_engine": "perplexity of the engine",
     "perplexity_ratio": "perplexity ratio",
-    "sequence_kl_engine_trainer": "KL(engine || trainer) per response",
+    "sequence_kl_engine_trainer": "KL(engine ‖ trainer) per response",
     "sequence_chi_squared": "chi-squared of responses",
     "sequence_mean_weight": "mean weight of responses",
 }

@@ -89,14 +89,13 @@ def measurement_rows(measurement: Measurement) -> Iterator[NumberRow]:
 def _of_measurement(measurement: Measurement) -> Iterator[NumberRow]:
     yield from measurement_rows(measurement)
     run = measurement.models["policy"].path
-    yield from _of_bins(run, "position", measurement.by_position)
-    yield from _of_bins(run, "confidence", measurement.by_confidence)
+    yield from _of_bins(run, f"{measurement.headline}_by_position", measurement.by_position)
+    yield from _of_bins(run, f"{measurement.headline}_by_confidence", measurement.by_confidence)
 
 
-def _of_bins(run: str, by: str, bins: tuple[Bin, ...]) -> Iterator[NumberRow]:
+def _of_bins(run: str, name: str, bins: tuple[Bin, ...]) -> Iterator[NumberRow]:
     for each in bins:
-        name = f"kl_policy_reference_by_{by}_{each.low:g}_to_{each.high:g}"
-        yield _row(run, name, each.kl_policy_reference, tokens=each.tokens)
+        yield _row(run, f"{name}_{each.low:g}_to_{each.high:g}", each.kl, tokens=each.tokens)
 
 
 def _of_comparison(comparison: Comparison) -> Iterator[NumberRow]:

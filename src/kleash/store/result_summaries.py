@@ -6,7 +6,7 @@ from kleash.store.anchors import scale_sentence
 from kleash.store.attribution import Attribution
 from kleash.store.audit import FAULTS, Audit
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
-from kleash.store.gate import Gate
+from kleash.store.gate import Verdict
 from kleash.store.likely_causes import Diagnosis
 from kleash.store.logits_record import LogitsMeasurement
 from kleash.store.measurement import Measurement, describe_storage
@@ -24,7 +24,7 @@ from kleash.store.measurement_summary import (
 )
 from kleash.store.mismatch_record import LABELS, MismatchRecord
 from kleash.store.number import Number, cells, with_error, with_interval
-from kleash.store.statistics import PERPLEXITIES, label_of
+from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary_tables import (
     NUMBER_HEADER,
     UNKNOWN_INTERVAL,
@@ -36,8 +36,6 @@ from kleash.store.summary_tables import (
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate
 from kleash.store.training_folder import TrainingResult
 
-KL = "kl_policy_reference"
-
 
 def _number_row(label: str, number: Number, *, is_one_cluster: bool = False) -> tuple[str, ...]:
     """A row under ``NUMBER_HEADER``; with one cluster the interval is unknown, even if the number has bounds."""
@@ -46,11 +44,12 @@ def _number_row(label: str, number: Number, *, is_one_cluster: bool = False) -> 
     return label, value, interval, error or "unknown", unit
 
 
-def _gate_fact(gate: Gate | None, name: str = "") -> tuple[tuple[str, str], ...]:
+def _gate_fact(gate: Verdict | None, name: str = "") -> tuple[tuple[str, str], ...]:
     """The verdict of a gate as a fact; none without a gate."""
     if gate is None:
         return ()
-    return ((f"gate, {name}" if name else "gate", f"{gate.verdict}: at most {gate.at_most:g} nats"),)
+    sentence = f"{gate.verdict}: {gate.label} at most {gate.at_most:g} nats"
+    return ((f"gate, {name}" if name else "gate", sentence),)
 
 
 @summarize.register
@@ -59,7 +58,7 @@ def _(measurement: Measurement) -> Summary:
     upper = upper_bound(measurement)
     text = f"{label_of(headline_name(measurement))} per token: {with_interval(headline(measurement))}"
     if upper is not None:
-        text += f"; {label_of(f'{KL}_upper')}: {with_interval(upper)}"
+        text += f"; {label_of(f'{measurement.headline}_upper')}: {with_interval(upper)}"
     storage = describe_storage(measurement.models)
     return Summary(
         headline=f"{text}; {storage}" if storage else text,
@@ -91,9 +90,19 @@ def _(comparison: Comparison) -> Summary:
     first = comparison.runs[0]
     differences: list[RunDifference | None] = [None, *comparison.differences]
     pairs = list(zip(comparison.runs, differences, strict=True))
-    kl_table = SummaryTable(
-        header=("run", label_of(KL), "95 % interval", "difference from the first", "95 % interval", "shared"),
-        rows=tuple(_kl_row(run, difference) for run, difference in pairs),
+    kl_tables = tuple(
+        SummaryTable(
+            header=(
+                "run",
+                label_of(kl),
+                "95 % interval",
+                "difference from the first",
+                "95 % interval",
+                "shared",
+            ),
+            rows=tuple(_kl_row(run, difference, kl) for run, difference in pairs),
+        )
+        for kl in kl_directions(comparison.headline)
     )
     perplexity_table = SummaryTable(
         header=("run", *map(label_of, PERPLEXITIES), "difference of the policy's", "95 % interval"),
@@ -115,7 +124,7 @@ def _(comparison: Comparison) -> Summary:
             ("estimand", first.estimand),
             *(fact for run in comparison.runs for fact in _gate_fact(run.gate, run.name)),
         ),
-        tables=(kl_table, *((perplexity_table,) if has_perplexity else ())),
+        tables=(*kl_tables, *((perplexity_table,) if has_perplexity else ())),
         warnings=tuple(comparison_warnings(comparison)),
     )
 
@@ -143,16 +152,16 @@ def comparison_warnings(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys([*comparison.warnings, *of_pairs, *named]))
 
 
-def _kl_row(run: ComparedRun, difference: RunDifference | None) -> tuple[str, ...]:
-    """A run's KL, or the range between its bounds, and its difference from the first run."""
-    if KL in run.numbers:
-        value, interval, _, unit = cells(run.numbers[KL])
+def _kl_row(run: ComparedRun, difference: RunDifference | None, name: str) -> tuple[str, ...]:
+    """A run's KL of a direction, or the range between its bounds, and its difference from the first run."""
+    if name in run.numbers:
+        value, interval, _, unit = cells(run.numbers[name])
         kl = (f"{value} {unit}", interval or UNKNOWN_INTERVAL)
     else:
-        low, high = (run.numbers[f"{KL}_{end}"] for end in ("lower", "upper"))
+        low, high = (run.numbers[f"{name}_{end}"] for end in ("lower", "upper"))
         kl = (f"{low.rounded} to {high.rounded} {low.unit}", UNKNOWN_INTERVAL)
     shared = run.counts.prompts if difference is None else difference.shared_prompts
-    return (Name(run.name), *kl, *_difference_cells(difference, KL), f"{shared:,}")
+    return (Name(run.name), *kl, *_difference_cells(difference, name), f"{shared:,}")
 
 
 def _difference_cells(difference: RunDifference | None, name: str) -> tuple[str, str]:
@@ -167,7 +176,10 @@ def _difference_cells(difference: RunDifference | None, name: str) -> tuple[str,
 
 @summarize.register
 def _(sweep: Sweep) -> Summary:
-    header = ("candidate", "", label_of(sweep.rank_by), "95 % interval", f"{QUANTILE} % of tokens")
+    header = (
+        *("candidate", "", label_of(sweep.rank_by), "95 % interval", f"{QUANTILE} % of tokens"),
+        *(label_of(name) for name in sweep.other_direction),
+    )
     return Summary(
         headline=f"{len(sweep.ranking)} candidate{'' if len(sweep.ranking) == 1 else 's'} by "
         f"{label_of(sweep.rank_by)} per token; those that share a letter are tied",
@@ -175,11 +187,12 @@ def _(sweep: Sweep) -> Summary:
             ("reference", Name(sweep.reference)),
             ("sample", _sample_size(sweep.tokens, None, "", sweep.clusters)),
             *(("note", note) for note in sweep.notes),
+            *_gate_fact(sweep.gate),
         ),
         tables=(
             SummaryTable(
-                header=(*header, "MB on disk", "bits a weight", "Pareto front"),
-                rows=tuple(_candidate_row(candidate, sweep.rank_by) for candidate in sweep.ranking),
+                header=(*header, "MB on disk", "bits a weight", "Pareto front", *_limit_header(sweep)),
+                rows=tuple(_candidate_row(candidate, sweep) for candidate in sweep.ranking),
             ),
             *(
                 (
@@ -203,9 +216,14 @@ def _(sweep: Sweep) -> Summary:
     )
 
 
-def _candidate_row(candidate: SweepCandidate, rank_by: str) -> tuple[str, ...]:
-    value, interval, _, unit = cells(candidate.numbers[rank_by])
-    quantile = candidate.numbers.get(f"{rank_by}_{QUANTILE}")
+def _limit_header(sweep: Sweep) -> tuple[str, ...]:
+    """The heading of the candidates' verdicts; none without a limit."""
+    return () if sweep.gate is None else (f"at most {sweep.gate.at_most:g} nats",)
+
+
+def _candidate_row(candidate: SweepCandidate, sweep: Sweep) -> tuple[str, ...]:
+    value, interval, _, unit = cells(candidate.numbers[sweep.rank_by])
+    quantile = candidate.numbers.get(f"{sweep.rank_by}_{QUANTILE}")
     size, bits = candidate.bytes_on_disk, candidate.bits_per_weight
     return (
         Name(candidate.name),
@@ -213,9 +231,11 @@ def _candidate_row(candidate: SweepCandidate, rank_by: str) -> tuple[str, ...]:
         f"{value} {unit}",
         interval or UNKNOWN_INTERVAL,
         "" if quantile is None else cells(quantile)[0],
+        *(with_error(candidate.numbers[name]) for name in sweep.other_direction),
         "unknown" if size is None else f"{size / 1e6:.4g}",
         "unknown" if bits is None else f"{bits:.2f}",
         "yes" if candidate.is_on_pareto_front else "",
+        *(() if candidate.gate is None else (candidate.gate.verdict,)),
     )
 
 

@@ -260,6 +260,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     }
 )
 """Name -> statistic, in the order in which they are shown."""
+KL_DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
 
 
 def _bounds_of(name: str) -> dict[str, Statistic]:
@@ -414,6 +415,11 @@ def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             numbers[name] = mapping[key]
     other_means = {name: number for name, number in fields["per_token"].items() if name not in numbers}
     return {**numbers, **other_means}
+
+
+def kl_directions(headline: str) -> tuple[str, ...]:
+    """The names of the KLs of both directions, the headline first."""
+    return (headline, *(name for name in KL_DIRECTIONS if name != headline))
 
 
 def label_of(name: str) -> str:

@@ -9,8 +9,10 @@ from kleash.errors import RunFolderError
 from kleash.store.attribution import Attribution
 from kleash.store.checksums import UNCHECKED, Checksums, require_sha256, write_checked
 from kleash.store.codec import encode, to_json
+from kleash.store.gate import Gate, SweepGate
 from kleash.store.notebook import NotebookResult
 from kleash.store.number import Number
+from kleash.store.statistics import kl_directions
 
 SWEEP = "sweep.json"
 QUANTILE = "99.9"
@@ -35,6 +37,8 @@ class SweepCandidate:
     numbers: Mapping[str, Number] = field(default_factory=dict[str, Number])
     """Its statistics, by their names in ``STATISTICS``, and "kl_policy_reference_99.9" and "kl_reference_policy_99.9",
     the 99.9 % quantiles over tokens."""
+    noise_floor: Number | None = None
+    """That of its measurement."""
     bytes_on_disk: int | None = None
     """Of the tensors in the files of its weights."""
     bits_per_weight: float | None = None
@@ -46,6 +50,8 @@ class SweepCandidate:
     """Those of its own report."""
     notes: tuple[str, ...] = ()
     """Those of its own report."""
+    gate: Gate | None = None
+    """Whether its KL is at most the limit of ``--at-most``; absent without that option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,8 @@ class Sweep(NotebookResult):
     """What groups of weights contribute to the KL of candidates, if that was asked for."""
     checksums: bool = True
     """Whether the folder has checksums; False for sweeps of an older kleash."""
+    gate: SweepGate | None = None
+    """The verdict of ``--at-most``; absent without that option."""
 
     @property
     def ranking(self) -> list[SweepCandidate]:
@@ -111,6 +119,12 @@ class Sweep(NotebookResult):
             note if len(owners) == len(self.ranking) else f"{', '.join(owners)}: {note}"
             for note, owners in names.items()
         ]
+
+    @property
+    def other_direction(self) -> tuple[str, ...]:
+        """The KL of the other direction than ``rank_by``, by its name in ``STATISTICS``, if the candidates have it."""
+        (name,) = kl_directions(self.rank_by)[1:]
+        return (name,) if all(name in candidate.numbers for candidate in self.ranking) else ()
 
     @property
     def failed(self) -> list[SweepCandidate]:

@@ -41,7 +41,8 @@ class HackingMonitor:
     sure: float = 3.0
     """Standard errors by which the reward must have risen meanwhile."""
     entropy_left: float = 1 / 3
-    """Fraction of the initial entropy below which it has collapsed."""
+    """Fraction of the initial entropy below which it has collapsed, unless the reward rose meanwhile by more than a
+    standard error: a policy that finds the one right answer has no entropy left either."""
     repeated: float = 0.3
     """Share of repeated three-word runs from which responses are repetitive, if it also doubled."""
     distinct: float = 0.3
@@ -81,7 +82,7 @@ class HackingMonitor:
         if self.target_nats is None or not now > self.far * self.target_nats:
             return None
         return (
-            f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.steps} steps, "
+            f"KL(policy ‖ reference) is {now:.3g} nats per {self.target_per} over the last {self.steps} steps, "
             f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}: "
             "beta does not keep it near its target"
         )
@@ -98,7 +99,7 @@ class HackingMonitor:
         beta = history[-1].metrics.get("beta")
         under = "" if beta is None else f", under a beta of {beta:.3g}"
         return (
-            f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.settled} steps, "
+            f"KL(policy ‖ reference) is {now:.3g} nats per {self.target_per} over the last {self.settled} steps, "
             f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: give it "
             "more steps, or begin with a larger beta"
         )
@@ -113,23 +114,23 @@ class HackingMonitor:
             return None
         if self.target_nats is not None and _mean(after, KL_METRICS[self.target_per]) <= self.target_nats:
             return None
-        rise = _mean(after, "reward/score") - _mean(before, "reward/score")
-        noise = math.sqrt(sum(_variance_of_mean(part) for part in (before, after)))
+        rise, noise = _reward_rise(before, after)
         if not rise > self.sure * noise:
             return None
         return (
-            f"the reward rose by {rise:.3g} within {2 * window} steps while KL(policy || reference) per token ran from "
+            f"the reward rose by {rise:.3g} within {2 * window} steps while KL(policy ‖ reference) per token ran from "
             f"{kl_before:.3g} to {kl_after:.3g} nats: what is gained is gained by leaving the reference; read the "
             "samples, and tighten the leash"
         )
 
     def _entropy_collapse(self, history: Sequence[StepRecord]) -> str | None:
         first, now = _mean(history[: self.steps], "policy/entropy"), self._last(history, "policy/entropy")
-        if not now < self.entropy_left * first:
+        rise, noise = _reward_rise(history[: self.steps], history[-self.steps :])
+        if not now < self.entropy_left * first or rise > noise:
             return None
         return (
             f"the policy's entropy is {now:.3g} nats per token over the last {self.steps} steps, and was {first:.3g} "
-            "in the first ones: it hardly chooses any more"
+            "in the first ones, and the reward did not rise meanwhile: it hardly chooses any more"
         )
 
     def _repetition(self, history: Sequence[StepRecord]) -> str | None:
@@ -154,7 +155,7 @@ class HackingMonitor:
         if not (share > self.tail_share and worst > self.tail_nats):
             return None
         return (
-            f"1 % of the tokens hold {share:.0%} of the KL(policy || reference), up to {worst:.3g} nats on one: "
+            f"1 % of the tokens hold {share:.0%} of the KL(policy ‖ reference), up to {worst:.3g} nats on one: "
             "its mean says little, and single tokens carry the updates"
         )
 
@@ -172,6 +173,12 @@ def _mean(records: Sequence[StepRecord], name: str) -> float:
     return sum(values) / len(values) if len(values) == len(records) else math.nan
 
 
+def _reward_rise(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> tuple[float, float]:
+    """By how much the mean reward rose, and the standard error of that; NaN where a step has no reward."""
+    rise = _mean(after, "reward/score") - _mean(before, "reward/score")
+    return rise, math.sqrt(sum(_variance_of_mean(part) for part in (before, after)))
+
+
 def _variance_of_mean(records: Sequence[StepRecord]) -> float:
     """The variance of the mean reward: from the steps' standard errors, or from differences of successive steps."""
     errors = _values(records, "reward/score_error")
@@ -183,19 +190,19 @@ def _variance_of_mean(records: Sequence[StepRecord]) -> float:
 
 
 def repetition(responses: Sequence[str]) -> float:
-    """Share of trigrams that occurred before in the same response; NaN if there is none.
+    """Share of trigrams that occurred before in the same response; 0 if there is none.
 
     Trigrams of words, or of characters in a text with hardly any spaces.
     """
     trigrams = [_trigrams(response) for response in responses]
     total = sum(map(len, trigrams))
-    return 1 - sum(len(set(of_response)) for of_response in trigrams) / total if total else math.nan
+    return 1 - sum(len(set(of_response)) for of_response in trigrams) / total if total else 0.0
 
 
 def distinct(responses: Sequence[str]) -> float:
-    """Share of distinct trigrams among those of all responses, as in ``repetition``; NaN if there is none."""
+    """Share of distinct trigrams among those of all responses, as in ``repetition``; 1 if there is none."""
     trigrams = [trigram for response in responses for trigram in _trigrams(response)]
-    return len(set(trigrams)) / len(trigrams) if trigrams else math.nan
+    return len(set(trigrams)) / len(trigrams) if trigrams else 1.0
 
 
 def _trigrams(text: str) -> list[tuple[str, ...]]:

@@ -38,6 +38,10 @@ class Display(Protocol):
         """Show a note."""
         ...
 
+    def working(self, step: int, activity: str) -> None:
+        """Show what is done in a step that is not finished."""
+        ...
+
     def stepped(self, record: StepRecord) -> None:
         """Show a finished step."""
         ...
@@ -47,6 +51,9 @@ class NullDisplay:
     """A display without output."""
 
     def note(self, sentence: str) -> None:
+        """Not shown."""
+
+    def working(self, step: int, activity: str) -> None:
         """Not shown."""
 
     def stepped(self, record: StepRecord) -> None:

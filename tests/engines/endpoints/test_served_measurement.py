@@ -180,15 +180,18 @@ def test_an_agreement_is_unknown_where_two_listed_tokens_have_one_text(runs: dic
 
 def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
     measurement = Measurement.read(runs["vllm"])
-    lower, upper = (measurement.per_token[f"kl_policy_reference_{end}"] for end in ("lower", "upper"))
-    gate = gate_of_measurement(measurement, at_most=lower.ci95[0] / 2)
+    by_default = gate_of_measurement(measurement, at_most=1e9)
+    assert (by_default.quantity, by_default.ci95[1]) == ("per_token.kl_reference_policy", math.inf)
+    name = "kl_policy_reference"
+    lower, upper = (measurement.per_token[f"{name}_{end}"] for end in ("lower", "upper"))
+    gate = gate_of_measurement(measurement, lower.ci95[0] / 2, name)
     assert gate.ci95 == (lower.ci95[0], upper.ci95[1]) and gate.verdict == "failed"
-    assert gate_of_measurement(measurement, at_most=2 * upper.ci95[1]).verdict == "undecided"  # 3 clusters
+    assert gate_of_measurement(measurement, 2 * upper.ci95[1], name).verdict == "undecided"  # 3 clusters
     many = replace(measurement, counts=replace(measurement.counts, clusters=30))
-    assert gate_of_measurement(many, at_most=2 * upper.ci95[1]).verdict == "passed"
-    assert gate_of_measurement(many, at_most=0.9 * upper.ci95[1]).verdict == "undecided"
+    assert gate_of_measurement(many, 2 * upper.ci95[1], name).verdict == "passed"
+    assert gate_of_measurement(many, 0.9 * upper.ci95[1], name).verdict == "undecided"
     served_reference = Measurement.read(runs["reference"])
-    assert gate_of_measurement(served_reference, at_most=1e9).ci95[1] == math.inf
+    assert gate_of_measurement(served_reference, 1e9, name).ci95[1] == math.inf
 
 
 def test_texts_without_a_token_that_the_server_scores(server: str, tmp_path: Path) -> None:
@@ -204,7 +207,7 @@ def test_report_summary_and_comparison_show_the_bounds(
     runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = write_report(runs["vllm"]).read_text()
-    assert "KL(policy ‖ reference), lower bound per token" in page and "Upper bound" in page
+    assert "KL(reference ‖ policy), lower bound per token" in page and "Upper bound" in page
     assert "lists 20 tokens at each position and not its whole distribution" in page
     comparison = compare([runs["local"], runs["vllm"]])
     assert "kl_policy_reference" not in comparison.differences[0].differences

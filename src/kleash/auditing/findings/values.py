@@ -15,9 +15,9 @@ from kleash.auditing.toy_distributions import Sampling, toy_distributions
 from kleash.store.audit import Finding, Severity
 
 REVERSED = {
-    "KL(p || q)": "KL(q || p)",
-    "KL(q || p)": "KL(p || q)",
-    "chi-squared(p || q)": "chi-squared(q || p)",
+    "KL(p ‖ q)": "KL(q ‖ p)",
+    "KL(q ‖ p)": "KL(p ‖ q)",
+    "chi-squared(p ‖ q)": "chi-squared(q ‖ p)",
 }
 """Label of a divergence -> the label with p and q exchanged."""
 

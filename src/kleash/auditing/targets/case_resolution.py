@@ -24,7 +24,7 @@ COMMON_CONVENTIONS: Mapping[str, str] = MappingProxyType(
         "loss_with_behaviour": "f(token_logp, token_logq, behaviour_logp), with importance weights",
         "log_probabilities": "f(logp, logq) of whole distributions, the vocabulary on the last axis",
         "logits": "f(logits_p, logits_q)",
-        "distillation": "f(student_logits, teacher_logits), KL(teacher || student)",
+        "distillation": "f(student_logits, teacher_logits), KL(teacher ‖ student)",
         "kl_div": "f(logq, p), the order of torch's F.kl_div",
     }
 )

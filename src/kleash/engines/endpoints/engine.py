@@ -1,6 +1,6 @@
 """The engine of a model behind an inference server, compared with a local one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from kleash.engines.base import Shard, ShardResult, sequence_columns
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.engines.endpoints.server import Endpoint
-from kleash.engines.local import CPU_BUFFER_BYTES
+from kleash.engines.local import CPU_BUFFER_BYTES, ignore
 from kleash.errors import EndpointError
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
@@ -89,6 +89,8 @@ class EndpointEngine:
     """"policy" or "reference"."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
+    on_scored: Callable[[int, int], None] = ignore
+    """Called after each shard with the number of its sequences and of their tokens."""
 
     @property
     def temperature(self) -> float:
@@ -138,6 +140,7 @@ class EndpointEngine:
             answers += [pool.submit(self.endpoint.score, sequence) for sequence in sequences]
             columns = self._columns(sequences, answers)
             self.endpoint.require_same_model()
+            self.on_scored(len(sequences), len(columns["token_id"]))
         except BaseException:
             self.endpoint.client.close()
             raise

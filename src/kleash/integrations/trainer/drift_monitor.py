@@ -134,7 +134,7 @@ class DriftMonitor(AttachedCallback):
         kl = drift.per(self.per).value
         if self.stop_at_nats is not None and kl > self.stop_at_nats:
             self.stopped = (
-                f"KL(policy || reference) is {kl:.4g} nats per {self.per}, beyond the budget of "
+                f"KL(policy ‖ reference) is {kl:.4g} nats per {self.per}, beyond the budget of "
                 f"{self.stop_at_nats:g}; training stops"
             )
             LOG.warning(self.stopped)

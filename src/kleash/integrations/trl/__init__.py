@@ -1,4 +1,4 @@
-"""TRL's GRPO and RLOO with a KL term whose value and gradient are those of KL(policy || reference)."""
+"""TRL's GRPO and RLOO with a KL term whose value and gradient are those of KL(policy ‖ reference)."""
 
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.kl_mixin import ResponseStatistics, response_statistics

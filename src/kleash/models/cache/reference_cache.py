@@ -98,16 +98,19 @@ class ReferenceCache:
         read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]],
         sequences: Sequence[TokenSequence],
         batch_tokens: int,
+        on_scored: Callable[[int, int], object] = lambda sequences, tokens: None,
     ) -> None:
         """Compute and store the hidden states of ``sequences``, in the batches that ``score`` would use.
 
-        If any is missing, all are computed, since the batches affect rounding.
+        If any is missing, all are computed, since the batches affect rounding. ``on_scored`` is called as by ``score``.
         """
         if all(sequence in self for sequence in sequences):
+            on_scored(len(sequences), sum(len(sequence.response_ids) for sequence in sequences))
             return
         for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
             batch_sequences = [sequences[index] for index in batch]
             self.add(batch_sequences, read(batch_sequences))
+            on_scored(len(batch), sum(len(sequence.response_ids) for sequence in batch_sequences))
         self.save()
 
     def add(self, batch: Sequence[TokenSequence], hidden: Float[Tensor, "tokens dim"]) -> None:

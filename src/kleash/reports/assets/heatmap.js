@@ -108,8 +108,8 @@
     row("Probability", [percent(of("p")), percent(of("q"))], "strong");
     row("Entropy, nats", [plain(of("entropy_p")), plain(of("entropy_q"))]);
     row("Reference's rank, from 0", [String(of("rank"))]);
-    row("KL(policy ‖ reference)", [plain(of("kl"))], "strong");
-    row("KL(reference ‖ policy)", [plain(of("reverse"))]);
+    row(heat.dataset.kl, [plain(of("kl"))], "strong");
+    row(heat.dataset.reverse, [plain(of("reverse"))]);
     row("Jensen–Shannon", [plain(of("jensen_shannon"))]);
     row("Total variation", [percent(of("total_variation"))]);
     const likeliest = add(fragment, "div", undefined, "alternatives");

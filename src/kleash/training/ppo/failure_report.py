@@ -73,7 +73,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "behaviour_logp": "the log-probability in sampling",
     "token_logp": "the policy's log-probability",
     "token_logq": "the reference's log-probability",
-    "token_kl": "KL(policy || reference)",
+    "token_kl": "KL(policy ‖ reference)",
     "entropy": "the entropy",
     "values": "the critic's value",
     "advantages": "the advantage",

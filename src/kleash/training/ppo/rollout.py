@@ -14,6 +14,7 @@ from kleash.models.sequences import batch_by_length
 from kleash.training.ppo.policy import Policy, sharded_sampler, with_gathered_weights
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.process_group import ProcessGroup
+from kleash.training.run_log import Display, NullDisplay
 from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of
 
 PER_TOKEN = ("behaviour_logp", "token_logp", "token_logq", "token_kl", "entropy", "values")
@@ -66,18 +67,21 @@ class Rollout:
         return {name: getattr(self, name) for name in PER_TOKEN}
 
 
-def roll_out(setting: TrainingSetup, prompts: Sequence[Prompt], step: int) -> Rollout:
-    """Generate this process's responses of a step, reward them, and score them.
+def roll_out(
+    setting: TrainingSetup, prompts: Sequence[Prompt], step: int, display: Display | None = None
+) -> Rollout:
+    """Generate this process's responses of a step, reward them, and score them; ``display`` shows how far it is.
 
     Raises:
         NonFiniteError: if the policy gives NaN, or a reward is not a finite number.
         CannotRunError: if a reward raises.
     """
-    job, group = setting.job, setting.group
+    job, group, display = setting.job, setting.group, display or NullDisplay()
     responses = job.prompts_per_step * job.samples_per_prompt
     step_prompts = prompts_of_step(prompts, step, job.prompts_per_step, job.seed)
     indices = share_of(responses, job.minibatches, group.rank, group.world_size)
-    sequences = _draw(setting, step_prompts, indices, step)
+    sequences = _draw(setting, step_prompts, indices, step, display)
+    display.working(step, f"rewarding and scoring {len(sequences):,} responses")
     rewards = setting.rewards.of(sequences)
     scores = np.asarray(rewards.total, dtype=np.float64)
     minibatches = minibatches_of(responses, job.minibatches, job.seed, "minibatches", step)
@@ -185,7 +189,7 @@ def spread(
 
 
 def _draw(
-    setting: TrainingSetup, step_prompts: list[Prompt], indices: list[int], step: int
+    setting: TrainingSetup, step_prompts: list[Prompt], indices: list[int], step: int, display: Display
 ) -> list[TokenSequence]:
     """Generate the responses with these indices; they do not depend on the process."""
     job = setting.job
@@ -200,9 +204,18 @@ def _draw(
     )
     prompts = [replace(prompt, copy=copy) for prompt, copy in zip(sources, copies, strict=True)]
 
+    finished = 0.0
+
+    def show(_: int, responses: float) -> None:
+        nonlocal finished
+        finished += responses
+        display.working(step, f"generating, {finished / len(indices):.0%} of {len(indices):,} responses")
+
+    show(0, 0.0)
+
     def respond(policy: Policy) -> list[TokenSequence]:
         sampler = setting.actor_critic.current_sampler(policy)
-        return generate(sampler, prompts, sampling, batch_tokens=job.batch_tokens)
+        return generate(sampler, prompts, sampling, batch_tokens=job.batch_tokens, on_tokens=show)
 
     with setting.autocast():
         sharded = sharded_sampler(setting.actor_critic.policy, setting.actor_critic.sampler)
@@ -211,7 +224,9 @@ def _draw(
         else:
             pair = Pair(policy=sharded, reference=sharded, tokenizer=sharded.tokenizer)
             with turns_of(pair, job.temperature):
-                responses = generate(sharded, prompts, sampling, batch_tokens=job.batch_tokens)
+                responses = generate(
+                    sharded, prompts, sampling, batch_tokens=job.batch_tokens, on_tokens=show
+                )
     return [
         replace(response, sample_id=index % samples)
         for response, index in zip(responses, indices, strict=True)

@@ -32,9 +32,11 @@ def one_step(
     job, group, step = setting.job, setting.group, progress.step + 1
     leash, start = progress.controller, monotonic()
 
-    rollout = roll_out(setting, prompts, step)
+    rollout = roll_out(setting, prompts, step, None if run_log is None else run_log.display)
     signals = learning_signals(_reward_signals(rollout), job, leash.beta)
     generated = monotonic()
+    if run_log is not None:
+        run_log.display.working(step, "updating the policy")
 
     reshard(setting.actor_critic.policy)  # so that each process copies its own rows
     before = frozen_head(setting.actor_critic.policy.head(detached=True), trained=not job.lora_rank)

@@ -68,7 +68,7 @@ def update_policy(
                 return UpdateResult(
                     sums=sums,
                     gradient_norms=tuple(norms),
-                    stopped=f"the updates ended early, after {len(norms)}: KL(before || now) is {update_kl:.3g} nats "
+                    stopped=f"the updates ended early, after {len(norms)}: KL(before ‖ now) is {update_kl:.3g} nats "
                     f"per token, above {job.early_stop_nats:g}",
                 )
             norm = _as_float(
