@@ -298,15 +298,20 @@ def _acceptance(
 ) -> np.ndarray:
     """sum_x min(p(x), q(x)) at each position, of both distributions as the sampler truncates them."""
     sampler, pair = readers.sampler, readers.pair
+    hidden_p, head_p, hidden_q, head_q = inputs
     assert sampler is not None, "there is a sampler"
     if sampler.temperature == 0:
         return (columns["top1_policy"] == columns["top1_reference"]).astype(np.float32)
     limits = {"top_k": sampler.top_k, "top_p": sampler.top_p, "min_p": sampler.min_p}
     parts: list[Tensor] = []
     with torch.inference_mode():
-        for some in zip(*(hidden.split(TOP_TOKENS_AT_ONCE) for hidden in inputs[::2]), strict=True):
+        for start in range(0, len(hidden_p), TOP_TOKENS_AT_ONCE):
+            some = slice(start, start + TOP_TOKENS_AT_ONCE)
             logps: list[Tensor] = []
-            for model, hidden, head in zip((pair.policy, pair.reference), some, inputs[1::2], strict=True):
+            for model, hidden, head in (
+                (pair.policy, hidden_p[some], head_p),
+                (pair.reference, hidden_q[some], head_q),
+            ):
                 model.wait_for_log_probabilities()
                 logps.append(
                     truncate(log_probabilities(hidden, head, temperature=temperature), **limits).logp
