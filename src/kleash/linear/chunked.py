@@ -230,8 +230,8 @@ def missing_for_compiling(device: str) -> str | None:
 
 @cache
 def compiled(function: RowFunction) -> RowFunction:
-    """The function compiled by torch."""
-    return cast("Any", torch).compile(function, fullgraph=True)
+    """The function compiled by torch, once for all sizes."""
+    return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
 
 
 def fast_version(function: RowFunction, pair: HeadPair, options: LinearOptions) -> RowFunction:
