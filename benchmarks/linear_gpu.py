@@ -6,7 +6,7 @@
 Needs a CUDA device. bfloat16, frozen q, gradients for p's hidden states and head. Runs are interleaved after a warm-up:
 in each round every candidate runs once, timed by CUDA events; medians are printed and written. ``rate`` is the rate of
 the four matmuls (value and gradient) or two (value), as a share of the rate of the bare matmuls on whole chunks in the
-same round. Peaks are the memory that torch allocated beyond the inputs. ``triton`` is compared with ``chunked`` before
+same round. Peaks are the memory that torch allocated beyond the inputs. kleash is compared with float64 before
 anything is timed.
 """
 
@@ -75,9 +75,9 @@ def candidates(x: Inputs, args: argparse.Namespace) -> Candidates:
     """The functions to time, by their name and by what they compute: "value" or "gradient"."""
     runs: Candidates = {}
     runs["matmuls", "value"], runs["matmuls", "gradient"] = bare(x, args.chunk)
-    budgets = {"triton": int(args.buffer_gib * 2**30), "triton, 128 MiB": 128 * 2**20}
+    budgets = {"kleash": int(args.buffer_gib * 2**30), "kleash, 128 MiB": 128 * 2**20}
     for name, budget in budgets.items():
-        options = LinearOptions(impl="triton", buffer_bytes=budget)
+        options = LinearOptions(buffer_bytes=budget)
         runs[name, "value"] = lambda o=options: value(x, o)
         runs[name, "gradient"] = lambda o=options: x.gradients(
             linear_kl_loss(*x.models, weights=x.weights, options=o).loss
@@ -108,7 +108,7 @@ def value(x: Inputs, options: LinearOptions) -> Tensor:
 
 
 def check(args: argparse.Namespace) -> dict[str, float]:
-    """Errors of triton against chunked in float64, 256 tokens: of the value (relative) and gradient (1 - cosine)."""
+    """Errors of kleash against itself in float64, 256 tokens: of the value (relative) and gradient (1 - cosine)."""
     small = Inputs(
         argparse.Namespace(**vars(args) | {"tokens": 256, "vocabulary": min(args.vocabulary, 8192)})
     )
@@ -121,7 +121,7 @@ def check(args: argparse.Namespace) -> dict[str, float]:
     exact_gradients = torch.autograd.grad(exact.loss, wide[:2])
     errors = {}
     for name, budget in (("rows", 2**30), ("fused", 2**16)):
-        options = LinearOptions(impl="triton", buffer_bytes=budget)
+        options = LinearOptions(buffer_bytes=budget)
         error = (value(small, options) - exact.per_token).abs() / exact.per_token
         errors[f"value, {name}"] = float(error.max())
         ours = small.gradients(linear_kl_loss(*small.models, weights=small.weights, options=options).loss)

@@ -5,12 +5,9 @@ head of p; q is frozen. Installed packages are called at their defaults. torchtu
 stored for the backward pass) and checkpointing are implemented here.
 """
 
-import ctypes
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -21,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl_loss, token_statistics
-from kleash.linear.impl import onednn
-from kleash.linear.impl.native.building import build, compile_command
+from kleash.linear.products import product
 
 
 @dataclass
@@ -97,8 +93,8 @@ def bare(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
     return run
 
 
-def bare_by_onednn(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The same four matmuls, three of them by oneDNN, as kleash computes them where oneDNN is faster."""
+def bare_by_kleash(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The same four matmuls by kleash's product, which takes oneDNN where that is faster."""
     buffer, tile = torch.empty(size, len(x.weight_p)), max(1, 2**22 // max(size, x.hidden_p.shape[1]))
     in_weight, in_hidden = torch.empty_like(x.weight_p), torch.empty_like(x.hidden_p)
 
@@ -111,34 +107,16 @@ def bare_by_onednn(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Ten
             for hidden, weight in ((x.hidden_q, x.weight_q), (x.hidden_p, x.weight_p)):
                 for first in range(0, len(weight), tile):
                     columns = slice(first, first + tile)
-                    z[:, columns].copy_(onednn.product(hidden[chunk], weight[columns]))
+                    z[:, columns].copy_(product(hidden[chunk], weight[columns]))
             total = torch.zeros_like(x.hidden_p[chunk])
             for first in range(0, len(x.weight_p), tile):
                 columns = slice(first, first + tile)
-                total.add_(onednn.product(z[:, columns], x.weight_p[columns].T))
+                total.add_(product(z[:, columns], x.weight_p[columns].T))
             in_hidden[chunk] = total
             in_weight.addmm_(z.T, x.hidden_p[chunk])
         return in_hidden, in_weight
 
     return run
-
-
-def at_peak(x: Inputs) -> Callable[[], float]:
-    """As many multiplications and additions as the four matmuls need, on registers only (peak.c)."""
-    library = build_library("peak.c", "-ffp-contract=fast")
-    library.kleash_peak.restype = ctypes.c_double
-    threads = torch.get_num_threads()
-    each_step = ctypes.c_int64.in_dll(library, "kleash_peak_step").value
-    steps = -(-4 * x.hidden_p.numel() * len(x.weight_p) // (each_step * threads))
-    return lambda: library.kleash_peak(ctypes.c_int64(threads), ctypes.c_int64(steps))
-
-
-def build_library(source: str, *more: str) -> ctypes.CDLL:
-    """Compile a C source of this folder as kleash compiles its library, and load it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = (Path(folder) / source).with_suffix(".so")
-        build(path, (*compile_command(), *more), Path(__file__).with_name(source))
-        return ctypes.CDLL(str(path))
 
 
 def kleash(x: Inputs, options: LinearOptions | None = None) -> Tensor:
@@ -222,10 +200,13 @@ class Method:
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "kleash": Method(
-            compute_loss=lambda x: kleash(x, LinearOptions(compile="never")),
-            words='`linear_kl_loss`, `compile="never"`',
+            compute_loss=lambda x: kleash(x, LinearOptions(compile=False)),
+            words="`linear_kl_loss`",
         ),
-        "kleash compiled": Method(compute_loss=kleash, words="`linear_kl_loss`"),
+        "kleash compiled": Method(
+            compute_loss=lambda x: kleash(x, LinearOptions(compile=True)),
+            words="`linear_kl_loss`, `compile=True`",
+        ),
         "trl": Method(compute_loss=trl, words="TRL `chunked_divergence`", package="trl"),
         "liger": Method(compute_loss=liger, words="Liger chunked JSD, beta = 1", package="liger-kernel"),
         "torchtune": Method(compute_loss=torchtune, words="torchtune-style chunks"),

@@ -11,8 +11,8 @@ Forward and backward pass: gradients for the hidden states and the head of p, a 
 those of linear_methods.py. A first call of each method is a warm-up and a check: its value is compared with kleash's
 token statistics, its gradient with kleash's (if it computes a KL). In each of the following rounds every method runs
 once. Written are medians of ratios within rounds: of each method to the four bare matmuls that any such gradient needs,
-and of kleash to each method. "matmuls by oneDNN" are the same four matmuls by oneDNN, which kleash uses where it is
-faster; "peak" is their arithmetic at the peak rate of the processor, without memory access.
+and of kleash to each method. "matmuls by kleash's product" are the same four matmuls by its product
+function, which takes oneDNN where that is faster.
 ``--resume`` adds rounds to a result of the same commit. Run nothing else on the machine meanwhile.
 """
 
@@ -31,22 +31,17 @@ from linear_methods import (
     METHODS,
     PACKAGES,
     Inputs,
-    at_peak,
     bare,
-    bare_by_onednn,
+    bare_by_kleash,
     cosine,
     expected,
     gradients,
     make_inputs,
 )
 
-from kleash.linear.impl import onednn
-
 BARE: dict[str, Callable[[Inputs], Callable[[], Any]]] = {"matmuls": bare}
-if onednn.is_faster_on_this_machine():
-    BARE["matmuls by oneDNN"] = bare_by_onednn
+BARE["matmuls by kleash's product"] = bare_by_kleash
 MATMULS = tuple(BARE)
-BARE["peak"] = at_peak
 ALL = (*BARE, *METHODS)
 MOST = (*MATMULS, "kleash", "kleash compiled", "trl", "liger", "naive exact", "naive k3")
 SOME = (*MATMULS, "kleash", "kleash compiled", "trl", "liger", "naive k3")
@@ -185,7 +180,7 @@ def main() -> None:
     *size, names, rounds, once, left_out = shape
     name = "_".join(["linear_peers", args.shape] + ["bfloat16"] * (args.dtype == "bfloat16"))
     if args.dtype == "bfloat16":  # torch's own documentation: 20 to 50 times slower on a CPU
-        names = tuple(name for name in names if name not in ("cross entropy", "matmuls by oneDNN", "peak"))
+        names = tuple(name for name in names if name not in ("cross entropy", "matmuls by kleash's product"))
     names = tuple(way for way in ALL if way in (args.only or names))
     x = make_inputs(*size, dtype=getattr(torch, args.dtype))
     before = read_earlier_figures(args.out / f"{name}.json") if args.resume else None

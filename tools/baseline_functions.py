@@ -4,7 +4,6 @@ All names of the package stand at the top: where one is renamed, ``new as old`` 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -112,9 +111,8 @@ CONTROLLERS: Mapping[str, Callable[[], Any]] = {
 }
 LINEAR_OPTIONS: Mapping[str, Any] = {
     "reference": LinearOptions(impl="reference"),
-    "chunked": LinearOptions(impl="chunked", compile="never"),
-    "small_chunks": LinearOptions(impl="chunked", compile="never", buffer_bytes=6000),
-    "triton": LinearOptions(impl="triton"),
+    "chunked": LinearOptions(impl="chunked", compile=False),
+    "small_chunks": LinearOptions(impl="chunked", compile=False, buffer_bytes=6000),
 }
 LARGE_CALL = LinearOptions(impl="chunked")
 """On ``LARGE_SIZES`` these take the library in C, which is not asked for smaller calls."""
@@ -223,18 +221,12 @@ def run_linear() -> Iterator[tuple[str, Any]]:
         for dtype_name, dtype in dtypes.items():
             for case, (distance, forbidden) in cases.items():
                 for head in ("own", "shared"):
-                    if implementation == "triton" and (
-                        dtype is not torch.float32 or find_spec("triton") is None
-                    ):
-                        continue
                     inputs = head_inputs(
                         13, 53, 11, dtype, distance, forbidden=forbidden, shared=head == "shared"
                     )
                     names = ["reverse_kl", "jensen_shannon"]
-                    if case == "far" and head == "own" and implementation != "triton":
+                    if case == "far" and head == "own":
                         names = list(DIVERGENCES)
-                    if implementation == "triton":
-                        names = ["reverse_kl"]
                     yield (
                         f"{implementation}/{dtype_name}/{case}/{head}",
                         linear_calls(*inputs, options, names),

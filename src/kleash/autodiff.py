@@ -98,6 +98,21 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: torch.compile breaks its graph at ``function`` and runs it uncompiled."""
+    without_compiler: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+            return function(*args, **kwargs)
+        if not without_compiler:
+            without_compiler.append(cast("Any", torch).compiler.disable(function))
+        return without_compiler[0](*args, **kwargs)
+
+    return call
+
+
 def dual_level_active() -> bool:
     """Whether ``forward_ad.dual_level`` or ``torch.func.jvp`` is active; True if torch does not expose it."""
     return _dual_level() >= 0

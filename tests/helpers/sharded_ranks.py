@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -177,11 +177,8 @@ def largest_message() -> Iterator[Counter[str]]:
 
 @contextmanager
 def small_messages() -> Iterator[Counter[str]]:
-    """``largest_message`` with blocks of few rows; at the end, none has half the size of the head."""
-    few_rows = {f"kleash.linear.impl.{name}.BLOCK_SHARE": 2**17 for name in ("stored_heads", "gathered_rows")}
-    with largest_message() as sizes, ExitStack() as patches:
-        for name, value in few_rows.items():
-            patches.enter_context(mock.patch(name, value))
+    """``largest_message``; at the end, none has half the size of the head."""
+    with largest_message() as sizes:
         yield sizes
     assert max(sizes.values()) < HEAD_SIZE / 2, sizes
 

@@ -68,11 +68,7 @@ def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
         assert alone.per_token.value > 0.01
         networks = [engine_of(network).module.eval() for network in networks]
         head = networks[0].lm_head.weight
-        few_rows = [
-            mock.patch(f"kleash.linear.impl.{name}.BLOCK_SHARE", 2**17)
-            for name in ("stored_heads", "gathered_rows")
-        ]
-        with largest_message() as sizes, few_rows[0], few_rows[1]:
+        with largest_message() as sizes:
             same(
                 alone,
                 ranks.drift(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import CHUNKED, NATIVE, REFERENCE, SMALL, head_case, in_float64, leaves_of
+from linear_cases import CHUNKED, REFERENCE, SMALL, head_case, in_float64, leaves_of
 
 from kleash.divergences import DIVERGENCES, alpha_record, jensen_shannon_record, skew_kl_record
 from kleash.linear import Head, linear_divergence, linear_divergence_loss, linear_kl_loss, linear_objective
@@ -39,8 +39,7 @@ def test_values_and_gradients_of_near_models_from_bfloat16(steps, record):
         return per_token.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]
 
     exact, right = actual(in_float64(case), REFERENCE)
-    for options in (SMALL, NATIVE) if record in ("kl", "reverse_kl") else (SMALL,):
-        assert_near(record, steps, (exact, right), actual(case, options))
+    assert_near(record, steps, (exact, right), actual(case, SMALL))
 
 
 def assert_near(record, steps, right_ones, actual):
@@ -53,7 +52,7 @@ def assert_near(record, steps, right_ones, actual):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 
 
-@pytest.mark.parametrize("options", [SMALL, NATIVE], ids=["small", "native"])
+@pytest.mark.parametrize("options", [SMALL], ids=["small"])
 def test_an_objective_of_near_models_from_bfloat16(options):
     case = near(1.0)
     actual = []
@@ -75,7 +74,7 @@ def test_no_divergence_is_negative(record):
     for distance in (1e-2, 1e-4, 1e-6, 1e-7, 3e-8):
         case = head_case(torch.float32, distance, tokens=(150,))
         weights = torch.ones(150)
-        for options in (REFERENCE, CHUNKED, NATIVE):
+        for options in (REFERENCE, CHUNKED):
             values = linear_divergence(*case.models, divergence=record, options=options)
             assert values.min() >= 0, (distance, options.impl)
         case.head_p.weight.requires_grad_()
@@ -92,4 +91,4 @@ def test_no_kl_of_an_objective_is_negative():
         _, terms = linear_objective(*case.models[:2], case.tokens, *case.models[2:], lambda t, rows: t.kl)
         same = linear_kl_loss(*case.models, weights=torch.ones(150), options=CHUNKED).per_token
         assert terms.kl.min() >= 0 and terms.entropy.min() >= 0
-        torch.testing.assert_close(terms.kl, same, rtol=1e-4, atol=1e-16)
+        torch.testing.assert_close(terms.kl, same, rtol=1e-4, atol=1e-14)

@@ -6,14 +6,13 @@ from itertools import product
 import pytest
 import torch
 from compiling import compiles
-from linear_cases import CHUNKED, EVERY, NATIVE, REFERENCE, head_case
+from linear_cases import CHUNKED, EVERY, REFERENCE, head_case
 from torch.autograd import forward_ad
 
 from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError
 from kleash.linear import (
     Head,
-    LinearOptions,
     linear_divergence,
     linear_divergence_loss,
     linear_kl,
@@ -24,8 +23,12 @@ from kleash.linear import (
 )
 from kleash.linear.api import token_statistics_and_top
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-TRITON = LinearOptions(impl="triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),  # torch's own tracing
+]
 CASE = head_case(torch.float64, tokens=(5,), vocab_size=11, bias=True)
 WEIGHTS = torch.linspace(0.5, 2, 5, dtype=torch.float64)
 
@@ -79,7 +82,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", DOORS)
 def test_transforms_of_torch_func_raise_an_error(name, place):
     """Without the check, the tangent was None, which is 0, or torch raised an error about functions with out=."""
-    for options in (CHUNKED, NATIVE, TRITON, *([REFERENCE] if name not in VALUES else [])):
+    for options in (CHUNKED, *([REFERENCE] if name not in VALUES else [])):
         for transform in TRANSFORMS.values():
             with pytest.raises(CannotRunError, match="inside torch"):
                 transform(lambda x, o=options: DOORS[name](with_tensor(place, x), o), tensor_of(place))
@@ -181,25 +184,21 @@ def test_log_probabilities_have_every_derivative():
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "compiled before"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", DOORS)
-@pytest.mark.parametrize("options", [REFERENCE, NATIVE], ids=["reference", "native"])
+@pytest.mark.parametrize("options", [REFERENCE, CHUNKED], ids=["reference", "chunked"])
 @compiles
-def test_forward_mode_around_a_compiled_call_is_right_or_raises(
-    compiler, unhooked, options, name, backend, warm
-):
+def test_forward_mode_around_a_compiled_call_is_right_or_raises(compiler, unhooked, options, name, warm):
     """Without the check, the tangent of a reference loss was None; the others raised an error about out=."""
     torch.compiler.reset()
-    dtype = torch.float64 if options is REFERENCE else torch.float32  # the core in C takes no other
-    case = head_case(dtype, tokens=(5,), vocab_size=11, bias=True)
+    case = head_case(torch.float64, tokens=(5,), vocab_size=11, bias=True)
 
     def call(hidden):
         return DOORS[name]((hidden, *case.models[1:]), options).sum()
 
     at = case.hidden_p.clone().requires_grad_()
     exact = torch.autograd.grad(call(at), at)[0].sum() if name in VALUES else None
-    compiled = torch.compile(call, backend=backend)
-    if warm and name != "token_statistics_and_top":  # no operation of its own: torch traces it with warnings
+    compiled = torch.compile(call, backend="eager")
+    if warm:
         compiled(case.hidden_p)
     for trained in (False, True):
         leaf = case.hidden_p.clone().requires_grad_(trained)
@@ -224,7 +223,7 @@ def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name)
     torch.testing.assert_close(
         plain, torch.autograd.grad(DOORS[name](with_tensor(0, leaf), CHUNKED).sum(), leaf)[0]
     )
-    with pytest.raises(CannotRunError, match="compiled linear function can be differentiated once"):
+    with pytest.raises(CannotRunError, match="differentiated once"):
         torch.autograd.grad(compiled(leaf), leaf, create_graph=True)
 
 

@@ -12,7 +12,7 @@ from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 REFERENCE = LinearOptions(impl="reference")
 NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
 OPTIONS = pytest.mark.parametrize(
-    "options", [LinearOptions(compile="never"), LinearOptions(buffer_bytes=700)], ids=["whole", "chunks"]
+    "options", [LinearOptions(compile=False), LinearOptions(buffer_bytes=700)], ids=["whole", "chunks"]
 )
 
 
@@ -133,7 +133,7 @@ def test_tokens_of_probability_0_have_a_gradient_of_0():
     forbidden = torch.zeros(15, dtype=torch.float64)
     forbidden[12:] = -torch.inf
     grads = []
-    for options in (REFERENCE, LinearOptions(compile="never")):
+    for options in (REFERENCE, LinearOptions(compile=False)):
         weight = case.head_p.weight.clone().requires_grad_()
         hidden = case.hidden_q.clone().requires_grad_()
         kl = linear_kl(

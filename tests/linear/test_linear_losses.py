@@ -16,8 +16,7 @@ from linear_cases import (
 from kleash.divergences import kl
 from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, linear_objective
-from kleash.linear.impl import gradient
-from kleash.linear.impl.sums import GradientSums
+from kleash.linear.gradient_sums import GradientSums
 
 
 @EVERY
@@ -62,14 +61,15 @@ def test_chunks_of_unmasked_tokens_are_full():
     weights = torch.zeros(40)
     weights[::8] = 1.0
     seen = []
-    original = gradient.run_chunk
+    original = GradientSums.add
 
-    def watched(chunk, *rest):
-        seen.append(len(chunk.zp))
-        return original(chunk, *rest)
+    def watched(sums, chunk, *rest):
+        seen.append(chunk.tokens)
+        return original(sums, chunk, *rest)
 
+    case.head_p.weight.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient, "run_chunk", watched)
+        patch.setattr(GradientSums, "add", watched)
         linear_kl_loss(*case.models, weights=weights, options=CHUNKED)
     assert seen == [5]
 

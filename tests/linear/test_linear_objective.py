@@ -5,7 +5,6 @@ import torch
 from linear_cases import (
     CHUNKED,
     EVERY,
-    NATIVE,
     REFERENCE,
     SMALL,
     TINY,
@@ -259,7 +258,7 @@ def test_the_gradient_is_0_where_reward_and_kl_balance():
         assert bool(z.grad.abs().max() < 1e-12) is balanced
 
 
-@pytest.mark.parametrize("options", [CHUNKED, TINY, NATIVE], ids=["chunked", "tiny", "native"])
+@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
 def test_large_logits_lose_no_digits_of_log_probabilities(options):
     random = torch.Generator().manual_seed(0)
     z = 110 + 15 * torch.rand(64, 1, generator=random) + torch.randn(64, 40, generator=random)

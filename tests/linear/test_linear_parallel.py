@@ -140,7 +140,7 @@ def test_the_plan_reserves_memory_for_the_fallback(alone):
     case.head_p.bias[3] = case.head_q.bias[3] = -torch.inf
     hidden_p, head_p, hidden_q, head_q = split(case, alone)
     budget = 8 * 2**20
-    options = LinearOptions(buffer_bytes=budget, compile="never")
+    options = LinearOptions(buffer_bytes=budget, compile=False)
     trained = hidden_p.clone().requires_grad_()
 
     def objective(terms, rows):

@@ -1,10 +1,9 @@
-"""Plans of the chunked backend: shared heads, frozen heads, near and far rows, autocast, checkpointing."""
+"""The chunked loop: its sizes, shared and frozen heads, far rows, autocast, checkpointing, bfloat16."""
 
 import pytest
 import torch
 from linear_cases import (
     CHUNKED,
-    NATIVE,
     REFERENCE,
     SMALL,
     TINY,
@@ -15,86 +14,20 @@ from linear_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from kleash.divergences import kl
 from kleash.linear import (
     Head,
     LinearOptions,
+    chunked,
+    linear_divergence,
     linear_divergence_loss,
     linear_kl,
     linear_kl_loss,
     linear_objective,
 )
-from kleash.linear.impl import chunk_loop, kl_fast
-from kleash.linear.impl.chunked import ChunkedBackend
-from kleash.linear.impl.fallback import fallback_kl, replace_failed_gradients_
-from kleash.linear.impl.project import has_bfloat16_gradient
-from kleash.linear.impl.row_statistics import gradient_rows
-
-
-def logits(distance, rows=9, vocab_size=257, dtype=torch.float32, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    zp = 2 * torch.randn(rows, vocab_size, generator=random, dtype=torch.float64)
-    zq = zp + distance * torch.randn(rows, vocab_size, generator=random, dtype=torch.float64) + 3.0
-    return zp.to(dtype), zq.to(dtype)
-
-
-def truth(zp, zq, weight):
-    """Value and gradients by autograd in float64."""
-    rows = [z.double().detach().clone().requires_grad_() for z in (zp, zq)]
-    value = kl(*(z - z.logsumexp(-1, keepdim=True) for z in rows))
-    return value.detach(), *torch.autograd.grad(value, rows, weight.double())
-
-
-@pytest.mark.parametrize("distance", [8.0, 1.0, 0.05, 1e-3, 1e-4])
-def test_kl_fast_and_the_tanh_form_agree(distance):
-    zp, zq = logits(distance)
-    weight = torch.linspace(-1, 2, 9)
-    exact, steady = truth(zp, zq, weight), gradient_rows(zp, zq, weight)
-    actual = kl_fast.kl_gradient_rows(zp, zq, weight)
-    replace_failed_gradients_(actual, zp, zq, weight, q_is_delta=False)
-    (value,) = kl_fast.kl_rows(zp, zq)
-    value = torch.where(value.isfinite(), value, fallback_kl(zp, zq)[0])
-    for number, (right, other, ours) in enumerate(zip(exact, steady, actual, strict=True)):
-        assert relative_rms(ours, right) <= 1.5 * relative_rms(other, right) + 1e-6, number
-    torch.testing.assert_close(value, actual[0], rtol=1e-4, atol=0)
-
-
-def test_kl_fast_marks_rows_that_it_cannot_compute():
-    never = -torch.inf
-    zp = torch.tensor(
-        [[0.0, 1.0, 2.0], [0.0, -60.0, 0.0], [0.0, never, 1.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
-    )
-    zq = torch.tensor(
-        [[0.0, 1.0, 2.0], [0.0, 0.0, 0.0], [0.0, never, 0.0], [0.0, 1.0, 2.000001], [1.0, 0.5, 2.0]]
-    )
-    (actual,) = kl_fast.kl_rows(zp, zq)
-    assert (
-        actual[0] == 0
-        and actual[1].isnan()
-        and actual[2].isnan()
-        and actual[3] == -torch.inf
-        and actual[4] > 0
-    )
-    (mended,) = fallback_kl(zp, zq)
-    right = truth(zp, zq, torch.ones(5))[0]
-    torch.testing.assert_close(mended.double(), right, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("distance", [5.0, 1e-2, 1e-6])
-def test_kl_from_the_difference_of_the_logits_has_all_digits(distance):
-    """``zq - zp`` in float32 has more digits than the difference of two float32 logits."""
-    zp, zq = logits(distance, dtype=torch.float64)
-    zq = zq - 3.0
-    ahead = zq - zp
-    weight = torch.linspace(-1, 2, 9)
-    exact = truth(zp, zq, weight)
-    actual = kl_fast.kl_gradient_rows(zp.float(), ahead.float(), weight, q_is_delta=True)
-    replace_failed_gradients_(actual, zp.float(), ahead.float(), weight, q_is_delta=True)
-    for right, ours in zip(exact, actual, strict=True):
-        assert relative_rms(ours, right) < 3e-6
-    (value,) = kl_fast.kl_rows(zp.float(), ahead.float(), q_is_delta=True)
-    value = torch.where(value.isfinite(), value, fallback_kl(zp.float(), ahead.float(), q_is_delta=True)[0])
-    assert relative_rms(value, exact[0]) < 3e-6
+from kleash.linear.checks import checked_pair
+from kleash.linear.chunked import ENOUGH_TOKENS, ROW_BUFFERS, plan_chunks
+from kleash.linear.pair import HeadPair
+from kleash.linear.products import has_bfloat16_gradient
 
 
 def shared(dtype, distance, **traits):
@@ -105,9 +38,7 @@ def shared(dtype, distance, **traits):
 
 
 @pytest.mark.parametrize("traits", [{}, {"scale": 0.7}, {"softcap": 3.0}, {"temperature": 1.6}], ids=str)
-@pytest.mark.parametrize(
-    "options", [CHUNKED, SMALL, TINY, NATIVE], ids=["chunked", "small", "tiny", "native"]
-)
+@pytest.mark.parametrize("options", [CHUNKED, SMALL, TINY], ids=["chunked", "small", "tiny"])
 def test_one_head_for_both_models(options, traits):
     torch.manual_seed(0)
     case = shared(torch.float64, 0.5, **traits)
@@ -128,22 +59,6 @@ def test_one_head_for_both_models(options, traits):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-def test_a_shared_head_keeps_digits_that_two_products_lose():
-    torch.manual_seed(0)
-    case = shared(torch.float32, 1e-4)
-    case.hidden_q = case.hidden_p + 1e-4 * torch.randn(29, 13)
-    wide = Head(case.head_p.weight.double(), case.head_p.bias.double())
-    exact = linear_kl(case.hidden_p.double(), wide, case.hidden_q.double(), wide, options=REFERENCE)
-    copy = Head(case.head_p.weight.clone(), case.head_p.bias.clone())
-    shared_head = linear_kl(case.hidden_p, case.head_p, case.hidden_q, case.head_p)
-    two = linear_kl(case.hidden_p, case.head_p, case.hidden_q, copy)
-    assert exact.max() < 1e-6
-    assert (
-        relative_rms(shared_head, exact) < 1e-5
-        and relative_rms(shared_head, exact) < relative_rms(two, exact) / 20
-    )
-
-
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
 def test_with_frozen_heads_the_backward_pass_computes_no_products(name, monkeypatch):
     """The gradient in the hidden states is computed with the values, and scaled row by row."""
@@ -154,15 +69,13 @@ def test_with_frozen_heads_the_backward_pass_computes_no_products(name, monkeypa
     grads = []
     for options in (REFERENCE, SMALL):
         hidden = case.hidden_p.clone().requires_grad_(), case.hidden_q.clone().requires_grad_()
-        from kleash.linear import linear_divergence
-
         values = linear_divergence(
             hidden[0], case.head_p, hidden[1], case.head_q, divergence=name, options=options
         )
         total = torch.where(weights != 0, values * weights, 0.0).sum()
         with monkeypatch.context() as patch:
             if options is SMALL:
-                patch.setattr(ChunkedBackend, "value_and_grad", None)
+                patch.setattr(chunked, "value_and_grad", None)
             grads.append(torch.autograd.grad(total, hidden))
     read = weights != 0
     for a, b in zip(*grads, strict=True):
@@ -228,8 +141,6 @@ def test_activation_checkpointing(reentrant):
 
 def test_which_gradients_are_taken_in_bfloat16():
     def model(dtype, head):
-        from kleash.linear.checks import checked_pair
-
         hidden = torch.zeros(2, 3, dtype=dtype)
         return checked_pair((hidden, head), (hidden, head), 1.0).p
 
@@ -244,7 +155,10 @@ def test_which_gradients_are_taken_in_bfloat16():
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bfloat16_gradients_with_and_without_fast_bfloat16_products(fast, monkeypatch):
-    monkeypatch.setattr("kleash.linear.impl.project._cpu_is_fast_at_bfloat16", lambda: fast)
+    monkeypatch.setattr(
+        "kleash.linear.gradient_sums.has_bfloat16_gradient",
+        lambda model: fast and model.dtype == torch.float32,
+    )
     case = head_case(torch.bfloat16, 1.0, tokens=(23,), vocab_size=301)
     leaves = case.hidden_p.clone().requires_grad_(), case.head_p.weight.clone().requires_grad_()
     right = case.hidden_p.double().requires_grad_(), case.head_p.weight.double().requires_grad_()
@@ -273,7 +187,7 @@ def test_the_gradient_of_a_bfloat16_weight_of_both_models_keeps_its_direction():
     assert torch.nn.functional.cosine_similarity(*actual, dim=0) > 0.9999
 
 
-@pytest.mark.parametrize("options", [CHUNKED, TINY, NATIVE], ids=["chunked", "tiny", "native"])
+@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
 def test_one_head_for_both_models_however_far_apart(options):
     torch.manual_seed(0)
     case = shared(torch.float64, 0.5)
@@ -304,55 +218,7 @@ def test_one_head_for_both_models_however_far_apart(options):
     assert results[0][0].isnan().sum() == 1
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """The numbers of tokens of all logit products, of both models."""
-    counted = []
-    original = chunk_loop.multiply_
-
-    def multiply_(out, *rest):
-        counted.append(len(out))
-        original(out, *rest)
-
-    monkeypatch.setattr(chunk_loop, "multiply_", multiply_)
-    return counted
-
-
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
-@pytest.mark.parametrize(
-    ("buffer_bytes", "again"),
-    [(2**27, {0}), (90_000, set(range(20, 46, 2))), (1, {44})],
-    ids=["whole", "some", "one"],
-)
-def test_the_logits_of_the_last_chunk_are_not_computed_again(buffer_bytes, again, name, products):
-    """The saved gradient is scaled by the incoming one; a retained graph gives the same gradient again."""
-    case = head_case(torch.float64, 0.7, tokens=(25,), vocab_size=211, bias=True, softcap=5.0)
-    weights = torch.linspace(-1, 2.2, 25, dtype=torch.float64)
-    weights[[3, 23]] = 0.0
-    options = LinearOptions(buffer_bytes=buffer_bytes, compile="never")
-    tensors, of = leaves_of(case, name)
-    right = torch.autograd.grad((of(REFERENCE)(*tensors) * weights).sum(), tensors)
-    tensors[0].data[23] = torch.nan
-    products.clear()
-    values = of(options)(*tensors)
-    assert sum(products) == 50
-    for retain, cost in ((True, {46}), (True, {46}), (False, again)):
-        products.clear()
-        actual = torch.autograd.grad(values, tensors, weights, retain_graph=retain)
-        assert sum(products) in cost
-        for a, b in zip(right, actual, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
-
-
-def test_a_saved_gradient_is_not_used_if_the_incoming_gradient_is_0(products):
-    case = head_case(torch.float32, tokens=(4,), vocab_size=11)
-    case.hidden_p[2] = torch.nan
-    case.head_p.weight.requires_grad_()
-    (case.kl() * 0.0).nan_to_num().sum().backward()
-    assert (case.head_p.weight.grad == 0).all() and sum(products) == 8
-
-
-def test_a_saved_bfloat16_gradient_is_no_less_accurate():
+def test_a_recomputed_bfloat16_gradient_is_no_less_accurate():
     case = head_case(torch.bfloat16, 0.3, tokens=(30,), vocab_size=301, bias=True)
     weights = torch.linspace(-1, 2, 30)
     actual = []
@@ -365,7 +231,7 @@ def test_a_saved_bfloat16_gradient_is_no_less_accurate():
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "hellinger"])
 @pytest.mark.parametrize("place", [1, 5], ids=["weight_p", "bias_q"])
-def test_saved_gradients_of_one_model(place, name):
+def test_recomputed_gradients_of_one_model(place, name):
     case = head_case(torch.float64, 0.7, tokens=(9,), vocab_size=31, bias=True)
     weights, actual = torch.linspace(-1, 2.2, 9, dtype=torch.float64), []
     for options in (REFERENCE, CHUNKED):
@@ -377,17 +243,28 @@ def test_saved_gradients_of_one_model(place, name):
     assert actual[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("kl", range(7000, 15_000, 1500)), ("jensen_shannon", range(13_000, 21_000, 2000))]
-)
-def test_the_last_chunk_is_saved_with_the_plan_of_all_tokens(name, sizes):
-    """With fewer tokens, the tiles of an upcast weight are larger, and so the memory for logits smaller."""
-    case = head_case(torch.bfloat16, 0.5, tokens=(40,), vocab_size=101, bias=True)
-    weights, actual = torch.linspace(-1, 2, 40), []
-    kl_fast = ((case, LinearOptions(buffer_bytes=size, compile="never")) for size in sizes)
-    for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), *kl_fast):
-        tensors, of = leaves_of(each, name)
-        actual.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
-    for right, plain, *ours in zip(*actual, strict=True):
-        for gradient in ours:
-            assert relative_rms(gradient, right) <= 2.5 * relative_rms(plain, right) + 1e-6
+def pair_of(vocab_size, dim=64, dtype=torch.bfloat16, tokens=8192):
+    hidden = torch.empty(tokens, dim, dtype=dtype)
+    head = Head(torch.empty(vocab_size, dim, dtype=dtype))
+    return checked_pair((hidden, head), (hidden, head), 1.0)
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 32_768, 151_936])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_chunk_fits_the_memory(vocab_size, dtype):
+    pair = pair_of(vocab_size, dtype=dtype)
+    for nbytes in (2**20, 2**24, 2**27):
+        plan = plan_chunks(pair, LinearOptions(buffer_bytes=nbytes), pair.tokens)
+        logits = 2 * plan.chunk_tokens * vocab_size * 4
+        rows = ROW_BUFFERS * plan.block_rows * vocab_size * 8
+        assert logits + rows <= nbytes or plan.chunk_tokens == 1
+        assert plan.chunk_tokens <= ENOUGH_TOKENS
+        assert 2 * logits + rows > nbytes / 4 or plan.chunk_tokens == ENOUGH_TOKENS
+
+
+def test_a_gpu_gets_1024_tokens_a_chunk(monkeypatch):
+    """With 128 MiB, a chunk would have 110 tokens of 151 936 logits, and each chunk reads all weights."""
+    pair = pair_of(151_936)
+    monkeypatch.setattr(HeadPair, "device", property(lambda self: torch.device("cuda", 0)))
+    assert plan_chunks(pair, LinearOptions(), pair.tokens).chunk_tokens == ENOUGH_TOKENS
+    assert plan_chunks(pair, LinearOptions(buffer_bytes=2**27), pair.tokens).chunk_tokens < ENOUGH_TOKENS

@@ -7,7 +7,6 @@ import pytest
 import torch
 from linear_cases import head_case
 
-import kleash.linear.impl.compiling as compiling
 from kleash.errors import (
     CannotRunError,
     KleashError,
@@ -16,7 +15,7 @@ from kleash.errors import (
     UnknownNameError,
     VocabularyMismatchError,
 )
-from kleash.linear import Head, LinearOptions, linear_kl, log_probabilities, token_statistics
+from kleash.linear import Head, LinearOptions, chunked, linear_kl, log_probabilities, token_statistics
 
 pytestmark = pytest.mark.usefixtures("unhooked")
 W = torch.randn(9, 4)
@@ -32,13 +31,13 @@ H = torch.randn(5, 4)
         (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
         (lambda: Head(W, vocabulary_group=object()), OptionError, "one dimension, not object"),
-        (
-            lambda: linear_kl(H, Head(W), H, Head(W), options=LinearOptions(impl="triton")),
-            CannotRunError,
-            "runs on CUDA tensors and these are on cpu; ask for 'chunked'",
-        ),
         (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),
-        (lambda: LinearOptions(compile="perhaps"), UnknownNameError, "auto, always, never"),
+        (
+            lambda: LinearOptions(compile="always"),
+            OptionError,
+            "compile is 'always'; give True, False or None",
+        ),
+        (lambda: LinearOptions(impl="triton"), UnknownNameError, "auto, reference, chunked"),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
         (
             lambda: linear_kl(H, Head(W), H[:3], Head(W)),
@@ -108,28 +107,24 @@ def test_invalid_token_ids_raise(tokens, error, says):
 
 def test_compiling_without_a_compiler_raises_and_auto_does_not_compile(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiling.missing_for.cache_clear()
+    chunked.missing_for_compiling.cache_clear()
     case = head_case(torch.float64)
     with pytest.raises(CannotRunError, match="no-such-compiler is not there"):
-        case.kl(LinearOptions(compile="always"))
-    monkeypatch.setattr(compiling, "PAYS_FROM", 1)
-    assert torch.equal(case.kl(), case.kl(LinearOptions(compile="never")))
-    compiling.missing_for.cache_clear()
+        case.kl(LinearOptions(compile=True))
+    monkeypatch.setattr(chunked, "PAYS_FROM", 1)
+    assert torch.equal(case.kl(), case.kl(LinearOptions(compile=False)))
+    chunked.missing_for_compiling.cache_clear()
 
 
 def test_auto_compiles_only_calls_that_save_time(monkeypatch):
     case = head_case(torch.float64, tokens=(37,), vocab_size=101)
     compiled = []
-    monkeypatch.setattr(compiling, "missing_for", lambda device: None)
-    monkeypatch.setattr("kleash.linear.impl.chunk_loop.compiled", lambda core: compiled.append(core) or core)
+    monkeypatch.setattr(chunked, "missing_for_compiling", lambda device: None)
+    monkeypatch.setattr("kleash.linear.chunked.compiled", lambda core: compiled.append(core) or core)
     for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
-        monkeypatch.setattr(compiling, "PAYS_FROM", work)
+        monkeypatch.setattr(chunked, "PAYS_FROM", work)
         case.kl()
         assert len(compiled) == times
-
-
-def test_compile_may_be_a_bool():
-    assert (LinearOptions(compile=True).compile, LinearOptions(compile=False).compile) == ("always", "never")
 
 
 def test_a_sharded_weight_is_gathered():

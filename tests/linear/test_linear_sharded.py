@@ -56,7 +56,7 @@ def loss_of(weight):
     return linear_kl_loss(hidden_p[mine], Head(weight), hidden_q[mine], Head(other), weights=weights[mine]).loss
 
 sharded.grad = None
-torch.compile(loss_of, backend="eager", fullgraph=True)(sharded).backward()    # gathers the weight
+torch.compile(loss_of, backend="eager")(sharded).backward()
 torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
 
 class Student(torch.nn.Module):

@@ -1,13 +1,11 @@
 """The public functions that return values per token: they check the arguments and call a backend."""
 
-from dataclasses import replace
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated_types
-from kleash.autodiff import uncompiled_in_transforms
+from kleash.autodiff import uncompiled
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd
@@ -22,21 +20,17 @@ from kleash.linear.checks import (
     checked_pair,
     flat_pair,
 )
+from kleash.linear.chunked import move_tokens
 from kleash.linear.head import Head, gathered
 from kleash.linear.head_storage import HeadStorage, all_gather_numbers
-from kleash.linear.impl.base import HeadInputs
-from kleash.linear.impl.choice import prepare
-from kleash.linear.impl.gathered_rows import model_as_logits
-from kleash.linear.impl.project import logits, normalised
-from kleash.linear.impl.reference import REFERENCE
 from kleash.linear.options import LinearOptions
-from kleash.linear.packing import divergence_name, pack
+from kleash.linear.pair import HeadInputs
+from kleash.linear.products import logits, normalised
 from kleash.linear.sharding import process_group, storage_group
 from kleash.linear.types import StatisticsAndTop, TokenStatistics, TopTokens
-from kleash.linear.vocab_shards import LOCAL_VOCAB
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def linear_kl(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -85,7 +79,7 @@ def linear_kl(
     return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def linear_divergence(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -113,26 +107,16 @@ def linear_divergence(
         UnknownNameError: if there is no such divergence.
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl``.
     """
-    if torch.compiler.is_compiling():
-        from kleash.linear import ops
-
-        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        return ops.linear_divergence(*x, divergence_name(divergence))
-    divergence = as_divergence(divergence)
+    record, options = as_divergence(divergence), options or LinearOptions()
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    options = options or LinearOptions()
-    if options.impl != "reference" or pair.is_sharded or pair.storage is not None:
+    if not autograd.is_reference(pair, options):
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
-    backend, request = prepare(pair, options, divergence)
     with torch.autocast(hidden_p.device.type, enabled=False):
-        if backend is REFERENCE or not autograd.requires_gradient(pair):
-            values = backend.values(request)
-        else:
-            values = autograd.differentiable_values(backend, request)
+        values = autograd.divergence_values(pair, options, record)
     return values.reshape(hidden_p.shape[:-1])
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def token_statistics(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -166,24 +150,13 @@ def token_statistics(
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
         VocabularyMismatchError: also if an id is outside the vocabulary.
     """
-    if torch.compiler.is_compiling():
-        from kleash.linear import ops
-
-        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        detached = (t.detach() if isinstance(t, Tensor) else t for t in x)
-        return TokenStatistics(*ops.token_statistics(*detached, tokens))
     check_transforms("token_statistics", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
-    with torch.no_grad():
-        pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
-        check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
-        flat = tokens.reshape(-1).to(torch.int64)
-        backend, request = prepare(pair, options)
-        statistics = backend.statistics(request, flat)
-    return TokenStatistics(*(column.reshape(tokens.shape) for column in statistics))
+    return statistics_of(
+        (hidden_p, head_p), (hidden_q, head_q), tokens, temperature, options, top=0
+    ).statistics
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def token_statistics_and_top(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -212,26 +185,34 @@ def token_statistics_and_top(
 
     Raises:
         OptionError: if ``top`` is below 1; and as ``token_statistics``.
-        CannotRunError: if a head is split over a ``vocabulary_group``; and as ``token_statistics``.
-        ShapeError, VocabularyMismatchError: as ``token_statistics``.
+        CannotRunError, ShapeError, VocabularyMismatchError: as ``token_statistics``.
     """
     if top < 1:
         raise OptionError(f"top is {top}; ask for at least 1 token")
     check_transforms("token_statistics_and_top", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
+    return statistics_of((hidden_p, head_p), (hidden_q, head_q), tokens, temperature, options, top=top)
+
+
+def statistics_of(
+    p: tuple[Tensor, Head],
+    q: tuple[Tensor, Head],
+    tokens: Tensor,
+    temperature: float | Tensor,
+    options: LinearOptions | None,
+    *,
+    top: int,
+) -> StatisticsAndTop:
+    """The statistics and the ``top`` likeliest tokens, in the shape of ``tokens``."""
+    hidden_p = p[0]
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
-        pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-        if pair.is_sharded:
-            raise CannotRunError(
-                "token_statistics_and_top needs all rows of the heads, and these are split over a vocabulary_group; "
-                "give heads of all rows"
-            )
+        pair = checked_pair(p, q, temperature)
         check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
         flat = tokens.reshape(-1).to(torch.int64)
-        backend, request = prepare(pair, options)
-        statistics, *tops = backend.statistics_and_top(request, flat, top)
-    shaped = TokenStatistics(*(column.reshape(tokens.shape) for column in statistics))
+        computed = autograd.statistics(pair, options or LinearOptions(), flat, top)
+    shaped = TokenStatistics(*(column.reshape(tokens.shape) for column in computed.statistics))
     top_p, top_q = (
-        TopTokens(*(x.reshape(*tokens.shape, x.shape[-1]) for x in likeliest)) for likeliest in tops
+        TopTokens(*(x.reshape(*tokens.shape, x.shape[-1]) for x in likeliest))
+        for likeliest in (computed.top_p, computed.top_q)
     )
     return StatisticsAndTop(shaped, top_p, top_q)
 
@@ -289,9 +270,8 @@ def shared_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tenso
     ranks = process_group(head.vocabulary_group)
     rows = all_gather_numbers(ranks, hidden.device, [pair.local_vocab_size])[0]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        local = logits(replace(pair.p, vocab_shards=LOCAL_VOCAB))
-        columns = HeadStorage(ranks, rows, hidden.device).gather_tokens(local.T.contiguous(), rows).T
-    return HeadInputs(hidden=columns, head=Head(None), temperature=1.0, dtype=pair.p.dtype)
+        columns = HeadStorage(ranks, rows, hidden.device).gather_tokens(logits(pair.p).T.contiguous(), rows).T
+    return HeadInputs(hidden=columns, head=Head(None), temperature=1.0, dtype=pair.dtype)
 
 
 def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tensor, "*tokens vocab"]:
@@ -307,7 +287,12 @@ def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Ten
 
 
 def stored_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
-    """The logits of this rank's tokens, from a head whose rows are stored on several ranks."""
+    """The logits of this rank's tokens, from a head whose rows are stored on several ranks: the tokens move there."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         pair = checked_pair((hidden, head), (hidden, head), temperature)
-        return model_as_logits(pair.p, LinearOptions().chunk_bytes)
+        storage = pair.storage
+        assert storage is not None, "the rows are stored on several ranks"
+        counts = storage.all_gather_numbers(pair.tokens)[0]
+        moved = move_tokens(pair, counts).p
+        local = storage.exchange_columns(logits(moved), counts)
+    return HeadInputs(hidden=local, head=Head(None), temperature=1.0, dtype=pair.dtype)

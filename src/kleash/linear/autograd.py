@@ -1,35 +1,38 @@
-"""Connects the backends to autograd: when a gradient is computed, and what is stored until the backward pass.
+"""Connects the implementations to autograd: when a gradient is computed, and what is stored until the backward pass.
 
 | what requires a gradient | when its gradient is computed | matmuls, where one pass over both heads is 2 |
 |---|---|---|
 | of a scalar loss: anything | in the forward pass, for the tokens' weights | 4; 3 if no head weight requires one |
 | of values per token: hidden states only | in the forward pass; scaled row by row in the backward pass | 3 |
 | of values per token: a weight or bias too | in the backward pass, from the logits computed again | 6 |
-| of the last chunk of these | in the forward pass; scaled in the backward pass | 4 |
 
 (Each further tensor that requires a gradient adds 1.)
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.divergences import Divergence
 from kleash.errors import CannotRunError
+from kleash.linear import chunked, reference
 from kleash.linear.head_storage import HeadStorage
-from kleash.linear.impl.base import (
-    NOTHING_NEEDED,
-    Backend,
-    Gradients,
-    HeadPair,
-    Needed,
-    Objective,
-    Request,
-    per_tensor,
-)
-from kleash.linear.types import LinearLoss, TokenTerms
+from kleash.linear.options import LinearOptions
+from kleash.linear.pair import HeadPair, Tensors
+from kleash.linear.types import LinearLoss, StatisticsAndTop, TokenTerms
+
+Needed: TypeAlias = tuple[bool, ...]
+"""Which of the six tensors need a gradient."""
+LossAndGradients: TypeAlias = tuple[Tensor, tuple[Tensor, ...], Tensors]
+"""A loss, further results without a gradient, and the gradients of the loss in the six tensors."""
+
+
+def is_reference(pair: HeadPair, options: LinearOptions) -> bool:
+    """Whether a call is computed by ``reference``, which needs all rows of both heads."""
+    return options.impl == "reference" and not pair.is_sharded
 
 
 def requires_gradient(pair: HeadPair) -> bool:
@@ -37,47 +40,52 @@ def requires_gradient(pair: HeadPair) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair.tensors)
 
 
-def differentiable_values(backend: Backend, request: Request) -> Float[Tensor, " tokens"]:
-    """The divergence of each token, differentiable once."""
-    return _apply(_Values, backend, request, *request.pair.tensors)
+def divergence_values(pair: HeadPair, options: LinearOptions, record: Divergence) -> Float[Tensor, " tokens"]:
+    """The divergence of each token, differentiable once, or by autograd's own functions in the reference."""
+    if is_reference(pair, options):
+        return reference.values(pair, options, record)
+    if requires_gradient(pair):
+        return _apply(_Values, pair, options, record, *pair.tensors)
+    return chunked.values(pair, options, record)
 
 
-def weighted_sum(backend: Backend, request: Request, weights: Float[Tensor, " tokens"]) -> LinearLoss:
+def weighted_sum(
+    pair: HeadPair, options: LinearOptions, record: Divergence, weights: Float[Tensor, " tokens"]
+) -> LinearLoss:
     """The weighted sum of the divergences, whose gradient is computed at once, and the divergences, detached."""
+    implementation = reference if is_reference(pair, options) else chunked
 
-    def compute(needed: Needed) -> _LossAndGradients:
-        result = backend.value_and_grad(request, weights, needed)
-        factors = torch.where(weights != 0, weights.to(result.per_token.dtype), 0.0)
-        return _LossAndGradients((result.per_token * factors).sum(), (result.per_token,), result.gradients)
+    def compute(needed: Needed) -> LossAndGradients:
+        per_token, gradients = implementation.value_and_grad(pair, options, record, weights, needed)
+        factors = torch.where(weights != 0, weights.to(per_token.dtype), 0.0)
+        return (per_token * factors).sum(), (per_token,), gradients
 
-    loss, per_token = _loss_and_outputs(request.pair, compute)
+    loss, per_token = _loss_and_outputs(pair, compute)
     return LinearLoss(loss, per_token)
 
 
 def objective_loss(
-    backend: Backend, request: Request, tokens: Int[Tensor, " tokens"], objective: Objective
+    pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], objective: chunked.Objective
 ) -> tuple[Tensor, TokenTerms]:
     """The sum of the objective's losses, whose gradient is computed at once, and the terms, detached."""
+    implementation = reference if is_reference(pair, options) else chunked
 
-    def compute(needed: Needed) -> _LossAndGradients:
-        result = backend.objective(request, tokens, objective, needed)
-        return _LossAndGradients(result.loss, result.terms, result.gradients)
+    def compute(needed: Needed) -> LossAndGradients:
+        return implementation.objective(pair, options, tokens, objective, needed)
 
-    loss, *terms = _loss_and_outputs(request.pair, compute)
+    loss, *terms = _loss_and_outputs(pair, compute)
     return loss, TokenTerms(*terms)
 
 
-class _LossAndGradients(NamedTuple):
-    loss: Tensor
-    outputs: tuple[Tensor, ...]
-    """Further results, which have no gradient."""
-    gradients: Gradients
+def statistics(
+    pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], top: int
+) -> StatisticsAndTop:
+    """The statistics of each token, and the ``top`` likeliest tokens of both models."""
+    implementation = reference if is_reference(pair, options) else chunked
+    return implementation.statistics(pair, options, tokens, top)
 
 
-_Compute: TypeAlias = Callable[[Needed], _LossAndGradients]
-
-
-def _loss_and_outputs(pair: HeadPair, compute: _Compute) -> tuple[Tensor, ...]:
+def _loss_and_outputs(pair: HeadPair, compute: Callable[[Needed], LossAndGradients]) -> tuple[Tensor, ...]:
     """The loss, then the outputs; the loss is differentiable if any tensor of the pair requires a gradient.
 
     ``compute`` runs once, here, with the gradients that are needed; the backward pass only scales them.
@@ -85,8 +93,8 @@ def _loss_and_outputs(pair: HeadPair, compute: _Compute) -> tuple[Tensor, ...]:
     if requires_gradient(pair):
         return _apply(_Loss, compute, pair.storage, *pair.tensors)
     with torch.no_grad():
-        result = compute(NOTHING_NEEDED)
-    return result.loss, *result.outputs
+        loss, outputs, _ = compute((False,) * len(pair.tensors))
+    return loss, *outputs
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -105,19 +113,16 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, backend: Backend, request: Request, *tensors: Tensor | None
+        ctx: Any, pair: HeadPair, options: LinearOptions, record: Divergence, *tensors: Tensor | None
     ) -> Tensor:
-        needed: Needed = per_tensor(ctx.needs_input_grad[2:])
+        needed = ctx.needs_input_grad[3:]
         ctx.save_for_backward(*tensors)
-        ctx.backend, ctx.request, ctx.unit_gradients = backend, request, None
-        if any((needed.p.weight, needed.p.bias, needed.q.weight, needed.q.bias)):
-            values, ctx.saved_forward = backend.values_saving_forward(request, needed)
-            return values
-        pair = request.pair
-        ones = torch.ones(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
-        result = backend.value_and_grad(request, ones, needed)
-        ctx.unit_gradients = result.gradients
-        return result.per_token
+        ctx.call, ctx.unit_gradients = (pair, options, record), None
+        if any(needed[place] for place in (1, 2, 4, 5)):
+            return chunked.values(pair, options, record)
+        ones = torch.ones(pair.tokens, dtype=pair.dtype, device=pair.device)
+        values, ctx.unit_gradients = chunked.value_and_grad(pair, options, record, ones, needed)
+        return values
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -125,19 +130,11 @@ class _Values(torch.autograd.Function):
         _ = ctx.saved_tensors  # raises if one of them was changed in place since
         if ctx.unit_gradients is not None:
             column = weight[:, None]
-            return None, None, *(None if x is None else _scaled(x, column) for x in ctx.unit_gradients)
+            return None, None, None, *(None if x is None else _scaled(x, column) for x in ctx.unit_gradients)
         with torch.autocast(weight.device.type, enabled=False):
-            # What was saved is used up; a graph with another backward pass to come computes all logits each time.
-            saved = None if ctx.saved_forward is None or _graph_is_retained() else ctx.saved_forward
-            needed: Needed = per_tensor(ctx.needs_input_grad[2:])
-            result = ctx.backend.value_and_grad(ctx.request, weight, needed, saved)
-        return None, None, *result.gradients
-
-
-def _graph_is_retained() -> bool:
-    """Whether the current backward pass retains its graph for another one; True if torch cannot tell."""
-    autograd = cast("Any", torch)._C._autograd
-    return bool(getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)())
+            pair, options, record = ctx.call
+            _, gradients = chunked.value_and_grad(pair, options, record, weight, ctx.needs_input_grad[3:])
+        return None, None, None, *gradients
 
 
 def _scaled(gradient: Tensor, column: Tensor) -> Tensor:
@@ -150,13 +147,16 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, compute: _Compute, storage: HeadStorage | None, *tensors: Tensor | None
+        ctx: Any,
+        compute: Callable[[Needed], LossAndGradients],
+        storage: HeadStorage | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        result = compute(per_tensor(ctx.needs_input_grad[2:]))
-        ctx.gradients, ctx.storage = result.gradients, storage
-        ctx.mark_non_differentiable(*result.outputs)
+        loss, outputs, ctx.gradients = compute(ctx.needs_input_grad[2:])
+        ctx.storage = storage
+        ctx.mark_non_differentiable(*outputs)
         ctx.set_materialize_grads(False)
-        return result.loss, *result.outputs
+        return loss, *outputs
 
     @staticmethod
     def backward(ctx: Any, *weights: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -165,7 +165,7 @@ class _Loss(torch.autograd.Function):
             raise CannotRunError(
                 "the gradient of this loss was computed once and a backward pass has used it; compute the loss again"
             )
-        gradients, ctx.gradients = tuple(ctx.gradients), None
+        gradients, ctx.gradients = ctx.gradients, None
         weight = weights[0]
         if weight is None:
             return (None,) * (2 + len(gradients))

@@ -14,7 +14,7 @@ from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
 from kleash.linear.head_storage import HeadStorage
-from kleash.linear.impl.base import HeadInputs, HeadPair
+from kleash.linear.pair import HeadInputs, HeadPair
 from kleash.linear.sharding import (
     UNSHARDED,
     common_group,
@@ -27,9 +27,7 @@ from kleash.linear.sharding import (
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
 from kleash.registry import look_up
 
-ALTERNATIVE = (
-    "take linear_divergence with impl='reference', uncompiled, or the functions of kleash.divergences"
-)
+ALTERNATIVE = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
 NO_SPECS = [0, 0, 0, 0, 0]
 """What a rank with an error sends in place of ``specs_of_rank``."""
 
@@ -64,7 +62,7 @@ def flat_pair(
     q: tuple[Tensor, Head],
     temperature: float | Tensor,
     vocab_shards: LocalVocab = LOCAL_VOCAB,
-    storages: tuple[HeadStorage | None, HeadStorage | None] = (None, None),
+    storage: HeadStorage | None = None,
 ) -> HeadPair:
     """Both models with their tokens flattened, from arguments that have been checked."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
@@ -73,28 +71,32 @@ def flat_pair(
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
     divisor = flat_temperature(temperature, dtype)
     model_p, model_q = (
-        HeadInputs(
-            hidden=hidden,
-            head=head,
-            temperature=divisor,
-            dtype=dtype,
-            vocab_shards=vocab_shards,
-            storage=storage,
-        )
-        for hidden, head, storage in zip((flat_p, flat_q), (head_p, head_q), storages, strict=True)
+        HeadInputs(hidden=hidden, head=head, temperature=divisor, dtype=dtype)
+        for hidden, head in ((flat_p, head_p), (flat_q, head_q))
     )
-    return HeadPair(p=model_p, q=model_q)
+    return HeadPair(p=model_p, q=model_q, vocab_shards=vocab_shards, storage=storage)
 
 
 def group_of_storage(head_p: Head, head_q: Head) -> Any:
     """The ranks that store the rows of a head and have tokens of their own (FSDP2, ZeRO-3); None if there are none.
 
-    Two heads that are stored on different ranks are gathered, and so is one beside a ``vocabulary_group``.
+    Tokens cannot move, and heads are gathered whole, if two heads are stored on different ranks, one has a
+    ``vocabulary_group`` or no weight, or one that is whole requires a gradient.
     """
-    if head_p.vocabulary_group is not None or head_q.vocabulary_group is not None:
+    heads = head_p, head_q
+    if any(head.vocabulary_group is not None or head.weight is None for head in heads):
         return None
-    groups = [group for group in map(storage_group, (head_p.weight, head_q.weight)) if group is not None]
+    groups = [storage_group(head.weight) for head in heads]
+    if any(group is None and is_trained(head) for group, head in zip(groups, heads, strict=True)):
+        return None
+    groups = [group for group in groups if group is not None]
     return groups[0] if groups and len({tuple(ranks_of(group)) for group in groups}) == 1 else None
+
+
+def is_trained(head: Head) -> bool:
+    """Whether the weight or the bias of a head gets a gradient."""
+    tensors = head.weight, head.bias
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def stored_pair(
@@ -113,11 +115,20 @@ def stored_pair(
     except KleashError as local_error:
         error = local_error
     storage = exchange_storage(group, hidden_p.device, specs, error)
+    vocab_shards = ShardedVocab(storage.group, storage.rows, storage.rank, storage.device)
+    local: list[Head] = []
     for hidden, head, is_stored in ((hidden_p, head_p, stored[0]), (hidden_q, head_q, stored[1])):
         if not is_stored:
             check_same_vocab_size(head.vocabulary(hidden), storage.vocab_size)
-    storages = storage if stored[0] else None, storage if stored[1] else None
-    return flat_pair((hidden_p, head_p), (hidden_q, head_q), temperature, storages=storages)
+        local.append(head if is_stored else rows_of_head(head, vocab_shards))
+    return flat_pair((hidden_p, local[0]), (hidden_q, local[1]), temperature, vocab_shards, storage)
+
+
+def rows_of_head(head: Head, vocab_shards: ShardedVocab) -> Head:
+    """The rows of a whole head that this rank has of the other, sharded one."""
+    rows = slice(vocab_shards.offset, vocab_shards.offset + vocab_shards.local_size)
+    weight, bias = (None if x is None else x[rows] for x in (head.weight, head.bias))
+    return replace(head, weight=weight, bias=bias)
 
 
 def specs_of_rank(
@@ -240,17 +251,15 @@ def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab
     if head.vocabulary_group is not None:
         return hidden, head
     check_sharded_vocab_size(name, head.vocabulary(hidden), vocab_shards)
-    trained = (hidden, head.bias) if head.weight is None else (head.weight, head.bias)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
+    has_trained_logits = head.weight is None and hidden.requires_grad and torch.is_grad_enabled()
+    if is_trained(head) or has_trained_logits:
         raise CannotRunError(
             f"the head of {name} is whole and requires a gradient, of which each rank would compute "
             f"{vocab_shards.local_size} of {vocab_shards.vocab_size} rows; split it over the vocabulary_group, too, or "
             "detach it"
         )
     rows = slice(vocab_shards.offset, vocab_shards.offset + vocab_shards.local_size)
-    weight = None if head.weight is None else head.weight[rows]
-    bias = None if head.bias is None else head.bias[rows]
-    return hidden[..., rows] if weight is None else hidden, replace(head, weight=weight, bias=bias)
+    return hidden[..., rows] if head.weight is None else hidden, rows_of_head(head, vocab_shards)
 
 
 def flat_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:

@@ -3,7 +3,7 @@
 FSDP2 and ZeRO-3 store a head in this way. Ranks with the *same* tokens share a vocabulary instead: ``vocab_shards``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import isnan
 from typing import Any, cast
@@ -53,42 +53,6 @@ class HeadStorage:
             return received
         return torch.cat([received[max_count * n : max_count * n + count] for n, count in enumerate(counts)])
 
-    def gather_blocks(
-        self, local: Float[Tensor, "rows *any"], size: int
-    ) -> Iterator[list[tuple[slice, Float[Tensor, "some *any"]]]]:
-        """The rows of all ranks, ``size`` rows of each rank at a time, each part with its place in the vocabulary."""
-        for start in range(0, max(self.rows), size):
-            counts = [max(0, min(size, rows - start)) for rows in self.rows]
-            received = _split(self.gather_tokens(local[start : start + size], counts), counts)
-            yield [
-                (slice(self.offsets[n] + start, self.offsets[n] + start + len(part)), part)
-                for n, part in enumerate(received)
-                if len(part)
-            ]
-
-    def reduce_block(
-        self, parts: Sequence[tuple[slice, Float[Tensor, "some *any"]]], start: int, size: int
-    ) -> tuple[slice, Float[Tensor, "rows *any"]]:
-        """The sum over the ranks of this rank's rows of a block, and which of its rows these are.
-
-        Args:
-            parts: the entries of all ranks' rows, as ``gather_blocks`` orders them.
-            start: the first row of the block on each rank.
-            size: rows of each rank in a block.
-        """
-        first = parts[0][1]
-        sent = first.new_zeros((self.world_size, size, *first.shape[1:]))
-        for rows, part in parts:
-            sent[self.rank_of(rows)][: len(part)] = part
-        received = first.new_empty((size, *first.shape[1:]))
-        reduce_scatter_single(received, sent.flatten(0, 1), self.group)
-        local = received[: max(0, self.rows[self.rank] - start)]
-        return slice(start, start + len(local)), local
-
-    def rank_of(self, rows: slice) -> int:
-        """The rank that stores these rows."""
-        return next(n for n in range(self.world_size) if rows.start < self.offsets[n + 1])
-
     def exchange_columns(
         self, columns: Float[Tensor, "all rows"], counts: Sequence[int]
     ) -> Float[Tensor, "tokens vocab"]:
@@ -106,11 +70,6 @@ class HeadStorage:
         return torch.cat(
             [part.view(tokens, rows) for part, rows in zip(parts, self.rows, strict=True)], dim=-1
         )
-
-    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """The sum over the ranks."""
-        dist.all_reduce(numbers, group=self.group)
-        return numbers
 
     def raise_together(self, error: KleashError | None) -> None:
         """Raise if any rank has an error, so that no rank waits for one that has stopped.

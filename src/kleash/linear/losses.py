@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated_types
-from kleash.autodiff import uncompiled_in_transforms
+from kleash.autodiff import uncompiled
 from kleash.divergences import Divergence
 from kleash.errors import OptionError
 from kleash.linear import autograd
@@ -20,13 +20,11 @@ from kleash.linear.checks import (
     checked_pair,
 )
 from kleash.linear.head import Head
-from kleash.linear.impl.choice import prepare
 from kleash.linear.options import LinearOptions
-from kleash.linear.packing import divergence_name, pack, requires_grad_flags
 from kleash.linear.types import LinearLoss, TokenTerms
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def linear_kl_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -65,7 +63,7 @@ def linear_kl_loss(
     )
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def linear_divergence_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -94,25 +92,17 @@ def linear_divergence_loss(
         UnknownNameError: if there is no such divergence.
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss``.
     """
-    if torch.compiler.is_compiling():
-        from kleash.linear import ops
-
-        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        needed = requires_grad_flags(x)
-        results = ops.linear_divergence_gradient(*x, divergence_name(divergence), weights.detach(), needed)
-        return LinearLoss(results[0], results[1].detach())
-    divergence = as_divergence(divergence)
+    record = as_divergence(divergence)
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
     check_transforms("linear_divergence_loss", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_on_all_ranks(pair, lambda: check_weights(weights, hidden_p))
-    backend, request = prepare(pair, options, divergence)
     with torch.autocast(hidden_p.device.type, enabled=False):
-        loss, per_token = autograd.weighted_sum(backend, request, weights.reshape(-1))
+        loss, per_token = autograd.weighted_sum(pair, options or LinearOptions(), record, weights.reshape(-1))
     return LinearLoss(loss, per_token.reshape(weights.shape))
 
 
-@uncompiled_in_transforms
+@uncompiled
 @validated_types
 def linear_objective(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -161,19 +151,11 @@ def linear_objective(
     """
     if not callable(objective):
         raise OptionError(f"objective is a {type(objective).__qualname__}; give a function of terms and rows")
-    if torch.compiler.is_compiling():
-        from kleash.linear import ops
-
-        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        terms = TokenTerms(*ops.token_terms(*x, tokens))
-        losses = objective(TokenTerms(*(t.reshape(-1) for t in terms)), slice(0, tokens.numel()))
-        return losses.sum(), TokenTerms(*(t.detach() for t in terms))
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
     check_transforms("linear_objective", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
-    backend, request = prepare(pair, options)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)
-        loss, terms = autograd.objective_loss(backend, request, flat, objective)
+        loss, terms = autograd.objective_loss(pair, options or LinearOptions(), flat, objective)
     return loss, TokenTerms(*(x.reshape(tokens.shape) for x in terms))

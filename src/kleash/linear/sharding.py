@@ -55,16 +55,6 @@ def process_group(group: Any) -> Any:
     return group.get_group() if isinstance(group, MESH) else group
 
 
-def name_of(group: Any) -> str:
-    """The name of a group in torch.distributed; empty for None."""
-    return "" if group is None else process_group(group).group_name
-
-
-def named_group(name: str) -> Any:
-    """The group of a name; None for an empty name."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None
-
-
 def ranks_of(group: Any) -> list[int]:
     """The global ranks of the group.
 

@@ -1,26 +1,25 @@
 """The collectives of ranks that share a vocabulary: a few numbers for each token, never one for each logit.
 
-The row functions call these between their passes over the logits. On a single rank (``LOCAL_VOCAB``) they return their
+The row functions call these between their passes over the logits. On a single rank (``ONE_RANK``) they return their
 input. Ranks that took different branches would wait for each other forever, so everything that decides a branch or a
 size is reduced over the ranks first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.errors import CannotRunError
+from kleash.linear.head_storage import all_gather_single
 from kleash.precision import at_least_float32
 
 Numbers: TypeAlias = tuple[Tensor, ...]
-"""Several numbers for each token, each as a vector or a column."""
+"""Several numbers for each token, as columns."""
 dist: Any = torch.distributed
-FALLBACK_BLOCK = 2**16
-"""Logits of one model that the fallback computes at once; it needs forty times their memory."""
 
 
 class LocalVocab:
@@ -37,41 +36,27 @@ class LocalVocab:
         """The sum of each number over the ranks."""
         return numbers
 
-    def log_sum_exp(self, *z: Float[Tensor, "tokens vocab"]) -> Numbers:
-        """The log-sum-exp of each tensor of logits over the whole vocabulary, as a column."""
-        return tuple(x.logsumexp(-1, keepdim=True) for x in z)
-
     def gather_local(
-        self, z: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"]
+        self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"]
     ) -> Float[Tensor, "tokens 1"]:
-        """The logits of the tokens, 0 for a token of another rank: ``all_reduce_sum`` gives the logits everywhere."""
-        return z.gather(-1, ids[:, None])
+        """The entries of the tokens, 0 for a token of another rank: ``all_reduce_sum`` gives them everywhere."""
+        return x.gather(-1, ids[:, None])
 
     def scatter_add_local_(
-        self, z: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"], source: Float[Tensor, "tokens 1"]
+        self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"], source: Float[Tensor, "tokens 1"]
     ) -> Tensor:
         """Add ``source`` to the entries of the tokens, in place."""
-        return z.scatter_add_(-1, ids[:, None], source)
+        return x.scatter_add_(-1, ids[:, None], source)
 
-    def argmax(
-        self, z: Sequence[Tensor], local: Sequence[Tensor], tops: Sequence[Float[Tensor, "tokens 1"]]
-    ) -> Numbers:
-        """The ids of the largest logits, the first of several, from the ``local`` argmax and the overall maxima."""
-        return tuple(local)
+    def largest(
+        self, values: Float[Tensor, "tokens top"], ids: Int[Tensor, "tokens top"]
+    ) -> tuple[Float[Tensor, "tokens top"], Int[Tensor, "tokens top"]]:
+        """The largest logits of the whole vocabulary with their ids, from those of each rank's rows."""
+        return values, ids
 
-    def row_parts(self, selected: Bool[Tensor, " rows"], vocab_size: int) -> Iterator[Tensor]:
-        """The indices of the selected rows, in parts small enough for the memory of the fallback."""
-        rows, size = selected.nonzero()[:, 0], max(1, FALLBACK_BLOCK // vocab_size)
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size]
-
-    def agreed_chunk(self, most: int, tokens: int) -> int:
-        """The number of tokens in a chunk, where this rank has memory for ``most``."""
-        return most
-
-    def replicate(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The hidden states, whose gradient is summed over the ranks."""
-        return hidden
+    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int]:
+        """The most tokens in a chunk and in a block, where this rank has memory for these."""
+        return chunk, block
 
     def all_reduce_gradient(self, gradient: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The gradient of the hidden states, summed over the ranks."""
@@ -82,90 +67,81 @@ LOCAL_VOCAB = LocalVocab()
 
 
 class ShardedVocab(LocalVocab):
-    """Each rank of a group has consecutive rows of the vocabulary, in the order of the ranks."""
+    """Each rank of a group has some rows of the vocabulary, in the order of the ranks, and all have the same tokens."""
 
     def __init__(self, group: Any, rows: Sequence[int], rank: int, device: torch.device) -> None:
         """``rows``: the number of vocabulary rows of each rank; ``rank``: the rank of this process in the group."""
         self.group, self.device, self.vocab_size = group, device, sum(rows)
-        self.offset, self.local_size = sum(rows[:rank]), rows[rank]
+        self.offset, self.local_size, self.world_size = sum(rows[:rank]), rows[rank], len(rows)
 
     def all_reduce_max(self, *numbers: Tensor) -> Numbers:
         """The maximum of each number over the ranks; NaN, which backends treat differently, counts as inf."""
-        with torch.no_grad():
-            without_nan = [x.nan_to_num(torch.inf, torch.inf, -torch.inf) for x in numbers]
-            return exchange_packed(without_nan, lambda packed: all_reduce(packed, "MAX", self.group))
+        without_nan = [x.nan_to_num(torch.inf, torch.inf, -torch.inf) for x in numbers]
+        return tuple(x.amax(0) for x in self._gather(without_nan))
 
     def all_reduce_sum(self, *numbers: Tensor) -> Numbers:
-        """The sum of each number over the ranks. All ranks use it alike, so its gradient is not reduced."""
-        return cast("Any", _AllReduceSum).apply(self.group, *numbers)
+        """The sum of each number over the ranks."""
+        return tuple(x.sum(0) for x in self._gather(numbers))
 
-    def log_sum_exp(self, *z: Float[Tensor, "tokens vocab"]) -> Numbers:
-        """The log-sum-exp of each tensor of logits, as a column; its gradient is summed over the ranks."""
-        tops = self.all_reduce_max(*(x.detach().amax(-1, keepdim=True) for x in z))
-        tops = [torch.where(top.isfinite(), top, 0.0) for top in tops]
-        totals = [(x - top).exp().sum(-1, keepdim=True) for x, top in zip(z, tops, strict=True)]
-        totals = cast("Any", _AllReduceForLocal).apply(self.group, *totals)
-        return tuple(top + total.log() for top, total in zip(tops, totals, strict=True))
+    def _gather(self, numbers: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Several numbers for each token, of each rank: one message, whose sums have one order on all ranks."""
+        packed = torch.stack([x.reshape(-1) for x in numbers])
+        received = packed.new_empty((self.world_size, *packed.shape))
+        all_gather_single(received.flatten(0, 1), packed, self.group)
+        for place, x in enumerate(numbers):
+            yield received[:, place].reshape(self.world_size, *x.shape)
 
     def gather_local(
-        self, z: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"]
+        self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"]
     ) -> Float[Tensor, "tokens 1"]:
-        """The logits of the tokens; 0 for a token of another rank."""
+        """The entries of the tokens; 0 for a token of another rank."""
         local, is_local = self._local_ids(ids)
-        return torch.where(is_local, z.gather(-1, local), 0.0)
+        return torch.where(is_local, x.gather(-1, local), 0.0) if self.local_size else x.new_zeros(len(x), 1)
 
     def scatter_add_local_(
-        self, z: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"], source: Float[Tensor, "tokens 1"]
+        self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"], source: Float[Tensor, "tokens 1"]
     ) -> Tensor:
         """Add ``source`` to the entries of the tokens that this rank has, in place."""
         local, is_local = self._local_ids(ids)
-        return z.scatter_add_(-1, local, torch.where(is_local, source, 0.0))
+        return x.scatter_add_(-1, local, torch.where(is_local, source, 0.0)) if self.local_size else x
 
     def _local_ids(self, ids: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
         local = ids[:, None] - self.offset
         is_local = (local >= 0) & (local < self.local_size)
-        return local.clamp(0, self.local_size - 1), is_local
+        return local.clamp(0, max(0, self.local_size - 1)), is_local
 
-    def argmax(
-        self, z: Sequence[Tensor], local: Sequence[Tensor], tops: Sequence[Float[Tensor, "tokens 1"]]
-    ) -> Numbers:
-        """The ids of the largest logits: the smallest id among the ranks that have the maximum."""
-        negative_ids: list[Tensor] = []
-        for x, index, top in zip(z, local, tops, strict=True):
-            largest = x.gather(-1, index[:, None])
-            negative_ids.append(
-                torch.where(
-                    (largest == top) | largest.isnan(), -(index[:, None] + self.offset), -self.vocab_size
-                )
-            )
-        reduced = exchange_packed(negative_ids, lambda x: all_reduce(x, "MAX", self.group))
-        return tuple(-ids[:, 0] for ids in reduced)
+    def largest(
+        self, values: Float[Tensor, "tokens top"], ids: Int[Tensor, "tokens top"]
+    ) -> tuple[Float[Tensor, "tokens top"], Int[Tensor, "tokens top"]]:
+        """The largest logits of the whole vocabulary with their ids, from those of each rank's rows.
 
-    def row_parts(self, selected: Bool[Tensor, " rows"], vocab_size: int) -> Iterator[Tensor]:
-        """The indices of the rows that any rank selected, a quarter of the rows at a time."""
-        rows = all_reduce(selected.to(torch.uint8), "MAX", self.group).nonzero()[:, 0]
-        size = max(1, len(selected) // 4)
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size]
+        Of equal logits, those of the smaller ids come first; NaN is larger than any number.
+        """
+        top = min(values.shape[-1], self.vocab_size)
+        all_values, all_ids = (
+            torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
+            for x in (values, ids + self.offset)
+        )
+        all_gather_single(all_values.flatten(0, 1), values.contiguous(), self.group)
+        all_gather_single(all_ids.flatten(0, 1), (ids + self.offset).contiguous(), self.group)
+        all_values, all_ids = (x.movedim(0, 1).flatten(1) for x in (all_values, all_ids))
+        order = torch.sort(all_values, stable=True, dim=-1, descending=True).indices[:, :top]
+        return all_values.gather(-1, order), all_ids.gather(-1, order)
 
-    def agreed_chunk(self, most: int, tokens: int) -> int:
-        """The smallest ``most`` of all ranks.
+    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int]:
+        """The most tokens in a chunk and in a block for which all ranks have memory.
 
         Raises:
             CannotRunError: if the ranks have different numbers of tokens.
         """
-        local = torch.tensor([most, tokens, -tokens], device=self.device)
-        least, fewest, negative = (int(x) for x in all_reduce(local, "MIN", self.group))
+        local = torch.tensor([chunk, block, tokens, -tokens], device=self.device)
+        chunk, block, fewest, negative = (int(x) for x in all_reduce(local, "MIN", self.group))
         if fewest != -negative:
             raise CannotRunError(
                 f"one rank of the vocabulary_group has {fewest} tokens to do and another {-negative}; give all "
                 "of them the same tokens, weights and incoming gradients"
             )
-        return least
-
-    def replicate(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The hidden states, whose gradient is summed over the ranks."""
-        return cast("Any", _Replicate).apply(self.group, hidden)
+        return chunk, block
 
     def all_reduce_gradient(self, gradient: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The gradient of the hidden states, summed over the ranks: the only exchange of ``[tokens, dim]`` numbers."""
@@ -177,60 +153,3 @@ def all_reduce(numbers: Tensor, op: str, group: Any) -> Tensor:
     numbers = numbers.contiguous()
     dist.all_reduce(numbers, op=getattr(dist.ReduceOp, op), group=group)
     return numbers
-
-
-def exchange_packed(numbers: Sequence[Tensor], exchange: Callable[[Tensor], Tensor]) -> Numbers:
-    """Several numbers for each token, exchanged in one message."""
-    dtype = numbers[0].dtype
-    packed = exchange(torch.stack([x.reshape(-1).to(dtype) for x in numbers]))
-    return tuple(new.reshape(x.shape).to(x.dtype) for x, new in zip(numbers, packed, strict=True))
-
-
-def refuse_create_graph() -> None:
-    """Raise in a backward pass with ``create_graph``."""
-    if torch.is_grad_enabled():
-        raise CannotRunError(
-            "the collectives of a vocabulary_group can be differentiated once; leave create_graph off, or give heads "
-            "that are not sharded"
-        )
-
-
-class _AllReduceSum(torch.autograd.Function):
-    """A sum over the ranks that all of them use alike: the incoming gradient is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, *numbers: Tensor) -> Numbers:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return exchange_packed(numbers, lambda packed: all_reduce(packed, "SUM", group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_create_graph()
-        return None, *gradients
-
-
-class _AllReduceForLocal(torch.autograd.Function):
-    """A sum over the ranks that each uses for its own rows: the incoming gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, *numbers: Tensor) -> Numbers:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return exchange_packed(numbers, lambda packed: all_reduce(packed, "SUM", group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_create_graph()
-        return None, *exchange_packed(gradients, lambda packed: all_reduce(packed, "SUM", ctx.group))
-
-
-class _Replicate(torch.autograd.Function):
-    """Hidden states that each rank multiplies by its own rows: the incoming gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_create_graph()
-        return None, all_reduce(gradient.clone(), "SUM", ctx.group)

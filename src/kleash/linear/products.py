@@ -1,10 +1,11 @@
 """The head's formula, from hidden states to logits and back, and the matrix products that it needs.
 
-Products are computed by the library in C, by oneDNN or by torch, whichever is fastest for the call and the machine.
 Logits are float32, or float64 if any tensor is, for every dtype of the weights.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from kleash.autodiff import forward_mode_active
 from kleash.linear.head import Head
-from kleash.linear.impl import onednn
-from kleash.linear.impl.base import HeadInputs, TokenIndex
-from kleash.linear.impl.native import products
-from kleash.linear.vocab_shards import LocalVocab
+from kleash.linear.pair import HeadInputs
+
+CPUINFO = Path("/proc/cpuinfo")
+TILE_SHARE = 8
+"""A tile of a weight, and the product with it, take at most this part of the memory for a chunk."""
 
 
 def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
@@ -24,7 +26,7 @@ def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
     head, dtype = model.head, model.dtype
     product = model.hidden.to(dtype)
     if head.weight is not None:
-        product = product_of_rows(model.vocab_shards.replicate(product), head.weight.to(dtype))
+        product = product_of_rows(product, head.weight.to(dtype))
     z, t = head.logits_of_product(product), model.temperature
     return z / (t[..., None] if isinstance(t, Tensor) else t)
 
@@ -67,58 +69,69 @@ def normalised(z: Float[Tensor, "*tokens vocab"]) -> Float[Tensor, "*tokens voca
     return z - z.logsumexp(-1, keepdim=True)
 
 
-def both_normalised(
-    zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"], vocab_shards: LocalVocab
-) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of this rank's part of the vocabulary, normalised over all ranks."""
-    sum_p, sum_q = vocab_shards.log_sum_exp(zp, zq)
-    return zp - sum_p, zq - sum_q
+@cache
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than MKL: on AMD processors with AVX-512.
 
-
-def multiply_(
-    out: Float[Tensor, "tokens vocab"], model: HeadInputs, hidden: Float[Tensor, "tokens dim"], tile: int
-) -> None:
-    """Write ``hidden W^T`` into ``out``, ``tile`` rows of the weight at a time if the product ``needs_tiles``.
-
-    Here and in the functions below, a ``tile`` of 0 means the library in C.
+    MKL uses AVX-512 only on Intel's processors. oneDNN, which torch has for other operations, uses what the processor
+    supports, and is twice as fast (``benchmarks/linear_peers.py``).
     """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
+        return False
+    try:
+        return "AuthenticAMD" in CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def uses_onednn(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of this dtype on this device are computed by oneDNN."""
+    is_float32_on_cpu = dtype == torch.float32 and device.type == "cpu"
+    return is_float32_on_cpu and torch.backends.mkldnn.enabled and onednn_is_faster()
+
+
+def product(
+    a: Float[Tensor, "rows inner"], b: Float[Tensor, "columns inner"]
+) -> Float[Tensor, "rows columns"]:
+    """``a b^T``, by oneDNN where it is faster."""
+    if not uses_onednn(a.dtype, a.device):
+        return a @ b.T
+    return cast("Any", torch.ops.mkldnn)._linear_pointwise(a, b, None, "none", [], "")
+
+
+def tile_rows(model: HeadInputs, nbytes: int, tokens: int) -> int:
+    """Rows of the weight that are multiplied together: all, unless they are upcast or multiplied by oneDNN first."""
     weight = model.head.weight
-    if weight is not None and widens(hidden, weight, out):
-        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
-        return
-    hidden = hidden.to(model.dtype)
+    if weight is None or (weight.dtype == model.dtype and not uses_onednn(model.dtype, weight.device)):
+        return max(1, 0 if weight is None else len(weight))
+    longest = max(weight.shape[1], tokens, 1) * model.dtype.itemsize
+    return max(1, min(len(weight), nbytes // TILE_SHARE // longest))
+
+
+def tiles(
+    weight: Float[Tensor, "vocab dim"], dtype: torch.dtype, size: int
+) -> Iterator[tuple[slice, Float[Tensor, "some dim"]]]:
+    """Each ``size`` rows of the weight in another dtype, and which they are."""
+    for start in range(0, len(weight), size):
+        rows = slice(start, start + size)
+        yield rows, weight[rows].to(dtype)
+
+
+def multiply_(out: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int) -> None:
+    """Write ``hidden W^T`` into ``out``, ``tile`` rows of the weight at a time."""
+    hidden, weight = model.hidden, model.head.weight
     if weight is None:
         out.copy_(hidden)
-    elif tile == 0:
-        products.write_logits_(out, hidden, weight)
-    elif not needs_tiles(model):
-        torch.mm(hidden, weight.T, out=out)
+    elif widens(hidden, weight, out):
+        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+    elif tile >= len(weight) and weight.dtype == out.dtype and not uses_onednn(out.dtype, out.device):
+        torch.mm(hidden.to(model.dtype), weight.T, out=out)
     else:
-        for start, rows in upcast_tiles(weight, model.dtype, tile):
-            columns = out[:, start : start + tile]
-            if onednn.is_faster(out.dtype, out.device):
-                columns.copy_(onednn.product(hidden, rows))
-            else:
-                torch.mm(hidden, rows.T, out=columns)
-
-
-def upcast_tiles(
-    weight: Float[Tensor, "vocab dim"], dtype: torch.dtype, tile: int
-) -> Iterator[tuple[int, Float[Tensor, "some dim"]]]:
-    """Each ``tile`` rows of the weight in another dtype, and where they start; all tiles share one buffer."""
-    has_dtype = weight.dtype == dtype
-    buffer = weight if has_dtype else weight.new_empty(weight[:tile].shape, dtype=dtype)
-    for start in range(0, len(weight), tile):
-        rows = weight[start : start + tile]
-        yield start, rows if has_dtype else buffer[: len(rows)].copy_(rows)
-
-
-def needs_tiles(model: HeadInputs) -> bool:
-    """Whether products with the weight are computed by tiles of its rows: to upcast them, or because it is faster."""
-    weight = model.head.weight
-    return weight is not None and (
-        weight.dtype != model.dtype or onednn.is_faster(model.dtype, weight.device)
-    )
+        hidden = hidden.to(model.dtype)
+        for rows, part in tiles(weight, model.dtype, tile):
+            out[:, rows] = product(hidden, part)
 
 
 def finish_logits_(
@@ -148,32 +161,23 @@ def logits_backward_(
 ) -> None:
     """Turn the gradient in the logits ``z`` into that in ``hidden W^T + bias``, in place."""
     if head.softcap is not None:
-        slope = z.mul(divisor / head.softcap).square_().neg_().add_(1.0)
-        gradient.mul_(slope)
+        gradient.mul_(z.mul(divisor / head.softcap).square_().neg_().add_(1.0))
     scale_(gradient, head.scale, divisor)
 
 
 def hidden_gradient(
     gradient: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int
 ) -> Float[Tensor, "tokens dim"]:
-    """``gradient W``, summed over the ranks; by tiles where the product ``needs_tiles``."""
+    """``gradient W``, of this rank's rows."""
     weight = model.head.weight
     if weight is None:
         return gradient
-    if tile == 0:
-        total = gradient.new_zeros(len(gradient), weight.shape[1])
-        products.add_hidden_gradient_(total, gradient, weight)
-        return model.vocab_shards.all_reduce_gradient(total)
-    if weight.dtype == gradient.dtype and not onednn.is_faster(gradient.dtype, gradient.device):
-        return model.vocab_shards.all_reduce_gradient(gradient @ weight)
+    if weight.dtype == gradient.dtype and not uses_onednn(gradient.dtype, gradient.device):
+        return gradient @ weight
     total = gradient.new_zeros(len(gradient), weight.shape[1])
-    for start, rows in upcast_tiles(weight, gradient.dtype, tile):
-        columns = gradient[:, start : start + tile]
-        if onednn.is_faster(gradient.dtype, gradient.device):
-            total.add_(onednn.product(columns, rows.T))
-        else:
-            total.addmm_(columns, rows)
-    return model.vocab_shards.all_reduce_gradient(total)
+    for rows, part in tiles(weight, gradient.dtype, tile):
+        total.add_(product(gradient[:, rows], part.T))
+    return total
 
 
 def add_weight_gradient_(
@@ -182,11 +186,11 @@ def add_weight_gradient_(
     hidden: Float[Tensor, "tokens dim"],
     tile: int,
 ) -> None:
-    """Add ``gradient^T hidden`` to ``total``, by tiles if the product is narrower than the sum."""
+    """Add ``gradient^T hidden`` to ``total``, by tiles if the product is narrower than the sum.
+
+    oneDNN is no faster here: MKL is at factors of this layout.
+    """
     hidden = hidden.to(gradient.dtype)
-    if tile == 0:
-        products.add_weight_gradient_(total, gradient, hidden)
-        return
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
         return
@@ -196,13 +200,6 @@ def add_weight_gradient_(
         return
     for start in range(0, len(total), tile):
         total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
-
-
-def set_rows_(
-    total: Float[Tensor, "tokens dim"], index: TokenIndex, rows: Float[Tensor, "some dim"], *, add: bool
-) -> None:
-    """Write a chunk's rows to their tokens; if ``add``, add them to the rows of the other model."""
-    total[index] = total[index] + rows if add else rows.to(total.dtype)
 
 
 def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -216,13 +213,7 @@ def has_bfloat16_gradient(model: HeadInputs) -> bool:
 
     Their result is bfloat16 in any case. The logits never are, since their rounding would exceed a small KL.
     """
-    bf16 = torch.bfloat16
-    if model.hidden.dtype != bf16 or model.head.weight is None or model.head.weight.dtype != bf16:
+    weight, bf16 = model.head.weight, torch.bfloat16
+    if weight is None or {model.hidden.dtype, weight.dtype} != {bf16} or model.dtype != torch.float32:
         return False
-    if model.dtype != torch.float32:
-        return False
-    return model.hidden.device.type != "cpu" or _cpu_is_fast_at_bfloat16()
-
-
-def _cpu_is_fast_at_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,469 @@
+"""The loop over chunks of tokens: a chunk's logits exist together, and are processed in float64 a few rows at a time.
+
+Of ranks that store a head between them (``HeadPair.storage``), a chunk has some tokens of each: their hidden states
+move to the rows, and this rank keeps the results of its own.
+"""
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from shutil import which
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.autodiff import refuse_transforms
+from kleash.divergences import DIVERGENCES, Divergence
+from kleash.errors import CannotRunError, ShapeError
+from kleash.linear import rows as row_functions
+from kleash.linear.gradient_sums import GradientSums
+from kleash.linear.options import LinearOptions
+from kleash.linear.pair import HeadPair, Tensors, TokenIndex
+from kleash.linear.products import finish_logits_, logits_backward_, multiply_, tile_rows
+from kleash.linear.rows import KL, TermRows
+from kleash.linear.types import INTEGER_FIELDS, StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+
+RowFunction: TypeAlias = Callable[..., tuple[Any, ...]]
+"""From the logits of a few rows, and other columns, to a tuple of tensors with an entry for each row."""
+Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
+"""From the terms of some tokens, and the slice of the flattened tokens that they are, to a loss for each token."""
+REVERSE_KL = DIVERGENCES["reverse_kl"]
+CPU_BYTES = 128 * 2**20
+"""The default of ``buffer_bytes`` on a CPU, where larger chunks are no faster."""
+ENOUGH_TOKENS = 1024
+"""The most tokens in a chunk: a matmul gets no faster with more."""
+ROW_BLOCK = 2**17
+"""Logits of one model whose elementwise work is done together on a CPU: 1 MiB of float64, half of a core's cache."""
+ROW_BUFFERS = 10
+"""Tensors of a block's size in float64 that exist together."""
+SMALL_BLOCK = 2**14
+"""Logits of one model that the functions for rows that are not finite take at once; they need many buffers."""
+PAYS_FROM = 5 * 10**9
+"""Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
+
+
+class Plan(NamedTuple):
+    """The sizes of chunks, row blocks and weight tiles."""
+
+    chunk_tokens: int
+    """Tokens of this rank whose logits exist together."""
+    block_rows: int
+    """Tokens whose elementwise work is done together."""
+    tiles: tuple[int, int]
+    """Rows of p's weight, and of q's, that are multiplied together."""
+    counts: list[int]
+    """Tokens of each rank that stores the head; of this rank alone if none does."""
+
+
+def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int) -> Plan:
+    """The largest chunks that the memory allows, all of nearly equal size and at most ``ENOUGH_TOKENS``.
+
+    Raises:
+        CannotRunError: if ranks that share the vocabulary have different numbers of tokens.
+    """
+    size, vocab_size = pair.dtype.itemsize, max(1, pair.local_vocab_size)
+    dims = sum(model.hidden.shape[-1] for model in pair)
+    token_bytes = (2 * vocab_size + 2 * dims) * size
+    nbytes, block = options.buffer_bytes, ROW_BLOCK // vocab_size
+    if nbytes is None and pair.device.type == "cuda":
+        nbytes, block = 2 * ENOUGH_TOKENS * token_bytes, ENOUGH_TOKENS
+    nbytes = CPU_BYTES if nbytes is None else nbytes
+    row_bytes = ROW_BUFFERS * vocab_size * torch.float64.itemsize
+    # One message serves all rows of a block, so ranks that share a vocabulary take larger ones.
+    block = max(1, nbytes // 2 // row_bytes if pair.is_sharded else min(block, nbytes // 4 // row_bytes))
+    p, q = (tile_rows(model, nbytes, min(ENOUGH_TOKENS, tokens)) for model in pair)
+    upcast = sum(
+        tile * model.hidden.shape[-1] * size
+        for tile, model in zip((p, q), pair, strict=True)
+        if model.head.weight is not None and tile < len(model.head.weight)
+    )
+    most = min(ENOUGH_TOKENS, max(1, (nbytes - block * row_bytes - upcast) // token_bytes))
+    counts = [tokens]
+    if pair.storage is not None:
+        counts, all_most, blocks = pair.storage.all_gather_numbers(tokens, most, block)
+        most, block = max(1, min(all_most) // len(counts)), min(blocks)
+    else:
+        most, block = pair.vocab_shards.agreed_sizes(most, block, tokens)
+    chunks = max(1, -(-max(counts) // most))
+    return Plan(max(1, -(-max(counts) // chunks)), block, (p, q), counts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """A chunk of tokens, the memory of its logits, and which of its tokens are this rank's."""
+
+    pair: HeadPair
+    """The two models on these tokens: of all ranks, if they store a head between them."""
+    index: TokenIndex
+    """Which of this rank's tokens these are."""
+    counts: list[int]
+    """Tokens of each rank in the chunk."""
+    zp: Float[Tensor, "chunk vocab"]
+    zq: Float[Tensor, "chunk vocab"]
+    plan: Plan
+
+    @property
+    def local(self) -> slice:
+        """Where this rank's tokens stand in the chunk."""
+        if self.pair.storage is None:
+            return slice(None)
+        rank = self.pair.storage.rank
+        return slice(sum(self.counts[:rank]), sum(self.counts[: rank + 1]))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """An entry for each token of the chunk, from one for each of this rank's."""
+        return values if self.pair.storage is None else self.pair.storage.gather_tokens(values, self.counts)
+
+    def logit_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """A few rows at a time, with both models' logits, which are finished just before."""
+        for rows in self.row_blocks():
+            for model, z in zip(self.pair, (self.zp, self.zq), strict=True):
+                finish_logits_(z[rows], model.head, model.divisor(rows))
+            yield rows, self.zp[rows], self.zq[rows]
+
+    def row_blocks(self) -> Iterator[slice]:
+        """A few rows at a time."""
+        for start in range(0, len(self.zp), self.plan.block_rows):
+            yield slice(start, min(start + self.plan.block_rows, len(self.zp)))
+
+
+def chunks(
+    pair: HeadPair, options: LinearOptions, positions: Int[Tensor, " some"] | None = None
+) -> Iterator[Chunk]:
+    """Each chunk, with ``hidden W^T`` in place of its logits; all chunks use the same memory.
+
+    Args:
+        pair: the two models.
+        options: the memory.
+        positions: which of this rank's tokens are read; None for all.
+    """
+    tokens = pair.tokens if positions is None else len(positions)
+    plan = plan_chunks(pair, options, tokens)
+    shape = len(plan.counts) * plan.chunk_tokens, pair.local_vocab_size
+    buffers = [torch.empty(shape, dtype=pair.dtype, device=pair.device) for _ in pair]
+    for start in range(0, max(plan.counts), plan.chunk_tokens):
+        rows = slice(min(start, tokens), min(start + plan.chunk_tokens, tokens))
+        index = rows if positions is None else positions[rows]
+        counts = [max(0, min(plan.chunk_tokens, count - start)) for count in plan.counts]
+        part = move_tokens(pair.select(index), counts)
+        zp, zq = (buffer[: part.tokens] for buffer in buffers)
+        multiply_(zp, part.p, plan.tiles[0])
+        if part.has_shared_product:
+            zq.copy_(zp)
+        else:
+            multiply_(zq, part.q, plan.tiles[1])
+        yield Chunk(pair=part, index=index, counts=counts, zp=zp, zq=zq, plan=plan)
+
+
+def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
+    """The pair with the tokens of all ranks, if they store a head between them."""
+    if pair.storage is None:
+        return pair
+    spread = partial(pair.storage.gather_tokens, counts=counts)
+    temperature = pair.p.temperature
+    temperature = spread(temperature) if isinstance(temperature, Tensor) else temperature
+    hidden_p = spread(pair.p.hidden)
+    hidden_q = hidden_p if pair.q.hidden is pair.p.hidden else spread(pair.q.hidden)
+    p, q = (
+        replace(model, hidden=hidden, temperature=temperature)
+        for model, hidden in zip(pair, (hidden_p, hidden_q), strict=True)
+    )
+    return replace(pair, p=p, q=q)
+
+
+def compute_rows(
+    pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Tensor
+) -> tuple[Any, ...]:
+    """The results of ``fast`` for rows of finite logits, and of ``general`` for the others."""
+    finite = row_functions.are_finite(zp, zq, pair.vocab_shards)
+    results = fast(zp, zq, *columns, pair.vocab_shards)
+    others = (~finite).nonzero()[:, 0]
+    size = max(
+        1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1]
+    )  # of which all ranks have one
+    for start in range(0, len(others), size):
+        some = others[start : start + size]
+        replacements = general(zp[some], zq[some], *(x[some] for x in columns), pair.vocab_shards)
+        for result, replacement in zip(results, replacements, strict=True):
+            if result is not None:
+                result[some] = replacement.to(result.dtype)
+    return results
+
+
+def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
+    """Whether torch compiles this call's row functions.
+
+    This depends on the call and the installation only, so that a number never depends on earlier calls.
+
+    Raises:
+        CannotRunError: if ``compile=True`` and something is missing.
+    """
+    if options.compile is False or (options.compile is None and pair.is_sharded):
+        return False
+    if pair.is_sharded:
+        raise CannotRunError(
+            "compile=True cannot compile the collectives of a head on several ranks; leave compile out"
+        )
+    missing = missing_for_compiling(pair.device.type)
+    if options.compile and missing is not None:
+        raise CannotRunError(f"compile=True needs {missing}; install it, or leave compile out")
+    is_long = pair.device.type == "cuda" or pair.tokens * pair.local_vocab_size >= PAYS_FROM
+    return missing is None and (options.compile is True or is_long)
+
+
+@cache
+def missing_for_compiling(device: str) -> str | None:
+    """What torch's compiler needs for this type of device and is missing; None if nothing is."""
+    if device != "cpu":
+        return None
+    compiler = os.environ.get("CXX", "g++")
+    if which(compiler) is None:
+        return f"a C++ compiler, and {compiler} is not there"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.exists() else f"Python's headers, and {header} is not there"
+
+
+@cache
+def compiled(function: RowFunction) -> RowFunction:
+    """The function compiled by torch, once for all sizes."""
+    return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
+
+
+def fast_version(function: RowFunction, pair: HeadPair, options: LinearOptions) -> RowFunction:
+    """A row function, compiled where that is asked for or saves time."""
+    return compiled(function) if should_compile(pair, options) else function
+
+
+def values(pair: HeadPair, options: LinearOptions, record: Divergence) -> Float[Tensor, " tokens"]:
+    """The divergence of each token."""
+    if record == REVERSE_KL:
+        return values(pair.swapped, options, KL)
+    fast = (
+        fast_version(row_functions.kl_rows, pair, options)
+        if record == KL
+        else partial_rows(row_functions.divergence_rows, record)
+    )
+    general = partial(row_functions.any_divergence_rows, record)
+    result = torch.zeros(pair.tokens, dtype=pair.dtype, device=pair.device)
+    for chunk in chunks(pair, options):
+        blocks = [compute_rows(pair, fast, general, zp, zq)[0] for _, zp, zq in chunk.logit_blocks()]
+        result[chunk.index] = joined(blocks, chunk)
+    return result
+
+
+def partial_rows(function: RowFunction, record: Divergence) -> RowFunction:
+    """A row function of one divergence."""
+    return partial(function, record)
+
+
+def joined(blocks: list[Tensor], chunk: Chunk) -> Tensor:
+    """Columns of blocks of rows as one number for each of this rank's tokens, in the dtype of the logits."""
+    return torch.cat(blocks)[chunk.local, 0].to(chunk.pair.dtype) if blocks else chunk.zp.new_zeros(0)
+
+
+def value_and_grad(
+    pair: HeadPair,
+    options: LinearOptions,
+    record: Divergence,
+    weights: Float[Tensor, " tokens"],
+    needed: tuple[bool, ...],
+) -> tuple[Float[Tensor, " tokens"], Tensors]:
+    """The divergence of each token, and the gradient of ``sum weights D``; a token of weight 0 is not read."""
+    if record == REVERSE_KL:
+        result, gradients = value_and_grad(pair.swapped, options, KL, weights, (*needed[3:], *needed[:3]))
+        return result, (*gradients[3:], *gradients[:3])
+    sums = GradientSums(pair, needed)
+    fast = (
+        fast_version(row_functions.kl_gradient_rows, pair, options)
+        if record == KL
+        else partial(row_functions.divergence_gradient_rows, record)
+    )
+    general = partial(row_functions.any_divergence_gradient_rows, record)
+    weights = weights.detach().to(pair.dtype)
+    read = weights != 0
+    positions = None if bool(read.all()) and pair.storage is None else read.nonzero()[:, 0]
+    result = torch.zeros_like(weights)
+    for chunk in chunks(pair, options, positions):
+        column = chunk.spread(weights[chunk.index])[:, None].double()
+        gradients = new_gradients(chunk, sums)
+        blocks: list[Tensor] = []
+        for rows, zp, zq in chunk.logit_blocks():
+            value, *in_logits = compute_rows(
+                pair, partial(fast, needs=sums.needs), general, zp, zq, column[rows]
+            )
+            blocks.append(value)
+            write_gradients(chunk, rows, in_logits, gradients)
+        result[chunk.index] = joined(blocks, chunk)
+        if any(needed):
+            sums.add(chunk.pair, chunk.index, chunk.local, gradients, chunk.plan.tiles)
+    return result, sums.gradients
+
+
+def new_gradients(chunk: Chunk, sums: GradientSums) -> tuple[Tensor | None, ...]:
+    """Where the gradients in a chunk's logits are written: over the logits, if they have the same dtype."""
+    return tuple(
+        (z if dtype == z.dtype else torch.empty_like(z, dtype=dtype)) if needed else None
+        for z, dtype, needed in zip(
+            (chunk.zp, chunk.zq), sums.gradient_dtypes(chunk.pair), sums.needs, strict=True
+        )
+    )
+
+
+def write_gradients(
+    chunk: Chunk, rows: slice, in_logits: list[Tensor | None], gradients: tuple[Tensor | None, ...]
+) -> None:
+    """Turn the gradients in the logits of some rows into those in ``hidden W^T + bias``, and write them."""
+    logits = (chunk.zp, chunk.zq)
+    for gradient, z, model, out in zip(in_logits, logits, chunk.pair, gradients, strict=True):
+        if gradient is not None and out is not None:
+            logits_backward_(gradient, z[rows], model.head, model.divisor(rows))
+            out[rows] = gradient
+
+
+def objective(
+    pair: HeadPair,
+    options: LinearOptions,
+    tokens: Int[Tensor, " tokens"],
+    function: Objective,
+    needed: tuple[bool, ...],
+) -> tuple[Float[Tensor, ""], TokenTerms, Tensors]:
+    """The sum of the objective's losses, the terms of each token, and the gradients of the sum."""
+    sums = GradientSums(pair, needed)
+    fast = fast_version(row_functions.term_rows, pair, options)
+    loss = torch.zeros((), dtype=pair.dtype, device=pair.device)
+    terms = TokenTerms(*(torch.zeros(pair.tokens, dtype=pair.dtype, device=pair.device) for _ in range(4)))
+    for chunk in chunks(pair, options):
+        ids, index = chunk.spread(tokens[chunk.index]), chunk.index
+        assert isinstance(index, slice), "all tokens are read"
+        blocks = [
+            compute_rows(pair, fast, row_functions.any_term_rows, zp, zq, ids[rows])
+            for rows, zp, zq in chunk.logit_blocks()
+        ]
+        known = TermRows(*(torch.cat(columns) for columns in zip(*blocks, strict=True)))
+        local = TokenTerms(*(x[chunk.local, 0].to(pair.dtype) for x in known[:4]))
+        for term, new in zip(terms, local, strict=True):
+            term[index] = new
+        coefficients = TokenTerms(*(torch.zeros_like(term) for term in local))
+        if len(local.kl):
+            part, coefficients = objective_value_and_grad(function, local, index)
+            loss += part
+        if any(needed):
+            spread = TokenTerms(*(chunk.spread(c)[:, None].double() for c in coefficients))
+            add_objective_gradient(chunk, ids, known, spread, sums, options)
+    return loss, terms, sums.gradients
+
+
+def add_objective_gradient(
+    chunk: Chunk,
+    ids: Int[Tensor, " chunk"],
+    known: TermRows,
+    c: TokenTerms,
+    sums: GradientSums,
+    options: LinearOptions,
+) -> None:
+    """Replace a chunk's logits by the gradient of its losses, and add what follows from it to the sums."""
+    pair, gradients = chunk.pair, new_gradients(chunk, sums)
+    fast = fast_version(row_functions.objective_gradient_rows, pair, options)
+    unused = torch.stack([x == 0 for x in c]).all(0)
+
+    def rows_of(zp: Tensor, zq: Tensor, ids: Tensor, *columns: Any) -> tuple[Tensor | None, ...]:
+        *numbers, vocab_shards = columns
+        known, coefficients = TermRows(*numbers[:6]), TokenTerms(*numbers[6:])
+        return fast(zp, zq, ids, known, coefficients, vocab_shards, needs=sums.needs)
+
+    def general(zp: Tensor, zq: Tensor, ids: Tensor, *columns: Any) -> tuple[Tensor, ...]:
+        *numbers, vocab_shards = columns
+        return row_functions.any_objective_gradient_rows(zp, zq, ids, TokenTerms(*numbers[6:]), vocab_shards)
+
+    for rows in chunk.row_blocks():
+        columns = (x[rows] for x in (ids, *known, *c))
+        in_logits = compute_rows(pair, rows_of, general, chunk.zp[rows], chunk.zq[rows], *columns)
+        write_gradients(chunk, rows, list(in_logits), gradients)
+    if bool(unused.any()):
+        # A row of zeros times a hidden state that is NaN would still be NaN, and so would a softcap's slope.
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.masked_fill_(unused, 0.0)
+        p, q = (replace(model, hidden=model.hidden.masked_fill(unused, 0.0)) for model in pair)
+        pair = replace(pair, p=p, q=q)
+    sums.add(pair, chunk.index, chunk.local, gradients, chunk.plan.tiles)
+
+
+def objective_value_and_grad(
+    function: Objective, terms: TokenTerms, rows: slice
+) -> tuple[Float[Tensor, ""], TokenTerms]:
+    """The sum of the objective's losses, and its derivative in each term.
+
+    Raises:
+        ShapeError: if the objective does not return one loss for each token.
+    """
+    with torch.enable_grad():
+        leaves = TokenTerms(*(x.clone().requires_grad_() for x in terms))
+        losses = function(leaves, rows)
+        if losses.shape != leaves.kl.shape:
+            raise ShapeError(
+                f"the objective was given {len(leaves.kl)} tokens and returned losses of shape "
+                f"{tuple(losses.shape)}; return one for each token"
+            )
+        refuse_transforms(
+            "linear_objective",
+            "its losses are differentiated in its terms alone; detach what else they read",
+            losses,
+        )
+        total = losses.sum()
+    if not total.requires_grad:
+        return total, TokenTerms(*(torch.zeros_like(x) for x in terms))
+    slopes = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    return total.detach(), TokenTerms(*slopes)
+
+
+def statistics(
+    pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], top: int
+) -> StatisticsAndTop:
+    """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
+    fast = fast_version(row_functions.statistics_rows, pair, options)
+    top = min(top, pair.vocab_size)
+    columns = TokenStatistics(
+        *(
+            torch.zeros(
+                pair.tokens, dtype=torch.int64 if name in INTEGER_FIELDS else pair.dtype, device=pair.device
+            )
+            for name in TokenStatistics._fields
+        )
+    )
+    likeliest = [
+        TopTokens(columns.top1_p.new_zeros(pair.tokens, top), columns.kl_pq.new_zeros(pair.tokens, top))
+        for _ in pair
+    ]
+    for chunk in chunks(pair, options):
+        ids = chunk.spread(tokens[chunk.index])
+        blocks: list[tuple[Tensor, ...]] = []
+        tops: list[tuple[Tensor, ...]] = []
+        for rows, zp, zq in chunk.logit_blocks():
+            blocks.append(compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows]))
+            if top:
+                tops.append(
+                    tuple(
+                        x
+                        for z in (zp, zq)
+                        for x in pair.vocab_shards.largest(*row_functions.top_rows(z, top))
+                    )
+                )
+        for column, parts in zip(columns, zip(*blocks, strict=True), strict=True):
+            column[chunk.index] = torch.cat(parts)[chunk.local, 0].to(column.dtype)
+        for place, parts in enumerate(zip(*tops, strict=True)):
+            values_or_ids = torch.cat(parts)[chunk.local]
+            model = likeliest[place // 2]
+            target = model.token_ids if place % 2 else model.probability
+            target[chunk.index] = values_or_ids.to(target.dtype)
+    for model, probability in zip(
+        likeliest, (columns.top1_probability_p, columns.top1_probability_q), strict=True
+    ):
+        logits = model.probability.clone()
+        model.probability.copy_((logits - logits[:, :1]).exp_().mul_(probability[:, None]) if top else logits)
+    return StatisticsAndTop(columns, *likeliest)

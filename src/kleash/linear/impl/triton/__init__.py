@@ -1,1 +1,0 @@
-"""The backend with Triton kernels. Only ``kernels``, ``arithmetic`` and ``fused`` import triton."""

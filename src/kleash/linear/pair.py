@@ -1,0 +1,118 @@
+"""A call of a linear function after its checks: the same tokens under p and under q, and its six tensors."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.linear.head import Head
+from kleash.linear.head_storage import HeadStorage
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
+
+TokenIndex: TypeAlias = slice | Tensor
+"""Which tokens: a slice, or their positions."""
+Tensors: TypeAlias = tuple[Tensor | None, ...]
+"""Hidden states, weight and bias of p, then of q: the tensors that may require a gradient, or their gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadInputs:
+    """The hidden states of some tokens under one model, and the rows of its head that this rank has."""
+
+    hidden: Float[Tensor, "*tokens dim"]
+    head: Head
+    temperature: float | Float[Tensor, "*tokens"]
+    dtype: torch.dtype
+    """Dtype of the logits: float32, or float64 if any tensor of the call is float64."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """Hidden states, weight and bias."""
+        return self.hidden, self.head.weight, self.head.bias
+
+    def select(self, index: TokenIndex) -> "HeadInputs":
+        """The same model on some of the tokens."""
+        temperature = self.temperature
+        temperature = temperature[index] if isinstance(temperature, Tensor) else temperature
+        return replace(self, hidden=self.hidden[index], temperature=temperature)
+
+    def divisor(self, rows: slice) -> float | Float[Tensor, "rows 1"]:
+        """The temperature of some tokens, as a number or a column."""
+        return self.temperature[rows, None] if isinstance(self.temperature, Tensor) else self.temperature
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadPair:
+    """The same tokens under p and under q."""
+
+    p: HeadInputs
+    q: HeadInputs
+    vocab_shards: LocalVocab = LOCAL_VOCAB
+    """The ranks that have the rows of the vocabulary."""
+    storage: HeadStorage | None = None
+    """These ranks if each has tokens of its own, which move to the rows; None if all have the same tokens."""
+
+    def __iter__(self) -> Iterator[HeadInputs]:
+        """The model p, then q."""
+        return iter((self.p, self.q))
+
+    @property
+    def tokens(self) -> int:
+        """The number of this rank's tokens."""
+        return len(self.p.hidden)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the logits and of the results."""
+        return self.p.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.p.hidden.device
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the vocabulary is spread over several ranks."""
+        return self.vocab_shards is not LOCAL_VOCAB
+
+    @property
+    def local_vocab_size(self) -> int:
+        """The number of logits of a token on this rank."""
+        return self.p.head.vocabulary(self.p.hidden)
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the whole vocabulary, over all ranks."""
+        return self.vocab_shards.vocab_size or self.local_vocab_size
+
+    @property
+    def tensors(self) -> Tensors:
+        """The six tensors that may require a gradient."""
+        return *self.p.tensors, *self.q.tensors
+
+    @property
+    def swapped(self) -> "HeadPair":
+        """The pair with p and q exchanged."""
+        return replace(self, p=self.q, q=self.p)
+
+    @property
+    def has_shared_product(self) -> bool:
+        """Whether ``hidden W^T`` is the same for both models: the same tensor objects."""
+        return self.p.hidden is self.q.hidden and self.p.head.weight is self.q.head.weight
+
+    def select(self, index: TokenIndex) -> "HeadPair":
+        """The same two models on some of the tokens; hidden states of both models stay one tensor."""
+        p, q = self.p.select(index), self.q.select(index)
+        return replace(self, p=p, q=replace(q, hidden=p.hidden) if self.p.hidden is self.q.hidden else q)
+
+
+def gradient_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's gradient until the backward pass: the tensor's own, but float32 for float16.
+
+    A scaled loss may bring a gradient into float16's range that is outside of it before; autograd converts it then.
+    """
+    return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
