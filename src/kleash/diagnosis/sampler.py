@@ -57,8 +57,8 @@ def sampler_evidence(scores: ModelScores, limit: float) -> SamplerEvidence | Non
     likeliest = _sampling_temperature(scores)
     return SamplerEvidence(
         probability,
-        f"the log-probabilities of the drawn tokens are {logp_gap / len(rows):+.3g} nats a token from their expectation "
-        f"({of_logp:+.1f} standard errors), tokens that stand before are {seen_gap / len(rows):+.2%} from theirs "
+        f"the log-probabilities of the drawn tokens are {logp_gap / len(rows):+.3g} nats a token from their "
+        f"expectation ({of_logp:+.1f} standard errors), tokens that stand before are {seen_gap / len(rows):+.2%} from theirs "
         f"({of_seen:+.1f}); the tokens are likeliest at temperature {likeliest:.2g}",
     )
 
@@ -66,6 +66,4 @@ def sampler_evidence(scores: ModelScores, limit: float) -> SamplerEvidence | Non
 def _sampling_temperature(scores: ModelScores) -> float:
     """The temperature under which the drawn tokens are likeliest."""
     tried = np.geomspace(0.2, 3.0, 28)
-    return float(
-        max(tried, key=lambda value: float(scores.column(at_temperature(value), rows=scores.sample).sum()))
-    )
+    return float(max(tried, key=lambda value: float(scores.sampled(at_temperature(value)).sum())))
