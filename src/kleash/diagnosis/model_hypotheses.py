@@ -432,7 +432,8 @@ def _modules(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
         ("the policy's head on the reference's other weights", scores.column(hidden=scores.reference_hidden)),
     ):
         rest = _rest(scores.table.difference, scores.policy, values, side)
-        if _size(rest) < SMALLER * _size(scores.table.difference):
+        is_whole = _size(values - scores.reference) < 0.1 * _size(scores.policy - scores.reference)
+        if _size(rest) < SMALLER * _size(scores.table.difference) and not is_whole:
             yield _predicted(scores, "modules", side, values, limit, f"{what} for the {side}")
     if policy.network is reference.network:
         return
