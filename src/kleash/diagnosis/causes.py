@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kleash.store.likely_causes import LikelyCause
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
@@ -122,3 +124,20 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
 """Name -> cause."""
 HEALTHY, UNEXPLAINED = "healthy", "unexplained"
 """Not causes: rounding explains the differences; nothing does."""
+CERTAIN = 0.98
+"""Probability of a cause that the values themselves show, and of any cause at most."""
+
+
+def likely_cause(
+    cause: str, evidence: str, probability: float = CERTAIN, alike: tuple[str, ...] = ()
+) -> LikelyCause:
+    """The finding of a cause, with its words."""
+    known = CAUSES[cause]
+    return LikelyCause(
+        cause=cause,
+        meaning=known.meaning,
+        probability=min(CERTAIN, float(probability)),
+        evidence=evidence,
+        next_test=known.next_test,
+        alike=alike,
+    )

@@ -10,6 +10,7 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.residuals import (
     DISTINCT,
+    EQUAL_SHARE,
     SMALLEST_DIFFERENCE,
     Family,
     Floats,
@@ -70,13 +71,13 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     for unit in units:
         yield hypothesis(HEALTHY, f"errors of logits of {typical:.2g} nats", rounding(limit), unit)
     every = f"every token differs, by {typical:.2g} nats in the median"
-    for residual, unit in ((0.0, units[0]), (0.0, units[1]), (_bias(table), units[0])):
-        plain = hypothesis("weights", every, everywhere(fault), unit)
+    for residual, unit in ((0.0, units[0]), (0.0, units[1]), (_bias(table, table.trainer), units[0])):
+        plain = hypothesis("weights", every, everywhere(fault), unit, penalty=2.0)
         yield replace(plain, residual=table.difference - residual)
     for slope, profile in slopes:
         if slope < STEEPEST:
             what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=1.0)
+            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=3.0)
     yield hypothesis(
         "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
     )
@@ -84,7 +85,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
         what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
         yield hypothesis("precision", what, coarse(float(scale)), penalty=1.0)
-    for scale in np.geomspace(max(3e-4, 0.03 * limit), 0.3, 8):
+    for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
         what = (
             f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
         )
@@ -93,13 +94,13 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         for least in (0.003, 0.03, 0.1):
             what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
             unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield hypothesis("context", what, everywhere(fault), unit, penalty=2.0)
+            yield hypothesis("context", what, everywhere(fault), unit, penalty=3.0)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
     """Errors of any sizes and signs, with and without a bias by probability and position."""
     trend = _trend(table, table.position)[1]
-    for residual, profile in ((_bias(table), 1.0), (0.0, trend), (0.0, 1.0)):
+    for residual, profile in ((_bias(table, table.trainer), 1.0), (0.0, trend), (0.0, 1.0)):
         yield Hypothesis(
             cause=UNEXPLAINED,
             evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in the median, follow no "
@@ -165,7 +166,7 @@ def _change(table: TokenTable, place: np.ndarray, is_used: np.ndarray) -> tuple[
     return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20)))
 
 
-STEEPEST = -0.25
+STEEPEST = -0.4
 """Power of the position below which errors that shrink with it may be of another context."""
 
 
@@ -180,9 +181,9 @@ def _trend(table: TokenTable, place: np.ndarray) -> tuple[float, Floats]:
     return slope, np.exp(np.clip(slope * log_place, -8, 8))
 
 
-def _bias(table: TokenTable) -> Floats:
+def _bias(table: TokenTable, column: Floats) -> Floats:
     """The median difference of tokens of like probability and position, by the other fold's tokens."""
-    order = np.argsort(np.argsort(table.trainer)) * PROBABILITY_BINS // len(table.trainer)
+    order = np.argsort(np.argsort(column)) * PROBABILITY_BINS // len(column)
     place = table.position * POSITION_BINS // (table.position.max() + 1)
     cell, bias = order * POSITION_BINS + place, np.zeros(len(order))
     for number in (0, 1):
@@ -224,6 +225,7 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
         yield exact(
             "insertion", what, realigned, penalty=faulty * math.log(6 * len(realigned) / table.num_sequences)
         )
+    correlation = correlated(table)
     for name, column, other, sign in (
         ("engine", table.engine, table.trainer, -1.0),
         ("trainer", table.trainer, table.engine, 1.0),
@@ -234,16 +236,27 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
         in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
         if in_run.any() and not in_run.all():
             yield _run_hypothesis(table, name, column, in_run, exact)
-        gap = -sign * (other - column)
         mass = float(np.exp(-np.maximum(sign * table.difference, 0)).mean())
+        most = float(np.quantile(np.maximum(sign * table.difference, 0), 0.99))
+        # The gap is -log of the mass that is kept: at least 0, and for top-p often at its largest value.
+        for residual, side in ((table.difference, sign), (table.difference - sign * most, -sign)):
+            yield Hypothesis(
+                cause="truncation",
+                evidence=f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
+                f"{mass:.1%} of the mass on average",
+                residual=residual,
+                family=one_sided(limit, int(side)),
+                unit=table.unit,
+                penalty=2.0,
+            )
         yield Hypothesis(
-            cause="truncation",
-            evidence=f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
-            f"{mass:.1%} of the mass on average",
-            residual=table.difference,
-            family=one_sided(limit, int(sign)),
-            unit=table.unit,
-            penalty=2.0 + 0 * gap.size,
+            cause="column",
+            evidence=f"the {name}'s values do not depend on the other side's (correlation {correlation:.2f}), as if they were "
+            "of other tokens",
+            residual=column,
+            family=free(),
+            unit=np.ones(len(column)),
+            penalty=2.0,
         )
         for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
             if is_seen.any() and not is_seen.all():
@@ -319,6 +332,13 @@ def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
     return residual, faulty, example
 
 
+def correlated(table: TokenTable) -> float:
+    """Pearson's correlation of the columns; NaN if one is constant."""
+    if np.ptp(table.trainer) == 0 or np.ptp(table.engine) == 0:
+        return math.nan
+    return float(np.corrcoef(table.trainer, table.engine)[0, 1])
+
+
 def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     """The differences follow a curve of the log-probability, as between temperatures.
 
@@ -326,6 +346,10 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
     position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
     size that beta - 1 determines.
     """
+    is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
+    above = float(np.mean(table.difference[is_visible] > 0)) if is_visible.any() else 0.5
+    if min(above, 1 - above) < LEAST_RARE_SIGN or not correlated(table) > LEAST_CORRELATION:
+        return
     for name, column, sign in (("engine", table.engine, 1.0), ("trainer", table.trainer, -1.0)):
         values, column = sign * table.difference, np.minimum(column, 0.0)
         for power in ENTROPY_POWERS:
@@ -340,16 +364,23 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
                 continue
             is_sharper = (slope > 0) == (name == "engine")
             sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
-            yield Hypothesis(
-                cause="temperature",
-                evidence=f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times "
-                f"the {flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of "
-                f"the {sharper}'s",
-                residual=values - basis @ np.array([slope, height]),
-                family=at_most(max(LARGEST_SPREAD * abs(slope), limit)),
-                unit=curve,
-                penalty=2.0,
+            words = (
+                f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times the "
+                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of the "
+                f"{sharper}'s"
             )
+            for residual in (
+                values - basis @ np.array([slope, height]),
+                values - sign * _bias(table, column),
+            ):
+                yield Hypothesis(
+                    cause="temperature",
+                    evidence=words,
+                    residual=residual,
+                    family=at_most(max(LARGEST_SPREAD * abs(slope), limit)),
+                    unit=curve,
+                    penalty=2.0,
+                )
 
 
 def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:
@@ -371,6 +402,11 @@ def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:
     return float(covariance[0, 1] / covariance[(0, 0) if sharper == "trainer" else (1, 1)])
 
 
+LEAST_RARE_SIGN = 0.03
+"""Share of the visible differences with the rarer sign below which they are no temperature's: under one, log p plus an
+entropy, of mean 0, is scaled. After a cut, all have one sign."""
+LEAST_CORRELATION = 0.6
+"""Correlation of the columns at two temperatures, at least."""
 SMALLEST_UNIT = 1e-4
 """1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
 SMALLEST_SLOPE = 0.005

@@ -1,44 +1,35 @@
 """What the values of a column are where they cannot be log-probabilities of these tokens."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
+from kleash.diagnosis.causes import likely_cause
 from kleash.diagnosis.residuals import Floats
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable
+from kleash.store.likely_causes import LikelyCause
 
 FALLING = -0.2
 """Correlation of positive values with log-probabilities below which they are no logits, which rise with them."""
 LEAST_RESPONSES = 2
 """Responses of several tokens that a column with one value for each response has at least."""
-PADDED_SHARE, LEAST_PADDING = 0.1, 3
-"""Share of the responses that end with padding, and tokens of it, at least."""
 
 
-class Evidence(NamedTuple):
-    """A cause that the values themselves decide."""
-
-    cause: str
-    evidence: str
-    alike: tuple[str, ...] = ()
-
-
-def evidence_of_values(table: TokenTable) -> Evidence | None:
-    """What a column holds in the place of log-probabilities; None if it may hold them."""
+def cause_in_values(table: TokenTable) -> LikelyCause | None:
+    """The finding of what a column holds in the place of log-probabilities; None if it may hold them."""
     for name, column, other in (
         ("engine", table.engine, table.trainer),
         ("trainer", table.trainer, table.engine),
     ):
         found = _of_column(column, other) or _of_sums(table, column, other)
         if found is not None:
-            return Evidence("column", f"the {name}'s values {found}")
+            return likely_cause("column", f"the {name}'s values {found}")
         above = column > ROUNDING_NATS
         if above.any():
             what = f"{above.mean():.0%} of the {name}'s values are above 0, up to {column.max():.3g}: they are logits"
             causes = ("column", "processed") if above.all() else ("processed", "column")
-            return Evidence(causes[0], f"{what}, not log-probabilities", causes[1:])
+            return likely_cause(causes[0], f"{what}, not log-probabilities", alike=causes[1:])
     return None
 
 
@@ -82,20 +73,3 @@ def _of_sums(table: TokenTable, column: Floats, other: Floats) -> str | None:
     }
     statistic = min(distances, key=lambda name: float(np.median(distances[name])))
     return f"are equal within each response, near to {statistic} its log-probabilities; give one value for each token"
-
-
-def padding(table: TokenTable) -> np.ndarray:
-    """Whether each token is padding at the end of a response: one token, and one value in both columns, repeated."""
-    is_same = np.ones(len(table.trainer), dtype=bool)
-    for column in (table.trainer, table.engine, table.token_id):
-        is_same[1:] &= column[1:] == column[:-1]
-    is_same[1:] &= table.sequence[1:] == table.sequence[:-1]
-    is_padding = np.zeros(len(is_same), dtype=bool)
-    starts = np.flatnonzero(np.diff(table.sequence, prepend=-1))
-    ends = np.r_[starts[1:], len(is_same)]
-    for start, end in zip(starts, ends, strict=True):
-        changes = np.flatnonzero(~is_same[start:end])
-        first = start + (int(changes[-1]) if len(changes) else 0)
-        is_padding[first:end] = end - first >= LEAST_PADDING
-    padded = len(np.unique(table.sequence[is_padding]))
-    return is_padding if padded >= max(2, PADDED_SHARE * len(starts)) else np.zeros_like(is_padding)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kleash.diagnosis.causes import CAUSES, HEALTHY, UNEXPLAINED
+from kleash.diagnosis.causes import CAUSES, HEALTHY, likely_cause
 from kleash.diagnosis.column_hypotheses import (
     break_hypotheses,
     noise_hypotheses,
@@ -13,7 +13,7 @@ from kleash.diagnosis.column_hypotheses import (
     temperature_hypotheses,
     unexplained,
 )
-from kleash.diagnosis.column_values import evidence_of_values, padding
+from kleash.diagnosis.column_values import cause_in_values
 from kleash.diagnosis.hypothesis import Hypothesis, probabilities
 from kleash.diagnosis.model_hypotheses import model_hypotheses, wrong_side
 from kleash.diagnosis.model_scores import ModelScores
@@ -21,20 +21,19 @@ from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
-from kleash.diagnosis.sampler import sampler_evidence
+from kleash.diagnosis.sampler import other_sampler
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.pair_loading import load_pair_with
+from kleash.models.sources.padding import is_padded, padding_length
 from kleash.store import Diagnosis
 from kleash.store.likely_causes import LikelyCause
 from kleash.version import __version__
 
 SMALLEST_PROBABILITY = 0.01
 """Causes below it are not listed."""
-CERTAIN = 0.98
-"""Probability of a cause that the values themselves show, and of any cause at most."""
 LARGEST_HEALTHY = 0.2
 """Probability of a healthy engine from which there is no finding."""
 MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 25_000
@@ -84,14 +83,19 @@ def diagnose(
     if tokens < MIN_TOKENS:
         notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
-        padded = padding(table)
-        if padded.any():
-            findings.append(_padding_finding(table, padded))
-            examined = [
-                replace(each, is_counted=_without(each.is_counted, padded[table.sequence == number]))
-                for number, each in enumerate(examined)
-            ]
-            table = tabulate(examined)
+        unpadded = [_without_padding(rollout) for rollout in examined]
+        lengths = [
+            int(a.is_counted.sum() - b.is_counted.sum()) for a, b in zip(examined, unpadded, strict=True)
+        ]
+        if is_padded(np.count_nonzero(lengths), len(examined)):
+            findings.append(
+                likely_cause(
+                    "mask",
+                    f"{np.count_nonzero(lengths)} of {len(examined)} responses end with {sum(lengths):,} tokens in all "
+                    "at which each column has one value, as padding does",
+                )
+            )
+            examined, table = unpadded, tabulate(unpadded)
         findings += _findings(examined, table, pair, limit, batch_tokens)
         findings.sort(key=lambda finding: -finding.probability)
         findings = _with_short_column(findings, table)
@@ -175,7 +179,7 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
     named = [finding for finding in findings if finding.cause == "precision"]
     if named:
         evidence = f"{evidence}; {named[0].evidence}"
-    precision = _finding("precision", CERTAIN, evidence)
+    precision = likely_cause("precision", evidence)
     if named:
         return [precision if finding.cause == "precision" else finding for finding in findings]
     return [*findings, precision]
@@ -192,44 +196,25 @@ def _impossible_values(table: TokenTable) -> list[str]:
     ]
 
 
-def _padding_finding(table: TokenTable, padded: np.ndarray) -> LikelyCause:
-    """The finding that responses end with padding that counts."""
-    ended = len(np.unique(table.sequence[padded]))
-    return _finding(
-        "mask",
-        CERTAIN,
-        f"{ended} of {table.num_sequences} responses end with one token, {padded.sum():,} times in all, at which both "
-        f"columns have one value ({table.trainer[padded][0]:g} and {table.engine[padded][0]:g}): padding",
-    )
-
-
-def _without(is_counted: np.ndarray, is_padding: np.ndarray) -> np.ndarray:
-    """A mask without the tokens, among those that count, that are padding."""
-    mask = is_counted.copy()
-    mask[np.flatnonzero(is_counted)[is_padding]] = False
-    return mask
-
-
-def _finding(cause: str, probability: float, evidence: str, alike: tuple[str, ...] = ()) -> LikelyCause:
-    """A finding with the words of its cause."""
-    known = CAUSES[cause]
-    return LikelyCause(
-        cause=cause,
-        meaning=known.meaning,
-        probability=min(CERTAIN, float(probability)),
-        evidence=evidence,
-        next_test=known.next_test,
-        alike=alike,
-    )
+def _without_padding(rollout: RolloutRecord) -> RolloutRecord:
+    """The rollout with the tokens at its end that look like padding not counted."""
+    counted = np.flatnonzero(rollout.is_counted)
+    token_ids = np.array(rollout.response_ids)[counted]
+    if not len(counted):
+        return rollout
+    length = padding_length(token_ids.tolist(), (rollout.trainer[counted], rollout.engine[counted]))
+    is_counted = rollout.is_counted.copy()
+    is_counted[counted[len(counted) - length :]] = False
+    return replace(rollout, is_counted=is_counted)
 
 
 def _findings(
     rollouts: Sequence[RolloutRecord], table: TokenTable, pair: Pair | None, limit: float, batch_tokens: int
 ) -> list[LikelyCause]:
     """The findings about the columns of trainer and engine, the sampler, and the reference's column."""
-    shown = evidence_of_values(table)
+    shown = cause_in_values(table)
     if shown is not None:
-        return [_finding(shown.cause, CERTAIN, shown.evidence, shown.alike)]
+        return [shown]
     is_faulty = _faulty_responses(table, limit)
     prefix, part = "", table
     if is_faulty is not None:
@@ -245,9 +230,8 @@ def _findings(
     hypotheses = list(_hypotheses(part, of_part, limit))
     findings = _ranked(part, hypotheses, has_models=pair is not None, prefix=prefix)
     if scores is not None and not findings:
-        sampler = sampler_evidence(scores, limit)
-        if sampler is not None and sampler.probability > 0.5:
-            findings.append(_finding("sampler", sampler.probability, sampler.evidence))
+        sampler = other_sampler(scores, limit)
+        findings += [sampler] if sampler is not None else []
     of_reference = list(reference_hypotheses(table, scores, limit))
     return findings + _ranked(table, of_reference, has_models=pair is not None)
 
@@ -304,5 +288,5 @@ def _ranked(
         probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
         grouped |= {cause, *alike}
         if probability >= SMALLEST_PROBABILITY:
-            findings.append(_finding(cause, probability, prefix + best.evidence, alike))
+            findings.append(likely_cause(cause, prefix + best.evidence, probability, alike))
     return findings

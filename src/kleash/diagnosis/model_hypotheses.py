@@ -4,16 +4,23 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kleash.diagnosis.hypothesis import Hypothesis
-from kleash.diagnosis.model_scores import ModelScores, Settings, Transform, at_temperature, cut
+from kleash.diagnosis.model_scores import (
+    ModelScores,
+    Settings,
+    Transform,
+    at_temperature,
+    cut,
+    log_probabilities,
+)
 from kleash.diagnosis.residuals import DISTINCT, SMALLEST_DIFFERENCE, Floats, everywhere, rounding, token_unit
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO
-from kleash.diagnosis.token_table import SHORT_DTYPES
 from kleash.errors import KleashError
 from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
 
@@ -44,14 +51,18 @@ def model_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
         scores: of the models.
         limit: the largest error of logits that rounding explains, in nats.
     """
+    if not scores.table.difference.any():
+        return
+    side = wrong_side(scores)
     yield from _temperatures(scores, limit)
-    for side in ("engine", "trainer"):
-        yield from _transformed(scores, side, limit)
-        yield from _cuts(scores, side, limit)
-        yield from _penalties(scores, side, limit)
-    yield from _other_tokens(scores, limit)
+    for one in (side,) if side is not None else ("engine", "trainer"):
+        for cause, what, transform in TRANSFORMS:
+            yield from _candidate(scores, cause, one, transform, limit, f"{what} of the {one}")
+        yield from _cuts(scores, one, limit)
+        yield from _penalties(scores, one, limit)
+        yield from _other_tokens(scores, one, limit)
     yield from _contexts(scores, limit)
-    yield from _weights(scores, limit)
+    yield from _weights(scores, limit, side)
     yield from _modules(scores, limit)
 
 
@@ -60,8 +71,7 @@ def _predicted(
 ) -> Hypothesis:
     """The hypothesis that one side's column has these values, and the other the policy's, up to rounding."""
     table = scores.table
-    values = np.nan_to_num(values, nan=0.0, posinf=-LOG_OF_ZERO, neginf=LOG_OF_ZERO)
-    rest = table.difference - (scores.policy - values if side == "engine" else values - scores.policy)
+    rest = _rest(table.difference, scores.policy, values, side)
     before, after = (float(np.median(np.abs(each))) for each in (table.difference, rest))
     return Hypothesis(
         cause=cause,
@@ -74,11 +84,54 @@ def _predicted(
     )
 
 
-def _distance(scores: ModelScores, side: str, transform: Transform, rows: np.ndarray) -> float:
-    """Mean distance of a side's column from a transform of the policy's logits at some tokens."""
-    column = getattr(scores.table, side)[rows]
-    away = np.abs(np.nan_to_num(scores.column(transform, rows=rows), neginf=LOG_OF_ZERO) - column)
-    return float(np.minimum(away, LARGEST_COUNTED).mean())
+def _rest(difference: Floats, policy: Floats, values: Floats, side: str) -> Floats:
+    """What is left of the differences if a side's column has ``values`` where the policy's are right."""
+    finite = np.nan_to_num(values, nan=0.0, posinf=-LOG_OF_ZERO, neginf=LOG_OF_ZERO)
+    return difference - (policy - finite if side == "engine" else finite - policy)
+
+
+def _size(rest: Floats) -> float:
+    """Mean size of differences, in nats, each at most ``LARGEST_COUNTED``."""
+    return float(np.minimum(np.abs(rest), LARGEST_COUNTED).mean())
+
+
+def _distance(scores: ModelScores, side: str, transform: Transform, step: int = 1, **options: Any) -> float:
+    """Mean size of what is left at the sample's tokens if a side's column is a transform of the policy's logits."""
+    rows = scores.sample[::step]
+    values = scores.sampled(transform, step=step, **options)
+    return _size(_rest(scores.table.difference[rows], scores.policy[rows], values, side))
+
+
+def _candidate(
+    scores: ModelScores,
+    cause: str,
+    side: str,
+    transform: Transform,
+    limit: float,
+    what: str,
+    penalty: float = 1.0,
+    **options: Any,
+) -> Iterator[Hypothesis]:
+    """The hypothesis of a transform for a side, if it makes the differences of the sample's tokens smaller."""
+    if _distance(scores, side, transform, **options) < SMALLER * _size(
+        scores.table.difference[scores.sample]
+    ):
+        yield _predicted(scores, cause, side, scores.column(transform, **options), limit, what, penalty)
+
+
+SMALLER = 0.7
+"""Share of the differences that a prediction leaves at most, to be examined at all tokens."""
+TRANSFORMS: tuple[tuple[str, str, Transform], ...] = (
+    ("processed", "logits", lambda logits, rows: logits),
+    ("precision", "logits in bfloat16", lambda logits, rows: logits.bfloat16().float().log_softmax(-1)),
+    ("precision", "logits in float16", lambda logits, rows: logits.half().float().log_softmax(-1)),
+    (
+        "column",
+        "the likeliest token's log-probability",
+        lambda logits, rows: logits.log_softmax(-1).max(-1, keepdim=True).values,
+    ),
+)
+"""Cause, what it is, and the transform from the policy's logits to the column."""
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
@@ -100,69 +153,77 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> flo
 
 def fitted_temperature(scores: ModelScores, side: str) -> float:
     """The temperature at which the policy's log-probabilities are nearest to a column, in mean absolute difference."""
-    rows = scores.sample
+    column = getattr(scores.table, side)[scores.sample]
 
     def distance(log_temperature: float) -> float:
-        return _distance(scores, side, at_temperature(math.exp(log_temperature)), rows)
+        return float(np.abs(scores.sampled(at_temperature(math.exp(log_temperature))) - column).mean())
 
     coarse = _minimum(distance, math.log(0.1), math.log(10.0))
     return math.exp(_minimum(distance, coarse - 0.01, coarse + 0.01))
 
 
 def _temperatures(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
-    """Both columns at temperatures of their own; which side is wrong follows from the drawn tokens."""
+    """Both columns at temperatures of their own, perhaps the engine cut as well; the drawn tokens tell which is wrong."""
     trainer, engine = (fitted_temperature(scores, side) for side in ("trainer", "engine"))
     if abs(math.log(trainer / engine)) < SMALLEST_LOG_RATIO:
         return
-    of_trainer, of_engine = (scores.column(at_temperature(value)) for value in (trainer, engine))
-    values = scores.policy - of_trainer + of_engine
-    what = f"the trainer at temperature {trainer:.4g} and the engine at {engine:.4g}"
-    # It is also the log-likelihood of the tokens at the trainer's temperature less that at the engine's.
-    drawn = float((of_trainer - of_engine).sum())
-    for cause, penalty in (("temperature", drawn), ("processed", -drawn)):
-        yield _predicted(scores, cause, "engine", values, limit, what, 2.0 + max(penalty, 0.0))
-
-
-def _transformed(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
-    """One side returns logits, or rounds them to 16 bits."""
-    yield _predicted(
-        scores, "processed", side, scores.column(lambda logits, rows: logits), limit, f"logits of the {side}"
+    rows = scores.sample
+    gaps = scores.sampled(at_temperature(trainer)) - scores.sampled(at_temperature(engine))
+    left, before = (
+        _size(rest) for rest in (scores.table.difference[rows] - gaps, scores.table.difference[rows])
     )
-    for name, dtype in SHORT_DTYPES.items():
-        values = scores.column(lambda logits, rows, dtype=dtype: logits.to(dtype).float().log_softmax(-1))
-        yield _predicted(scores, "precision", side, values, limit, f"the {side}'s logits rounded to {name}")
+    if left < SMALLER * before:
+        of_trainer, of_engine = (scores.column(at_temperature(value)) for value in (trainer, engine))
+        values = scores.policy - of_trainer + of_engine
+        what = f"the trainer at temperature {trainer:.4g} and the engine at {engine:.4g}"
+        # It is also the log-likelihood of the tokens at the trainer's temperature less that at the engine's.
+        drawn = float((of_trainer - of_engine).sum())
+        for cause, penalty in (("temperature", drawn), ("processed", -drawn)):
+            yield _predicted(scores, cause, "engine", values, limit, what, 2.0 + max(penalty, 0.0))
+    if CUT_AS_WELL * limit < left < before and abs(math.log(trainer)) < 0.01:
+        yield from _cut_at_a_temperature(scores, engine, limit)
+
+
+CUT_AS_WELL = 0.1
+"""Mean of what a temperature leaves, in units of the largest healthy error, from which a cut may be there as well."""
 
 
 def _cuts(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
-    """One side is truncated and renormalised, perhaps at a temperature as well."""
-    rows = scores.sample[:: max(1, len(scores.sample) // CUT_SAMPLE)]
-    best = min(TRUNCATIONS, key=lambda settings: _distance(scores, side, cut(settings), rows))
-    what = f"the {side} cut to {_described(best)}"
-    yield _predicted(scores, "truncation", side, scores.column(cut(best)), limit, what, 2.0)
-    start = fitted_temperature(scores, side)
-    if side == "trainer" or abs(math.log(start)) < SMALLEST_LOG_RATIO:
+    """One side is truncated and renormalised, so that it is the larger one wherever the two differ."""
+    large = scores.table.difference[np.abs(scores.table.difference) > 0.01]
+    if not len(large) or np.mean((large < 0) == (side == "engine")) < ONE_SIDED:
         return
-    tried = [(settings, factor * start) for settings in TRUNCATIONS for factor in (1.0, 1.2, 1.5)]
-    best, temperature = min(tried, key=lambda pair: _distance(scores, side, cut(*pair), rows))
-    for _ in range(2):
-        log = _minimum(
-            lambda log, settings=best: _distance(scores, side, cut(settings, math.exp(log)), rows),
-            math.log(temperature / 1.3),
-            math.log(temperature * 1.3),
-        )
-        temperature = math.exp(log)
-        best = min(
-            TRUNCATIONS, key=lambda settings, t=temperature: _distance(scores, side, cut(settings, t), rows)
-        )
-    what = f"the {side} at {temperature:.3g} and cut to {_described(best)}"
-    hypothesis = _predicted(
-        scores, "temperature", side, scores.column(cut(best, temperature)), limit, what, 4.0
+    step = max(1, len(scores.sample) // CUT_SAMPLE)
+    best = min(TRUNCATIONS, key=lambda settings: _distance(scores, side, cut(settings), step))
+    yield from _candidate(
+        scores, "truncation", side, cut(best), limit, f"the {side} cut to {_described(best)}", 2.0
     )
-    yield replace(hypothesis, second_cause="truncation")
+
+
+def _cut_at_a_temperature(scores: ModelScores, start: float, limit: float) -> Iterator[Hypothesis]:
+    """The engine draws at a temperature and cuts what it draws from; the trainer does neither."""
+    step = max(1, len(scores.sample) // CUT_SAMPLE)
+
+    def distance(settings: Settings, temperature: float) -> float:
+        return _distance(scores, "engine", cut(settings, temperature), step)
+
+    tried = [(settings, factor * start) for settings in TRUNCATIONS for factor in (1.0, 1.2, 1.5)]
+    best, temperature = min(tried, key=lambda pair: distance(*pair))
+    for _ in range(2):
+        low, high = math.log(temperature / 1.3), math.log(temperature * 1.3)
+        temperature = math.exp(
+            _minimum(lambda log, settings=best: distance(settings, math.exp(log)), low, high)
+        )
+        best = min(TRUNCATIONS, key=lambda settings, value=temperature: distance(settings, value))
+    what = f"the engine at {temperature:.3g} and cut to {_described(best)}"
+    for found in _candidate(scores, "temperature", "engine", cut(best, temperature), limit, what, 4.0):
+        yield replace(found, second_cause="truncation")
 
 
 CUT_SAMPLE = 96
 """Tokens to which a truncation is fitted."""
+ONE_SIDED = 0.9
+"""Share of the larger differences that a truncation makes of one sign."""
 
 
 def _described(settings: Settings) -> str:
@@ -170,58 +231,60 @@ def _described(settings: Settings) -> str:
     return " and ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
-def penalised(
-    scores: ModelScores,
-    *,
-    repetition: float = 1.0,
-    presence: float = 0.0,
-    frequency: float = 0.0,
-    with_prompt: bool,
-) -> Transform:
-    """The transform to log-probabilities after penalties of the tokens that stand before each token."""
+def penalised(counts: Callable[[np.ndarray], Tensor], name: str, size: float) -> Transform:
+    """The transform to log-probabilities after a penalty of the tokens that stand before each token.
+
+    Args:
+        counts: from indices of tokens to how often each token of the vocabulary stands before them.
+        name: "repetition", "presence" or "frequency".
+        size: of the penalty; 1 is none for repetition, 0 for the others.
+    """
 
     def transform(logits: Tensor, rows: np.ndarray) -> Tensor:
-        counts = scores.counts(rows, with_prompt=with_prompt).to(logits.device)
-        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-        seen = counts > 0
-        return (torch.where(seen, scaled, logits) - presence * seen - frequency * counts).log_softmax(-1)
+        before = counts(rows).to(logits.device)
+        if name == "repetition":
+            changed = torch.where(logits > 0, logits / size, logits * size)
+        else:
+            changed = logits - size * (before if name == "frequency" else 1.0)
+        return torch.where(before > 0, changed, logits).log_softmax(-1)
 
     return transform
 
 
 def _penalties(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
     """One side penalises the tokens that stand before."""
-    rows = scores.sample[:: max(1, len(scores.sample) // PENALTY_SAMPLE)]
+    step = max(1, len(scores.sample) // PENALTY_SAMPLE)
     for name, with_prompt, low, high in (
         ("repetition", True, 0.7, 2.5),
         ("repetition", False, 0.7, 2.5),
         ("presence", False, -2.0, 2.0),
         ("frequency", False, -2.0, 2.0),
     ):
-        make = partial(penalised, scores, with_prompt=with_prompt)
-        size = _minimum(lambda size, n=name, m=make: _distance(scores, side, m(**{n: size}), rows), low, high)
+        counts = partial(scores.counts, with_prompt=with_prompt)
+        of_sample = counts(scores.sample[::step])
+        size = _minimum(
+            lambda size, n=name, c=of_sample: _distance(scores, side, penalised(lambda _: c, n, size), step),
+            low,
+            high,
+        )
         where = "prompt and response" if with_prompt else "the response"
         what = f"a {name} penalty of {size:.3g} on tokens of {where} for the {side}"
-        yield _predicted(scores, "penalty", side, scores.column(make(**{name: size})), limit, what, 2.0)
+        yield from _candidate(scores, "penalty", side, penalised(counts, name, size), limit, what, 2.0)
 
 
 PENALTY_SAMPLE = 128
 """Tokens to which a penalty is fitted."""
 
 
-def _other_tokens(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
+def _other_tokens(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
     """A column has the values of other tokens than those that were drawn."""
-    likeliest = scores.column(lambda logits, rows: logits.log_softmax(-1).max(-1, keepdim=True).values)
     ids, same = scores.table.token_id, np.diff(scores.table.sequence) == 0
-    others = {"the likeliest token's log-probability": likeliest}
-    for what, shifted in (
-        ("the log-probability of the next token here", np.r_[np.where(same, ids[1:], ids[:-1]), ids[-1]]),
-        ("the log-probability of the previous token here", np.r_[ids[0], np.where(same, ids[:-1], ids[1:])]),
+    for what, others in (
+        ("next", np.r_[np.where(same, ids[1:], ids[:-1]), ids[-1]]),
+        ("previous", np.r_[ids[0], np.where(same, ids[:-1], ids[1:])]),
     ):
-        others[what] = scores.column(token_id=shifted)
-    for side in ("engine", "trainer"):
-        for what, values in others.items():
-            yield _predicted(scores, "column", side, values, limit, f"{what} for the {side}")
+        words = f"the log-probability of the {what} token here for the {side}"
+        yield from _candidate(scores, "column", side, log_probabilities, limit, words, token_id=others)
 
 
 def _contexts(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
@@ -264,20 +327,22 @@ def _best_rescored(
             gap = scores.policy[: len(values)] - values
             rest = scores.table.difference[: len(values)] - (gap if side == "engine" else -gap)
             trials.append((float(np.minimum(np.abs(rest), LARGEST_COUNTED).mean()), what, side))
-    if trials:
-        _, what, side = min(trials)
+    left, what, side = min(trials, default=(math.inf, "", ""))
+    if left < SMALLER * _size(scores.table.difference):
         yield _predicted(scores, cause, side, ways[what](None), limit, f"{what} for the {side}", 2.0)
 
 
-def _weights(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
+def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hypothesis]:
     """One side has the reference's weights, or others that move the distributions in a way that repeats itself."""
     table = scores.table
-    for side in ("engine", "trainer"):
-        yield _predicted(
-            scores, "weights", side, scores.reference, limit, f"the reference's weights for the {side}"
-        )
+    for one in ("engine", "trainer"):
+        rest = _rest(table.difference, scores.policy, scores.reference, one)
+        if _size(rest) < SMALLER * _size(table.difference):
+            what = f"the reference's weights for the {one}"
+            yield _predicted(scores, "weights", one, scores.reference, limit, what)
     fault = max(SMALLEST_DIFFERENCE, DISTINCT * limit)
-    side = wrong_side(scores)
+    if float(np.median(np.abs(table.difference) / np.maximum(table.unit, 1e-12))) < fault / DISTINCT:
+        return
     predicted = _systematic(scores)
     rest = table.difference - predicted
     removed = 1 - float(np.median(np.abs(rest)) / max(float(np.median(np.abs(table.difference))), 1e-12))
@@ -351,27 +416,41 @@ PROJECTED, RIDGE = 192, 0.01
 def _modules(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     """One side has the policy's weights in some kinds of modules and the reference's in the others."""
     policy, reference = scores.pair.policy, scores.pair.reference
-    head_of_reference = scores.column(model=replace(policy, head=reference.head))
-    without_head = scores.column(model=policy, hidden=scores.reference_hidden)
+    gap, difference = (
+        values / np.maximum(scores.table.unit, 1e-3)
+        for values in (scores.policy - scores.reference, scores.table.difference)
+    )
+    likeness = float(np.mean(np.sign(gap) * np.sign(difference)))
+    if abs(likeness) * len(gap) ** 0.5 < LEAST_LIKENESS:
+        return
+    side = "engine" if likeness > 0 else "trainer"
     for what, values in (
-        ("the reference's head", head_of_reference),
-        ("the policy's head on the reference's other weights", without_head),
+        (
+            "the reference's head",
+            scores.column(model=replace(policy, head=reference.head), hidden=scores.hidden),
+        ),
+        ("the policy's head on the reference's other weights", scores.column(hidden=scores.reference_hidden)),
     ):
-        for side in ("engine", "trainer"):
+        rest = _rest(scores.table.difference, scores.policy, values, side)
+        is_whole = _size(values - scores.reference) < 0.1 * _size(scores.policy - scores.reference)
+        if _size(rest) < SMALLER * _size(scores.table.difference) and not is_whole:
             yield _predicted(scores, "modules", side, values, limit, f"{what} for the {side}")
-    if policy.is_same_as(reference) or policy.network is reference.network:
+    if policy.network is reference.network:
         return
     try:
         groups = [group for group in weight_groups(policy, reference, "modules") if not group.is_identical]
-    except KleashError:
+    except KleashError:  # networks of two architectures, or of two dtypes
         return
-    for side in ("engine", "trainer"):
-        chosen = _chosen_groups(scores, groups, side)
-        if 0 < len(chosen) < len(groups):
-            names = ", ".join(group.name for group in chosen)
-            values = _with_groups(scores, chosen, None)
-            what = f"the reference's weights in {names} for the {side}"
-            yield _predicted(scores, "modules", side, values, limit, what, 1.0 + len(groups) * math.log(2))
+    chosen = _chosen_groups(scores, groups, side)
+    if 0 < len(chosen) < len(groups):
+        names = ", ".join(group.name for group in chosen)
+        what = f"the reference's weights in {names} for the {side}"
+        values = _with_groups(scores, chosen, None)
+        yield _predicted(scores, "modules", side, values, limit, what, 1.0 + len(groups) * math.log(2))
+
+
+LEAST_LIKENESS = 4.0
+"""Standard errors by which the signs of the differences agree with those of policy minus reference, at least."""
 
 
 def _with_groups(scores: ModelScores, groups: list[WeightGroup], sequences: int | None) -> Floats:
@@ -381,23 +460,21 @@ def _with_groups(scores: ModelScores, groups: list[WeightGroup], sequences: int 
 
 
 def _chosen_groups(scores: ModelScores, groups: list[WeightGroup], side: str) -> list[WeightGroup]:
-    """The groups of weights whose exchange explains the first responses best, found one by one."""
-    count = len(_with_groups(scores, [], FITTED_SEQUENCES))
+    """The groups of weights whose exchange explains the first responses best: by regression, then one by one."""
+
+    def values(chosen: list[WeightGroup]) -> Floats:
+        return _with_groups(scores, chosen, FITTED_SEQUENCES)
+
+    alone = np.stack([values([group]) for group in groups])
+    policy, difference = (each[: alone.shape[1]] for each in (scores.policy, scores.table.difference))
     sign = 1.0 if side == "engine" else -1.0
-    difference = sign * scores.table.difference[:count]
-
-    def distance(chosen: list[WeightGroup]) -> float:
-        gap = scores.policy[:count] - _with_groups(scores, chosen, FITTED_SEQUENCES)
-        return float(np.minimum(np.abs(difference - gap), LARGEST_COUNTED).mean())
-
-    gaps = np.stack(
-        [scores.policy[:count] - _with_groups(scores, [group], FITTED_SEQUENCES) for group in groups]
-    )
-    solution = np.linalg.lstsq(gaps.T, difference, rcond=None)[0]
+    solution = np.linalg.lstsq((policy - alone).T, sign * difference, rcond=None)[0]
     chosen = [group for group, part in zip(groups, solution, strict=True) if part > 0.5]
-    best = distance(chosen)
+    best = _size(_rest(difference, policy, values(chosen), side))
+    if best > SMALLER * _size(difference):
+        return []
     for group in groups:
         other = [each for each in groups if (each in chosen) != (each is group)]
-        if (away := distance(other)) < best:
-            chosen, best = other, away
+        if (left := _size(_rest(difference, policy, values(other), side))) < best:
+            chosen, best = other, left
     return chosen

@@ -20,7 +20,7 @@ from kleash.models.sequences import batch_by_length
 
 LOGITS_AT_ONCE = 2**22
 """Logits that are in memory at a time."""
-FITTED_TOKENS = 512
+FITTED_TOKENS = 384
 """Tokens to which a temperature or a truncation is fitted, before all are scored with it."""
 Settings = Mapping[str, int | float]
 """Settings of truncated sampling: "top_p", "top_k" or "min_p"."""
@@ -125,6 +125,22 @@ class ModelScores:
                 product = block if weight is None else block @ weight.to(block.device).float().T
                 yield model.head.logits_of_product(product), part
 
+    @cached_property
+    def _sample_logits(self) -> Float[Tensor, "tokens vocab"]:
+        """Float32 logits of the policy at the sample's tokens."""
+        return torch.cat([logits for logits, _ in self.blocks(self.sample)])
+
+    def sampled(
+        self, transform: Transform = log_probabilities, *, step: int = 1, token_id: np.ndarray | None = None
+    ) -> Floats:
+        """A function of the policy's logits at each ``step``-th token of the sample; see ``column``."""
+        ids = (self.table.token_id if token_id is None else token_id)[self.sample[::step]]
+        with torch.inference_mode():
+            of_tokens = transform(self._sample_logits[::step], self.sample[::step])
+            if of_tokens.shape[-1] > 1:
+                of_tokens = of_tokens.gather(-1, torch.from_numpy(ids).to(of_tokens.device).unsqueeze(-1))
+        return of_tokens[:, 0].double().cpu().numpy()
+
     def counts(self, rows: np.ndarray, *, with_prompt: bool) -> Float[Tensor, "tokens vocab"]:
         """How often each token of the vocabulary stands before each of some tokens.
 
@@ -132,13 +148,17 @@ class ModelScores:
             rows: indices of the tokens in the table.
             with_prompt: whether those of the prompt count, or those of the response alone.
         """
-        counts = torch.zeros(len(rows), self.pair.vocab_size)
-        for index, row in enumerate(rows):
+        before: list[np.ndarray] = []
+        for row in rows:
             sequence = self.sequences[self.table.sequence[row]]
-            before = sequence.response_ids[: self.table.position[row]]
-            ids = torch.tensor((*sequence.prompt_ids, *before) if with_prompt else before, dtype=torch.long)
-            counts[index].index_add_(0, ids, torch.ones(len(ids)))
-        return counts
+            prompt = sequence.prompt_ids if with_prompt else ()
+            before.append(
+                np.array((*prompt, *sequence.response_ids[: self.table.position[row]]), dtype=np.int64)
+            )
+        places = np.repeat(np.arange(len(rows)), [len(ids) for ids in before]) * self.pair.vocab_size
+        counts = torch.zeros(len(rows) * self.pair.vocab_size)
+        counts.index_add_(0, torch.from_numpy(places + np.concatenate(before)), torch.ones(len(places)))
+        return counts.view(len(rows), -1)
 
     def with_prompts(
         self, change: Callable[[tuple[int, ...]], tuple[int, ...]], sequences: int | None = None

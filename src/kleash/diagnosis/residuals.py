@@ -23,6 +23,8 @@ FLOOR_NATS = 3e-7
 """Rounding of a log-probability of a few nats to float32."""
 SOFTMAX_NATS = 1e-5
 """Error of any log-probability that is there in any case: the softmax in float32, and the digits of the file."""
+EQUAL_SHARE = 0.15
+"""Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit."""
 DISTINCT = 2.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
 SMALLEST_DIFFERENCE = 3e-3
@@ -38,10 +40,10 @@ SIGN = np.repeat([0, 1, -1], len(SCALE))
 """Side of each component of the whole mixture: errors of both signs, only above 0, only below."""
 SCALE, KIND = np.tile(SCALE, 3), np.tile(KIND, 3)
 FITTED_TOKENS = 4000
-EM_STEPS = 25
-"""Tokens to which the weights are fitted, and steps of expectation maximisation."""
-EVEN_SHARE = 0.02
-"""Share of a block's weight that all of its components have alike, whatever the fit."""
+EM_STEPS, RELAXATION = 40, 1.8
+"""Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each step."""
+EVEN_TOKENS = 5
+"""Tokens that count for all components of a block alike, beside those that the weights are fitted to."""
 
 
 class Block(NamedTuple):
@@ -83,13 +85,15 @@ def token_unit(log_probabilities: Floats) -> Floats:
 def _symmetric(low: float, high: float, kinds: tuple[int, ...] = (NORMAL, TAILED)) -> NDArray[np.bool_]:
     """Components of both signs whose scale is between two bounds; the lowest that is above the first if none is."""
     chosen = (SIGN == 0) & np.isin(KIND, kinds)
-    inside = chosen & (SCALE > low) & (high >= SCALE)
-    return inside if inside.any() else chosen & (SCALE == SCALE[chosen & (SCALE > low)].min())
+    inside = chosen & np.greater(SCALE, low) & np.less_equal(SCALE, high)
+    return (
+        inside if inside.any() else chosen & (np.equal(SCALE, SCALE[chosen & np.greater(SCALE, low)].min()))
+    )
 
 
 def _core(limit: float) -> NDArray[np.bool_]:
     """Components of rounding: errors of logits of at most ``limit``, and those of a softmax in float32."""
-    return _symmetric(0.0, limit) | _symmetric(0.0, SOFTMAX_NATS, (EQUAL,))
+    return _symmetric(0.0, limit) | _symmetric(0.0, max(SOFTMAX_NATS, EQUAL_SHARE * limit), (EQUAL,))
 
 
 def _outliers(low: float, high: float) -> Block:
@@ -115,28 +119,34 @@ def equal_noise(limit: float, scale: float) -> Family:
 
 def _large(smallest: float) -> NDArray[np.bool_]:
     """Components of any sign and kind, those of errors of logits of at least ``smallest``."""
-    return (KIND == EQUAL) & (SCALE > SOFTMAX_NATS) | (KIND != EQUAL) & (SCALE > smallest)
+    return (KIND == EQUAL) & (SCALE > SOFTMAX_NATS) | (KIND != EQUAL) & np.greater(SCALE, smallest)
 
 
 def everywhere(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on every token, with any tails and signs."""
-    return Family((Block(_large(smallest), 0.0, 1.0),))
+    """Errors of at least ``smallest`` on every token, with any tails, at most half of them in an unequal part."""
+    large = _large(smallest)
+    return Family((Block(large & (SIGN == 0), 0.5, 1.0), Block(large & (SIGN != 0), 0.0, 0.5)))
 
 
 def at_most(largest: float) -> Family:
     """Errors of logits of any sign of at most ``largest``, and errors of one size on all log-probabilities."""
-    return Family((Block((KIND == EQUAL) | (largest >= SCALE), 0.0, 1.0),))
+    return Family((Block((KIND == EQUAL) | np.less_equal(SCALE, largest), 0.0, 1.0),))
 
 
 def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     """Rounding, and errors of at least ``smallest`` on a share of the tokens."""
-    return Family((Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high)))
+    return Family(
+        (
+            Block(_core(limit), 0.0, 1.0),
+            Block(_large(smallest) & ((KIND != EQUAL) | np.greater(SCALE, smallest / 2)), low, high),
+        )
+    )
 
 
-def one_sided(limit: float, side: int, exceptions: float = 1e-3) -> Family:
+def one_sided(limit: float, sign: int, exceptions: float = 1e-3) -> Family:
     """Rounding, errors of one sign of any size, and some exceptions."""
-    inside = (side == SIGN) & (KIND != EQUAL)
-    return Family((Block(_core(limit), 0.0, 0.98), Block(inside, 0.02, 1.0), _outliers(1e-4, exceptions)))
+    inside = Block(np.equal(SIGN, sign), 0.02, 1.0)
+    return Family((Block(_core(limit), 0.0, 0.98), inside, _outliers(1e-4, exceptions)))
 
 
 def free() -> Family:
@@ -165,25 +175,26 @@ def fit(residuals: Residuals, family: Family) -> Floats:
     log_likelihoods = log_densities(chosen, members)
     likelihoods = np.exp(log_likelihoods - log_likelihoods.max(axis=1, keepdims=True, initial=-1e300))
     blocks = [block.members[members] for block in family.blocks]
-    weights = np.ones(len(members)) / len(members)
+    weights, even = np.ones(len(members)) / len(members), EVEN_TOKENS / (EVEN_TOKENS + len(keep))
     for step in range(EM_STEPS + 1):
         if step and len(keep):
-            weights *= (likelihoods / np.maximum(likelihoods @ weights, 1e-300)[:, None]).mean(axis=0)
+            ratios = likelihoods / np.maximum(likelihoods @ weights, 1e-12)[:, None]
+            weights *= ratios.mean(axis=0) ** RELAXATION
         rest = 1.0
         for block, inside in reversed(list(zip(family.blocks[1:], blocks[1:], strict=True))):
             share = min(max(float(weights[inside].sum()), block.low), block.high)
-            weights[inside] = _scaled(weights[inside], share)
+            weights[inside] = _scaled(weights[inside], share, even)
             rest -= share
-        weights[blocks[0]] = _scaled(weights[blocks[0]], rest)
+        weights[blocks[0]] = _scaled(weights[blocks[0]], max(rest, 1e-9), even)
     whole = np.zeros(len(SCALE))
     whole[members] = weights
     return whole
 
 
-def _scaled(weights: Floats, share: float) -> Floats:
-    """Weights with a sum of ``share``, a little of it for all alike."""
+def _scaled(weights: Floats, share: float, even: float) -> Floats:
+    """Weights with a sum of ``share``, of which a part ``even`` is for all alike."""
     own = weights / total if (total := float(weights.sum())) else 1 / len(weights)
-    return share * ((1 - EVEN_SHARE) * own + EVEN_SHARE / len(weights))
+    return share * ((1 - even) * own + even / len(weights))
 
 
 def log_likelihood(residuals: Residuals, weights: Floats) -> Floats:

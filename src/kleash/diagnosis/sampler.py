@@ -1,27 +1,21 @@
 """Whether the tokens were drawn from the distribution whose log-probabilities the columns hold."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kleash.diagnosis.causes import likely_cause
 from kleash.diagnosis.model_hypotheses import SMALLEST_LOG_RATIO, fitted_temperature
 from kleash.diagnosis.model_scores import ModelScores, at_temperature
+from kleash.store.likely_causes import LikelyCause
 
 PRIOR_NATS = 9.0
 """Log of the prior odds against another sampler; a deviation of z standard errors is z^2 / 2 nats for it."""
 
 
-class SamplerEvidence(NamedTuple):
-    """How far the drawn tokens are from draws of the columns' distribution."""
-
-    probability: float
-    evidence: str
-
-
-def sampler_evidence(scores: ModelScores, limit: float) -> SamplerEvidence | None:
-    """The evidence that the tokens were drawn by another sampler; None if the columns are not of the policy.
+def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
+    """The finding that the tokens were drawn by another sampler; None if they were not, or it cannot be seen.
 
     Under the columns' distribution, which is the policy's at the temperature that fits the engine's column, the sum of
     log p + entropy over the tokens has mean 0 and a known variance, and so has the number of tokens that stand before.
@@ -54,18 +48,19 @@ def sampler_evidence(scores: ModelScores, limit: float) -> SamplerEvidence | Non
     of_logp = logp_gap / math.sqrt(logp_variance) if logp_variance > 0 else 0.0
     of_seen = seen_gap / math.sqrt(seen_variance) if seen_variance > 0 else 0.0
     probability = 1 / (1 + math.exp(min(700.0, PRIOR_NATS - max(of_logp**2, of_seen**2) / 2)))
+    if probability < 0.5:
+        return None
     likeliest = _sampling_temperature(scores)
-    return SamplerEvidence(
+    return likely_cause(
+        "sampler",
+        f"the log-probabilities of the drawn tokens are {logp_gap / len(rows):+.3g} nats a token from their "
+        f"expectation ({of_logp:+.1f} standard errors), tokens that stand before are "
+        f"{seen_gap / len(rows):+.2%} from theirs ({of_seen:+.1f}); the tokens are likeliest at temperature {likeliest:.2g}",
         probability,
-        f"the log-probabilities of the drawn tokens are {logp_gap / len(rows):+.3g} nats a token from their expectation "
-        f"({of_logp:+.1f} standard errors), tokens that stand before are {seen_gap / len(rows):+.2%} from theirs "
-        f"({of_seen:+.1f}); the tokens are likeliest at temperature {likeliest:.2g}",
     )
 
 
 def _sampling_temperature(scores: ModelScores) -> float:
     """The temperature under which the drawn tokens are likeliest."""
     tried = np.geomspace(0.2, 3.0, 28)
-    return float(
-        max(tried, key=lambda value: float(scores.column(at_temperature(value), rows=scores.sample).sum()))
-    )
+    return float(max(tried, key=lambda value: float(scores.sampled(at_temperature(value)).sum())))
