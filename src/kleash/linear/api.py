@@ -287,12 +287,19 @@ def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Ten
 
 
 def stored_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
-    """The logits of this rank's tokens, from a head whose rows are stored on several ranks: the tokens move there."""
+    """The logits of this rank's tokens, from a head whose rows are stored on several ranks: the tokens move there.
+
+    They move a few at a time, so that no message has more than a quarter of the head's numbers.
+    """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         pair = checked_pair((hidden, head), (hidden, head), temperature)
-        storage = pair.storage
+        storage, size = pair.storage, max(1, hidden.shape[-1] // 4)
         assert storage is not None, "the rows are stored on several ranks"
         counts = storage.all_gather_numbers(pair.tokens)[0]
-        moved = move_tokens(pair, counts).p
-        local = storage.exchange_columns(logits(moved), counts)
-    return HeadInputs(hidden=local, head=Head(None), temperature=1.0, dtype=pair.dtype)
+        size = max(1, size // len(counts))
+        parts = [pair.p.hidden.new_zeros((0, pair.vocab_size), dtype=pair.dtype)]
+        for start in range(0, max(counts), size):
+            some = [max(0, min(size, count - start)) for count in counts]
+            moved = move_tokens(pair.select(slice(start, start + size)), some).p
+            parts.append(storage.exchange_columns(logits(moved), some))
+    return HeadInputs(hidden=torch.cat(parts), head=Head(None), temperature=1.0, dtype=pair.dtype)
