@@ -428,6 +428,7 @@ def statistics(
     """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
     fast = fast_version(row_functions.statistics_rows, pair, options)
     top = min(top, pair.vocab_size)
+    exchanged = top if pair.storage is None else max(pair.storage.all_gather_numbers(top)[0])
     columns = TokenStatistics(
         *(
             torch.zeros(
@@ -446,18 +447,18 @@ def statistics(
         tops: list[tuple[Tensor, ...]] = []
         for rows, zp, zq in chunk.logit_blocks():
             blocks.append(compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows]))
-            if top:
+            if exchanged:
                 tops.append(
                     tuple(
                         x
                         for z in (zp, zq)
-                        for x in pair.vocab_shards.largest(*row_functions.top_rows(z, top))
+                        for x in pair.vocab_shards.largest(*row_functions.top_rows(z, exchanged))
                     )
                 )
         for column, parts in zip(columns, zip(*blocks, strict=True), strict=True):
             column[chunk.index] = torch.cat(parts)[chunk.local, 0].to(column.dtype)
         for place, parts in enumerate(zip(*tops, strict=True)):
-            values_or_ids = torch.cat(parts)[chunk.local]
+            values_or_ids = torch.cat(parts)[chunk.local, :top]
             model = likeliest[place // 2]
             target = model.token_ids if place % 2 else model.probability
             target[chunk.index] = values_or_ids.to(target.dtype)
