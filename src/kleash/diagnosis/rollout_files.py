@@ -51,7 +51,7 @@ class RolloutFiles:
         return f"{first} and {len(rest)} more" if rest else first
 
     def kl_by_file(self) -> dict[str, Number]:
-        """KL(engine || trainer) per token of each file of several; empty if a value is no log-probability."""
+        """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
         if len(self.sizes) == 1 or any(_largest_value(rollout) > ROUNDING_NATS for rollout in self.rollouts):
             return {}
         by_file: dict[str, list[RolloutRecord]] = {}
@@ -129,7 +129,7 @@ def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
             smallest = min(kl[name].ci95[0] for name in high)
             largest = max(kl[name].ci95[1] for name in low)
             sentence = (
-                f"KL(engine || trainer) per token of {_listed(high)} is at least {smallest:.3g} nats, and of every "
+                f"KL(engine ‖ trainer) per token of {_listed(high)} is at least {smallest:.3g} nats, and of every "
                 f"other file at most {largest:.3g} (95 % intervals); diagnose {'it' if count == 1 else 'them'} alone"
             )
             return (sentence,)
