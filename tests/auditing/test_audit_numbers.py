@@ -141,7 +141,7 @@ def test_sequence_kl_by_enumeration():
 
 def test_sequence_gradient_by_finite_differences():
     world = toy_distributions()["sequences"]
-    found = sequence_gradient("sequences", "kl")
+    found = sequence_gradient("sequences", "KL(p || q)")
     logq, step = enumerated(world.logits_q), 1e-5
 
     def kl(logits):
