@@ -52,7 +52,7 @@ def audit_record(evidence: Evidence) -> Audit:
     """
     audited = evidence.audited
     findings = all_findings(evidence)
-    curve, right_value_is = curve_rows(audited, evidence.scan.scan, evidence.estimator)
+    curve, right_value_is = curve_rows(audited, evidence.scan.curve, evidence.estimator)
     return replace(
         audit_without_numbers(audited, findings=findings, verdict=verdict_sentences(evidence, findings)),
         value=_describe_match(evidence, "value"),

@@ -98,7 +98,8 @@ def value_sentence(evidence: Evidence) -> str:
         deviation = max(e.standard_deviation for e in evidence.one_token("on-policy"))
         accuracy = "an unbiased estimate of" if deviation > 1e-3 else "exactly"
         if level == "neither":
-            return f"Its value is {accuracy} {claimed} for a single token, but not for several{formula}."
+            of_several = "" if evidence.estimator_level == "neither" else formula
+            return f"Its value is {accuracy} {claimed} for a single token, but not for several{of_several}."
         unclamped = unclamped_range(evidence, "value")
         return (
             f"Its value is {accuracy} {claimed}{of_several}{', ' + unclamped if unclamped else ''}{formula}."
