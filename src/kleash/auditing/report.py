@@ -80,7 +80,7 @@ def audit_record(evidence: Evidence) -> Audit:
 
 def audit_of_failing_calls(audited: AuditedFunction, purity: Purity, error: str) -> Audit:
     """The audit of a function whose state makes later calls fail: its findings about purity only."""
-    findings = with_remedies(purity_findings(purity.results))
+    findings = with_remedies(purity_findings(purity.results), audited.convention)
     sentences = [finding.sentence for finding in findings]
     return replace(
         audit_without_numbers(
@@ -93,7 +93,9 @@ def audit_of_failing_calls(audited: AuditedFunction, purity: Purity, error: str)
 def audit_of_refusal(audited: AuditedFunction, error: str) -> Audit:
     """The audit of a function that raises on every call."""
     finding = Finding(kind="cannot_be_called", severity="wrong", sentence=error)
-    audit = audit_without_numbers(audited, findings=with_remedies([finding]), verdict=(error,))
+    audit = audit_without_numbers(
+        audited, findings=with_remedies([finding], audited.convention), verdict=(error,)
+    )
     return replace(audit, versions={"kleash": __version__, "torch": torch.__version__})
 
 
