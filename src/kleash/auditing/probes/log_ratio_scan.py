@@ -291,8 +291,8 @@ def curve_rows(audited: AuditedFunction, scan: Scan, estimator: str) -> tuple[tu
     nans = torch.full_like(u, torch.nan)
     gradients = nans if scan.gradients is None else scan.gradients
     if convention.sees != "tokens":
-        is_compared = scan.gradients is not None and scan.claimed_gradients is not None
-        right_gradients = scan.claimed_gradients if is_compared else nans
+        claimed_gradients = None if scan.gradients is None else scan.claimed_gradients
+        right_gradients = nans if claimed_gradients is None else claimed_gradients
         p, q = (side.log_softmax(-1) for side in _uniform_and_skewed(u, convention.claims))
         right_values = divergence(convention.claims, p, q)
         rows = _curve_rows(u, values, right_values, gradients, right_gradients)

@@ -127,9 +127,9 @@ def estimator_level(audited: AuditedFunction, name: str) -> Level:
     def is_estimator_of(log_ratios: Tensor) -> bool:
         expected = ESTIMATORS[name].of(log_ratios)
         is_alike = values.shape == expected.shape
-        found, target = (values, expected) if is_alike else (values.sum(-1), expected.sum(-1))
-        factor = (found * target).sum() / target.square().sum()
-        return bool((found - factor * target).norm() <= TOLERANCE * found.norm())
+        computed, target = (values, expected) if is_alike else (values.sum(-1), expected.sum(-1))
+        factor = (computed * target).sum() / target.square().sum()
+        return bool((computed - factor * target).norm() <= TOLERANCE * computed.norm())
 
     is_token, is_sequence = is_estimator_of(log_ratios), is_estimator_of(log_ratios.sum(-1, keepdim=True))
     return _level(is_token, is_sequence) if is_token or is_sequence else "neither"
