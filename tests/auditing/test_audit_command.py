@@ -45,7 +45,7 @@ def test_the_command_prints_the_verdict_and_writes_a_page(
 ) -> None:
     assert main(["audit", "user_kl:k3", "--convention", "loss"]) == 0
     said = capsys.readouterr().out
-    assert "follows KL(q || p) token by token, not KL(p || q)" in said
+    assert "follows KL(q ‖ p) token by token, not KL(p ‖ q)" in said
     assert "faults: wrong_gradient (wrong)" in said
     assert "change wrong_gradient: use kleash.kl_loss" in said
     assert "1 function audited, 1 with faults" in said
@@ -113,7 +113,7 @@ def test_a_base_install_audits(project: Path, words: list[str]) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0 and "KL(q || p)" in done.stdout
+    assert done.returncode == 0 and "KL(q ‖ p)" in done.stdout
     assert "is not installed" in done.stderr and not (project / "audit.html").exists()
 
 

@@ -203,9 +203,9 @@ def of_distributions(name, p, q):
     """A quantity of two lists of log-probabilities."""
     u = p - q
     return {
-        "KL(p || q)": (p.exp() * u).sum(),
-        "KL(q || p)": (q.exp() * -u).sum(),
-        "KL(p || q) - KL(q || p)": (p.exp() * u).sum() + (q.exp() * u).sum(),
+        "KL(p ‖ q)": (p.exp() * u).sum(),
+        "KL(q ‖ p)": (q.exp() * -u).sum(),
+        "KL(p ‖ q) - KL(q ‖ p)": (p.exp() * u).sum() + (q.exp() * u).sum(),
         HALF_SQUARE: (p.exp() * u.square() / 2).sum(),
         "zero": 0 * p.sum(),
     }[name]
@@ -252,10 +252,10 @@ def enumerated_levels(function, place, value_name, gradient_name):
         ("k1", True, "reward", RIGHT, RIGHT),
         ("k2", False, "loss", HALF_SQUARE, RIGHT),
         ("k2", True, "loss", HALF_SQUARE, RIGHT),
-        ("k3", False, "loss", RIGHT, "KL(q || p)"),
-        ("k3", True, "loss", RIGHT, "KL(q || p)"),
-        ("k3", False, "reward", RIGHT, "KL(p || q) - KL(q || p)"),
-        ("k3", True, "reward", RIGHT, "KL(p || q) - KL(q || p)"),
+        ("k3", False, "loss", RIGHT, "KL(q ‖ p)"),
+        ("k3", True, "loss", RIGHT, "KL(q ‖ p)"),
+        ("k3", False, "reward", RIGHT, "KL(p ‖ q) - KL(q ‖ p)"),
+        ("k3", True, "reward", RIGHT, "KL(p ‖ q) - KL(q ‖ p)"),
     ],
 )
 def test_an_estimator_of_the_summed_log_ratio_is_told_from_the_sum_over_tokens(
@@ -288,7 +288,7 @@ def test_the_level_is_named_whatever_the_shape_of_the_result(convention):
 
     found = audit(function, convention)
     assert found.estimator_level == "sequence" and "summed log ratio" in found.verdict[0]
-    assert found.gradient.startswith("KL(q || p)") and "between whole responses" in found.verdict[1]
+    assert found.gradient.startswith("KL(q ‖ p)") and "between whole responses" in found.verdict[1]
     assert ("3 times" in found.verdict[1]) is (convention == "mean_loss")
 
 
