@@ -45,7 +45,7 @@ def test_the_command_prints_the_verdict_and_writes_a_page(
 ) -> None:
     assert main(["audit", "user_kl:k3", "--convention", "loss"]) == 0
     said = capsys.readouterr().out
-    assert "follows KL(q ‖ p), not KL(p ‖ q)" in said
+    assert "follows KL(q ‖ p) token by token, not KL(p ‖ q)" in said
     assert "faults: wrong_gradient (wrong)" in said
     assert "change wrong_gradient: use kleash.kl_loss" in said
     assert "1 function audited, 1 with faults" in said
@@ -96,6 +96,25 @@ def test_without_plotly_it_prints_and_makes_no_page(
     assert not (project / "audit.html").exists() and "page:" not in said.out
     page._environment.cache_clear()
     page._plotly.cache_clear()
+
+
+@pytest.mark.parametrize("words", [["--convention", "loss"], ["--convention", "loss", "--json"]])
+def test_a_base_install_audits(project: Path, words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "denied = ('rich', 'transformers', 'tokenizers', 'safetensors', 'pyarrow', 'plotly', 'peft', 'scipy')\n"
+        "sys.modules.update(dict.fromkeys(denied))\n"
+        "from kleash.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "audit", "user_kl:k3", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "KL(q ‖ p)" in done.stdout
+    assert "is not installed" in done.stderr and not (project / "audit.html").exists()
 
 
 def test_an_unknown_kind_is_refused_before_anything_runs(

@@ -9,10 +9,11 @@ from math import inf, isnan, nan
 
 import pytest
 import torch
+import torch.nn.functional as nnf
 from single_faults import clamped_after, masked, right, textbook
 
 import kleash
-from kleash.auditing import CONVENTIONS, Convention, audit
+from kleash.auditing import CONVENTIONS, Convention, audit, from_fields
 from kleash.auditing.conventions import resolve_convention
 from kleash.auditing.findings.finding_kinds import FINDINGS
 from kleash.auditing.matching import MODERATE_PAIRS, match_values
@@ -200,6 +201,35 @@ def test_records_of_audits_need_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "3"
+
+
+REVERSE_KL_DIV = from_fields(
+    "reverse", "logp", "logq", gives="vocabulary", sees="distributions", claims="reverse_kl"
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "convention", "arguments", "kinds", "named"),
+    [
+        (nnf.kl_div, "kl_div", {}, {"nan_value", "nan_gradient", "cancellation"}, "kleash.kl(logp, logq)"),
+        (nnf.kl_div, "kl_div_log_target", {}, {"biased_value", "wrong_gradient"}, "kleash.kl(logp, logq)"),
+        (
+            nnf.kl_div,
+            REVERSE_KL_DIV,
+            {"log_target": True},
+            {"nan_value", "cancellation"},
+            "kleash.kl(logq, logp)",
+        ),
+    ],
+)
+def test_the_advice_for_a_function_of_whole_distributions_names_another(
+    function, convention, arguments, kinds, named
+):
+    found = audit(function, convention, arguments={"reduction": "none", **arguments}).findings
+    advice = {finding.kind: finding.remedy for finding in found}
+    assert kinds <= advice.keys()
+    assert all(named in advice[kind] for kind in kinds)
+    assert not any(word in text for text in advice.values() for word in ("sampled_kl", "k1", "k2", "k3"))
 
 
 def test_every_kind_has_a_distinct_meaning():

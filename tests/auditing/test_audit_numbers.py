@@ -70,7 +70,7 @@ def test_on_policy_and_off_policy_distributions_differ():
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
 def test_k3_gradient_rows_against_closed_forms(of_k3, name):
-    """In the logits: k3 gives p - q; KL(p || q) gives p (u - KL); Jeffreys gives both."""
+    """In the logits: k3 gives p - q; KL(p ‖ q) gives p (u - KL); Jeffreys gives both."""
     p, q, _ = probabilities(name)
     u = np.log(p / q)
     found, forward = p - q, p * (u - (p * u).sum())
@@ -141,7 +141,7 @@ def test_sequence_kl_by_enumeration():
 
 def test_sequence_gradient_by_finite_differences():
     world = toy_distributions()["sequences"]
-    found = sequence_gradient("sequences", "kl")
+    found = sequence_gradient("sequences", "KL(p ‖ q)")
     logq, step = enumerated(world.logits_q), 1e-5
 
     def kl(logits):

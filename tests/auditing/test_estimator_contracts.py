@@ -1,11 +1,15 @@
 """What the audit says of the estimators is what ESTIMATORS promises and what the theory gives."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from single_faults import rho, u_of
 
 import kleash
 from kleash.auditing import audit, from_fields
+from kleash.divergences import divergence
 from kleash.estimators import ESTIMATORS
 
 FOLLOWS = {
@@ -178,3 +182,121 @@ def test_a_gradient_rounded_to_zero_is_distinguished_from_a_clamp():
     assert "dead_gradient" not in {finding.kind for finding in found.findings}
     nan = next(zone for zone in found.zones if zone.kind == "gradient is NaN")
     assert nan.high == pytest.approx(-torch.tensor(torch.finfo(torch.float32).max).log().item(), abs=1e-3)
+
+
+ROWS = [[0.3, -0.5], [1.1, 0.2], [-0.4, 0.6]]
+"""Logits of a Markov policy over two tokens: of the first token, and after each of them."""
+REFERENCE_ROWS = [[-0.2, 0.4], [0.1, 0.9], [0.7, -0.3]]
+
+
+def log_ratios_and_probabilities():
+    """The policy's logits, and of each of its four responses of two tokens: log p, log q [4, 2]."""
+    logits = torch.tensor(ROWS, dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(-1)
+    logq = torch.tensor(REFERENCE_ROWS, dtype=torch.float64).log_softmax(-1)
+    responses = list(itertools.product((0, 1), repeat=2))
+    p, q = (torch.stack([torch.stack([x[0, a], x[1 + a, b]]) for a, b in responses]) for x in (logp, logq))
+    return logits, p, q
+
+
+def of_distributions(name, p, q):
+    """A quantity of two lists of log-probabilities."""
+    u = p - q
+    return {
+        "KL(p ‖ q)": (p.exp() * u).sum(),
+        "KL(q ‖ p)": (q.exp() * -u).sum(),
+        "KL(p ‖ q) - KL(q ‖ p)": (p.exp() * u).sum() + (q.exp() * u).sum(),
+        HALF_SQUARE: (p.exp() * u.square() / 2).sum(),
+        "zero": 0 * p.sum(),
+    }[name]
+
+
+def enumerated(name, level):
+    """A quantity of the Markov pair and its gradient, enumerated: of each token along the prefixes, or of responses."""
+    logits, p, q = log_ratios_and_probabilities()
+    if level == "sequence":
+        value = of_distributions(name, p.sum(-1), q.sum(-1))
+    else:
+        value = of_distributions(name, p[[0, 2], 0], q[[0, 2], 0])
+        for first in (0, 1):
+            rows = slice(2 * first, 2 * first + 2)
+            value = value + p[2 * first, 0].exp().detach() * of_distributions(name, p[rows, 1], q[rows, 1])
+    return value.item(), torch.autograd.grad(value, logits)[0]
+
+
+def enumerated_levels(function, place, value_name, gradient_name):
+    """The levels at which a function of [4, 2] log-probabilities has these quantities as its mean and mean gradient."""
+    logits, p, q = log_ratios_and_probabilities()
+    values = function(p, q)
+    weights = p.detach().sum(-1).exp()
+    surrogate = values if place == "loss" else values.detach() * p.sum(-1)
+    mean = (weights * values).sum().item()
+    (gradient,) = torch.autograd.grad((weights * surrogate).sum(), logits)
+
+    def level_of(matches):
+        levels = [level for level in ("token", "sequence") if matches(level)]
+        return {0: "neither", 1: levels[0] if levels else "", 2: "both"}[len(levels)]
+
+    of_value = level_of(lambda level: enumerated(value_name, level)[0] == pytest.approx(mean, rel=1e-9))
+    of_gradient = level_of(
+        lambda level: torch.allclose(enumerated(gradient_name, level)[1], gradient, rtol=1e-9, atol=1e-12)
+    )
+    return of_value, "" if gradient_name == "zero" else of_gradient
+
+
+@pytest.mark.parametrize(
+    ("name", "is_of_sum", "place", "value", "gradient"),
+    [
+        ("k1", False, "loss", RIGHT, "zero"),
+        ("k1", True, "loss", RIGHT, "zero"),
+        ("k1", True, "reward", RIGHT, RIGHT),
+        ("k2", False, "loss", HALF_SQUARE, RIGHT),
+        ("k2", True, "loss", HALF_SQUARE, RIGHT),
+        ("k3", False, "loss", RIGHT, "KL(q ‖ p)"),
+        ("k3", True, "loss", RIGHT, "KL(q ‖ p)"),
+        ("k3", False, "reward", RIGHT, "KL(p ‖ q) - KL(q ‖ p)"),
+        ("k3", True, "reward", RIGHT, "KL(p ‖ q) - KL(q ‖ p)"),
+    ],
+)
+def test_an_estimator_of_the_summed_log_ratio_is_told_from_the_sum_over_tokens(
+    name, is_of_sum, place, value, gradient
+):
+    def function(p, q):
+        u = u_of(p, q)
+        return k(name)(u.sum(-1)) if is_of_sum else k(name)(u).sum(-1)
+
+    found = audit(function, f"sequence_{place}")
+    of_value, of_gradient = enumerated_levels(function, place, value, gradient)
+    assert (found.value, found.gradient.removesuffix(" for one token")) == (value, gradient)
+    assert (found.value_level, found.gradient_level) == (of_value, of_gradient)
+    assert found.estimator_level == ("both" if name == "k1" else "sequence" if is_of_sum else "token")
+    assert ("summed log ratio" in found.verdict[0]) is (found.estimator_level == "sequence")
+    words = {"token": "token by token", "sequence": "between whole responses"}
+    assert words.get(of_gradient, "") in found.verdict[1]
+
+
+@pytest.mark.parametrize("convention", ["sequence_loss", "mean_loss", "loss"])
+def test_the_level_is_named_whatever_the_shape_of_the_result(convention):
+    def function(p, q):
+        of_responses = k("k3")(u_of(p, q).sum(-1))
+        match convention:
+            case "mean_loss":
+                return of_responses.mean()
+            case "loss":  # an equal share of each token
+                return of_responses.unsqueeze(-1).expand_as(p) / p.shape[-1]
+        return of_responses
+
+    found = audit(function, convention)
+    assert found.estimator_level == "sequence" and "summed log ratio" in found.verdict[0]
+    assert found.gradient.startswith("KL(q ‖ p)") and "between whole responses" in found.verdict[1]
+    assert ("3 times" in found.verdict[1]) is (convention == "mean_loss")
+
+
+@pytest.mark.parametrize("claims", ["kl", "reverse_kl"])
+def test_the_exact_divergence_between_responses_is_told_from_the_sum_over_tokens(claims):
+    convention = replace(EXACT, claims=claims)
+    by_token = audit(lambda logp, logq, _: divergence(claims, logp, logq).sum(-1), convention)
+    assert by_token.gradient_level == "token"
+    assert by_token.value_level == ("both" if claims == "kl" else "token")
+    if claims == "kl":
+        assert audit(exact_with_future, convention).gradient_level == "sequence"

@@ -14,7 +14,11 @@ from kleash.extras import replace_everywhere
 from kleash.integrations.verl import install
 
 REPLACED = ("kl_penalty_forward", "kl_penalty", "agg_loss", "get_kl_controller")
-WRAPPED = {"verl.trainer.ppo.ray_trainer": "apply_kl_penalty", "verl.workers.utils.losses": "ppo_loss"}
+WRAPPED = {
+    "verl.trainer.ppo.ray_trainer": "apply_kl_penalty",
+    "verl.trainer.ppo.utils": "need_reference_policy",
+    "verl.workers.utils.losses": "ppo_loss",
+}
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
 
 def drawn_audit() -> Audit:
     """One with a picture: a k3 that is clamped at 10."""
-    log_ratios = [at / 2 + 0.25 for at in range(-60, 60)]
+    log_ratios = [at / 2 for at in range(-60, 61)]
 
     def k3(u: float) -> float:
         return math.expm1(-u) + u

@@ -156,6 +156,14 @@ def test_install_replaces_names_in_later_imports(installed, monkeypatch):
     assert sys.meta_path == before
 
 
+def test_a_coefficient_of_0_is_told(installed):
+    trainer = installed["trainer.ppo_trainer"]
+    with pytest.warns(UserWarning, match=r"init_coef is 0.*no KL is trained"):
+        assert trainer.FixedKLController(0.0).value == 0
+    with pytest.raises(OptionError, match="beta is 0"):
+        trainer.AdaptiveKLController(0.0, 0.5, 1000)
+
+
 def test_controllers_are_created_through_openrlhf(installed):
     trainer = installed["trainer.ppo_trainer"]
     fixed = trainer.FixedKLController(0.02)

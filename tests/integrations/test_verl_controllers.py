@@ -55,6 +55,37 @@ def test_fixed_controller_equals_verl(core):
     assert ours.value == theirs.value == 0.02
 
 
+@pytest.mark.parametrize(
+    ("in_reward", "in_loss", "coefficient", "is_told"),
+    [
+        (False, False, 0.001, True),
+        (False, True, 0.0, True),
+        (False, True, 0.001, False),
+        (True, False, 0.001, False),
+        (True, True, 0.0, False),
+    ],
+)
+def test_a_configuration_that_trains_no_kl_is_told(core, in_reward, in_loss, coefficient, is_told):
+    from omegaconf import OmegaConf
+
+    with quiet(), stand_ins(("uvicorn", "fastapi")):
+        import verl.trainer.ppo.utils as asked
+    actor = {"use_kl_loss": in_loss, "kl_loss_coef": coefficient}
+    config = OmegaConf.create(
+        {"algorithm": {"use_kl_in_reward": in_reward}, "actor_rollout_ref": {"actor": actor}}
+    )
+    OmegaConf.set_struct(config, True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert asked.need_reference_policy(config) is (in_reward or in_loss)
+    assert ["no KL is trained" in str(warning.message) for warning in told] == [True] * is_told
+
+
+def test_a_coefficient_of_0_in_the_reward_is_told(core):
+    with pytest.warns(UserWarning, match="kl_coef is 0"):
+        assert core.ours.get_kl_controller(configuration(kl_coef=0.0)).value == 0
+
+
 def test_nan_and_large_updates_leave_beta_in_bounds(core):
     ours, theirs = (x.get_kl_controller(configuration(type="adaptive")) for x in (core.ours, core.theirs))
     for controller in (ours, theirs):

@@ -6,9 +6,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from synthetic_audit import HOSTILE, drawn_audit, plain_audit, synthetic_audit
 
+from kleash.auditing import audit
 from kleash.records import Audit
 from kleash.reports import write_audits
 from kleash.reports.audit import accuracy_chart, curve_charts, format_bias
@@ -84,6 +87,31 @@ def test_curves_of_value_and_gradient_have_the_correct_ones_and_shaded_flat_zone
     assert low < 0 and 10 < high < 50, "not as far as e^14"
     assert "shaded, where the gradient is zero: below −2.611, −1.000 to 1.500 nats" in gradient.description
     assert curve_charts(1, synthetic_audit()) == []
+
+
+@pytest.mark.parametrize(("name", "convention"), [("k3", "loss"), ("k3", "mean_loss"), ("kl", "logits")])
+def test_curves_have_points_enough_to_be_drawn_without_kinks(name: str, convention: str) -> None:
+    def k3_of_tokens(token_logp: torch.Tensor, token_logq: torch.Tensor) -> torch.Tensor:
+        log_ratio = token_logp - token_logq
+        values = (-log_ratio).expm1() + log_ratio
+        return values.mean() if convention == "mean_loss" else values
+
+    def kl_of_logits(logits_p: torch.Tensor, logits_q: torch.Tensor) -> torch.Tensor:
+        logp, logq = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
+        return (logp.exp() * (logp - logq)).sum(-1)
+
+    exact = {"k3": lambda u: np.expm1(-u) + u, "kl": lambda u: np.log(np.cosh(u / 2))}[name]
+    charts = curve_charts(1, audit({"k3": k3_of_tokens, "kl": kl_of_logits}[name], convention))
+    value, low, high = charts[0], *charts[0].figure["layout"]["yaxis"]["range"]
+    left, right = value.figure["layout"]["xaxis"]["range"]
+    between = np.linspace(left, right, 3001)
+    for line in value.figure["data"]:
+        drawn = np.interp(between, line["x"], line["y"])
+        seen = (exact(between) < high) & (exact(between) > low)
+        assert np.abs(drawn - exact(between))[seen].max() < 2e-3 * (high - low), "under a pixel of 300"
+        assert np.interp(0, line["x"], line["y"]) == pytest.approx(0, abs=1e-6)
+    assert len(value.rows) == (right - left) // 2 + 1, "the table has every second nat"
+    assert sum(len(line["x"]) for chart in charts for line in chart.figure["data"]) < 1000
 
 
 def test_findings_are_not_repeated_in_the_verdict_and_rounding_is_0(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
                 arguments=case.arguments,
             )
             result = audit_of_refusal(audited, str(error))
-        findings = with_remedies([_with_case_severity(finding, case) for finding in result.findings])
+        findings = with_remedies(
+            [_with_case_severity(finding, case) for finding in result.findings], case.convention
+        )
         yield replace(
             result,
             findings=findings,

@@ -194,20 +194,23 @@ def token_gradient(toy_name: str, sampling: Sampling, label: str) -> Float64[Ten
 
 
 @cache
-def sequence_gradient(toy_name: str, divergence_name: str) -> Float64[Tensor, "prefixes vocab"]:
-    """The gradient in the policy's logits of the divergence between distributions over whole responses."""
+def sequence_gradient(toy_name: str, label: str) -> Float64[Tensor, "prefixes vocab"]:
+    """The gradient in the policy's logits of a quantity of the distributions over whole responses."""
     toy = toy_distributions()[toy_name]
     logits = toy.logits_p.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(_sequence_divergence(toy, logits, divergence_name), logits)
+    (gradient,) = torch.autograd.grad(_of_responses(toy, logits, label), logits)
     return gradient
 
 
-def _sequence_divergence(toy: ToyDistributions, logits_p: Tensor, divergence_name: str) -> Tensor:
+def _of_responses(toy: ToyDistributions, logits_p: Tensor, label: str) -> Tensor:
+    """A quantity of the distributions over whole responses, p given by ``logits_p``."""
+
     def sequence_logp(logits: Tensor) -> Tensor:
         logp = logits.log_softmax(-1)[toy.prefix_rows]
         return logp.gather(-1, toy.tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
 
-    return divergence(divergence_name, sequence_logp(logits_p), sequence_logp(toy.logits_q))
+    p, q = sequence_logp(logits_p).unsqueeze(0), sequence_logp(toy.logits_q).unsqueeze(0)
+    return known_quantities()[label].function(p, q).squeeze(0)
 
 
 @cache
@@ -219,10 +222,11 @@ def prefix_probabilities(toy: ToyDistributions, sampling: Sampling) -> Float64[T
 
 
 @cache
-def exact_values(toy: ToyDistributions, sampling: Sampling, divergence_name: str) -> Mapping[str, float]:
-    """Level -> the divergence: "token" summed over sampled prefixes, "sequence" between whole responses."""
-    by_prefix = divergence(divergence_name, toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1))
+def exact_values(toy: ToyDistributions, sampling: Sampling, label: str) -> Mapping[str, float]:
+    """Level -> the quantity: "token" summed over sampled prefixes, "sequence" of whole responses."""
+    logp, logq = toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1)
+    by_prefix = known_quantities()[label].function(logp, logq)
     token_sum = (prefix_probabilities(toy, sampling) * by_prefix).sum().item()
     if toy.steps == 1:
         return {"token": token_sum}
-    return {"token": token_sum, "sequence": _sequence_divergence(toy, toy.logits_p, divergence_name).item()}
+    return {"token": token_sum, "sequence": _of_responses(toy, toy.logits_p, label).item()}

@@ -52,7 +52,7 @@ def audit_record(evidence: Evidence) -> Audit:
     """
     audited = evidence.audited
     findings = all_findings(evidence)
-    curve, right_value_is = curve_rows(audited, evidence.scan.scan, evidence.estimator)
+    curve, right_value_is = curve_rows(audited, evidence.scan.curve, evidence.estimator)
     return replace(
         audit_without_numbers(audited, findings=findings, verdict=verdict_sentences(evidence, findings)),
         value=_describe_match(evidence, "value"),
@@ -68,7 +68,9 @@ def audit_record(evidence: Evidence) -> Audit:
         accuracy=with_one_nan(evidence.accuracy),
         value_range=_range_of_match(evidence, "value"),
         gradient_range=_range_of_match(evidence, "gradient"),
+        value_level=evidence.value_positions.level,
         gradient_level=evidence.gradient_positions.level,
+        estimator_level=evidence.estimator_level,
         calls=tuple(map(_call_row, evidence.purity)),
         curve=with_one_nan(curve),
         right_value_is=right_value_is,
@@ -78,7 +80,7 @@ def audit_record(evidence: Evidence) -> Audit:
 
 def audit_of_failing_calls(audited: AuditedFunction, purity: Purity, error: str) -> Audit:
     """The audit of a function whose state makes later calls fail: its findings about purity only."""
-    findings = with_remedies(purity_findings(purity.results))
+    findings = with_remedies(purity_findings(purity.results), audited.convention)
     sentences = [finding.sentence for finding in findings]
     return replace(
         audit_without_numbers(
@@ -91,7 +93,9 @@ def audit_of_failing_calls(audited: AuditedFunction, purity: Purity, error: str)
 def audit_of_refusal(audited: AuditedFunction, error: str) -> Audit:
     """The audit of a function that raises on every call."""
     finding = Finding(kind="cannot_be_called", severity="wrong", sentence=error)
-    audit = audit_without_numbers(audited, findings=with_remedies([finding]), verdict=(error,))
+    audit = audit_without_numbers(
+        audited, findings=with_remedies([finding], audited.convention), verdict=(error,)
+    )
     return replace(audit, versions={"kleash": __version__, "torch": torch.__version__})
 
 

@@ -19,7 +19,7 @@ from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
-Command = (
+RichCommand = (
     MeasureJob
     | SweepJob
     | MergeJob
@@ -29,10 +29,11 @@ Command = (
     | DoctorJob
     | CacheJob
     | LogitsJob
-    | AuditJob
     | DemonstrationJob
     | TrainJob
 )
+"""A command that prints with rich."""
+Command = RichCommand | AuditJob
 ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }

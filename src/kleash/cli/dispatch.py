@@ -1,16 +1,12 @@
-"""Runs each command: measure, merge, compare and audit here, the rest in modules of their own."""
+"""Runs each command but audit: measure, merge and compare here, the rest in modules of their own."""
 
-import json
-import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kleash.cli.caching import run_cache
-from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
+from kleash.cli.commands import CompareJob, MergeJob, ReportJob, RichCommand
 from kleash.cli.formats import print_formatted
 from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
@@ -20,7 +16,7 @@ from kleash.cli.summary import print_comparison, print_measurement, print_part
 from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
 from kleash.cli.training import run_demonstration, run_train
-from kleash.errors import MissingExtraError, OptionError
+from kleash.errors import OptionError
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
@@ -36,11 +32,11 @@ SHIPPED_PAIR = (
 )
 """Note of a measurement of the shipped models."""
 
-FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob, AuditJob)
+FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob)
 """Commands of which the first of several launched processes does the work; the others exit with 0 at once."""
 
 
-def run(command: Command) -> int:
+def run(command: RichCommand) -> int:
     """Run a command and return its exit code.
 
     Raises:
@@ -67,8 +63,6 @@ def run(command: Command) -> int:
             return run_cache(command)
         case LogitsJob():
             return run_logits(command)
-        case AuditJob():
-            return _audit(command)
         case DemonstrationJob():
             return run_demonstration(command)
         case TrainJob():
@@ -145,51 +139,3 @@ def _compare(command: CompareJob) -> int:
     else:
         print_comparison(comparison, path)
     return exit_code_of(run.gate for run in comparison.runs if run.gate is not None)
-
-
-def _audit(command: AuditJob) -> int:
-    """Run ``kleash audit`` and return its exit code: 1 if a finding is in ``fail_on``."""
-    from kleash.auditing import audits_of, cases_of
-    from kleash.auditing.findings.finding_kinds import require_kinds
-    from kleash.cli.verdicts import print_audit, print_audit_counts, print_failures
-    from kleash.reports import write_audits
-    from kleash.store.codec import encode
-
-    fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
-    require_kinds(fail_on)
-    audits: list[Any] = []
-    with redirect_stdout(sys.stderr):  # audited code may print; that is not output of the audit
-        pending_audits = audits_of(cases_of(command.target, command.convention, command.set))
-    while True:
-        with redirect_stdout(sys.stderr):
-            audit = next(pending_audits, None)
-        if audit is None:
-            break
-        audits.append(audit)
-        if not command.quiet and not command.json:
-            print_audit(audit)
-    page, page_error = None, ""
-    try:
-        page = write_audits(command.out.expanduser(), audits, _audit_command(command))
-    except MissingExtraError as error:
-        page_error = str(error)
-    if command.json:
-        text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
-        sys.stdout.write(text + "\n")
-    elif not command.quiet:
-        print_audit_counts(audits, page)
-    if page_error and not command.quiet:
-        print(f"kleash: no page was made: {page_error}", file=sys.stderr)
-    failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
-    print_failures(failures)
-    return 1 if failures else 0
-
-
-def _audit_command(command: AuditJob) -> str:
-    """The command line that repeats the audits."""
-    words: Sequence[str] = [
-        *("kleash", "audit", command.target),
-        *(("--convention", command.convention) if command.convention else ()),
-        *(("--set", *command.set) if command.set else ()),
-    ]
-    return shlex.join(words)

@@ -92,6 +92,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 def _run(arguments: list[str]) -> int:
     """Parse and run the command; what it needs is imported only then."""
+    from kleash.cli.commands import AuditJob
     from kleash.cli.parsing import read_words
     from kleash.cli.requirements import require_packages
 
@@ -104,6 +105,10 @@ def _run(arguments: list[str]) -> int:
     except SystemExit:  # help, the version or a completion script was printed
         return EXIT_SUCCESS if arguments else EXIT_ERROR
     require_packages(command)
+    if isinstance(command, AuditJob):  # dispatch imports rich, which a base install lacks
+        from kleash.cli.audit_command import run_audit
+
+        return run_audit(command)
     from kleash.cli import dispatch
 
     return dispatch.run(command)

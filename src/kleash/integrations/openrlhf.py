@@ -9,6 +9,7 @@ methods of the trainer, making a controller raises AttributeError.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, SupportsFloat
@@ -216,6 +217,13 @@ def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLControl
 
 
 def _fixed(kl_coef: float) -> KLController:
+    """A controller that keeps ``kl_coef``; warns if that is 0, with which OpenRLHF loads no reference."""
+    if kl_coef == 0:
+        warnings.warn(
+            "--algo.kl.init_coef is 0, so OpenRLHF loads no reference and no KL is trained or measured; give it a "
+            "coefficient above 0, or leave kleash out",
+            stacklevel=2,
+        )
     return KLController(FixedBeta(beta=kl_coef, per="token"))
 
 

@@ -215,7 +215,8 @@ def _curve_chart(name: str, quantity: str, audit: Audit) -> Chart:
                 format_or_dash(point.measured),
                 format_or_dash(point.correct),
             )
-            for point in points[::4]
+            for point in points
+            if point.log_ratio % 2 == 0
         ),
     )
 

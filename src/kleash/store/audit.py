@@ -188,7 +188,7 @@ class Audit(NotebookResult):
     """The quantity whose gradient its expected gradient is on-policy, or "zero"; "none" if it is detached, "" for a
     metric."""
     estimator: str
-    """The estimator that it computes for each sampled token ("k1", "abs", "k2", "k3"), or ""."""
+    """The estimator that it computes for one sampled token ("k1", "abs", "k2", "k3"), or ""."""
     verdict: tuple[str, ...]
     """The result in sentences."""
     findings: tuple[Finding, ...]
@@ -202,10 +202,15 @@ class Audit(NotebookResult):
     """The log ratios for which ``value`` is true, if it is clamped beyond; "" otherwise."""
     gradient_range: str = ""
     """The same for ``gradient``."""
+    value_level: str = ""
+    """Over responses of several tokens, the level at which the on-policy value is the quantity ``value``: "token" (the
+    sum of that of each next token along sampled prefixes), "sequence" (that of the distributions over whole responses),
+    "both" or "neither"; "" if it is not determined."""
     gradient_level: str = ""
-    """Over responses of several tokens, the level of the on-policy gradient: "token" (the sum of next-token
-    divergences along sampled prefixes), "sequence" (the divergence between whole responses), "both" or "neither";
-    "" if the gradient is not that of the claimed divergence."""
+    """The level of the on-policy gradient and ``gradient``."""
+    estimator_level: str = ""
+    """The level of ``estimator``: "token" if it is the sum over the tokens, "sequence" if it is that of the summed log
+    ratio of a response, "both" for k1."""
     calls: tuple[CallRow, ...] = ()
     curve: tuple[CurveRow, ...] = ()
     right_value_is: str = ""

@@ -106,6 +106,29 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Kind -> what to change, in one line."""
+DENSE_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "biased_value": "use {function}, the sum over the whole vocabulary",
+        "negative_values": "use {function}, which is never negative",
+        "zero_gradient": "use {function}, and differentiate it in the policy",
+        "wrong_gradient": "use {function}, and differentiate it in the policy",
+        "nan_value": f"{REMEDIES['nan_value']}, or use {{function}}",
+        "nan_gradient": f"{REMEDIES['nan_gradient']}; or use {{function}}",
+        "cancellation": "use {function}, which loses no digits near p = q",
+    }
+)
+"""Kind -> what to change in a function of whole distributions, where REMEDIES names one of sampled tokens or none."""
+
+
+def remedy_of(kind: str, sees: str, claims: str) -> str:
+    """What to change in a function that is given "tokens", "distributions" or "hidden" states to compute ``claims``."""
+    if sees == "tokens" or kind not in DENSE_REMEDIES:
+        return REMEDIES[kind]
+    call = {
+        "kl": "kleash.kl(logp, logq)",
+        "reverse_kl": "kleash.kl(logq, logp)",
+    }.get(claims, f"kleash.divergences.divergence({claims!r}, logp, logq)")
+    return DENSE_REMEDIES[kind].format(function="kleash.linear_kl" if sees == "hidden" else call)
 
 
 def require_kinds(kinds: Collection[str]) -> None:

@@ -19,8 +19,9 @@ LEVELS: dict[Level, str] = {
     "token": " token by token",
     "sequence": " between whole responses",
     "both": " token by token and between whole responses",
+    "neither": " for one token",
 }
-"""The levels of a gradient in words."""
+"""The levels of a value or gradient in words."""
 POSITION_REMEDY = (
     "give every token the same weight (token by token), or credit each with the divergence from it on "
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
@@ -79,7 +80,9 @@ def gradient_sentence(evidence: Evidence) -> str:
     if match.quantity == claimed and match.relation == "itself":
         return f"{usage} it follows {claimed} only where no log ratio is large: {difference}."
     restriction = "" if match.everywhere else ", where no log ratio is large"
-    return f"{usage} it follows {match}{restriction}, not {claimed}: {difference}."
+    level = evidence.gradient_positions.level
+    of_several = f"; for several tokens {_describe_several_tokens(evidence)}" if level == "neither" else ""
+    return f"{usage} it follows {match}{LEVELS[level]}{restriction}, not {claimed}: {difference}{of_several}."
 
 
 def describe_factors(positions: PositionMatch) -> str:
@@ -107,13 +110,12 @@ def _is_scaled_like_the_value(evidence: Evidence) -> bool:
 
 def _describe_several_tokens(evidence: Evidence) -> str:
     """The gradient over several tokens in words, if it is of neither level."""
-    positions, claimed = evidence.gradient_positions, evidence.claimed
+    positions, match = evidence.gradient_positions, evidence.gradient_matches["on-policy"]
     if positions.factors:
-        level = "token by token" if positions.factors_of == "token" else "between whole responses"
         where = "" if positions.is_uniform else " at the first, the second and the third token"
-        return f"it is {describe_factors(positions)} that of {claimed} {level}{where}"
+        return f"it is {describe_factors(positions)} that of {match}{LEVELS[positions.factors_of]}{where}"
     return (
-        f"it is that of {claimed} neither token by token (their cosine is {positions.token_cosine:.3g}) nor between "
+        f"it is that of {match} neither token by token (their cosine is {positions.token_cosine:.3g}) nor between "
         f"whole responses ({positions.sequence_cosine:.3g})"
     )
 
@@ -179,7 +181,7 @@ def _off_policy_position_findings(evidence: Evidence) -> Sequence[Finding]:
     e = evidence.expectations.sequences("off-policy")
     targets = [
         *(token_gradient(e.toy.name, sampling, evidence.claimed) for sampling in SAMPLINGS),
-        sequence_gradient(e.toy.name, evidence.audited.convention.claims),
+        sequence_gradient(e.toy.name, evidence.claimed),
     ]
     gradient, slack = e.gradient, MAX_STANDARD_ERRORS * e.gradient_error
     if gradient is None or any(
@@ -203,7 +205,7 @@ def _token_gradient_findings(evidence: Evidence) -> Sequence[Finding]:
     if positions.level != "token" and not (positions.is_uniform and positions.factors_of == "token"):
         return []
     toy = evidence.expectations.sequences("on-policy").toy
-    by_sequence = sequence_gradient(toy.name, evidence.audited.convention.claims)
+    by_sequence = sequence_gradient(toy.name, evidence.claimed)
     missing = by_sequence - token_gradient(toy.name, "on-policy", evidence.claimed)
     share = (missing.norm() / by_sequence.norm()).item()
     return [

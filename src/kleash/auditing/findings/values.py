@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-from kleash.auditing.findings.gradients import describe_factors
+from kleash.auditing.findings.gradients import LEVELS, describe_factors
 from kleash.auditing.findings.log_ratios import unclamped_range
 from kleash.auditing.matching import TOLERANCE, QuantityMatch
 from kleash.auditing.probes.evidence import Evidence
@@ -51,16 +51,18 @@ def _position_findings(evidence: Evidence) -> Sequence[Finding]:
     if positions.factors:
         expected = "what it should be" if evidence.value_is_right else "what it is for a single token"
         where = "" if positions.is_uniform else " at the first, the second and the third token"
+        if positions.factors_of == "sequence":
+            expected = f"{evidence.claimed if evidence.value_is_right else match} between whole responses"
         sentence = (
             f"Over responses of three tokens its value is {describe_factors(positions)} {expected}{where}."
         )
     else:
         e = evidence.expectations.sequences("on-policy")
-        exact = exact_values(e.toy, "on-policy", evidence.audited.convention.claims)["token"]
+        exact = exact_values(e.toy, "on-policy", evidence.claimed)["token"]
         sentence = (
             f"Over responses of three tokens its mean is {e.mean:.4g}, and {evidence.claimed} {exact:.4g}."
         )
-    is_only_logged = evidence.gradient_positions.level in ("token", "sequence", "both")
+    is_only_logged = evidence.gradient_is_right and evidence.gradient_positions.level != "neither"
     return [
         Finding(
             kind="wrong_scale" if positions.is_uniform else "wrong_later_tokens",
@@ -89,16 +91,21 @@ def _mismatch_kind(evidence: Evidence, match: QuantityMatch | None) -> str:
 def value_sentence(evidence: Evidence) -> str:
     """The expected value in a sentence."""
     match, claimed = evidence.value_matches["on-policy"], evidence.claimed
-    formula = f"; token by token it is {evidence.estimator}" if evidence.estimator else ""
+    level = evidence.value_positions.level
+    formula = f"; {_describe_estimator(evidence)}" if evidence.estimator else ""
+    of_several = LEVELS[level] if level == "sequence" or (level == "token" and not formula) else ""
     if evidence.value_is_right:
         deviation = max(e.standard_deviation for e in evidence.one_token("on-policy"))
         accuracy = "an unbiased estimate of" if deviation > 1e-3 else "exactly"
-        if evidence.value_positions.level == "neither":
-            return f"Its value is {accuracy} {claimed} for a single token, but not for several."
+        if level == "neither":
+            of_several = "" if evidence.estimator_level == "neither" else formula
+            return f"Its value is {accuracy} {claimed} for a single token, but not for several{of_several}."
         unclamped = unclamped_range(evidence, "value")
-        return f"Its value is {accuracy} {claimed}{', ' + unclamped if unclamped else ''}{formula}."
+        return (
+            f"Its value is {accuracy} {claimed}{of_several}{', ' + unclamped if unclamped else ''}{formula}."
+        )
     if match is not None and (match.quantity != claimed or match.relation != "itself"):
-        return f"Its value is in expectation {match}, not {claimed}{formula}."
+        return f"Its value is in expectation {match}{of_several}, not {claimed}{formula}."
     if evidence.match_of_probabilities is not None:
         return (
             "It expects probabilities, not log-probabilities: given probabilities, its value is "
@@ -111,11 +118,22 @@ def value_sentence(evidence: Evidence) -> str:
     return f"Its value estimates no divergence of the table: {difference}"
 
 
+def _describe_estimator(evidence: Evidence) -> str:
+    """The estimator that the function is, of each token or of a response, in words."""
+    match evidence.estimator_level:
+        case "token" | "both":
+            return f"token by token it is {evidence.estimator}"
+        case "sequence":
+            return f"it is {evidence.estimator} of each response's summed log ratio"
+        case _:
+            return f"for a single token it is {evidence.estimator}"
+
+
 def _worst_pair(evidence: Evidence, sampling: Sampling = "on-policy") -> tuple[str, float, float]:
     """The pair with the largest relative bias, the mean on it, and the right value."""
 
     def exact(e: Expectation) -> float:
-        return exact_values(e.toy, sampling, evidence.audited.convention.claims)["token"]
+        return exact_values(e.toy, sampling, evidence.claimed)["token"]
 
     def relative_bias(e: Expectation) -> float:
         bias = abs(e.mean / exact(e) - 1)
@@ -213,7 +231,7 @@ def _off_policy_level(evidence: Evidence) -> Level:
     if not evidence.is_claimed(evidence.value_matches["off-policy"]):
         return ""
     e = evidence.expectations.sequences("off-policy")
-    exact = exact_values(e.toy, "off-policy", evidence.audited.convention.claims)
+    exact = exact_values(e.toy, "off-policy", evidence.claimed)
     if abs(e.mean - exact["token"]) <= TOLERANCE * exact["token"]:
         return "token"
     return "sequence" if abs(e.mean - exact["sequence"]) <= TOLERANCE * exact["sequence"] else "neither"

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kleash.auditing.conventions import Convention
 from kleash.auditing.findings.calls import batch_findings, purity_findings
 from kleash.auditing.findings.extremes import extreme_findings, padding_findings
-from kleash.auditing.findings.finding_kinds import REMEDIES
+from kleash.auditing.findings.finding_kinds import remedy_of
 from kleash.auditing.findings.gradients import gradient_findings, gradient_sentence
 from kleash.auditing.findings.log_ratios import log_ratio_findings, truncated_ratio_findings
 from kleash.auditing.findings.rounding import rounding_findings
@@ -30,13 +31,15 @@ def all_findings(evidence: Evidence) -> tuple[Finding, ...]:
             *truncated_ratio_findings(evidence),
             *padding_findings(evidence),
             *rounding_findings(evidence),
-        ]
+        ],
+        evidence.audited.convention,
     )
 
 
-def with_remedies(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The findings ordered by severity, each with a remedy."""
-    complete = [replace(finding, remedy=finding.remedy or REMEDIES[finding.kind]) for finding in findings]
+def with_remedies(findings: Sequence[Finding], convention: Convention) -> tuple[Finding, ...]:
+    """The findings about a function of this convention ordered by severity, each with a remedy."""
+    sees, claims = convention.sees, convention.claims
+    complete = [replace(f, remedy=f.remedy or remedy_of(f.kind, sees, claims)) for f in findings]
     return tuple(sorted(complete, key=lambda finding: SEVERITY_ORDER.index(finding.severity)))
 
 

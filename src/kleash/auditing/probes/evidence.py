@@ -30,7 +30,9 @@ from kleash.auditing.probes.log_ratio_scan import ScanResult, scan_log_ratios
 from kleash.auditing.probes.padding import BatchMean, PaddingResult, probe_batch_mean, probe_padding
 from kleash.auditing.probes.purity import Purity, PurityResult, probe_final_call
 from kleash.auditing.probes.token_positions import (
+    Level,
     PositionMatch,
+    estimator_level,
     match_gradient_by_position,
     match_value_by_position,
 )
@@ -51,7 +53,9 @@ class Evidence:
     value_matches: Matches
     gradient_matches: Matches
     estimator: str
-    """The estimator that it computes for each sampled token, or ""."""
+    """The estimator that it computes for one sampled token, or ""."""
+    estimator_level: Level
+    """Whether for several tokens it is that of each, or of the response's summed log ratio."""
     scan: ScanResult
     extremes: tuple[ExtremeResult, ...]
     padding: tuple[PaddingResult, ...]
@@ -136,7 +140,6 @@ def gather_evidence(audited: AuditedFunction, purity: Purity) -> Evidence:
     value_matches, gradient_matches = match_expectations(expectations, audited.convention.place != "metric")
     value, gradient = value_matches["on-policy"], gradient_matches["on-policy"]
     value_is_claimed = is_quantity(value, expectations.claimed_label)
-    gradient_is_claimed = is_quantity(gradient, expectations.claimed_label, everywhere=True)
     estimator = matching_estimator(audited)
     padding = probe_padding(audited) if is_deterministic else ()
     evidence = Evidence(
@@ -145,6 +148,7 @@ def gather_evidence(audited: AuditedFunction, purity: Purity) -> Evidence:
         value_matches=value_matches,
         gradient_matches=gradient_matches,
         estimator=estimator,
+        estimator_level=estimator_level(audited, estimator),
         scan=scan_log_ratios(audited),
         extremes=probe_extreme_inputs(audited),
         padding=padding,
@@ -156,9 +160,7 @@ def gather_evidence(audited: AuditedFunction, purity: Purity) -> Evidence:
         purity=(),
         is_random=purity.is_random,
         value_positions=match_value_by_position(audited, expectations, value),
-        gradient_positions=match_gradient_by_position(audited, expectations)
-        if gradient_is_claimed
-        else PositionMatch(level=""),
+        gradient_positions=match_gradient_by_position(expectations, gradient),
         batches=probe_batches(
             audited, ignores_padding=not any(result.defect is not None for result in padding[:1])
         )

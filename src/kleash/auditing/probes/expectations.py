@@ -169,7 +169,7 @@ class Expectations:
                 lowest=e.totals.min().item(),
             )
             for e in self.entries
-            for level, exact in exact_values(e.toy, e.sampling, self.audited.convention.claims).items()
+            for level, exact in exact_values(e.toy, e.sampling, self.claimed_label).items()
         )
 
     @cached_property
@@ -179,7 +179,7 @@ class Expectations:
             _gradient_row(e, e.gradient, label, target)
             for e in self.entries
             if e.gradient is not None
-            for label, target in _target_gradients(e, self.audited.convention.claims).items()
+            for label, target in _target_gradients(e).items()
         )
 
 
@@ -195,11 +195,12 @@ def compute_expectations(audited: AuditedFunction) -> Expectations:
     )
 
 
-def _target_gradients(e: Expectation, claims: str) -> dict[str, Tensor]:
+def _target_gradients(e: Expectation) -> dict[str, Tensor]:
+    """The gradients of every divergence, over several tokens also of that between whole responses."""
     labels = [divergence_label(name) for name in DIVERGENCES]
     targets = {label: token_gradient(e.toy.name, e.sampling, label) for label in labels}
     if e.toy.steps > 1:
-        targets[f"sequence {divergence_label(claims)}"] = sequence_gradient(e.toy.name, claims)
+        targets |= {f"sequence {label}": sequence_gradient(e.toy.name, label) for label in labels}
     return targets
 
 

@@ -18,8 +18,10 @@ REACH = 100.0
 """Largest absolute log ratio of the scan, in nats."""
 SPACING = 0.5
 """Distance between the log ratios of the scan, in nats."""
-CURVE_REACH = 30.0
-"""Nats on either side of the curve."""
+CURVE_REACH, FINE_REACH = 30, 8
+"""Nats on either side of the curve, and of the part in which its points are close enough to be drawn without kinks."""
+FINE_POINTS = 10
+"""Points of a nat of the curve's fine part; elsewhere there are two."""
 BOUNDARY_PRECISION = 1e-5
 """Nats to which the end of a zone is located."""
 
@@ -55,6 +57,16 @@ def log_ratio_grid(audited: AuditedFunction) -> Float64[Tensor, " points"]:
     spacing = 4 * SPACING if audited.convention.gives == "mean" else SPACING
     positive = (torch.arange(int(REACH / spacing), dtype=torch.float64) + 0.5) * spacing
     return torch.cat([-positive.flip(0), positive]) if audited.convention.sees == "tokens" else positive
+
+
+def curve_grid(audited: AuditedFunction) -> Float64[Tensor, " points"]:
+    """Log ratios of the curve, with 0 and all whole nats among them; positive ones for whole distributions."""
+    fine = torch.arange(1, FINE_REACH * FINE_POINTS + 1, dtype=torch.float64) / FINE_POINTS
+    coarse = FINE_REACH + torch.arange(1, 2 * (CURVE_REACH - FINE_REACH) + 1, dtype=torch.float64) / 2
+    positive = torch.cat([fine, coarse])
+    zero = positive.new_zeros(1)
+    sides = [-positive.flip(0), zero, positive] if audited.convention.sees == "tokens" else [zero, positive]
+    return torch.cat(sides)
 
 
 def two_token_logp(token_logp: Tensor) -> Tensor:
@@ -220,9 +232,10 @@ def _zone(search: ZoneSearch, scan: Scan, first: int, last: int) -> ZoneRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScanResult:
-    """The scan on the grid, and the zones by their kind."""
+    """The scan on the grid, that of the curve, and the zones by their kind."""
 
     scan: Scan
+    curve: Scan
     dead: tuple[ZoneRow, ...]
     rounded_away: tuple[ZoneRow, ...]
     flat: tuple[ZoneRow, ...]
@@ -251,6 +264,7 @@ def scan_log_ratios(audited: AuditedFunction) -> ScanResult:
 
     return ScanResult(
         scan=scan,
+        curve=probe(curve_grid(audited)),
         dead=zones(is_dead, "gradient", is_dead(scan)),
         rounded_away=rounded_away_zones(scan),
         flat=zones(lambda part: is_flat(part, probe), "value", is_flat_on_grid(scan)),
@@ -273,13 +287,12 @@ def curve_rows(audited: AuditedFunction, scan: Scan, estimator: str) -> tuple[tu
     sampled tokens there are rows only if KL(p || q) is claimed.
     """
     convention = audited.convention
-    in_reach = scan.log_ratios.abs() <= CURVE_REACH
-    u, values = scan.log_ratios[in_reach], scan.values[in_reach]
+    u, values = scan.log_ratios, scan.values
     nans = torch.full_like(u, torch.nan)
-    gradients = nans if scan.gradients is None else scan.gradients[in_reach]
+    gradients = nans if scan.gradients is None else scan.gradients
     if convention.sees != "tokens":
         claimed_gradients = None if scan.gradients is None else scan.claimed_gradients
-        right_gradients = nans if claimed_gradients is None else claimed_gradients[in_reach]
+        right_gradients = nans if claimed_gradients is None else claimed_gradients
         p, q = (side.log_softmax(-1) for side in _uniform_and_skewed(u, convention.claims))
         right_values = divergence(convention.claims, p, q)
         rows = _curve_rows(u, values, right_values, gradients, right_gradients)

@@ -1,9 +1,9 @@
-"""Responses of several tokens: whether value and gradient are right at every position, per token or per sequence."""
+"""Responses of several tokens: whether value, gradient and estimator are those of each token or of whole responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from jaxtyping import Bool, Float64
@@ -21,6 +21,7 @@ from kleash.auditing.quantities import (
 )
 from kleash.auditing.toy_distributions import SEQUENCES, ToyDistributions, toy_distributions
 from kleash.errors import KleashError
+from kleash.estimators import ESTIMATORS
 
 Level = Literal["", "token", "sequence", "both", "neither"]
 
@@ -29,10 +30,10 @@ ORDINALS = ("first", "second", "third")
 
 @dataclass(frozen=True, kw_only=True)
 class PositionMatch:
-    """The match of a value or gradient with the claimed divergence for responses of three tokens, on-policy.
+    """The level at which a value or gradient is, for responses of three tokens, the quantity that it is for one.
 
-    ``level`` is "token" for the sum of next-token divergences along sampled prefixes, "sequence" for the divergence
-    between whole responses; "" if it is already for one token no multiple of a known quantity.
+    ``level`` is "token" for the sum over the tokens along sampled prefixes, "sequence" for the quantity of the
+    distributions over whole responses; "" if it is already for one token no multiple of a known quantity.
     """
 
     level: Level
@@ -56,19 +57,17 @@ def match_value_by_position(
     audited: AuditedFunction, expectations: Expectations, match: QuantityMatch | None
 ) -> PositionMatch:
     """Compare the expected value of a response with the quantity that it is for one token."""
-    if match is None or match.relation == "shifted" or match.quantity == "zero":
-        return PositionMatch(level="")
-    if known_quantities()[match.quantity].kind == "truncated":  # the vocabulary of three tokens is another
+    if not _has_levels(match):
         return PositionMatch(level="")
     e = expectations.sequences("on-policy")
     exact = _exact_by_position(e.toy, match)
     slack = MAX_STANDARD_ERRORS * e.mean_error
-    is_token = abs(e.mean - sum(exact)) <= TOLERANCE * abs(sum(exact)) + slack
-    is_sequence = False
-    if match.quantity == expectations.claimed_label:
-        claims = audited.convention.claims
-        sequence_value = match.factor * exact_values(e.toy, "on-policy", claims)["sequence"]
-        is_sequence = abs(e.mean - sequence_value) <= TOLERANCE * abs(sequence_value) + slack
+
+    def is_expected(value: float) -> bool:
+        return abs(e.mean - value) <= TOLERANCE * abs(value) + slack
+
+    sequence_value = match.factor * exact_values(e.toy, "on-policy", match.quantity)["sequence"]
+    is_token, is_sequence = is_expected(sum(exact)), is_expected(sequence_value)
     factors = _value_factors(audited, e, match, exact)
     tolerance = TOLERANCE + slack / min(map(abs, exact))
     is_right_at_each = (
@@ -78,16 +77,21 @@ def match_value_by_position(
     )
     if (is_token or is_sequence) and (is_right_at_each or audited.convention.place != "metric"):
         return PositionMatch(level=_level(is_token, is_sequence))
-    return PositionMatch(level="neither", factors=factors, factors_of="token")
+    neither = PositionMatch(level="neither", factors=factors, factors_of="token")
+    if not neither.is_uniform or is_expected(factors[0] * sum(exact)):
+        return neither
+    if is_expected(factors[0] * sequence_value):
+        return replace(neither, factors_of="sequence")
+    return PositionMatch(level="neither")  # a factor of each token alone, and another of several
 
 
-def match_gradient_by_position(audited: AuditedFunction, expectations: Expectations) -> PositionMatch:
-    """Compare the expected gradient with both levels, for a function whose gradient is right for one token."""
+def match_gradient_by_position(expectations: Expectations, match: QuantityMatch | None) -> PositionMatch:
+    """Compare the expected gradient of a response with the quantity whose gradient it is for one token."""
     e = expectations.sequences("on-policy")
-    if e.gradient is None:
+    if e.gradient is None or not _has_levels(match) or not match.everywhere:
         return PositionMatch(level="")
-    by_token = token_gradient(SEQUENCES, "on-policy", expectations.claimed_label)
-    by_sequence = sequence_gradient(SEQUENCES, audited.convention.claims)
+    by_token = match.factor * token_gradient(SEQUENCES, "on-policy", match.quantity)
+    by_sequence = match.factor * sequence_gradient(SEQUENCES, match.quantity)
     slack = MAX_STANDARD_ERRORS * e.gradient_error
     is_token, is_sequence = (
         bool((e.gradient - target).norm() <= TOLERANCE * target.norm() + slack)
@@ -105,6 +109,37 @@ def match_gradient_by_position(audited: AuditedFunction, expectations: Expectati
     if factors := _gradient_factors(e, e.gradient, by_sequence):
         return replace(neither, factors=factors, factors_of="sequence")
     return neither
+
+
+def estimator_level(audited: AuditedFunction, name: str) -> Level:
+    """Whether a function that is this estimator for one token is, for several, that of each or of the summed log ratio.
+
+    A constant factor, such as that of a mean, is of either level. "" without an estimator.
+    """
+    if not name:
+        return ""
+    toy = toy_distributions()[SEQUENCES]
+    near = replace(toy, logits_q=toy.logits_p + (toy.logits_q - toy.logits_p) / 4)  # below every clamp
+    inputs = near.inputs(near.logits_p.clone().requires_grad_(), "on-policy")
+    values = audited.values(inputs).detach().double()
+    log_ratios = (inputs.token_logp - inputs.token_logq).detach()
+
+    def is_estimator_of(log_ratios: Tensor) -> bool:
+        expected = ESTIMATORS[name].of(log_ratios)
+        is_alike = values.shape == expected.shape
+        computed, target = (values, expected) if is_alike else (values.sum(-1), expected.sum(-1))
+        factor = (computed * target).sum() / target.square().sum()
+        return bool((computed - factor * target).norm() <= TOLERANCE * computed.norm())
+
+    is_token, is_sequence = is_estimator_of(log_ratios), is_estimator_of(log_ratios.sum(-1, keepdim=True))
+    return _level(is_token, is_sequence) if is_token or is_sequence else "neither"
+
+
+def _has_levels(match: QuantityMatch | None) -> TypeGuard[QuantityMatch]:
+    """Whether the matched quantity can be compared with that of three tokens, each of another vocabulary."""
+    if match is None or match.relation == "shifted" or match.quantity == "zero":
+        return False
+    return known_quantities()[match.quantity].kind != "truncated"
 
 
 def _level(is_token: bool, is_sequence: bool) -> Level:

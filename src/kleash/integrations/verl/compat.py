@@ -8,6 +8,7 @@ raises AttributeError.
 |---|---|
 | ``core_algos.kl_penalty_forward``, ``core_algos.get_kl_controller`` | the penalty, the controllers |
 | ``core_algos.kl_penalty``, ``core_algos.agg_loss``, ``ray_trainer.apply_kl_penalty`` | masked tokens |
+| ``utils.need_reference_policy`` | a word where no KL is trained |
 | ``PPOTrainer``, ``RayPPOTrainer``: ``_save_checkpoint``, ``_load_checkpoint`` | the state of the controller |
 | ``FSDPEngine.disable_adapter``, ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
 | ``workers.utils.losses.ppo_loss`` and every module that imported it by name | the exact KL |
@@ -15,6 +16,7 @@ raises AttributeError.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -31,6 +33,7 @@ ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 LOSSES = "verl.workers.utils.losses"
 PADDING = "verl.workers.utils.padding"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
+UTILS = "verl.trainer.ppo.utils"
 TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", RAY_TRAINER: "RayPPOTrainer"}
 """Module -> its trainer, whose checkpoints get the controller's state."""
 
@@ -40,6 +43,7 @@ CORE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{CORE}:agg_loss": ("loss_mat", "loss_mask"),
     f"{CORE}:get_kl_controller": ("kl_ctrl",),
 }
+REFERENCE_ATTRIBUTES = {f"{UTILS}:need_reference_policy": ("config",)}
 REWARD_ATTRIBUTES = {f"{RAY_TRAINER}:apply_kl_penalty": ("data", "kl_ctrl", "kl_penalty")}
 ENGINE_ATTRIBUTES = {
     f"{ENGINE}:FSDPEngine.disable_adapter": ("self",),
@@ -120,6 +124,32 @@ def select_in_rewards() -> None:
             replace_everywhere(module, "apply_kl_penalty", apply_kl_penalty)
 
     call_after_import(RAY_TRAINER, wrap)
+
+
+def warn_without_kl() -> None:
+    """Make verl's ``need_reference_policy``, which its trainers ask first, warn of a configuration without a KL."""
+
+    def wrap(module: Any) -> None:
+        require_attributes("verl", REFERENCE_ATTRIBUTES)
+        original = module.need_reference_policy
+
+        @wraps(original)
+        def need_reference_policy(config: Any) -> bool:
+            actor = config.actor_rollout_ref.actor
+            has_loss = actor.use_kl_loss and getattr(actor, "kl_loss_coef", None) != 0
+            if not (has_loss or config.algorithm.get("use_kl_in_reward", False)):
+                warnings.warn(
+                    "kleash is installed in verl, and no KL is trained: set algorithm.use_kl_in_reward, or "
+                    "actor_rollout_ref.actor.use_kl_loss with a kl_loss_coef above 0",
+                    stacklevel=2,
+                )
+            return original(config)
+
+        vars(need_reference_policy)["kleash"] = True
+        if not hasattr(original, "kleash"):
+            replace_everywhere(module, "need_reference_policy", need_reference_policy)
+
+    call_after_import(UTILS, wrap)
 
 
 def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[Any], None]) -> None:

@@ -6,7 +6,13 @@ from torch import Tensor
 
 from kleash.extras import replace_everywhere
 from kleash.integrations.verl import penalty
-from kleash.integrations.verl.compat import import_core, select_in_rewards, wrap_engine, wrap_ppo_loss
+from kleash.integrations.verl.compat import (
+    import_core,
+    select_in_rewards,
+    warn_without_kl,
+    wrap_engine,
+    wrap_ppo_loss,
+)
 from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import KLController, get_kl_controller, save_with_checkpoints
 from kleash.losses import require_log_probabilities
@@ -24,6 +30,7 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     - ``get_kl_controller``, which verl's trainers look up likewise: ``algorithm.kl_ctrl.type`` may be "pid", "dual" or
       "ziegler" besides verl's "fixed" and "adaptive" (Ziegler's, here with bounds). The controller's state is saved
       with verl's checkpoints.
+    - ``need_reference_policy``: a warning where the configuration trains no KL.
     - with ``exact``: the FSDP engine and ``ppo_loss``, for ``kl_loss_type=exact``. Every pass of the reference then
       outputs its final hidden states, ``[tokens, dim]``, which verl passes to the update with its data.
 
@@ -56,6 +63,7 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     replace_everywhere(core, "kl_penalty", kl_penalty)
     replace_everywhere(core, "agg_loss", selecting(core.agg_loss, "loss_mat", "loss_mask"))
     select_in_rewards()
+    warn_without_kl()
 
 
 def _penalty_function(exact_kl: ExactKL | None, check_first_batch: bool) -> Any:

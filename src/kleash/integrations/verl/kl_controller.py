@@ -69,6 +69,12 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     if "per" in record:
         raise OptionError("per is given, and verl measures its KL per token; leave it out")
     record |= {"kind": kind, "beta": settings["kl_coef"], "per": "token"}
+    if kind == "fixed" and settings["kl_coef"] == 0:
+        warnings.warn(
+            "algorithm.kl_ctrl.kl_coef is 0, so the rewards have no KL penalty; give it a coefficient above 0, or set "
+            "algorithm.use_kl_in_reward to False",
+            stacklevel=3,
+        )
     if kind != "fixed":
         record["target_nats"] = settings["target_kl"]
     if kind == "ziegler":

@@ -1,0 +1,99 @@
+"""Runs ``kleash audit`` and prints its verdicts, which takes no more than the base install."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from kleash.cli.commands import AuditJob
+from kleash.errors import MissingExtraError
+from kleash.launch_environment import launched_rank
+from kleash.reports.formatting import as_sentence
+from kleash.store import Audit, Finding
+
+
+def run_audit(command: AuditJob) -> int:
+    """Run ``kleash audit`` and return its exit code: 1 if a finding is in ``fail_on``."""
+    if launched_rank() != 0:  # of several launched processes the first does the work
+        return 0
+    from kleash.auditing import audits_of, cases_of
+    from kleash.auditing.findings.finding_kinds import require_kinds
+    from kleash.reports import write_audits
+    from kleash.store.codec import encode
+
+    fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
+    require_kinds(fail_on)
+    audits: list[Any] = []
+    with redirect_stdout(sys.stderr):  # audited code may print; that is not output of the audit
+        pending_audits = audits_of(cases_of(command.target, command.convention, command.set))
+    while True:
+        with redirect_stdout(sys.stderr):
+            audit = next(pending_audits, None)
+        if audit is None:
+            break
+        audits.append(audit)
+        if not command.quiet and not command.json:
+            print_audit(audit)
+    page, page_error = None, ""
+    try:
+        page = write_audits(command.out.expanduser(), audits, _audit_command(command))
+    except MissingExtraError as error:
+        page_error = str(error)
+    if command.json:
+        text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
+        sys.stdout.write(text + "\n")
+    elif not command.quiet:
+        print_audit_counts(audits, page)
+    if page_error and not command.quiet:
+        print(f"kleash: no page was made: {page_error}", file=sys.stderr)
+    failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
+    print_failures(failures)
+    return 1 if failures else 0
+
+
+def _audit_command(command: AuditJob) -> str:
+    """The command line that repeats the audits."""
+    words: Sequence[str] = [
+        *("kleash", "audit", command.target),
+        *(("--convention", command.convention) if command.convention else ()),
+        *(("--set", *command.set) if command.set else ()),
+    ]
+    return shlex.join(words)
+
+
+def print_audit(audit: Audit) -> None:
+    """Print the verdict on one function, and the kinds of its findings."""
+    arguments = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
+    print(f"\n{audit.target}{f'({arguments})' if arguments else ''}")
+    print(f"{audit.summary}, taken as a {audit.place}")
+    for line in audit.verdict:
+        print(f"  - {as_sentence(line)}")
+    faults = dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults)
+    if faults:
+        print(f"  faults: {', '.join(faults)}")
+    notes = dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note")
+    if notes:
+        print(f"  notes: {', '.join(notes)}")
+    for kind, remedy in {finding.kind: finding.remedy for finding in audit.faults if finding.remedy}.items():
+        print(f"  change {kind}: {remedy}")
+
+
+def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
+    """Print how many functions were audited and have faults, and the path of the page, if there is one."""
+    num_faulty = sum(bool(audit.faults) for audit in audits)
+    num_wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
+    functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
+    severities = f": {num_wrong} wrong, {num_faulty - num_wrong} only fragile" if num_faulty else ""
+    print(f"\n{functions}, {num_faulty} with faults{severities}")
+    if page is not None:
+        print(f"page: {page}")
+
+
+def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
+    """Print the findings that made the command fail, at the end of its output."""
+    for audit, finding in failures:
+        place = f" ({finding.where})" if finding.where else ""
+        print(f"kleash: {audit.target} fails: {finding.kind}: {finding.sentence}{place}", file=sys.stderr)
