@@ -1,7 +1,6 @@
 """The doctor on synthetic distributions, whose every fault is known, and on planted faults of the shipped pair."""
 
 import json
-import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,7 @@ from scipy.special import log_softmax
 
 from kleash.cli import main
 from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
-from kleash.diagnosis.causes import CAUSES, HEALTHY
-from kleash.diagnosis.hypotheses import hypotheses_without_models
-from kleash.diagnosis.model_hypotheses import TRUNCATIONS, hypotheses_with_models
-from kleash.diagnosis.model_scores import LogitSample, ModelScores, log_kept_mass
-from kleash.diagnosis.noise_models import healthy_scale
-from kleash.diagnosis.token_table import tabulate
-from kleash.divergences import truncate
+from kleash.diagnosis.causes import CAUSES
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.records import Diagnosis
@@ -315,33 +308,6 @@ def test_a_cut_is_told_from_a_temperature_without_models(settings: str) -> None:
     assert findings[0].cause == "truncation" and findings[0].probability > 0.98, findings
 
 
-def test_a_temperature_with_a_cut_is_two_findings(benchmark: dict[str, Any]) -> None:
-    """As of vLLM with the sampling settings of a checkpoint and ``processed_logprobs``."""
-    run, pair = benchmark["Run"](seed=2, prompts=12, new_tokens=30), benchmark["pair_in"]("float32")
-    sequences = run.draw(temperature=0.7, top_k=20)
-    scores = benchmark["scores_of"](pair, sequences)
-    engine = scores.at_temperature(0.7) - log_kept_mass(scores, {"top_k": 20}, temperature=0.7)
-    columns = benchmark["Columns"](sequences, scores.policy, engine)
-    findings = diagnose(benchmark["rollouts_of"](columns), pair=pair, rounding="float32").findings
-    assert {finding.cause for finding in findings[:2]} == {"temperature", "truncation"}
-    for finding in findings[:2]:
-        assert finding.probability > 0.98
-        assert "the engine at 0.7 and cut to top_k 20" in finding.evidence
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_masses_from_sorted_logits_are_those_of_each_truncation(temperature: float) -> None:
-    """Against ``truncate``, of logits with ties."""
-    torch.manual_seed(0)
-    logits = (3 * torch.randn(40, 90)).round(decimals=1)
-    sample = LogitSample(rows=np.arange(40), token_ids=torch.zeros(40, dtype=torch.long), logits=logits)
-    logp = (logits.double() / temperature).log_softmax(-1)
-    expected = [truncate(logp, **settings).log_kept_mass.numpy() for settings in TRUNCATIONS]  # type: ignore[arg-type]
-    np.testing.assert_allclose(
-        sample.log_kept_masses(TRUNCATIONS, temperature), expected, rtol=1e-9, atol=1e-12
-    )
-
-
 @pytest.mark.parametrize("decimals", [2, 3, 4])
 def test_few_decimals_are_a_note_and_no_finding(decimals: int) -> None:
     world = World(4)
@@ -372,14 +338,6 @@ def test_rounding_of_bfloat16_is_a_finding_in_float32() -> None:
     assert diagnose(rollouts, rounding="float32").findings[0].cause == "precision"
 
 
-def test_a_reference_that_equals_the_trainer_is_named() -> None:
-    world = World(4)
-    column = world.logp(world.logits)
-    (finding,) = diagnose(world.rollouts(column, column, column)).findings
-    assert finding.cause == "reference" and "before the first update" in finding.evidence
-    assert diagnose(world.rollouts(column, column, world.noisy(0.5))).findings == ()
-
-
 @pytest.mark.parametrize("value", [-1.0, -2.0, -3.0])
 def test_placeholders_of_ordinary_size_are_named_by_their_repetition(value: float) -> None:
     """Their differences are as large as those of another model, so only that they repeat gives them away."""
@@ -387,27 +345,6 @@ def test_placeholders_of_ordinary_size_are_named_by_their_repetition(value: floa
     trainer, engine = world.logp(world.logits), world.noisy(0.02)
     findings = diagnose(world.rollouts(trainer, np.where(world.position >= 15, value, engine))).findings
     assert findings[0].cause == "mask" and findings[0].probability > 0.9, findings
-
-
-def test_no_cause_is_named_beside_a_healthy_engine_that_is_likelier() -> None:
-    world = World(2)
-    rollouts = world.rollouts(world.logp(world.logits), world.noisy(0.0355))
-    others = [
-        cause for cause, share in shares_of_resamples(rollouts).items() if cause != HEALTHY and share > 0.05
-    ]
-    assert others, "rounding at this edge is likeliest, and not in every resample"
-    assert diagnose(rollouts).findings == ()
-
-
-def shares_of_resamples(rollouts: list[RolloutRecord]) -> dict[str, float]:
-    """The share of multinomial resamples of the responses that each hypothesis without models wins, by cause."""
-    hypotheses = hypotheses_without_models(tabulate(rollouts), healthy_scale("bfloat16"))
-    random, shares = np.random.default_rng(1), dict.fromkeys([HEALTHY, *CAUSES], 0.0)
-    for _ in range(100):
-        picks = random.integers(0, len(rollouts), len(rollouts))
-        scores = [each.log_likelihood[picks].sum() - each.penalty for each in hypotheses]
-        shares[hypotheses[int(np.argmax(scores))].cause] += 0.01
-    return shares
 
 
 def test_few_tokens_are_not_diagnosed() -> None:
@@ -427,44 +364,6 @@ def test_impossible_values_are_survived() -> None:
     assert diagnose(world.rollouts(same, same)).findings == (), (
         "a greedy engine that is certain of every token"
     )
-
-
-@pytest.fixture(scope="module")
-def benchmark(root: Path) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(root / "benchmarks")
-        return runpy.run_path(str(root / "benchmarks" / "doctor.py"))
-
-
-@pytest.mark.parametrize("cause", CAUSES)
-def test_a_planted_fault_is_named_first_with_the_models(cause: str, benchmark: dict[str, Any]) -> None:
-    run = benchmark["Run"](seed=2, prompts=12, new_tokens=30)
-    row = benchmark["trial"](cause, run)
-    assert row["with_models"][0] == cause, row
-
-
-def test_clean_runs_of_the_shipped_pair_have_no_finding(benchmark: dict[str, Any]) -> None:
-    for seed in (0, 1):  # an engine in float32, and one in bfloat16
-        row = benchmark["trial"]("clean", benchmark["Run"](seed=seed, prompts=12, new_tokens=30))
-        assert row["with_models"] == row["without_models"] == ("clean",)
-
-
-def test_models_score_only_the_precision_again_where_the_columns_are_healthy(
-    benchmark: dict[str, Any],
-) -> None:
-    """The other hypotheses each fit something, so with them a clean run has more chances of a false finding."""
-    for cause, expected in (
-        ("clean", {"precision"}),
-        ("temperature", {"precision", "temperature", "weights"}),
-    ):
-        run = benchmark["Run"](seed=0, prompts=6, new_tokens=16)
-        columns = benchmark["clean" if cause == "clean" else cause](run)
-        rollouts = benchmark["rollouts_of"](columns)
-        table, scale = tabulate(rollouts), healthy_scale(run.rounding)
-        scores = ModelScores.of(benchmark["pair_in"]("float32"), rollouts, table)
-        hypotheses = hypotheses_with_models(scores, hypotheses_without_models(table, scale), scale)
-        causes = {hypothesis.cause for hypothesis in hypotheses}
-        assert causes == expected if cause == "clean" else causes > expected, causes
 
 
 def written(path: Path, rollouts: list[RolloutRecord], **changes: Any) -> str:
@@ -523,25 +422,6 @@ def test_the_command_reads_the_logs_of_several_ranks(tmp_path: Path, capsys: Any
     assert main(["doctor", logits, paths[0]]) == 0, "logits have no KL by file"
 
 
-def test_the_command_scores_again_with_the_models(
-    tmp_path: Path, benchmark: dict[str, Any], capsys: Any
-) -> None:
-    run = benchmark["Run"](seed=0, prompts=8, new_tokens=16)
-    path = written(tmp_path / "rollouts.jsonl", benchmark["rollouts_of"](benchmark["shift"](run)))
-    words = ["doctor", path, "--policy", "shipped:policy", "--reference", "shipped:reference", "--json"]
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["findings"][0]["cause"] == "shift" and found["models"] == [
-        "shipped:policy",
-        "shipped:reference",
-    ]
-    far = tmp_path / "far.jsonl"
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    far.write_text("\n".join(json.dumps(line | {"prompt_token_ids": [9999]}) for line in lines))
-    assert main(["doctor", str(far), *words[2:]]) == 2
-    assert "token 9999 is not in the models' vocabulary of 2560" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -566,20 +446,6 @@ def test_logits_are_read_by_the_doctor_alone(tmp_path: Path) -> None:
     assert len(read_rollouts(path, allow_logits=True)) == SEQUENCES
     with pytest.raises(SourceError, match="kleash doctor says more"):
         read_rollouts(path)
-
-
-def test_equal_columns_above_0_are_logits_with_the_models_too(
-    tmp_path: Path, benchmark: dict[str, Any], capsys: Any
-) -> None:
-    sequences = benchmark["Run"](seed=0, prompts=4, new_tokens=20).draw()
-    values = np.linspace(1.0, 9.0, sum(len(sequence.response_ids) for sequence in sequences))
-    rollouts = benchmark["rollouts_of"](benchmark["Columns"](sequences, values, values))
-    path = written(tmp_path / "rollouts.jsonl", rollouts)
-    words = ["--policy", "shipped:policy", "--reference", "shipped:reference", "--json"]
-    assert main(["doctor", path, *words]) == 0
-    diagnosis = json.loads(capsys.readouterr().out)
-    assert diagnosis["findings"][0]["cause"] == "processed"
-    assert f"{len(values)} of the engine's {len(values)} values are above 0" in " ".join(diagnosis["notes"])
 
 
 @pytest.mark.filterwarnings("error")

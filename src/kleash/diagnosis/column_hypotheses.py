@@ -77,7 +77,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     for slope, profile in slopes:
         if slope < STEEPEST:
             what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=3.0)
+            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=2.0)
     yield hypothesis(
         "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
     )
@@ -94,7 +94,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         for least in (0.003, 0.03, 0.1):
             what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
             unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield hypothesis("context", what, everywhere(fault), unit, penalty=3.0)
+            yield hypothesis("context", what, everywhere(fault), unit, penalty=2.0)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
@@ -245,7 +245,7 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
                 evidence=f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
                 f"{mass:.1%} of the mass on average",
                 residual=residual,
-                family=one_sided(limit, int(side)),
+                family=one_sided(limit, int(side), 0.05, 1e-3),
                 unit=table.unit,
                 penalty=2.0,
             )
@@ -265,7 +265,7 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
                     evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, those "
                     "of all others higher",
                     residual=table.difference * np.where(is_seen, -1.0, 1.0),
-                    family=one_sided(limit, int(sign), 0.1),
+                    family=one_sided(limit, int(sign), 0.4, 0.1),
                     unit=table.unit,
                     penalty=2.0,
                 )

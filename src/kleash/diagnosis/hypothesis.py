@@ -15,6 +15,9 @@ PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -6.0}
 LEAST_EVIDENCE = 0.3
 """Share of a difference of log-likelihoods that counts at least, however few blocks it comes from."""
 
+SCREENED_TOKENS, CLOSE_NATS = 4000, 40.0
+"""Tokens on which all hypotheses are compared, and nats below the best from which one is left out after that."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Hypothesis:
@@ -47,26 +50,26 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
     error s. If both were right models of independent tokens, s^2 would be about 2 m; it is larger because tokens
     depend on each other and no model is right, so that the evidence is min(m, 2 m^2 / s^2).
     """
-    floor, fallback = table.rounding_error, np.empty(0)
-    scores: list[Floats] = []
-    for hypothesis in reversed(hypotheses):
-        residuals = Residuals(hypothesis.residual, hypothesis.unit, floor)
-        values = held_out(residuals, hypothesis.family, table.fold)
-        if not len(fallback):
-            fallback = np.nan_to_num(values, nan=-10.0)
-        values = np.where(np.isfinite(values), values, fallback)
-        sums = np.bincount(table.block, weights=values)
-        scores.insert(0, sums - hypothesis.penalty / len(sums))
     prior = np.array([PRIOR_NATS.get(each.cause, 0.0) for each in hypotheses])
-    totals = np.array([score.sum() for score in scores]) + prior
+    step = -(-len(table.block) // SCREENED_TOKENS)
+    screened = _scores(table, hypotheses, np.arange(len(table.block)) % step == 0)
+    is_close = screened.sum(axis=1) + prior > (screened.sum(axis=1) + prior).max() - CLOSE_NATS
+    is_close[-1] = True
+    kept = np.flatnonzero(is_close)
+    scores = (
+        _scores(table, [hypotheses[index] for index in kept], table.block >= 0)
+        if step > 1
+        else screened[kept]
+    )
+    totals = scores.sum(axis=1) + prior[kept]
     best = int(totals.argmax())
-    odds = np.zeros(len(scores))
-    for index, score in enumerate(scores):
+    odds = np.full(len(hypotheses), -np.inf)
+    for index, score in zip(kept, scores, strict=True):
         difference = scores[best] - score
         mean, variance = float(difference.sum()), len(difference) * float(difference.var(ddof=1))
         consistent = 2 * mean**2 / variance if variance else abs(mean)
         evidence = math.copysign(min(abs(mean), max(consistent, LEAST_EVIDENCE * abs(mean))), mean)
-        odds[index] = prior[index] - prior[best] - evidence
+        odds[index] = prior[index] - prior[kept[best]] - evidence
     likelihoods = np.exp(odds - odds.max())
     # Variants of one cause are one hypothesis: the likeliest of them.
     for index, hypothesis in enumerate(hypotheses):
@@ -74,3 +77,20 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
         if likelihoods[index] < likelihoods[same].max() or same[int(likelihoods[same].argmax())] != index:
             likelihoods[index] = 0.0
     return likelihoods / likelihoods.sum()
+
+
+def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.ndarray) -> Floats:
+    """Held-out log-likelihoods [hypotheses, blocks] of some blocks of tokens, less the penalties.
+
+    Where a hypothesis says nothing of a token, it is as likely as under the last one.
+    """
+    numbers = np.unique(table.block[is_used], return_inverse=True)[1]
+    rows, fallback = list[Floats](), np.empty(0)
+    for hypothesis in reversed(hypotheses):
+        columns = (hypothesis.residual, hypothesis.unit, table.rounding_error)
+        residuals = Residuals(*(column[is_used] for column in columns))
+        values = held_out(residuals, hypothesis.family, table.fold[is_used])
+        fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)
+        sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback))
+        rows.insert(0, sums - hypothesis.penalty / len(sums))
+    return np.stack(rows)

@@ -39,7 +39,7 @@ KIND = np.repeat(list(_COUNTS), list(_COUNTS.values()))
 SIGN = np.repeat([0, 1, -1], len(SCALE))
 """Side of each component of the whole mixture: errors of both signs, only above 0, only below."""
 SCALE, KIND = np.tile(SCALE, 3), np.tile(KIND, 3)
-FITTED_TOKENS = 4000
+FITTED_TOKENS = 2500
 EM_STEPS, RELAXATION = 40, 1.8
 """Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each step."""
 EVEN_TOKENS = 5
@@ -143,10 +143,10 @@ def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     )
 
 
-def one_sided(limit: float, sign: int, exceptions: float = 1e-3) -> Family:
-    """Rounding, errors of one sign of any size, and some exceptions."""
-    inside = Block(np.equal(SIGN, sign), 0.02, 1.0)
-    return Family((Block(_core(limit), 0.0, 0.98), inside, _outliers(1e-4, exceptions)))
+def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Family:
+    """Rounding, errors of one sign of any size on at least a share of the tokens, and some exceptions."""
+    inside = Block(np.equal(SIGN, sign), least, 1.0)
+    return Family((Block(_core(limit), 0.0, 1 - least), inside, _outliers(1e-4, exceptions)))
 
 
 def free() -> Family:
