@@ -156,7 +156,7 @@ def test_the_gate_decides_by_the_interval(tmp_path: Path, capsys: Any) -> None:
     path = written(tmp_path / "many.jsonl", records(200))
     kl = measure_mismatch(path).numbers["kl_engine_trainer"]
     assert main(["mismatch", path, "--at-most", repr(1.01 * kl.ci95[1])]) == 0
-    assert "gate: passed: KL(engine || trainer) per token" in capsys.readouterr().out
+    assert "gate: passed: KL(engine ‖ trainer) per token" in capsys.readouterr().out
     assert main(["mismatch", path, "--at-most", repr(0.99 * kl.ci95[0])]) == 1
     assert main(["mismatch", path, "--at-most", repr(kl.value * 1.01)]) == 3
     few = written(tmp_path / "few.jsonl", records(40))  # 20 prompts
@@ -405,7 +405,7 @@ def test_what_files_of_ranks_differ_in_is_said(tmp_path: Path) -> None:
     assert copies.startswith("120 of 240 rollouts stand in more than one file")
     assert "rank-0.jsonl, line 1 and" in copies and "rank-3.jsonl, line 1" in copies
     assert one_sided.startswith(
-        f"KL(engine || trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
+        f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
     )
     healthy = [str(tmp_path / "logs" / f"rank-{rank}.jsonl") for rank in (0, 3)]
     assert len(measure_mismatch(healthy).notes) == 1, "equal files have no side"

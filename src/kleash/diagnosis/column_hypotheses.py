@@ -103,7 +103,8 @@ def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
     for residual, profile in ((_bias(table, table.trainer), 1.0), (0.0, trend), (0.0, 1.0)):
         yield Hypothesis(
             cause=UNEXPLAINED,
-            evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in the median, follow no "
+            evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in "
+            f"the median, follow no "
             "cause better than errors of any size and sign",
             residual=table.difference - residual,
             family=free(),
@@ -251,7 +252,8 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
             )
         yield Hypothesis(
             cause="column",
-            evidence=f"the {name}'s values do not depend on the other side's (correlation {correlation:.2f}), as if they were "
+            evidence=f"the {name}'s values do not depend on the other side's (correlation "
+            f"{correlation:.2f}), as if they were "
             "of other tokens",
             residual=column,
             family=free(),
@@ -262,7 +264,8 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
             if is_seen.any() and not is_seen.all():
                 yield Hypothesis(
                     cause="penalty",
-                    evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, those "
+                    evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the "
+                    f"{where} are lower, those "
                     "of all others higher",
                     residual=table.difference * np.where(is_seen, -1.0, 1.0),
                     family=one_sided(limit, int(sign), 0.4, 0.1),
@@ -366,7 +369,8 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
             sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
             words = (
                 f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times the "
-                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of the "
+                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much "
+                f"for each unit of the "
                 f"{sharper}'s"
             )
             for residual in (

@@ -55,7 +55,7 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
     screened = _scores(table, hypotheses, np.arange(len(table.block)) % step == 0)
     is_close = screened.sum(axis=1) + prior > (screened.sum(axis=1) + prior).max() - CLOSE_NATS
     is_close[-1] = True
-    kept = np.flatnonzero(is_close)
+    kept: list[int] = np.flatnonzero(is_close).tolist()
     scores = (
         _scores(table, [hypotheses[index] for index in kept], table.block >= 0)
         if step > 1
@@ -91,6 +91,8 @@ def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.nda
         residuals = Residuals(*(column[is_used] for column in columns))
         values = held_out(residuals, hypothesis.family, table.fold[is_used])
         fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)
-        sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback))
+        sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback)).astype(
+            np.float64
+        )
         rows.insert(0, sums - hypothesis.penalty / len(sums))
     return np.stack(rows)

@@ -163,7 +163,7 @@ def fitted_temperature(scores: ModelScores, side: str) -> float:
 
 
 def _temperatures(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
-    """Both columns at temperatures of their own, perhaps the engine cut as well; the drawn tokens tell which is wrong."""
+    """Both columns at temperatures of their own, perhaps the engine cut; the drawn tokens tell which is wrong."""
     trainer, engine = (fitted_temperature(scores, side) for side in ("trainer", "engine"))
     if abs(math.log(trainer / engine)) < SMALLEST_LOG_RATIO:
         return
@@ -348,7 +348,8 @@ def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hy
     removed = 1 - float(np.median(np.abs(rest)) / max(float(np.median(np.abs(table.difference))), 1e-12))
     yield Hypothesis(
         cause="weights",
-        evidence=f"{removed:.0%} of the differences repeat themselves in other responses as a change of weights makes them",
+        evidence=f"{removed:.0%} of the differences repeat themselves in other responses as a change "
+        f"of weights makes them",
         residual=rest,
         family=everywhere(fault / DISTINCT),
         unit=table.unit,
@@ -358,7 +359,8 @@ def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hy
     if side == "trainer":
         yield Hypothesis(
             cause="dropout",
-            evidence="the engine's log-probabilities are the policy's own, the trainer's are not, and its errors do not "
+            evidence="the engine's log-probabilities are the policy's own, the trainer's are not, "
+            "and its errors do not "
             "repeat themselves in other responses",
             residual=table.difference,
             family=everywhere(fault),
@@ -368,7 +370,7 @@ def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hy
 
 
 def wrong_side(scores: ModelScores) -> str | None:
-    """The side whose column differs from the policy's own scores where the other's does not; None if neither or both."""
+    """The side whose column alone differs from the policy's own scores; None if neither or both do."""
     table = scores.table
     trainer, engine = (
         float(np.median(np.abs(column - scores.policy)[table.unit > 1e-3]))

@@ -193,7 +193,8 @@ def fit(residuals: Residuals, family: Family) -> Floats:
 
 def _scaled(weights: Floats, share: float, even: float) -> Floats:
     """Weights with a sum of ``share``, of which a part ``even`` is for all alike."""
-    own = weights / total if (total := float(weights.sum())) else 1 / len(weights)
+    total = float(weights.sum())
+    own = weights / total if total else np.full_like(weights, 1 / len(weights))
     return share * ((1 - even) * own + even / len(weights))
 
 
