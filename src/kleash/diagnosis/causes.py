@@ -34,21 +34,18 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
         ),
         "truncation": Cause(
             meaning="one side is truncated by top-p, top-k or min-p and renormalised, the other is not",
-            next_test="generate with top_p 1, top_k -1 and min_p 0; if one side is still above the "
-            "other, it is another "
-            "cause",
+            next_test="generate with top_p 1, top_k -1 and min_p 0; if one side is still above the other, it is "
+            "another cause",
         ),
         "penalty": Cause(
-            meaning="one side penalises tokens that stand before (repetition, presence or "
-            "frequency), the other does not",
+            meaning="one side penalises tokens that stand before (repetition, presence, frequency), the other does not",
             next_test="generate with repetition_penalty 1, presence_penalty 0 and frequency_penalty 0; if new and "
             "repeated tokens still differ in opposite directions, it is another cause",
         ),
         "sampler": Cause(
             meaning="the columns agree, and the tokens were drawn from another distribution than theirs",
-            next_test="print the engine's sampling settings (temperature, top_p, top_k, penalties) "
-            "and generate with none; "
-            "if the sum of the log-probabilities is still off, the tokens are not the engine's",
+            next_test="print the engine's sampling settings (temperature, top_p, top_k, penalties) and generate with "
+            "none; if  the sum of the log-probabilities is still off, the tokens are not the engine's",
         ),
         "shift": Cause(
             meaning="one column is shifted by one or a few tokens",
@@ -62,8 +59,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
         ),
         "column": Cause(
             meaning="a column does not hold the natural log-probabilities of these tokens",
-            next_test="compare a few values by hand: log p of the drawn token in nats, -0.69 for a "
-            "probability of a half",
+            next_test="compare a few values by hand: log p of the drawn token in nats, -0.69 for p = 0.5",
         ),
         "mask": Cause(
             meaning="tokens are counted that the engine did not draw: padding, or the results of tools",
@@ -100,21 +96,18 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
         ),
         "reference": Cause(
             meaning="the log-probabilities of the reference are of another model",
-            next_test="score a response with the reference checkpoint on its own, adapters disabled; "
-            "if that equals the "
-            "column, it is right",
+            next_test="score a response with the reference checkpoint on its own, adapters disabled; if that equals "
+            "the column, it is right",
         ),
         "precision": Cause(
             meaning="one side rounds logits or log-probabilities, or is quantised, more coarsely than --rounding says",
-            next_test="compute logits and softmax in float32 on both sides, then without quantised "
-            "weights or key-value "
-            "cache; if the errors stay, it is another cause",
+            next_test="compute logits and softmax in float32 on both sides, then without quantised weights or "
+            "key-value cache; if the errors stay, it is another cause",
         ),
         "routing": Cause(
             meaning="a share of the tokens has errors far above rounding, as if routed to other experts",
-            next_test="replay the engine's expert routing in the trainer; if the same tokens stay "
-            "far out, or the model "
-            "has no experts, it is another cause",
+            next_test="replay the engine's expert routing in the trainer; if the same tokens stay far out, or the "
+            "model has no experts, it is another cause",
         ),
         "tensor_parallel": Cause(
             meaning="a few tokens are far out, as if a shard of a tensor-parallel layer were missing",

@@ -12,6 +12,7 @@ from kleash.diagnosis.residuals import (
     DISTINCT,
     EQUAL_SHARE,
     SMALLEST_DIFFERENCE,
+    SOFTMAX_NATS,
     Family,
     Floats,
     at_most,
@@ -81,10 +82,10 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     yield hypothesis(
         "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
     )
-    yield hypothesis("tensor_parallel", of_tokens, on_some(limit, max(fault, 0.1), 3e-4, 0.02), penalty=1.0)
+    yield hypothesis("tensor_parallel", of_tokens, on_some(limit, max(fault, 0.1), 3e-3, 0.02), penalty=1.0)
     for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
         what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
-        yield hypothesis("precision", what, coarse(float(scale)), penalty=1.0)
+        yield hypothesis("precision", what, coarse(limit, float(scale)), penalty=1.0)
     for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
         what = (
             f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
@@ -103,9 +104,8 @@ def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
     for residual, profile in ((_bias(table, table.trainer), 1.0), (0.0, trend), (0.0, 1.0)):
         yield Hypothesis(
             cause=UNEXPLAINED,
-            evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in "
-            f"the median, follow no "
-            "cause better than errors of any size and sign",
+            evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in the median, "
+            "follow no cause better than errors of any size and sign",
             residual=table.difference - residual,
             family=free(),
             unit=table.unit * profile,
@@ -136,7 +136,7 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
             residual=table.difference,
             family=free(),
             unit=table.unit * profile,
-            penalty=1.0,
+            penalty=8.0,
         )
 
 
@@ -226,7 +226,16 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
         yield exact(
             "insertion", what, realigned, penalty=faulty * math.log(6 * len(realigned) / table.num_sequences)
         )
-    correlation = correlated(table)
+    if correlated(table) < LARGEST_CORRELATION:
+        yield Hypothesis(
+            cause="column",
+            evidence=f"the columns do not depend on each other (correlation {correlated(table):.2f}), as if they were "
+            "of other tokens",
+            residual=table.trainer,
+            family=free(),
+            unit=np.ones(len(table.trainer)),
+            penalty=2.0,
+        )
     for name, column, other, sign in (
         ("engine", table.engine, table.trainer, -1.0),
         ("trainer", table.trainer, table.engine, 1.0),
@@ -240,7 +249,10 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
         mass = float(np.exp(-np.maximum(sign * table.difference, 0)).mean())
         most = float(np.quantile(np.maximum(sign * table.difference, 0), 0.99))
         # The gap is -log of the mass that is kept: at least 0, and for top-p often at its largest value.
-        for residual, side in ((table.difference, sign), (table.difference - sign * most, -sign)):
+        ways = [(table.difference, sign)]
+        if most > 10 * SOFTMAX_NATS:
+            ways.append((table.difference - sign * most, -sign))
+        for residual, side in ways:
             yield Hypothesis(
                 cause="truncation",
                 evidence=f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
@@ -250,23 +262,12 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
                 unit=table.unit,
                 penalty=2.0,
             )
-        yield Hypothesis(
-            cause="column",
-            evidence=f"the {name}'s values do not depend on the other side's (correlation "
-            f"{correlation:.2f}), as if they were "
-            "of other tokens",
-            residual=column,
-            family=free(),
-            unit=np.ones(len(column)),
-            penalty=2.0,
-        )
         for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
             if is_seen.any() and not is_seen.all():
                 yield Hypothesis(
                     cause="penalty",
-                    evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the "
-                    f"{where} are lower, those "
-                    "of all others higher",
+                    evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, "
+                    "those of all others higher",
                     residual=table.difference * np.where(is_seen, -1.0, 1.0),
                     family=one_sided(limit, int(sign), 0.4, 0.1),
                     unit=table.unit,
@@ -285,7 +286,10 @@ def _run_hypothesis(table: TokenTable, name: str, column: Floats, in_run: np.nda
     )
     what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})"
     starts = table.position[in_run & ~np.r_[False, in_run[:-1]]]
-    is_stretch = runs > 2 and np.mean(starts == np.median(starts)) > 0.5 and runs > 0.5 * table.num_sequences
+    is_last = np.diff(table.sequence, append=-1) != 0
+    # A column that was not filled in has the same places in all responses; padding is at their ends.
+    is_stretch = runs > max(2, 0.5 * table.num_sequences) and np.mean(starts == np.median(starts)) > 0.5
+    is_stretch &= np.mean(in_run[is_last]) < 0.5
     hypothesis = exact(
         "column" if is_stretch else "mask",
         what,
@@ -351,7 +355,12 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
     """
     is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
     above = float(np.mean(table.difference[is_visible] > 0)) if is_visible.any() else 0.5
-    if min(above, 1 - above) < LEAST_RARE_SIGN or not correlated(table) > LEAST_CORRELATION:
+    if (
+        not table.difference.any()
+        or min(above, 1 - above) < LEAST_RARE_SIGN
+        or not correlated(table) > LEAST_CORRELATION
+        or table.decimals_error > 0.01
+    ):
         return
     for name, column, sign in (("engine", table.engine, 1.0), ("trainer", table.trainer, -1.0)):
         values, column = sign * table.difference, np.minimum(column, 0.0)
@@ -363,15 +372,21 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
             slope, height = np.linalg.lstsq(
                 basis[usable] * weight[usable, None], values[usable] * weight[usable], rcond=None
             )[0]
-            if abs(slope) < SMALLEST_SLOPE or slope < SMALLEST_RATIO - 1 or not 0 < height / slope < 8:
+            rest = values - basis @ np.array([slope, height])
+            left = float(np.abs(rest[usable]).mean() / np.abs(values[usable]).mean())
+            if (
+                left > LARGEST_LEFT
+                or abs(slope) < SMALLEST_SLOPE
+                or slope < SMALLEST_RATIO - 1
+                or not 0 < height / slope < 8
+            ):
                 continue
             is_sharper = (slope > 0) == (name == "engine")
             sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
             words = (
                 f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times the "
-                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much "
-                f"for each unit of the "
-                f"{sharper}'s"
+                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of "
+                f"the {sharper}'s"
             )
             for residual in (
                 values - basis @ np.array([slope, height]),
@@ -409,10 +424,12 @@ def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:
 LEAST_RARE_SIGN = 0.03
 """Share of the visible differences with the rarer sign below which they are no temperature's: under one, log p plus an
 entropy, of mean 0, is scaled. After a cut, all have one sign."""
-LEAST_CORRELATION = 0.6
-"""Correlation of the columns at two temperatures, at least."""
+LEAST_CORRELATION, LARGEST_CORRELATION = 0.6, 0.4
+"""Correlation of the columns at two temperatures, at least; of columns of different tokens, at most."""
 SMALLEST_UNIT = 1e-4
 """1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
+LARGEST_LEFT = 0.8
+"""Share of the differences in the mean, that the curve of a temperature leaves at most."""
 SMALLEST_SLOPE = 0.005
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
 SMALLEST_RATIO = 0.1

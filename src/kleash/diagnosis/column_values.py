@@ -12,6 +12,8 @@ from kleash.store.likely_causes import LikelyCause
 
 FALLING = -0.2
 """Correlation of positive values with log-probabilities below which they are no logits, which rise with them."""
+LEAST_ABOVE = 0.02
+"""Share of values above 0 from which they are logits, and not a few mistakes."""
 LEAST_RESPONSES = 2
 """Responses of several tokens that a column with one value for each response has at least."""
 
@@ -26,7 +28,7 @@ def cause_in_values(table: TokenTable) -> LikelyCause | None:
         if found is not None:
             return likely_cause("column", f"the {name}'s values {found}")
         above = column > ROUNDING_NATS
-        if above.any():
+        if above.mean() > LEAST_ABOVE:
             what = f"{above.mean():.0%} of the {name}'s values are above 0, up to {column.max():.3g}: they are logits"
             causes = ("column", "processed") if above.all() else ("processed", "column")
             return likely_cause(causes[0], f"{what}, not log-probabilities", alike=causes[1:])

@@ -12,7 +12,7 @@ from kleash.diagnosis.token_table import TokenTable
 
 PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -6.0}
 """Log of the prior odds against a cause."""
-LEAST_EVIDENCE = 0.3
+LEAST_EVIDENCE = 0.5
 """Share of a difference of log-likelihoods that counts at least, however few blocks it comes from."""
 
 SCREENED_TOKENS, CLOSE_NATS = 4000, 40.0

@@ -19,7 +19,15 @@ from kleash.diagnosis.model_scores import (
     cut,
     log_probabilities,
 )
-from kleash.diagnosis.residuals import DISTINCT, SMALLEST_DIFFERENCE, Floats, everywhere, rounding, token_unit
+from kleash.diagnosis.residuals import (
+    DISTINCT,
+    MACHINE_EPSILON,
+    SMALLEST_DIFFERENCE,
+    Floats,
+    everywhere,
+    rounding,
+    token_unit,
+)
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO
 from kleash.errors import KleashError
 from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
@@ -57,6 +65,8 @@ def model_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     yield from _temperatures(scores, limit)
     for one in (side,) if side is not None else ("engine", "trainer"):
         for cause, what, transform in TRANSFORMS:
+            if cause == "precision" and limit > MACHINE_EPSILON["bfloat16"]:
+                continue  # as coarse as the networks may be
             yield from _candidate(scores, cause, one, transform, limit, f"{what} of the {one}")
         yield from _cuts(scores, one, limit)
         yield from _penalties(scores, one, limit)
@@ -124,7 +134,6 @@ SMALLER = 0.7
 TRANSFORMS: tuple[tuple[str, str, Transform], ...] = (
     ("processed", "logits", lambda logits, rows: logits),
     ("precision", "logits in bfloat16", lambda logits, rows: logits.bfloat16().float().log_softmax(-1)),
-    ("precision", "logits in float16", lambda logits, rows: logits.half().float().log_softmax(-1)),
     (
         "column",
         "the likeliest token's log-probability",
@@ -163,7 +172,7 @@ def fitted_temperature(scores: ModelScores, side: str) -> float:
 
 
 def _temperatures(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
-    """Both columns at temperatures of their own, perhaps the engine cut; the drawn tokens tell which is wrong."""
+    """Both columns at temperatures of their own, perhaps the engine cut as well; the drawn tokens tell which errs."""
     trainer, engine = (fitted_temperature(scores, side) for side in ("trainer", "engine"))
     if abs(math.log(trainer / engine)) < SMALLEST_LOG_RATIO:
         return
@@ -348,8 +357,7 @@ def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hy
     removed = 1 - float(np.median(np.abs(rest)) / max(float(np.median(np.abs(table.difference))), 1e-12))
     yield Hypothesis(
         cause="weights",
-        evidence=f"{removed:.0%} of the differences repeat themselves in other responses as a change "
-        f"of weights makes them",
+        evidence=f"{removed:.0%} of the differences repeat themselves in other responses, as those of other weights do",
         residual=rest,
         family=everywhere(fault / DISTINCT),
         unit=table.unit,
@@ -359,9 +367,8 @@ def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hy
     if side == "trainer":
         yield Hypothesis(
             cause="dropout",
-            evidence="the engine's log-probabilities are the policy's own, the trainer's are not, "
-            "and its errors do not "
-            "repeat themselves in other responses",
+            evidence="the engine's log-probabilities are the policy's own, the trainer's are not, and its errors do "
+            "not repeat themselves in other responses",
             residual=table.difference,
             family=everywhere(fault),
             unit=table.unit,

@@ -101,14 +101,15 @@ def _outliers(low: float, high: float) -> Block:
     return Block((SIGN == 0) & (KIND == TAILED) & (SCALE > 0.3) & (SCALE < 10), low, high)
 
 
-def rounding(limit: float, outliers: float = 1e-4) -> Family:
+def rounding(limit: float, outliers: float = 1e-5) -> Family:
     """Rounding of at most ``limit``, of any mixture of sizes, with at most a share of outliers."""
-    return Family((Block(_core(limit), 0.0, 1.0), _outliers(min(1e-4, outliers), outliers)))
+    return Family((Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers)))
 
 
-def coarse(scale: float) -> Family:
-    """Errors of logits of up to about ``scale``, without a tail."""
-    return Family((Block(_symmetric(scale / 5, 2.2 * scale, (NORMAL,)), 0.0, 1.0), _outliers(1e-4, 1e-4)))
+def coarse(limit: float, scale: float) -> Family:
+    """Errors of logits above ``limit`` and up to about ``scale``, without a tail."""
+    inside = _symmetric(max(limit, scale / 5), 2.2 * scale, (NORMAL,))
+    return Family((Block(inside, 0.0, 1.0), _outliers(1e-4, 1e-4)))
 
 
 def equal_noise(limit: float, scale: float) -> Family:
@@ -123,14 +124,14 @@ def _large(smallest: float) -> NDArray[np.bool_]:
 
 
 def everywhere(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on every token, with any tails, at most half of them in an unequal part."""
+    """Errors of at least ``smallest`` on every token, with any tails, and at most 80 % of them of one sign alone."""
     large = _large(smallest)
-    return Family((Block(large & (SIGN == 0), 0.5, 1.0), Block(large & (SIGN != 0), 0.0, 0.5)))
+    return Family((Block(large & (SIGN == 0), 0.2, 1.0), Block(large & (SIGN != 0), 0.0, 0.8)))
 
 
 def at_most(largest: float) -> Family:
-    """Errors of logits of any sign of at most ``largest``, and errors of one size on all log-probabilities."""
-    return Family((Block((KIND == EQUAL) | np.less_equal(SCALE, largest), 0.0, 1.0),))
+    """Errors of any sign of at most ``largest``."""
+    return Family((Block(np.less_equal(SCALE, largest), 0.0, 1.0),))
 
 
 def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
@@ -175,7 +176,7 @@ def fit(residuals: Residuals, family: Family) -> Floats:
     log_likelihoods = log_densities(chosen, members)
     likelihoods = np.exp(log_likelihoods - log_likelihoods.max(axis=1, keepdims=True, initial=-1e300))
     blocks = [block.members[members] for block in family.blocks]
-    weights, even = np.ones(len(members)) / len(members), EVEN_TOKENS / (EVEN_TOKENS + len(keep))
+    weights = np.ones(len(members)) / len(members)
     for step in range(EM_STEPS + 1):
         if step and len(keep):
             ratios = likelihoods / np.maximum(likelihoods @ weights, 1e-12)[:, None]
@@ -183,18 +184,18 @@ def fit(residuals: Residuals, family: Family) -> Floats:
         rest = 1.0
         for block, inside in reversed(list(zip(family.blocks[1:], blocks[1:], strict=True))):
             share = min(max(float(weights[inside].sum()), block.low), block.high)
-            weights[inside] = _scaled(weights[inside], share, even)
+            weights[inside] = _scaled(weights[inside], share, len(keep))
             rest -= share
-        weights[blocks[0]] = _scaled(weights[blocks[0]], max(rest, 1e-9), even)
+        weights[blocks[0]] = _scaled(weights[blocks[0]], max(rest, 1e-9), len(keep))
     whole = np.zeros(len(SCALE))
     whole[members] = weights
     return whole
 
 
-def _scaled(weights: Floats, share: float, even: float) -> Floats:
-    """Weights with a sum of ``share``, of which a part ``even`` is for all alike."""
-    total = float(weights.sum())
-    own = weights / total if total else np.full_like(weights, 1 / len(weights))
+def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
+    """Weights with a sum of ``share``, fitted to so many tokens, and to ``EVEN_TOKENS`` that are for all alike."""
+    even = EVEN_TOKENS / (EVEN_TOKENS + share * tokens)
+    own = weights / total if (total := float(weights.sum())) else 1 / len(weights)
     return share * ((1 - even) * own + even / len(weights))
 
 

@@ -55,8 +55,7 @@ def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
         "sampler",
         f"the log-probabilities of the drawn tokens are {logp_gap / len(rows):+.3g} nats a token from their "
         f"expectation ({of_logp:+.1f} standard errors), tokens that stand before are "
-        f"{seen_gap / len(rows):+.2%} from theirs ({of_seen:+.1f}); the tokens are likeliest at "
-        f"temperature {likeliest:.2g}",
+        f"{seen_gap / len(rows):+.2%} from theirs ({of_seen:+.1f}); they are likeliest at temperature {likeliest:.2g}",
         probability,
     )
 
