@@ -195,7 +195,8 @@ def fit(residuals: Residuals, family: Family) -> Floats:
 def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
     """Weights with a sum of ``share``, fitted to so many tokens, and to ``EVEN_TOKENS`` that are for all alike."""
     even = EVEN_TOKENS / (EVEN_TOKENS + share * tokens)
-    own = weights / total if (total := float(weights.sum())) else 1 / len(weights)
+    total = float(weights.sum())
+    own = weights / total if total else np.full_like(weights, 1 / len(weights))
     return share * ((1 - even) * own + even / len(weights))
 
 
