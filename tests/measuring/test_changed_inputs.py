@@ -19,7 +19,7 @@ from kleash.measuring import cache_reference, measure, measure_base_logits, swee
 from kleash.measuring.progress import NullProgressReporter
 from kleash.measuring.shards import plan_shards
 from kleash.measuring.workers import worker_engine
-from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder
+from kleash.records import CacheJob, MeasureJob, Measurement, Number, RunFolder
 
 LINES = [f"Boat {n} went out {n * n} times before the sun had come up" for n in range(9)]
 
@@ -31,8 +31,8 @@ class ChangingReporter(NullProgressReporter):
         """``change`` is called after the shard number ``after``, counted from 1."""
         self.change, self.left = change, after
 
-    def add_scored(self, sequences: int, tokens: int) -> None:
-        """Count a shard."""
+    def update_kl(self, kl: Number) -> None:
+        """Count a shard that is on disk."""
         self.left -= 1
         if self.left == 0:
             self.change()

@@ -72,7 +72,7 @@ def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
     assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(
         total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
     )
-    assert measured["warnings"] == []
+    assert all("rows of a head that are no tokens" in warning for warning in measured["warnings"])
     ends = next(RunFolder(own).sequence_parts(["finish_reason"]))["finish_reason"]
     assert measured["counts"]["truncated_sequences"] == ends.count("length") > 0
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
