@@ -398,7 +398,7 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
         (lambda p: save(p, torch.zeros(2, 9, 32), torch.arange(9)), "which is [layers, tokens, dim] for 9 tokens"),
         (lambda p: save(p, torch.zeros(9, 2, 0), torch.arange(9)), "holds 2 layers of 0 numbers"),
         (lambda p: (p.unlink(), p.mkdir()), "is not a regular file"),
-        (lambda p: (p.unlink(), p.symlink_to("gone")), "is not a regular file"),
+        (lambda p: (p.unlink(), p.symlink_to("gone")), "No such file"),
         (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "of shape [9, 32]"),
         (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "holds no tokens"),
         (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token ids of dtype F32"),
