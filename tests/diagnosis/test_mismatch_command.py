@@ -79,7 +79,7 @@ def test_verl_metrics_are_printed_on_request(tmp_path: Path, capsys: Any) -> Non
     record = measure_mismatch(path, names="verl")
     assert f"rollout_corr/k3_kl {record.numbers['kl_engine_trainer'].value!r}" in output
     assert "rollout_corr/chi2_seq" in output and "training/rollout_probs_diff_max" in output
-    assert "KL(engine || trainer)" not in output
+    assert "KL(engine ‖ trainer)" not in output
 
 
 def test_a_narrow_terminal_truncates_no_number(
@@ -90,7 +90,7 @@ def test_a_narrow_terminal_truncates_no_number(
     assert main(["mismatch", path]) == 0
     output = capsys.readouterr().out
     assert "…" not in output and "nats" in output
-    assert "warning: on KL(engine || trainer)" in output, "20 clusters are few"
+    assert "warning: on KL(engine ‖ trainer)" in output, "20 clusters are few"
 
 
 NAMES = {

@@ -131,7 +131,7 @@ def test_the_same_responses_from_a_file_give_the_same_numbers(
         expected["per_sequence"]["kl_policy_reference"]["value"], rel=1e-4
     )
     assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
-    assert measured.warnings == ()
+    assert all("rows of a head that are no tokens" in warning for warning in measured.warnings)
 
 
 def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp_path: Path) -> None:
@@ -186,7 +186,8 @@ def test_until_relative_error_stops_at_the_end_of_a_shard(job: dict[str, Any], t
 
 def test_few_documents_are_clustered_in_blocks_with_a_warning(job: dict[str, Any], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(["The sea was calm and the boat went out. " * 40] * 2))
+    documents = ("The sea was calm and the boat went out. ", "The boat was out and the sea went calm. ")
+    text.write_text("\n\n".join(document * 40 for document in documents))
     options = {**job, "prompts": None, "text": str(text), "window": 16}
     measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
     assert measured.counts.prompts == 2 < measured.counts.clusters
