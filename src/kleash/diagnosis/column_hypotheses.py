@@ -118,15 +118,15 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         ("response", table.position),
         ("sequence", table.position + table.prompt_tokens),
     ):
-        found = _change(table, place, np.ones(len(place), dtype=bool))
-        if found is None:
+        change = _change(table, place, np.ones(len(place), dtype=bool))
+        if change is None:
             continue
         profile = np.ones(len(place))
         for number in (0, 1):
-            start, ratio = _change(table, place, table.fold != number) or found
+            start, ratio = _change(table, place, table.fold != number) or change
             inside = table.fold == number
             profile[inside] = np.where(place[inside] < start, 1.0, ratio)
-        start, ratio = found
+        start, ratio = change
         if not max(ratio, 1 / ratio) > SMALLEST_CHANGE:
             continue
         yield Hypothesis(
@@ -188,10 +188,10 @@ def _bias(table: TokenTable, column: Floats) -> Floats:
     place = table.position * POSITION_BINS // (table.position.max() + 1)
     cell, bias = order * POSITION_BINS + place, np.zeros(len(order))
     for number in (0, 1):
-        others = table.fold != number
-        for one in np.unique(cell):
-            values = (table.difference / np.maximum(table.unit, 1e-12))[others & (cell == one)]
-            inside = (table.fold == number) & (cell == one)
+        is_fitted = table.fold != number
+        for number_of_cell in np.unique(cell):
+            values = (table.difference / np.maximum(table.unit, 1e-12))[is_fitted & (cell == number_of_cell)]
+            inside = (table.fold == number) & (cell == number_of_cell)
             if len(values) >= 20:
                 bias[inside] = float(np.median(values)) * table.unit[inside]
     return bias

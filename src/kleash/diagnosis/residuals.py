@@ -195,8 +195,9 @@ def fit(residuals: Residuals, family: Family) -> Floats:
 def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
     """Weights with a sum of ``share``, fitted to so many tokens, and to ``EVEN_TOKENS`` that are for all alike."""
     even = EVEN_TOKENS / (EVEN_TOKENS + share * tokens)
-    own = weights / total if (total := float(weights.sum())) else 1 / len(weights)
-    return share * ((1 - even) * own + even / len(weights))
+    total = float(weights.sum())
+    fitted = weights / total if total else np.full(len(weights), 1 / len(weights))
+    return share * ((1 - even) * fitted + even / len(weights))
 
 
 def log_likelihood(residuals: Residuals, weights: Floats) -> Floats:
@@ -211,7 +212,7 @@ def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> F
     """The log-density of each token under the weights that the other fold's tokens give."""
     result = np.full(len(fold), np.nan)
     for number in np.unique(fold):
-        of_fold, others = fold == number, fold != number
-        weights = fit(Residuals(*(column[others] for column in residuals)), family)
-        result[of_fold] = log_likelihood(Residuals(*(column[of_fold] for column in residuals)), weights)
+        is_judged, is_fitted = fold == number, fold != number
+        weights = fit(Residuals(*(column[is_fitted] for column in residuals)), family)
+        result[is_judged] = log_likelihood(Residuals(*(column[is_judged] for column in residuals)), weights)
     return result

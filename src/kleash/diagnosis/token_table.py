@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,10 +94,12 @@ class TokenTable:
 
     def selected(self, is_selected: np.ndarray) -> "TokenTable":
         """The table of some of the tokens."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TokenTable(
-            **{name: None if column is None else column[is_selected] for name, column in columns.items()}
-        )
+        columns: dict[str, Any] = {
+            field.name: column[is_selected]
+            for field in fields(self)
+            if (column := getattr(self, field.name)) is not None
+        }
+        return replace(self, **columns)
 
     def neighbour(self, values: Floats, offset: int) -> Floats:
         """The value of the token ``offset`` places later in the same response; NaN where there is none that counts."""
