@@ -73,12 +73,12 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         yield hypothesis(HEALTHY, f"errors of logits of {typical:.2g} nats", rounding(limit), unit)
     every = f"every token differs, by {typical:.2g} nats in the median"
     for residual, unit in ((0.0, units[0]), (0.0, units[1]), (_bias(table, table.trainer), units[0])):
-        plain = hypothesis("weights", every, everywhere(fault), unit, penalty=2.0)
+        plain = hypothesis("weights", every, everywhere(fault / DISTINCT), unit, penalty=4.0)
         yield replace(plain, residual=table.difference - residual)
     for slope, profile in slopes:
         if slope < STEEPEST:
             what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=2.0)
+            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=4.0)
     yield hypothesis(
         "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
     )
@@ -95,7 +95,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         for least in (0.003, 0.03, 0.1):
             what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
             unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield hypothesis("context", what, everywhere(fault), unit, penalty=2.0)
+            yield hypothesis("context", what, everywhere(fault), unit, penalty=4.0)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:

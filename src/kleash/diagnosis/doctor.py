@@ -257,7 +257,7 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
         if (
             side == "trainer" and hypothesis.cause == "weights"
         ):  # its errors would repeat themselves in many tokens
-            hypothesis = replace(hypothesis, penalty=1.0 + len(table.trainer) / REPEATING_TOKENS, alike=())
+            hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS, alike=())
         yield hypothesis
     for hypothesis in prediction_hypotheses(table, limit):
         if scores is None or hypothesis.cause not in ("truncation", "penalty"):

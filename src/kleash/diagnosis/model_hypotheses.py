@@ -370,8 +370,9 @@ def _weights(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[H
             evidence="the engine's log-probabilities are the policy's own, the trainer's are not, and its errors do "
             "not repeat themselves in other responses",
             residual=table.difference,
-            family=everywhere(fault),
+            family=everywhere(fault / DISTINCT),
             unit=table.unit,
+            penalty=3.0,
             alike=(),
         )
 

@@ -124,9 +124,8 @@ def _large(smallest: float) -> NDArray[np.bool_]:
 
 
 def everywhere(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on every token, with any tails, and at most 80 % of them of one sign alone."""
-    large = _large(smallest)
-    return Family((Block(large & (SIGN == 0), 0.2, 1.0), Block(large & (SIGN != 0), 0.0, 0.8)))
+    """Errors of at least ``smallest`` on every token, with any tails and signs."""
+    return Family((Block(_large(smallest), 0.0, 1.0),))
 
 
 def at_most(largest: float) -> Family:
