@@ -73,12 +73,12 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         yield hypothesis(HEALTHY, f"errors of logits of {typical:.2g} nats", rounding(limit), unit)
     every = f"every token differs, by {typical:.2g} nats in the median"
     for residual, unit in ((0.0, units[0]), (0.0, units[1]), (_bias(table, table.trainer), units[0])):
-        plain = hypothesis("weights", every, everywhere(fault), unit, penalty=2.0)
+        plain = hypothesis("weights", every, everywhere(fault / DISTINCT), unit, penalty=4.0)
         yield replace(plain, residual=table.difference - residual)
     for slope, profile in slopes:
         if slope < STEEPEST:
             what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=2.0)
+            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=4.0)
     yield hypothesis(
         "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
     )
@@ -95,7 +95,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         for least in (0.003, 0.03, 0.1):
             what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
             unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield hypothesis("context", what, everywhere(fault), unit, penalty=2.0)
+            yield hypothesis("context", what, everywhere(fault), unit, penalty=4.0)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
@@ -118,15 +118,15 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         ("response", table.position),
         ("sequence", table.position + table.prompt_tokens),
     ):
-        found = _change(table, place, np.ones(len(place), dtype=bool))
-        if found is None:
+        change = _change(table, place, np.ones(len(place), dtype=bool))
+        if change is None:
             continue
         profile = np.ones(len(place))
         for number in (0, 1):
-            start, ratio = _change(table, place, table.fold != number) or found
+            start, ratio = _change(table, place, table.fold != number) or change
             inside = table.fold == number
             profile[inside] = np.where(place[inside] < start, 1.0, ratio)
-        start, ratio = found
+        start, ratio = change
         if not max(ratio, 1 / ratio) > SMALLEST_CHANGE:
             continue
         yield Hypothesis(
@@ -188,10 +188,10 @@ def _bias(table: TokenTable, column: Floats) -> Floats:
     place = table.position * POSITION_BINS // (table.position.max() + 1)
     cell, bias = order * POSITION_BINS + place, np.zeros(len(order))
     for number in (0, 1):
-        others = table.fold != number
-        for one in np.unique(cell):
-            values = (table.difference / np.maximum(table.unit, 1e-12))[others & (cell == one)]
-            inside = (table.fold == number) & (cell == one)
+        is_fitted = table.fold != number
+        for number_of_cell in np.unique(cell):
+            values = (table.difference / np.maximum(table.unit, 1e-12))[is_fitted & (cell == number_of_cell)]
+            inside = (table.fold == number) & (cell == number_of_cell)
             if len(values) >= 20:
                 bias[inside] = float(np.median(values)) * table.unit[inside]
     return bias

@@ -24,9 +24,9 @@ def cause_in_values(table: TokenTable) -> LikelyCause | None:
         ("engine", table.engine, table.trainer),
         ("trainer", table.trainer, table.engine),
     ):
-        found = _of_column(column, other) or _of_sums(table, column, other)
-        if found is not None:
-            return likely_cause("column", f"the {name}'s values {found}")
+        content = _of_column(column, other) or _of_sums(table, column, other)
+        if content is not None:
+            return likely_cause("column", f"the {name}'s values {content}")
         above = column > ROUNDING_NATS
         if above.mean() > LEAST_ABOVE:
             what = f"{above.mean():.0%} of the {name}'s values are above 0, up to {column.max():.3g}: they are logits"

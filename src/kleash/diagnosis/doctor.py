@@ -38,6 +38,8 @@ LARGEST_HEALTHY = 0.2
 """Probability of a healthy engine from which there is no finding."""
 MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 25_000
 """Fewer tokens than the first are not diagnosed; of more than the second, or the third with models, a sample is."""
+REPEATING_TOKENS = 1000
+"""Tokens for each nat against other weights of the trainer whose errors do not repeat themselves."""
 FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.1
 """Share of a response's tokens that differ by more than rounding: above the first it has a fault, up to the second it
 has none; the last is the share of responses between the two with which the fault is in all of them."""
@@ -252,8 +254,11 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
     """All hypotheses, the free one last. Those of the models stand for what the columns alone can only resemble."""
     side = None if scores is None else wrong_side(scores)
     for hypothesis in (*noise_hypotheses(table, limit), *break_hypotheses(table, limit)):
-        if not (side == "trainer" and hypothesis.cause == "weights"):
-            yield hypothesis
+        if (
+            side == "trainer" and hypothesis.cause == "weights"
+        ):  # its errors would repeat themselves in many tokens
+            hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS, alike=())
+        yield hypothesis
     for hypothesis in prediction_hypotheses(table, limit):
         if scores is None or hypothesis.cause not in ("truncation", "penalty"):
             yield hypothesis

@@ -10,7 +10,7 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.residuals import Family, Floats, Residuals, held_out
 from kleash.diagnosis.token_table import TokenTable
 
-PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -6.0}
+PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -8.0}
 """Log of the prior odds against a cause."""
 LEAST_EVIDENCE = 0.5
 """Share of a difference of log-likelihoods that counts at least, however few blocks it comes from."""
@@ -55,21 +55,21 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
     screened = _scores(table, hypotheses, np.arange(len(table.block)) % step == 0)
     is_close = screened.sum(axis=1) + prior > (screened.sum(axis=1) + prior).max() - CLOSE_NATS
     is_close[-1] = True
-    kept: list[int] = np.flatnonzero(is_close).tolist()
+    likely = np.flatnonzero(is_close).tolist()
     scores = (
-        _scores(table, [hypotheses[index] for index in kept], table.block >= 0)
+        _scores(table, [hypotheses[index] for index in likely], table.block >= 0)
         if step > 1
-        else screened[kept]
+        else screened[likely]
     )
-    totals = scores.sum(axis=1) + prior[kept]
+    totals = scores.sum(axis=1) + prior[likely]
     best = int(totals.argmax())
     odds = np.full(len(hypotheses), -np.inf)
-    for index, score in zip(kept, scores, strict=True):
+    for index, score in zip(likely, scores, strict=True):
         difference = scores[best] - score
         mean, variance = float(difference.sum()), len(difference) * float(difference.var(ddof=1))
         consistent = 2 * mean**2 / variance if variance else abs(mean)
         evidence = math.copysign(min(abs(mean), max(consistent, LEAST_EVIDENCE * abs(mean))), mean)
-        odds[index] = prior[index] - prior[kept[best]] - evidence
+        odds[index] = prior[index] - prior[likely[best]] - evidence
     likelihoods = np.exp(odds - odds.max())
     # Variants of one cause are one hypothesis: the likeliest of them.
     for index, hypothesis in enumerate(hypotheses):
@@ -91,8 +91,6 @@ def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.nda
         residuals = Residuals(*(column[is_used] for column in columns))
         values = held_out(residuals, hypothesis.family, table.fold[is_used])
         fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)
-        sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback)).astype(
-            np.float64
-        )
-        rows.insert(0, sums - hypothesis.penalty / len(sums))
+        sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback))
+        rows.insert(0, np.asarray(sums - hypothesis.penalty / len(sums), dtype=np.float64))
     return np.stack(rows)

@@ -61,18 +61,18 @@ def model_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     """
     if not scores.table.difference.any():
         return
-    side = wrong_side(scores)
+    wrong = wrong_side(scores)
     yield from _temperatures(scores, limit)
-    for one in (side,) if side is not None else ("engine", "trainer"):
+    for side in (wrong,) if wrong is not None else ("engine", "trainer"):
         for cause, what, transform in TRANSFORMS:
             if cause == "precision" and limit > MACHINE_EPSILON["bfloat16"]:
                 continue  # as coarse as the networks may be
-            yield from _candidate(scores, cause, one, transform, limit, f"{what} of the {one}")
-        yield from _cuts(scores, one, limit)
-        yield from _penalties(scores, one, limit)
-        yield from _other_tokens(scores, one, limit)
+            yield from _candidate(scores, cause, side, transform, limit, f"{what} of the {side}")
+        yield from _cuts(scores, side, limit)
+        yield from _penalties(scores, side, limit)
+        yield from _other_tokens(scores, side, limit)
     yield from _contexts(scores, limit)
-    yield from _weights(scores, limit, side)
+    yield from _weights(scores, limit, wrong)
     yield from _modules(scores, limit)
 
 
@@ -225,8 +225,8 @@ def _cut_at_a_temperature(scores: ModelScores, start: float, limit: float) -> It
         )
         best = min(TRUNCATIONS, key=lambda settings, value=temperature: distance(settings, value))
     what = f"the engine at {temperature:.3g} and cut to {_described(best)}"
-    for found in _candidate(scores, "temperature", "engine", cut(best, temperature), limit, what, 4.0):
-        yield replace(found, second_cause="truncation")
+    for hypothesis in _candidate(scores, "temperature", "engine", cut(best, temperature), limit, what, 4.0):
+        yield replace(hypothesis, second_cause="truncation")
 
 
 CUT_SAMPLE = 96
@@ -288,12 +288,12 @@ PENALTY_SAMPLE = 128
 def _other_tokens(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
     """A column has the values of other tokens than those that were drawn."""
     ids, same = scores.table.token_id, np.diff(scores.table.sequence) == 0
-    for what, others in (
+    for what, token_id in (
         ("next", np.r_[np.where(same, ids[1:], ids[:-1]), ids[-1]]),
         ("previous", np.r_[ids[0], np.where(same, ids[:-1], ids[1:])]),
     ):
         words = f"the log-probability of the {what} token here for the {side}"
-        yield from _candidate(scores, "column", side, log_probabilities, limit, words, token_id=others)
+        yield from _candidate(scores, "column", side, log_probabilities, limit, words, token_id=token_id)
 
 
 def _contexts(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
@@ -341,14 +341,14 @@ def _best_rescored(
         yield _predicted(scores, cause, side, ways[what](None), limit, f"{what} for the {side}", 2.0)
 
 
-def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hypothesis]:
+def _weights(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[Hypothesis]:
     """One side has the reference's weights, or others that move the distributions in a way that repeats itself."""
     table = scores.table
-    for one in ("engine", "trainer"):
-        rest = _rest(table.difference, scores.policy, scores.reference, one)
+    for side in ("engine", "trainer"):
+        rest = _rest(table.difference, scores.policy, scores.reference, side)
         if _size(rest) < SMALLER * _size(table.difference):
-            what = f"the reference's weights for the {one}"
-            yield _predicted(scores, "weights", one, scores.reference, limit, what)
+            what = f"the reference's weights for the {side}"
+            yield _predicted(scores, "weights", side, scores.reference, limit, what)
     fault = max(SMALLEST_DIFFERENCE, DISTINCT * limit)
     if float(np.median(np.abs(table.difference) / np.maximum(table.unit, 1e-12))) < fault / DISTINCT:
         return
@@ -364,14 +364,15 @@ def _weights(scores: ModelScores, limit: float, side: str | None) -> Iterator[Hy
         penalty=1.0,
         alike=(),
     )
-    if side == "trainer":
+    if wrong == "trainer":
         yield Hypothesis(
             cause="dropout",
             evidence="the engine's log-probabilities are the policy's own, the trainer's are not, and its errors do "
             "not repeat themselves in other responses",
             residual=table.difference,
-            family=everywhere(fault),
+            family=everywhere(fault / DISTINCT),
             unit=table.unit,
+            penalty=3.0,
             alike=(),
         )
 
@@ -403,8 +404,8 @@ def _systematic(scores: ModelScores) -> Floats:
             project = torch.randn(weight.shape[1], PROJECTED, generator=draw) / PROJECTED**0.5
         projected = weight.float().cpu() @ project
         for logits, part in scores.blocks(np.arange(len(table.trainer))):
-            own = projected[torch.from_numpy(table.token_id[part])]
-            parts.append((own - logits.softmax(-1).cpu() @ projected).double().numpy())
+            drawn = projected[torch.from_numpy(table.token_id[part])]
+            parts.append((drawn - logits.softmax(-1).cpu() @ projected).double().numpy())
         parts = [parts[0], np.concatenate(parts[1:])]
     features = np.concatenate(parts, axis=1)
     unit = np.maximum(table.unit, 1e-3)

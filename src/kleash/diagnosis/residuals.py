@@ -124,9 +124,8 @@ def _large(smallest: float) -> NDArray[np.bool_]:
 
 
 def everywhere(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on every token, with any tails, and at most 80 % of them of one sign alone."""
-    large = _large(smallest)
-    return Family((Block(large & (SIGN == 0), 0.2, 1.0), Block(large & (SIGN != 0), 0.0, 0.8)))
+    """Errors of at least ``smallest`` on every token, with any tails and signs."""
+    return Family((Block(_large(smallest), 0.0, 1.0),))
 
 
 def at_most(largest: float) -> Family:
@@ -196,8 +195,8 @@ def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
     """Weights with a sum of ``share``, fitted to so many tokens, and to ``EVEN_TOKENS`` that are for all alike."""
     even = EVEN_TOKENS / (EVEN_TOKENS + share * tokens)
     total = float(weights.sum())
-    own = weights / total if total else np.full_like(weights, 1 / len(weights))
-    return share * ((1 - even) * own + even / len(weights))
+    fitted = weights / total if total else np.full(len(weights), 1 / len(weights))
+    return share * ((1 - even) * fitted + even / len(weights))
 
 
 def log_likelihood(residuals: Residuals, weights: Floats) -> Floats:
@@ -212,7 +211,7 @@ def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> F
     """The log-density of each token under the weights that the other fold's tokens give."""
     result = np.full(len(fold), np.nan)
     for number in np.unique(fold):
-        of_fold, others = fold == number, fold != number
-        weights = fit(Residuals(*(column[others] for column in residuals)), family)
-        result[of_fold] = log_likelihood(Residuals(*(column[of_fold] for column in residuals)), weights)
+        is_judged, is_fitted = fold == number, fold != number
+        weights = fit(Residuals(*(column[is_fitted] for column in residuals)), family)
+        result[is_judged] = log_likelihood(Residuals(*(column[is_judged] for column in residuals)), weights)
     return result

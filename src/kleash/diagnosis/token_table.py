@@ -94,11 +94,12 @@ class TokenTable:
 
     def selected(self, is_selected: np.ndarray) -> "TokenTable":
         """The table of some of the tokens."""
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected: dict[str, Any] = {
-            name: None if column is None else column[is_selected] for name, column in columns.items()
+        columns: dict[str, Any] = {
+            field.name: column[is_selected]
+            for field in fields(self)
+            if (column := getattr(self, field.name)) is not None
         }
-        return TokenTable(**selected)
+        return replace(self, **columns)
 
     def neighbour(self, values: Floats, offset: int) -> Floats:
         """The value of the token ``offset`` places later in the same response; NaN where there is none that counts."""

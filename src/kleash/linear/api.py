@@ -204,8 +204,9 @@ def statistics_of(
 ) -> StatisticsAndTop:
     """The statistics and the ``top`` likeliest tokens, in the shape of ``tokens``."""
     hidden_p = p[0]
-    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
+    with torch.no_grad():
         pair = checked_pair(p, q, temperature)
+    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
         flat = tokens.reshape(-1).to(torch.int64)
         computed = autograd.statistics(pair, options or LinearOptions(), flat, top)

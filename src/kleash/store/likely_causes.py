@@ -15,7 +15,7 @@ class LikelyCause:
     """Its name in ``kleash.diagnosis.causes.CAUSES``."""
     meaning: str
     probability: float
-    """Share of resamples of the responses in which this cause explains the columns best; of equal causes together."""
+    """From the likelihood of held-out responses under this cause and all others; of equal causes together."""
     evidence: str
     next_test: str
     """What confirms or repairs it."""
