@@ -18,8 +18,8 @@ genuine = rollout._draw
 def two_steps(folder: Path, out: Path, **more: Any) -> None:
     """Train; what was drawn at step 1 lies beside ``out``, "replay.json" in ``folder`` is what step 2 is given."""
 
-    def draw(setting, asked, places, step):
-        drawn = genuine(setting, asked, places, step)
+    def draw(setting, asked, places, step, *more):
+        drawn = genuine(setting, asked, places, step, *more)
         if step == 1:
             said = {str(place): one.response_ids for one, place in zip(drawn, places, strict=True)}
             out.with_name(f"{out.name}-drawn-{setting.group.rank}.json").write_text(json.dumps(said))
