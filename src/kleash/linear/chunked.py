@@ -179,15 +179,15 @@ def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
 def compute_rows(
     pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Tensor
 ) -> tuple[Any, ...]:
-    """The results of ``fast`` for rows of finite logits, and of ``general`` for the others."""
+    """The results of ``fast`` for rows of finite logits, and of ``general`` for the unbounded."""
     finite = row_functions.are_finite(zp, zq, pair.vocab_shards)
     results = fast(zp, zq, *columns, pair.vocab_shards)
-    others = (~finite).nonzero()[:, 0]
+    unbounded = (~finite).nonzero()[:, 0]
     size = max(
         1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1]
     )  # of which all ranks have one
-    for start in range(0, len(others), size):
-        some = others[start : start + size]
+    for start in range(0, len(unbounded), size):
+        some = unbounded[start : start + size]
         replacements = general(zp[some], zq[some], *(x[some] for x in columns), pair.vocab_shards)
         for result, replacement in zip(results, replacements, strict=True):
             if result is not None:

@@ -404,5 +404,5 @@ def first_largest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
     if top == 1:
         place = z.argmax(-1, keepdim=True)
         return z.gather(-1, place), place
-    found = z.topk(top, -1)
-    return found.values, found.indices
+    topmost = z.topk(top, -1)
+    return topmost.values, topmost.indices
