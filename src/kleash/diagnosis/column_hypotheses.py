@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +38,14 @@ BASES = {"to base 2": math.log(2), "to base 10": math.log(10)}
 PROBABILITY_BINS, POSITION_BINS = 12, 4
 
 
+def _of_differences(
+    table: TokenTable, cause: str, evidence: str, family: Family, penalty: float, **changes: Any
+) -> Hypothesis:
+    """The hypothesis that the differences, or another ``residual``, are errors of a family."""
+    fields = {"residual": table.difference, "unit": table.unit, "penalty": penalty} | changes
+    return Hypothesis(cause=cause, evidence=evidence, family=family, **fields)
+
+
 def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     """Differences that are rounding, and noise of other sizes or on a part of the tokens.
 
@@ -45,71 +53,67 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         table: the tokens.
         limit: the largest error of logits that rounding explains, in nats.
     """
-    fault = max(SMALLEST_DIFFERENCE, DISTINCT * limit)
-    size = np.abs(table.difference)
-    typical, far = (
-        float(np.median(size)),
-        size > DISTINCT * np.hypot(limit * table.unit, table.rounding_error),
-    )
-    of_tokens = (
+    fault, size = max(SMALLEST_DIFFERENCE, DISTINCT * limit), np.abs(table.difference)
+    far = size > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
+    few = (
         f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
-
-    def hypothesis(
-        cause: str, evidence: str, family: Family, unit: Floats = table.unit, penalty: float = 0.0
-    ):
-        return Hypothesis(
-            cause=cause,
-            evidence=evidence,
-            residual=table.difference,
-            family=family,
-            unit=unit,
-            penalty=penalty,
-        )
-
-    slopes = [_trend(table, place) for place in (table.position, table.position + table.prompt_tokens)]
-    units = (table.unit, table.unit * slopes[0][1])
+    slope, profile = _trend(table, table.position)
+    units = (table.unit, table.unit * profile)
     for unit in units:
-        yield hypothesis(HEALTHY, f"errors of logits of {typical:.2g} nats", rounding(limit), unit)
-    every = f"every token differs, by {typical:.2g} nats in the median"
-    for residual, unit in ((0.0, units[0]), (0.0, units[1]), (_bias(table, table.trainer), units[0])):
-        plain = hypothesis("weights", every, everywhere(fault / DISTINCT), unit, penalty=4.0)
-        yield replace(plain, residual=table.difference - residual)
-    for slope, profile in slopes:
-        if slope < STEEPEST:
-            what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            yield hypothesis("context", what, everywhere(fault / DISTINCT), table.unit * profile, penalty=4.0)
-    yield hypothesis(
-        "routing", f"{of_tokens}; the others round", on_some(limit, fault, 0.02, 0.8), penalty=1.0
-    )
-    yield hypothesis("tensor_parallel", of_tokens, on_some(limit, max(fault, 0.1), 3e-3, 0.02), penalty=1.0)
+        what = f"errors of logits of {np.median(size):.2g} nats"
+        yield _of_differences(table, HEALTHY, what, rounding(limit), 0.0, unit=unit)
+    every = f"every token differs, by {np.median(size):.2g} nats in the median"
+    rests = [(table.difference, units[0]), (table.difference - _bias(table, table.trainer), units[0])]
+    rests += [(table.difference, units[1])] if slope > STEEPEST else []
+    for residual, unit in rests:
+        family = everywhere(fault / DISTINCT)
+        yield _of_differences(table, "weights", every, family, 4.0, residual=residual, unit=unit)
+    some = on_some(limit, fault, 0.02, 0.8)
+    yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
+    yield _of_differences(table, "tensor_parallel", few, on_some(limit, max(fault, 0.1), 3e-3, 0.02), 1.0)
+    yield from _precision(table, limit)
+    yield from _contexts(table, fault)
+
+
+def _precision(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+    """Errors of logits above rounding without a tail, and errors of one size on all log-probabilities."""
     for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
         what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
-        yield hypothesis("precision", what, coarse(limit, float(scale)), penalty=1.0)
+        yield _of_differences(table, "precision", what, coarse(limit, float(scale)), 1.0)
     for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
         what = (
             f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
         )
-        yield hypothesis("precision", what, equal_noise(limit, float(scale)), penalty=1.0)
+        yield _of_differences(table, "precision", what, equal_noise(limit, float(scale)), 1.0)
+
+
+def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
+    """Errors that shrink along the response or the sequence, from a size above that of rounding."""
+    for place in (table.position, table.position + table.prompt_tokens):
+        slope, profile = _trend(table, place)
+        if slope < STEEPEST:
+            what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
+            unit = table.unit * profile
+            yield _of_differences(table, "context", what, everywhere(fault / DISTINCT), 4.0, unit=unit)
     for decay in (1.0, 3.0, 10.0, 30.0):
+        what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
         for least in (0.003, 0.03, 0.1):
-            what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
             unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield hypothesis("context", what, everywhere(fault), unit, penalty=4.0)
+            yield _of_differences(table, "context", what, everywhere(fault), 4.0, unit=unit)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
     """Errors of any sizes and signs, with and without a bias by probability and position."""
-    trend = _trend(table, table.position)[1]
-    for residual, profile in ((_bias(table, table.trainer), 1.0), (0.0, trend), (0.0, 1.0)):
-        yield Hypothesis(
-            cause=UNEXPLAINED,
-            evidence=f"the differences, of {float(np.median(np.abs(table.difference))):.2g} nats in the median, "
-            "follow no cause better than errors of any size and sign",
-            residual=table.difference - residual,
-            family=free(),
-            unit=table.unit * profile,
-        )
+    what = (
+        f"the differences, of {np.median(np.abs(table.difference)):.2g} nats in the median, follow no cause better "
+        "than errors of any size and sign"
+    )
+    rest = table.difference - _bias(table, table.trainer)
+    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=rest)
+    profile = _trend(table, table.position)[1]
+    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, unit=table.unit * profile)
+    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0)
 
 
 def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
@@ -129,18 +133,14 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         start, ratio = change
         if not max(ratio, 1 / ratio) > SMALLEST_CHANGE:
             continue
-        yield Hypothesis(
-            cause="break",
-            evidence=f"from token {start} of the {what} on, counted from 0, the differences are "
-            f"{max(ratio, 1 / ratio):.2g} times as {'large' if ratio > 1 else 'small'} as before",
-            residual=table.difference,
-            family=free(),
-            unit=table.unit * profile,
-            penalty=8.0,
+        what = (
+            f"from token {start} of the {what} on, counted from 0, the differences are "
+            f"{max(ratio, 1 / ratio):.2g} times as {'large' if ratio > 1 else 'small'} as before"
         )
+        yield _of_differences(table, "break", what, free(), 8.0, unit=table.unit * profile)
 
 
-SMALLEST_CHANGE = 1.5
+SMALLEST_CHANGE = 2.0
 """Ratio of the sizes of errors from which a break is a hypothesis."""
 
 
@@ -199,104 +199,81 @@ def _bias(table: TokenTable, column: Floats) -> Floats:
 
 def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     """One column predicts the other up to rounding: shifted, cut, in another unit, after a penalty."""
-
-    def exact(cause: str, evidence: str, residual: Floats, penalty: float = 1.0) -> Hypothesis:
-        return Hypothesis(
-            cause=cause,
-            evidence=evidence,
-            residual=residual,
-            family=rounding(limit, MISTAKES),
-            unit=table.unit,
-            penalty=penalty,
-        )
-
+    exact = rounding(limit, MISTAKES)
     for offset in SHIFTS:
-        when, tokens = (
-            "next" if offset > 0 else "previous",
-            f"token but {abs(offset) - 1}" if abs(offset) > 1 else "token",
-        )
-        what = f"the trainer's value of the {when} {tokens} equals the engine's of this one, up to rounding"
-        yield exact("shift", what, table.neighbour(table.trainer, offset) - table.engine)
-    realigned, faulty, example = _realigned(table, limit)
+        when = f"{'next' if offset > 0 else 'previous'} token" + f" but {abs(offset) - 1}" * (abs(offset) > 1)
+        what = f"the trainer's value of the {when} equals the engine's of this one, up to rounding"
+        rest = table.neighbour(table.trainer, offset) - table.engine
+        yield _of_differences(table, "shift", what, exact, 1.0, residual=rest)
+    rest, faulty, example = _realigned(table, limit)
     if faulty:
         what = (
             f"in {faulty} of {table.num_sequences} responses one column has a token more or less from some token on, "
             f"after which its values are {abs(example)} token{'s' * (abs(example) > 1)} apart from the other's"
         )
-        yield exact(
-            "insertion", what, realigned, penalty=faulty * math.log(6 * len(realigned) / table.num_sequences)
+        penalty = faulty * math.log(6 * len(rest) / table.num_sequences)
+        yield _of_differences(table, "insertion", what, exact, penalty, residual=rest)
+    correlation = correlated(table)
+    if correlation < LARGEST_CORRELATION:
+        what = (
+            f"the columns do not depend on each other (correlation {correlation:.2f}), as if they were of other "
+            "tokens"
         )
-    if correlated(table) < LARGEST_CORRELATION:
-        yield Hypothesis(
-            cause="column",
-            evidence=f"the columns do not depend on each other (correlation {correlated(table):.2f}), as if they were "
-            "of other tokens",
-            residual=table.trainer,
-            family=free(),
-            unit=np.ones(len(table.trainer)),
-            penalty=2.0,
-        )
-    for name, column, other, sign in (
-        ("engine", table.engine, table.trainer, -1.0),
-        ("trainer", table.trainer, table.engine, 1.0),
-    ):
-        for base, nats in BASES.items():
-            what = f"the {name}'s values are logarithms {base}: times {nats:.4g} they equal the other side's"
-            yield exact("column", what, sign * (nats * column - other))
-        in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
-        if in_run.any() and not in_run.all():
-            yield _run_hypothesis(table, name, column, in_run, exact)
-        mass = float(np.exp(-np.maximum(sign * table.difference, 0)).mean())
-        most = float(np.quantile(np.maximum(sign * table.difference, 0), 0.99))
-        # The gap is -log of the mass that is kept: at least 0, and for top-p often at its largest value.
-        ways = [(table.difference, sign)]
-        if most > 10 * SOFTMAX_NATS:
-            ways.append((table.difference - sign * most, -sign))
-        for residual, side in ways:
-            yield Hypothesis(
-                cause="truncation",
-                evidence=f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
-                f"{mass:.1%} of the mass on average",
-                residual=residual,
-                family=one_sided(limit, int(side), 0.05, 1e-3),
-                unit=table.unit,
-                penalty=2.0,
+        unit = np.ones(len(table.trainer))
+        yield _of_differences(table, "column", what, free(), 2.0, residual=table.trainer, unit=unit)
+    yield from _of_side(table, "engine", limit)
+    yield from _of_side(table, "trainer", limit)
+
+
+def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]:
+    """One side has logarithms to another base, placeholders, a cut or a penalty."""
+    sides = (table.engine, table.trainer, -1) if name == "engine" else (table.trainer, table.engine, 1)
+    column, other, sign = sides
+    for base, nats in BASES.items():
+        what = f"the {name}'s values are logarithms {base}: times {nats:.4g} they equal the other side's"
+        rest = sign * (nats * column - other)
+        yield _of_differences(table, "column", what, rounding(limit, MISTAKES), 1.0, residual=rest)
+    in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
+    if in_run.any() and not in_run.all():
+        yield _placeholders(table, name, column, in_run, limit)
+    gaps = np.maximum(sign * table.difference, 0)
+    what = (
+        f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
+        f"{np.exp(-gaps).mean():.1%} of the mass on average"
+    )
+    # The gap is -log of the mass that is kept: at least 0, and for top-p often at its largest value.
+    most = float(np.quantile(gaps, 0.99))
+    for shift, side in ((0.0, sign), (sign * most, -sign)) if most > 10 * SOFTMAX_NATS else ((0.0, sign),):
+        family = one_sided(limit, side, 0.05, 1e-3)
+        yield _of_differences(table, "truncation", what, family, 2.0, residual=table.difference - shift)
+    for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
+        if is_seen.any() and not is_seen.all():
+            what = (
+                f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, those of all "
+                "others higher"
             )
-        for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
-            if is_seen.any() and not is_seen.all():
-                yield Hypothesis(
-                    cause="penalty",
-                    evidence=f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, "
-                    "those of all others higher",
-                    residual=table.difference * np.where(is_seen, -1.0, 1.0),
-                    family=one_sided(limit, int(sign), 0.4, 0.1),
-                    unit=table.unit,
-                    penalty=2.0,
-                )
+            rest = table.difference * np.where(is_seen, -1.0, 1.0)
+            yield _of_differences(
+                table, "penalty", what, one_sided(limit, sign, 0.4, 0.1), 2.0, residual=rest
+            )
 
 
-def _run_hypothesis(table: TokenTable, name: str, column: Floats, in_run: np.ndarray, exact) -> Hypothesis:
+def _placeholders(
+    table: TokenTable, name: str, column: Floats, in_run: np.ndarray, limit: float
+) -> Hypothesis:
     """Runs of equal values are placeholders; the other tokens differ by rounding."""
     values, runs = np.unique(column[in_run]), int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
     repetition = (16 if short_dtype(column) is None else 7) * math.log(2)
-    kind = (
-        "of one token, as padding is"
-        if len(np.unique(table.token_id[in_run])) == 1
-        else "of different tokens"
-    )
+    kind = "of one token, as padding is" if np.ptp(table.token_id[in_run]) == 0 else "of different tokens"
     what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})"
     starts = table.position[in_run & ~np.r_[False, in_run[:-1]]]
     is_last = np.diff(table.sequence, append=-1) != 0
     # A column that was not filled in has the same places in all responses; padding is at their ends.
     is_stretch = runs > max(2, 0.5 * table.num_sequences) and np.mean(starts == np.median(starts)) > 0.5
-    is_stretch &= np.mean(in_run[is_last]) < 0.5
-    hypothesis = exact(
-        "column" if is_stretch else "mask",
-        what,
-        np.where(in_run, np.nan, table.difference),
-        penalty=1.0 + 2.0 * min(len(values), 3) - repetition * (int(in_run.sum()) - runs),
-    )
-    return hypothesis
+    cause = "column" if is_stretch and np.mean(in_run[is_last]) < 0.5 else "mask"
+    penalty = 1.0 + 2.0 * min(len(values), 3) - repetition * (int(in_run.sum()) - runs)
+    rest = np.where(in_run, np.nan, table.difference)
+    return _of_differences(table, cause, what, rounding(limit, MISTAKES), penalty, residual=rest)
 
 
 FLAGGED_NATS = 1e-3
@@ -383,23 +360,14 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
                 continue
             is_sharper = (slope > 0) == (name == "engine")
             sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
-            words = (
+            what = (
                 f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times the "
                 f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of "
                 f"the {sharper}'s"
             )
-            for residual in (
-                values - basis @ np.array([slope, height]),
-                values - sign * _bias(table, column),
-            ):
-                yield Hypothesis(
-                    cause="temperature",
-                    evidence=words,
-                    residual=residual,
-                    family=at_most(max(LARGEST_SPREAD * abs(slope), limit)),
-                    unit=curve,
-                    penalty=2.0,
-                )
+            family = at_most(max(LARGEST_SPREAD * abs(slope), limit))
+            for residual in (rest, values - sign * _bias(table, column)):
+                yield _of_differences(table, "temperature", what, family, 2.0, residual=residual, unit=curve)
 
 
 def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:

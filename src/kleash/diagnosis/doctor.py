@@ -101,32 +101,7 @@ def diagnose(
         findings += _findings(examined, table, pair, limit, batch_tokens)
         findings.sort(key=lambda finding: -finding.probability)
         findings = _with_short_column(findings, table)
-        notes += _impossible_values(table)
-        zeros = int(np.sum(table.trainer <= LOG_OF_ZERO))
-        if zeros:
-            notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
-        if table.decimals_error:
-            notes.append(
-                "the log-probabilities are written with few decimals, so differences of about "
-                f"{table.decimals_error:.1g} nats are not examined; write at least 6"
-            )
-        elif table.rounding_error.any() and not _short_side(table):
-            notes.append(
-                "the log-probabilities of both sides are 16-bit numbers, so differences of about "
-                f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; keep them in float32"
-            )
-        if pair is None:
-            notes.append(
-                "without the models, it cannot be seen whether the tokens were drawn from these distributions"
-            )
-        if table.reference is None:
-            notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
-        elif pair is None:
-            equal = ", and it equals the trainer's column, right only before the first update"
-            is_equal = np.array_equal(table.reference, table.trainer)
-            notes.append(
-                f"without the models, a reference of the wrong weights cannot be seen{equal if is_equal else ''}"
-            )
+        notes += _notes(table, has_models=pair is not None)
     return Diagnosis(
         kleash=__version__,
         file=file,
@@ -137,6 +112,37 @@ def diagnose(
         findings=tuple(findings),
         notes=tuple(notes),
     )
+
+
+def _notes(table: TokenTable, *, has_models: bool) -> list[str]:
+    """What cannot be seen in the columns, and what is odd in them."""
+    notes = _impossible_values(table)
+    zeros = int(np.sum(table.trainer <= LOG_OF_ZERO))
+    if zeros:
+        notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
+    if table.decimals_error:
+        notes.append(
+            "the log-probabilities are written with few decimals, so differences of about "
+            f"{table.decimals_error:.1g} nats are not examined; write at least 6"
+        )
+    elif table.rounding_error.any() and not _short_side(table):
+        notes.append(
+            "the log-probabilities of both sides are 16-bit numbers, so differences of about "
+            f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; keep them in float32"
+        )
+    if not has_models:
+        notes.append(
+            "without the models, it cannot be seen whether the tokens were drawn from these distributions"
+        )
+    if table.reference is None:
+        notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
+    elif not has_models:
+        equal = ", and it equals the trainer's column, right only before the first update"
+        is_equal = np.array_equal(table.reference, table.trainer)
+        notes.append(
+            f"without the models, a reference of the wrong weights cannot be seen{equal if is_equal else ''}"
+        )
+    return notes
 
 
 @watching_files()
