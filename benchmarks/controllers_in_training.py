@@ -24,7 +24,7 @@ from datasets import Dataset
 from harness import RESULTS, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trl import LeashedGRPOTrainer

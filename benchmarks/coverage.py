@@ -152,7 +152,8 @@ def seen_rows(name: str, measurements: int, seed: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for clusters in CLUSTERS_SEEN:
         random = np.random.default_rng([seed, clusters, list(DISTRIBUTIONS).index(name)])
-        hits, shares, effective = (list[Array]() for _ in range(3))
+        hits: list[NDArray[np.bool_]] = []
+        shares, effective = list[Array](), list[Array]()
         for distribution in DISTRIBUTIONS[name]:
             for _ in range(measurements // COLUMNS):
                 sums, counts, truth = distribution(random, (clusters, COLUMNS))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class Response:
 class Engine:
     """How responses are drawn: a network, and what is done to its positions, hidden states and logits."""
 
-    network: torch.nn.Module
+    network: Any
     process: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """Maps ids so far [rows, time], logits [rows, vocab] and the padded length of prompts to logits."""
     change_hidden: Callable[[Tensor, Array, int], Tensor] | None = None
@@ -159,7 +160,7 @@ def pool(name: str = "policy") -> list[Response]:
 
 @torch.inference_mode()
 def hidden_states(
-    network: torch.nn.Module,
+    network: Any,
     responses: Sequence[Response],
     position: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -188,14 +189,14 @@ def hidden_states(
 class Scores:
     """A model's hidden states at the tokens of responses, and what follows from them."""
 
-    network: torch.nn.Module
+    network: Any
     responses: Sequence[Response]
     hidden: Tensor
 
     @classmethod
     def of(
         cls,
-        network: torch.nn.Module,
+        network: Any,
         responses: Sequence[Response],
         position: Callable[[Tensor], Tensor] | None = None,
     ) -> "Scores":
@@ -242,7 +243,7 @@ class Scores:
 
 
 @contextmanager
-def weights_of(network: torch.nn.Module, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+def weights_of(network: Any, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Context in which a network has other weights."""
     parameters = dict(network.named_parameters())
     saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}

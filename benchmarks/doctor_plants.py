@@ -162,7 +162,7 @@ class Case:
         return responses, np.concatenate(columns)
 
     @cached_property
-    def network(self) -> torch.nn.Module:
+    def network(self) -> Any:
         """The policy's network in float32."""
         return shipped_pair().policy.network
 
@@ -909,10 +909,11 @@ def biased_tokens(case: Case, strength: float) -> dict[tuple[int, ...], float]:
 def penalise(case: Case, name: str, strength: float) -> Callable[[Tensor, Tensor, int], Tensor]:
     """A change of logits after the tokens so far, of a strength above 0."""
     if name == "repetition":
-        repetition = RepetitionPenaltyLogitsProcessor(1 + strength)
+        repetition: Any = RepetitionPenaltyLogitsProcessor(1 + strength)
         return lambda ids, logits, start: repetition(ids, logits)
     if name == "bias":
-        bias = SequenceBiasLogitsProcessor(biased_tokens(case, strength))
+        biased: Any = biased_tokens(case, strength)
+        bias: Any = SequenceBiasLogitsProcessor(biased)
         return lambda ids, logits, start: bias(ids, logits)
 
     def counted(ids: Tensor, logits: Tensor, start: int) -> Tensor:

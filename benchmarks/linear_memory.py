@@ -18,6 +18,7 @@ import torch
 from harness import RESULTS, peak_of, resident, write_result
 
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
+from kleash.linear.chunked import CPU_BYTES
 
 
 def measure(name: str, run: Callable[[], float], first: Callable[[], float]) -> dict[str, float]:
@@ -61,7 +62,7 @@ def main() -> None:
 
     figures = {name: value for name, value in vars(args).items() if name != "out"}
     figures |= {
-        "budget_megabytes": options.chunk_bytes / 1e6,
+        "budget_megabytes": CPU_BYTES / 1e6,
         "inputs_megabytes": round(resident("VmRSS")),
         "logits_of_each_model_megabytes": args.tokens * args.vocabulary * 4 / 1e6,
     }

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from harness import RESULTS, peak_of, write_result
 
-from kleash.linear import Head, LinearOptions, linear_kl_loss, token_statistics_and_top
+from kleash.linear import Head, linear_kl_loss, token_statistics_and_top
+from kleash.linear.chunked import CPU_BYTES
 
 CALLS = ("loss (fsdp)", "rows (fsdp)", "loss (tensor)")
 MAPS = ("fsdp", "tensor")
@@ -157,7 +158,7 @@ def run_ranks(options: list[str], world_size: int, folder: Path) -> dict[str, fl
 def head_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The part "head"."""
     whole = args.vocabulary * args.dim * 4 / 1e6
-    buffer = LinearOptions().chunk_bytes / 1e6
+    buffer = CPU_BYTES / 1e6
     rows: list[dict[str, Any]] = []
     for call in CALLS:
         for world_size in args.ranks:
@@ -224,7 +225,7 @@ def main() -> None:
         )
         return
     figures: dict[str, Any] = {name: getattr(args, name) for name in ("vocabulary", "dim", "tokens")}
-    figures["buffer_megabytes"] = LinearOptions().chunk_bytes / 1e6
+    figures["buffer_megabytes"] = CPU_BYTES / 1e6
     for part in parts if args.part == "all" else [args.part]:
         with tempfile.TemporaryDirectory() as folder:
             figures[part] = parts[part](args, Path(folder))
