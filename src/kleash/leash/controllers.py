@@ -21,7 +21,7 @@ from kleash.leash.controller_base import (
 
 REACH = 3.0
 """Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""
-HORIZON_UPDATES = 3
+HORIZON_UPDATES = 4
 """Horizon of Ziegler's rule in updates if none is given."""
 
 
@@ -117,7 +117,7 @@ class ZieglerBeta(TargetController):
     """The rule of Ziegler et al. with bounds, faster and damped, or exactly as published with a ``horizon``.
 
         e = clip(KL / target - 1, -0.2, 0.2)
-        beta <- beta (1 + e / 3) (KL / earlier KL)^proportional      without a horizon; KL is the filtered one
+        beta <- beta (1 + e / 4) (KL / earlier KL)^proportional      without a horizon; KL is the filtered one
         beta <- beta (1 + e sequences / horizon)                     with a horizon; KL is the measured one
 
     The usual implementations of the published rule have no bounds: a NaN persists, and a batch of more than five
@@ -134,7 +134,7 @@ class ZieglerBeta(TargetController):
 
     horizon: int | None = None
     """The number of sequences after which a KL that is 20 % off (or more) has changed beta by 20 %; published is
-    10 000. None for three updates, whatever their size."""
+    10 000. None for four updates, whatever their size."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
@@ -169,8 +169,7 @@ class ZieglerBeta(TargetController):
 class DualBeta(TargetController):
     """Dual ascent on beta, the Lagrange multiplier of "maximise reward subject to KL <= budget".
 
-        e = clip(KL / target - 1, -largest_error, largest_error)
-        log beta <- log beta + rate e + proportional (change of log KL)
+        log beta <- log beta + rate (KL / target - 1) + proportional (change of log KL)
 
     The negative derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is the excess of the KL over the
     budget, which is ``target_nats``. The ascent is in log beta (mirror ascent), so ``rate`` has no unit and beta stays
@@ -182,16 +181,13 @@ class DualBeta(TargetController):
 
     kind: ClassVar[str] = "dual"
 
-    rate: float = 0.15
-    """The gain: the increase of log beta at a KL of twice the budget (before ``largest_error``)."""
-    largest_error: float = 1.0
-    """Largest absolute value of KL / target - 1; beyond it is clipped."""
+    rate: float = 0.1
+    """The gain: the increase of log beta per update at a KL of twice the budget."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
         require_gains(rate=self.rate)
-        require_above(0.0, largest_error=self.largest_error)
 
     def after(
         self,
@@ -209,18 +205,17 @@ class DualBeta(TargetController):
         if ratio is None:
             return replace(self, event=event)
         controller, ratio = self.filtered(ratio, error)
-        log_factor = self.rate * clip(ratio - 1, self.largest_error)
-        return with_beta_times(
-            controller, bounded_exp(log_factor + self.proportional * controller.growth(REACH)), event
-        )
+        log_factor = self.rate * (ratio - 1) + self.proportional * controller.growth(REACH)
+        return with_beta_times(controller, bounded_exp(log_factor), event)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PIDBeta(TargetController):
     """A PID controller of log beta: the KL settles at a target quickly and with little overshoot.
 
-        l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(KL_k / target - 1, -largest_error, largest_error)
-        log beta <- log beta + proportional (l_k - l_k-1) + integral e_k + derivative (l_k - 2 l_k-1 + l_k-2)
+        l_k = clip(log(KL_k / target), -reach, reach)
+        log beta <- log beta + proportional (l_k - l_k-1) + integral (KL_k / target - 1)
+                             + derivative (l_k - 2 l_k-1 + l_k-2)
 
     Changes are in logarithms because the KL is roughly proportional to 1 / beta, and gains have no unit. The error is
     linear, so that noise which the filter leaves does not bias it. In this velocity form beta is the integrator, so
@@ -235,21 +230,19 @@ class PIDBeta(TargetController):
 
     kind: ClassVar[str] = "pid"
 
-    integral: float = 0.15
-    """The integral gain: the increase of log beta per update at a KL of e times the target."""
+    integral: float = 0.1
+    """The integral gain: the increase of log beta per update at a KL of twice the target."""
     derivative: float = 0.0
     """The derivative gain, on the change of the KL's growth; 0 by default because it amplifies noise."""
-    largest_error: float = 1.0
-    """Largest absolute value of KL / target - 1 in the integral term; beyond it is clipped."""
     reach: float = 3.0
     """Largest absolute value of log(KL / target) in the differences of the proportional and derivative terms; beyond it
-    is clipped. By default it is larger than ``largest_error``."""
+    is clipped."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
         require_gains(integral=self.integral, derivative=self.derivative)
-        require_above(0.0, largest_error=self.largest_error, reach=self.reach)
+        require_above(0.0, reach=self.reach)
 
     def after(
         self,
@@ -268,7 +261,7 @@ class PIDBeta(TargetController):
             return replace(self, event=event)
         controller, ratio = self.filtered(ratio, error)
         growth = controller.growth(self.reach)
-        log_factor = self.integral * clip(ratio - 1, self.largest_error) + self.proportional * growth
+        log_factor = self.integral * (ratio - 1) + self.proportional * growth
         if len(self.levels) > 1:
             log_factor += self.derivative * (growth - self.growth(self.reach))
         return with_beta_times(controller, bounded_exp(log_factor), event)
