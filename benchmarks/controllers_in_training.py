@@ -3,10 +3,10 @@
 python benchmarks/controllers_in_training.py                          # all of it: some twenty minutes on an idle core
 python benchmarks/controllers_in_training.py --tasks sort --algorithms grpo --targets 0.4 --seeds 0
 
-Two tasks. ``heroine`` is the demonstration's: the shipped reference, its 24 shortest prompts, 24 responses a step and a
-reward for "she" and "her". ``sort`` has one right answer: a small network sorts four of eight letters, 64 responses a
-step, rewarded by the share of letters in their right place; its reference is trained on answers of which 40 % of the
-letters were drawn at random. Figures are the mean KL of the second half of the steps over the target, and the highest
+Three tasks. ``heroine`` is the demonstration's: the shipped reference, its 24 shortest prompts, 24 responses a step and
+a reward for "she" and "her". Two have one right answer, 64 responses a step, and the share of tokens in their right place
+for reward: a small network sorts four of eight letters (``sort``; in the answers that its reference was trained on 40 %
+of the letters are random) or adds two digits (``sums``; 70 %), the latter with kleash's plug-in for TRL. Figures are the mean KL of the second half of the steps over the target, and the highest
 step over it. The table of docs/beta.md is printed from ``results/controllers_in_training.json``.
 """
 
@@ -37,12 +37,17 @@ from kleash.training import train
 from kleash.training.demonstration import DemonstrationSettings
 
 CONTROLLERS = ("pid", "ziegler", "dual")
-TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4)}
+TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4), "sums": (1.0, 0.4)}
 """A loose and a binding target of each task, in nats per response."""
-ALGORITHMS = ("ppo", "grpo", "plug-in")
-STEPS = {"heroine": 50, "sort": 100}
+ALGORITHMS = {"heroine": ("ppo", "grpo"), "sort": ("ppo", "grpo"), "sums": ("plug-in",)}
+STEPS = {"heroine": 50, "sort": 100, "sums": 60}
 NAME = "controllers_in_training"
-LETTERS, PLACES, WRONG = "abcdefgh", 4, 0.4
+LETTERS, DIGITS = "abcdefgh", "0123456789"
+PLACES = {"sort": 4, "sums": 2}
+"""Tokens of an answer."""
+WRONG = {"sort": 0.4, "sums": 0.7}
+"""The share of random tokens in the answers of the reference's training."""
+WIDTH = {"sort": 32, "sums": 128}
 
 
 class Case(NamedTuple):
@@ -60,11 +65,11 @@ class Case(NamedTuple):
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Train one case; its figures."""
     out = folder / "-".join(map(str, case))
+    steps, task = STEPS[case.task], options_of(case.task, folder)
     if case.algorithm == "plug-in":
         return figures(case, with_plug_in(case, folder, out))
-    steps = STEPS[case.task]
     options: dict[str, Any] = {
-        **(heroine(folder) if case.task == "heroine" else sorting(folder)),
+        **task,
         "controller": case.controller,
         "beta": case.beta,
         "target_nats": case.target,
@@ -88,23 +93,22 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
     """Kleash's plug-in for TRL with a callback: 60 updates of 8 responses to 8 prompts; KL, error, reward, beta."""
-    letters = [json.loads(line)["prompt"] for line in (folder / "sort.jsonl").read_text().splitlines()]
-    answers = [" ".join(sorted(prompt.split()[:PLACES])) for prompt in letters]
+    lines = (folder / f"{case.task}.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
 
-    def share_in_place(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        pairs = [zip(a.split(), b.split(), strict=False) for a, b in zip(answer, completions, strict=True)]
-        return [sum(x == y for x, y in pair) / PLACES for pair in pairs]
+    def in_place_of(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [share_in_place(*pair) for pair in zip(answer, completions, strict=True)]
 
     trainer = LeashedGRPOTrainer(
-        model=str(folder / "sorter"),
-        reward_funcs=share_in_place,
+        model=str(folder / case.task),
+        reward_funcs=in_place_of,
         args=GRPOConfig(
             output_dir=str(out),
             learning_rate=1e-3,
             per_device_train_batch_size=64,
             num_generations=8,
-            max_completion_length=PLACES,
-            max_steps=60,
+            max_completion_length=PLACES[case.task],
+            max_steps=STEPS[case.task],
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -114,7 +118,7 @@ def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
             beta=case.beta,
             seed=case.seed,
         ),
-        train_dataset=Dataset.from_dict({"prompt": letters, "answer": answers}),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [answer_of(x) for x in prompts]}),
     )
     BetaController(controller_of(case), metric="kl/per_sequence").attach(trainer)
     trainer.train()
@@ -173,40 +177,60 @@ def write_prompts(path: Path, prompts: list[str]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-# --- the task with a right answer ---
+# --- the tasks with a right answer ---
 
 
-def in_place(prompts: list[str], responses: list[str]) -> list[float]:
-    """The share of letters of each response that are in their right place."""
-    shares = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        right, answer = sorted(prompt.split()[:PLACES]), response.split()
-        shares.append(sum(a == b for a, b in zip(right, answer, strict=False)) / PLACES)
-    return shares
-
-
-def sorting(folder: Path) -> dict[str, Any]:
-    """The options of the sorting task; its reference and prompts are made on the first call."""
-    reference, path = folder / "sorter", folder / "sort.jsonl"
+def options_of(task: str, folder: Path) -> dict[str, Any]:
+    """The options of a task; its prompts and its reference are made on the first call."""
+    if task == "heroine":
+        return heroine(folder)
+    reference, path = folder / task, folder / f"{task}.jsonl"
     if not path.exists():
         draw = random.Random(0)
-        make_sorter(reference, draw)
-        write_prompts(path, [" ".join([*draw.sample(LETTERS, PLACES), "="]) for _ in range(512)])
+        train_reference(task, reference, draw)
+        write_prompts(path, [draw_prompt(task, draw) for _ in range(512)])
     return {
         "policy": str(reference),
         "prompts": str(path),
         "reward": ("controllers_in_training:in_place",),
         "prompts_per_step": 32,
         "samples_per_prompt": 2,
-        "max_new_tokens": PLACES,
+        "max_new_tokens": PLACES[task],
         "learning_rate": 1e-3,
         "lora_rank": 0,
     }
 
 
-def make_sorter(folder: Path, draw: random.Random) -> None:
-    """Train a small network to sort letters, from answers with ``WRONG`` of the letters at random, and save it."""
-    words = ["<pad>", "</s>", "=", *LETTERS]
+def draw_prompt(task: str, draw: random.Random) -> str:
+    """A random prompt: letters to sort or two digits to add."""
+    if task == "sort":
+        return " ".join([*draw.sample(LETTERS, PLACES[task]), "="])
+    return f"{draw.choice(DIGITS)} + {draw.choice(DIGITS)} ="
+
+
+def answer_of(prompt: str) -> str:
+    """The right answer to a prompt."""
+    words = prompt.split()
+    if "+" in words:
+        return " ".join(f"{int(words[0]) + int(words[2]):02d}")
+    return " ".join(sorted(words[:-1]))
+
+
+def share_in_place(answer: str, response: str) -> float:
+    """The share of the answer's tokens that a response has in their place."""
+    right = answer.split()
+    return sum(a == b for a, b in zip(right, response.split(), strict=False)) / len(right)
+
+
+def in_place(prompts: list[str], responses: list[str]) -> list[float]:
+    """The reward of each response."""
+    return [share_in_place(answer_of(a), b) for a, b in zip(prompts, responses, strict=True)]
+
+
+def train_reference(task: str, folder: Path, draw: random.Random) -> None:
+    """Train a small network on answers with ``WRONG`` of the tokens at random, and save it."""
+    symbols = LETTERS if task == "sort" else DIGITS
+    words = ["<pad>", "</s>", "=", *symbols, *([] if task == "sort" else "+")]
     backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
@@ -214,8 +238,8 @@ def make_sorter(folder: Path, draw: random.Random) -> None:
     network = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(words),
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=WIDTH[task],
+            intermediate_size=2 * WIDTH[task],
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=32,
@@ -228,12 +252,14 @@ def make_sorter(folder: Path, draw: random.Random) -> None:
     for _ in range(600):
         rows = []
         for _ in range(64):
-            letters = draw.sample(LETTERS, PLACES)
-            answer = [draw.choice(LETTERS) if draw.random() < WRONG else x for x in sorted(letters)]
-            rows.append([words.index(x) for x in [*letters, "=", *answer]])
+            prompt = draw_prompt(task, draw)
+            answer = [
+                draw.choice(symbols) if draw.random() < WRONG[task] else x for x in answer_of(prompt).split()
+            ]
+            rows.append([words.index(x) for x in [*prompt.split(), *answer]])
         tokens = torch.tensor(rows)
         labels = tokens.clone()
-        labels[:, : PLACES + 1] = -100
+        labels[:, : -PLACES[task]] = -100
         loss = network(input_ids=tokens, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -277,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
+    parser.add_argument("--algorithms", nargs="+", default=[], help="ppo, grpo, plug-in; those of the task")
     parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)
     parser.add_argument("--targets", nargs="+", type=float, help="nats per response; those of the task")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -291,14 +317,13 @@ def main(arguments: list[str] | None = None) -> None:
         cases = [
             Case(task, algorithm, controller, target, seed, options.beta)
             for task in options.tasks
-            for algorithm in options.algorithms
+            for algorithm in options.algorithms or ALGORITHMS[task]
             for controller in options.controllers
             for target in options.targets or TARGETS[task]
             for seed in options.seeds
-            if (task, algorithm) != ("heroine", "plug-in")
         ]
         for task in options.tasks:  # written once, before several processes read them
-            (heroine if task == "heroine" else sorting)(folder)
+            options_of(task, folder)
         with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
             for result in pool.map(run, cases, [folder] * len(cases)):
                 runs.append(result)

@@ -36,7 +36,7 @@ def steered(draw):
     gains = (
         ("rate", "proportional") if record["kind"] == "dual" else ("proportional", "integral", "derivative")
     )
-    limits = () if record["kind"] == "dual" else ("reach",)
+    limits = ("largest_error",) if record["kind"] == "dual" else ("largest_error", "reach")
     return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
 
 

@@ -81,11 +81,11 @@ def test_ziegler_agrees_with_verl_within_the_bounds(verl):
 
 
 def test_pid_of_a_small_example():
-    gains = {"proportional": 0.4, "integral": 0.1, "derivative": 0.2, "reach": 2.0}
+    gains = {"proportional": 0.4, "integral": 0.1, "derivative": 0.2, "largest_error": 0.5, "reach": 2.0}
     controller, log_beta, errors = PIDBeta(beta=1.0, target_nats=2.0, **gains), 0.0, []
     for measured in (3.0, 5.0, 1.0, 1.5, 0.1, 100.0):
         errors.append(max(-2.0, min(2.0, math.log(measured / 2.0))))
-        push = 0.1 * min(19.0, measured / 2.0 - 1)
+        push = 0.1 * max(-0.5, min(0.5, measured / 2.0 - 1))
         if len(errors) > 1:
             push += 0.4 * (errors[-1] - errors[-2])
         if len(errors) > 2:
@@ -97,9 +97,9 @@ def test_pid_of_a_small_example():
 
 
 def test_dual_of_a_small_example():
-    controller = DualBeta(beta=0.5, target_nats=2.0, rate=0.1)
+    controller = DualBeta(beta=0.5, target_nats=2.0, rate=0.1, largest_error=0.6)
     assert controller.after(2.4).beta == pytest.approx(0.5 * math.exp(0.1 * 0.2))
-    assert controller.after(0.0).beta == pytest.approx(0.5 * math.exp(-0.1))
+    assert controller.after(0.0).beta == pytest.approx(0.5 * math.exp(-0.1 * 0.6))
     above = controller.after(2.2)
     assert above.after(2.4).beta == pytest.approx(above.beta * math.exp(0.1 * 0.2) * (2.4 / 2.2) ** 1.5)
 
@@ -185,7 +185,7 @@ def test_a_change_of_the_target_gives_no_jump():
     """The proportional part answers the KL; that the target moved is left to the integral."""
     steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
     nearer = replace(steady, target_nats=1.5)
-    assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.15 * (2 / 1.5 - 1)))
+    assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.12 * (2 / 1.5 - 1)))
 
 
 def test_a_beta_set_by_hand_is_the_new_starting_point():
@@ -340,9 +340,11 @@ PID = {"beta": 0.1, "target_nats": 6.0}
             "largest_step is 1.0; give a finite number above 1",
         ),
         (lambda: DualBeta(**PID, rate=-1.0), OptionError, "rate is -1.0; give a finite gain"),
+        (lambda: DualBeta(**PID, largest_error=0.0), OptionError, "largest_error is 0.0"),
         (lambda: PIDBeta(**PID, integral=NAN), OptionError, "integral is nan"),
         (lambda: PIDBeta(**PID, proportional=INF), OptionError, "proportional is inf"),
         (lambda: PIDBeta(**PID, derivative=-0.1), OptionError, "derivative is -0.1"),
+        (lambda: PIDBeta(**PID, largest_error=NAN), OptionError, "largest_error is nan"),
         (lambda: PIDBeta(**PID, reach=0.0), OptionError, "reach is 0.0"),
         (lambda: PIDBeta(**PID, levels=(NAN,)), OptionError, r"levels are \(nan,\)"),
         (lambda: PIDBeta(**PID, levels=(1.0, 2.0, 3.0)), OptionError, "levels are"),

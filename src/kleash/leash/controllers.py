@@ -169,7 +169,8 @@ class ZieglerBeta(TargetController):
 class DualBeta(TargetController):
     """Dual ascent on beta, the Lagrange multiplier of "maximise reward subject to KL <= budget".
 
-        log beta <- log beta + rate (KL / target - 1) + proportional (change of log KL)
+        e = clip(KL / target - 1, -largest_error, largest_error)
+        log beta <- log beta + rate e + proportional (change of log KL)
 
     The negative derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is the excess of the KL over the
     budget, which is ``target_nats``. The ascent is in log beta (mirror ascent), so ``rate`` has no unit and beta stays
@@ -181,13 +182,16 @@ class DualBeta(TargetController):
 
     kind: ClassVar[str] = "dual"
 
-    rate: float = 0.1
-    """The gain: the increase of log beta per update at a KL of twice the budget."""
+    rate: float = 0.12
+    """The gain: the increase of log beta at a KL of twice the budget (before ``largest_error``)."""
+    largest_error: float = 1.0
+    """Largest absolute value of KL / target - 1; beyond it is clipped."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
         require_gains(rate=self.rate)
+        require_above(0.0, largest_error=self.largest_error)
 
     def after(
         self,
@@ -205,17 +209,18 @@ class DualBeta(TargetController):
         if ratio is None:
             return replace(self, event=event)
         controller, ratio = self.filtered(ratio, error)
-        log_factor = self.rate * (ratio - 1) + self.proportional * controller.growth(REACH)
-        return with_beta_times(controller, bounded_exp(log_factor), event)
+        log_factor = self.rate * clip(ratio - 1, self.largest_error)
+        return with_beta_times(
+            controller, bounded_exp(log_factor + self.proportional * controller.growth(REACH)), event
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PIDBeta(TargetController):
     """A PID controller of log beta: the KL settles at a target quickly and with little overshoot.
 
-        l_k = clip(log(KL_k / target), -reach, reach)
-        log beta <- log beta + proportional (l_k - l_k-1) + integral (KL_k / target - 1)
-                             + derivative (l_k - 2 l_k-1 + l_k-2)
+        l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(KL_k / target - 1, -largest_error, largest_error)
+        log beta <- log beta + proportional (l_k - l_k-1) + integral e_k + derivative (l_k - 2 l_k-1 + l_k-2)
 
     Changes are in logarithms because the KL is roughly proportional to 1 / beta, and gains have no unit. The error is
     linear, so that noise which the filter leaves does not bias it. In this velocity form beta is the integrator, so
@@ -230,19 +235,21 @@ class PIDBeta(TargetController):
 
     kind: ClassVar[str] = "pid"
 
-    integral: float = 0.1
+    integral: float = 0.12
     """The integral gain: the increase of log beta per update at a KL of twice the target."""
     derivative: float = 0.0
     """The derivative gain, on the change of the KL's growth; 0 by default because it amplifies noise."""
+    largest_error: float = 1.0
+    """Largest absolute value of KL / target - 1 in the integral term; beyond it is clipped."""
     reach: float = 3.0
     """Largest absolute value of log(KL / target) in the differences of the proportional and derivative terms; beyond it
-    is clipped."""
+    is clipped. By default it is larger than ``largest_error``."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
         require_gains(integral=self.integral, derivative=self.derivative)
-        require_above(0.0, reach=self.reach)
+        require_above(0.0, largest_error=self.largest_error, reach=self.reach)
 
     def after(
         self,
@@ -261,7 +268,7 @@ class PIDBeta(TargetController):
             return replace(self, event=event)
         controller, ratio = self.filtered(ratio, error)
         growth = controller.growth(self.reach)
-        log_factor = self.integral * (ratio - 1) + self.proportional * growth
+        log_factor = self.integral * clip(ratio - 1, self.largest_error) + self.proportional * growth
         if len(self.levels) > 1:
             log_factor += self.derivative * (growth - self.growth(self.reach))
         return with_beta_times(controller, bounded_exp(log_factor), event)
