@@ -161,7 +161,7 @@ class RewardJob(OnlineJob):
     """Whether the target is per sequence or per token."""
     horizon: int | None = None
     """Of the controller ziegler, in sequences: its rule is then the published one to the last digit (10000 is the
-    published horizon); if not given, a faster rule with three steps' sequences, on the KL filtered by its error."""
+    published horizon); if not given, a faster rule with four steps' sequences, on the KL filtered by its error."""
     beta_min: float = 1e-4
     """No controller goes below."""
     beta_max: float = 10.0
