@@ -18,7 +18,7 @@ PLANTS = [
 on_every_plant = pytest.mark.parametrize(("gain", "lag", "off"), PLANTS)
 TARGET, RIGHT = 4.0, 0.2  # nats, and the beta that holds the KL there
 SEQUENCES = 1000
-OVERSHOOT = {PIDBeta: 0.45, DualBeta: 0.45, ZieglerBeta: 0.2}
+OVERSHOOT = {PIDBeta: 0.3, DualBeta: 0.3, ZieglerBeta: 0.2}
 
 
 def follow(controller, gain, lag, *, noise=0.0, seed=0, updates=260, sequences=SEQUENCES):
