@@ -37,7 +37,7 @@ from kleash.store import read_steps
 from kleash.training import train
 from kleash.training.demonstration import DemonstrationSettings
 
-CONTROLLERS = ("pid", "ziegler", "dual")
+CONTROLLERS = ("pid", "ziegler", "dual", "fixed")
 TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4), "sums": (1.0, 0.4)}
 """A loose and a binding target of each task, in nats per response."""
 ALGORITHMS = {"heroine": ("ppo", "grpo"), "sort": ("ppo", "grpo"), "sums": ("plug-in",)}

@@ -116,11 +116,11 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
 
 
 def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
-    """Ziegler's horizon is three steps' responses: a fifth of a third for a KL of 0."""
+    """Ziegler's horizon is four steps' responses: a fifth of a quarter for a KL of 0."""
     ziegler = {"controller": "ziegler", "target_nats": 5.0}
     job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
     _, steps = go(trl.train_grpo, job, tmp_path / "run")
-    assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 3)])
+    assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 4)])
     assert len(steps[0].events) == 1 and not caplog.records, "events are in the run log, and nowhere else"
 
 
