@@ -37,7 +37,6 @@ from kleash import (
 from kleash.divergences import divergence, truncate
 from kleash.estimators import bounded_k3
 from kleash.leash import (
-    CURVES,
     BetaSchedule,
     DualBeta,
     FixedBeta,
@@ -47,7 +46,6 @@ from kleash.leash import (
     best_of_n_kl,
     binary_divergence,
     controlled_kl,
-    fit_overoptimisation,
     generalised_advantages,
     geometric_mask,
     group_advantages,
@@ -429,10 +427,6 @@ def run_leash() -> Iterator[tuple[str, Any]]:
     yield "geometric_mask", geometric_mask(p, behaviour, mask, bounds=(0.9, 1.1))
     yield "binary_divergence", binary_divergence(p, behaviour)
     yield "best_of_n", [best_of_n_kl(np.ones(10) / 10, np.arange(10.0), n) for n in (2, 4, 64)]
-    kl_nats = np.linspace(0.5, 20, 12)
-    for curve in CURVES:
-        rewards = np.sqrt(kl_nats) * (1.0 - 0.12 * np.sqrt(kl_nats)) + normal(54, 12).numpy() * 0.02
-        yield f"overoptimisation/{curve}", fit_overoptimisation(kl_nats, rewards, curve=curve)
 
 
 def run_uncertainty() -> Iterator[tuple[str, Any]]:

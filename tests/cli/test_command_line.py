@@ -14,7 +14,6 @@ from kleash.cli.commands import RECORDS
 from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, PPOJob
-from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import OPTION_HEADINGS
 from kleash.jobs.pages import AuditJob, CompareJob
 
@@ -43,7 +42,7 @@ def failing(capsys: Any, *words: str) -> str:
         ("train ppo --discount 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
         ("train grpo --kl-plce x", "did you mean --kl-place?", "kleash train grpo --help"),
-        ("train --policy x", "name one: ppo, grpo", "kleash train --help"),
+        ("train --policy x", "comes before --policy: ppo, grpo", "kleash train --help"),
         (
             "cache --prompts x",
             "measure, train ppo, train grpo, train rloo, train distill have it",
@@ -65,7 +64,8 @@ def failing(capsys: Any, *words: str) -> str:
         ("cache --text a --responses b", "not --text and --responses", ""),
         ("--completion tcsh", "takes bash, zsh, fish", ""),
         ("help mesure", "did you mean measure?", "kleash --help"),
-        ("train --seed 3 ppo", "was given 'ppo'", "kleash train --help"),
+        ("train --seed 3 ppo", "comes before --seed: ppo", "kleash train --help"),
+        ("train demonstration", "examples/leash_demonstration.py", ""),
         ("train ppo --learning-rate -1e-3", "above 0; it is -0.001", ""),
         ("measure --samples_per_prmpt 2", "did you mean --samples-per-prompt?", "kleash measure --help"),
         ("measure --lim 2", "did you mean --limit?", "kleash measure --help"),
@@ -93,8 +93,6 @@ def test_words_are_read_as_they_were_written() -> None:
     assert (audit.set, audit.fail_on) == (("kind=k3", "x=-1"), ("fault", "note"))
     assert read("audit --quiet pkg:f") == AuditJob(target="pkg:f", quiet=True)
     assert read("audit") == AuditJob()
-    assert read("train --out x --seed 3") == DemonstrationJob(out="x", seed=3)
-    assert read("train demonstration --seed -0") == read("train") == DemonstrationJob()
     ppo = read("train ppo --no-whiten --reward a b --clip-range-value None --limit 3")
     assert ppo == PPOJob(whiten=False, reward=("a", "b"), clip_range_value=None, limit=3)
 
@@ -106,11 +104,12 @@ def test_words_are_read_as_they_were_written() -> None:
         ("-h", "usage: kleash COMMAND", 0),
         ("help", "usage: kleash COMMAND", 0),
         ("help train ppo", "usage: kleash train ppo [options]", 0),
+        ("train", "usage: kleash train ALGORITHM [options]", 0),
         ("measure --policy x --help", "usage: kleash measure [options]", 0),
         ("measure --polcy x --help", "usage: kleash measure [options]", 0),
         ("report -h", "usage: kleash report FOLDER [options]", 0),
-        ("train -h", "usage: kleash train [ALGORITHM] [options]", 0),
-        ("train --seed 3 -h", "usage: kleash train [ALGORITHM] [options]", 0),
+        ("train -h", "usage: kleash train ALGORITHM [options]", 0),
+        ("train --seed 3 -h", "usage: kleash train ALGORITHM [options]", 0),
         ("train ppo -h", "usage: kleash train ppo [options]", 0),
         ("--version", "kleash 0.", 0),
         ("-V", "kleash 0.", 0),
@@ -167,7 +166,7 @@ def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
             lines = [
                 line for line in told.splitlines() if line.startswith(f"  {typed} ") or line == f"  {typed}"
             ]
-            assert len(lines) == (0 if name == "train" else 1), (name, typed)
+            assert len(lines) == 1, (name, typed)
             assert option.help, (name, typed)
     assert told.index("essentials") < told.index("sampling")
     assert main([]) == 2  # and shows what there is
@@ -283,7 +282,6 @@ def test_missing_packages_of_an_option_are_named_with_the_others(
         "cache": "transformers is not installed; run: pip install 'kleash[models]'",
         "measure --device-map auto": "transformers and accelerate are not installed; run: pip install 'kleash[models]'",
         f"measure --policy {adapter} --text t": "transformers and peft are not installed",
-        "train": "transformers, accelerate and peft are not installed; run: pip install 'kleash[train]'",
         "train grpo": "transformers, accelerate, trl and datasets are not installed; run: pip install 'kleash[trl]'",
         "train ppo --lora-rank 4 --report-to wandb tensorboard": (
             "transformers, accelerate, peft, tensorboard and wandb are not installed; "

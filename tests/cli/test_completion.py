@@ -130,7 +130,7 @@ def test_a_beginning_is_completed(complete: Callable[[str], list[str]], line: st
     ("line", "words", "common"),
     [
         ("kleash ", "audit cache compare doctor logits measure merge mismatch report sweep train", ""),
-        ("kleash train ", "demonstration distill dpo grpo ppo rloo", ""),
+        ("kleash train ", "distill dpo grpo ppo rloo", ""),
         ("kleash measure --quiet --rev", "--revision-policy --revision-reference", "--revision-"),
     ],
 )

@@ -17,8 +17,6 @@ from kleash.records import (
     TrainingResult,
     TrainJob,
 )
-from kleash.store.checksums import write_checked
-from kleash.store.demonstration import DEMONSTRATION, BestOf, Demonstration, LeashSetting
 from kleash.store.job_folder import RunHeader
 from kleash.store.steps import append_step
 
@@ -76,37 +74,6 @@ def write_pairs_run(folder: Path) -> Path:
         for step in range(1, 4)
     ]
     return write_run(folder, history, DPOJob(pairs="p.jsonl"), finished=False)
-
-
-def write_hostile_demonstration(folder: Path) -> Path:
-    """Three runs with hostile titles, and best-of-n."""
-    folder.mkdir()
-    leashes = [LeashSetting(name=f"run{at}", title=f"{EVIL} {at}", description=EVIL) for at in range(3)]
-    for at, leash in enumerate(leashes):
-        history = healthy(30, seed=at, target=None)
-        if at == 0:
-            history = bent(
-                history, 10, lambda at, now: {"kl/exact_per_sequence": 6 * 1.2**at, "reward/score": 2.0}
-            )
-        write_run(folder / leash.name, history, PPOJob(seed=at))
-    found = Demonstration(
-        kleash="0.1.0",
-        reward=EVIL,
-        meant=EVIL,
-        runs=tuple(leashes),
-        best_of=tuple(
-            BestOf(
-                n=n,
-                reward=number(0.5 + 0.3 * n, "none"),
-                kl=number(0.3 * (n - 1), "nats"),
-                bound=0.4 * (n - 1),
-            )
-            for n in (1, 2, 4)
-        ),
-        samples=(Sample(prompt=EVIL, response=EVIL, reward=0.0, kl=0.0),),
-    )
-    write_checked(folder, folder / DEMONSTRATION, found.to_json())
-    return folder
 
 
 def number(value: float, unit: str) -> Number:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kleash.errors import OptionError
-from kleash.jobs.demonstration import DemonstrationJob
 from kleash.records import DistillJob, DPOJob, GRPOJob, MeasureJob, PPOJob, RLOOJob, TrainJob
 from kleash.store.codec import decode, to_json
 from kleash.store.job_folder import RunHeader
@@ -96,7 +95,6 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
         ),
         (lambda: DistillJob(policy="mine", prompts="p"), "say which model mine learns from: --teacher"),
         (lambda: DistillJob(on_hacking="tighten"), "distill has no beta that could be tightened"),
-        (lambda: DemonstrationJob(seed=-1), "--seed must be a whole number"),
     ],
 )
 def test_each_algorithm_refuses_what_it_cannot_do(ask: Any, said: str) -> None:

@@ -1,11 +1,12 @@
 """A file that is written to while a job uses it: no result, and a sentence that names it."""
 
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -16,26 +17,35 @@ from kleash.errors import ChangedInputError, SourceError
 from kleash.jobs import LogitsJob, SweepJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.measuring import cache_reference, measure, measure_base_logits, sweep, write_base_logits
-from kleash.measuring.progress import NullProgressReporter
 from kleash.measuring.shards import plan_shards
 from kleash.measuring.workers import worker_engine
-from kleash.records import CacheJob, MeasureJob, Measurement, Number, RunFolder
+from kleash.models.cache.reference_cache import ReferenceCache
+from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder
 
 LINES = [f"Boat {n} went out {n * n} times before the sun had come up" for n in range(9)]
 
+ChangeAfter: TypeAlias = Callable[[int, Callable[[], object]], None]
 
-class ChangingReporter(NullProgressReporter):
-    """Calls a function once a number of shards are on disk."""
 
-    def __init__(self, change: Callable[[], object], after: int) -> None:
-        """``change`` is called after the shard number ``after``, counted from 1."""
-        self.change, self.left = change, after
+@pytest.fixture
+def change_after(monkeypatch: pytest.MonkeyPatch) -> ChangeAfter:
+    """Has a function called once a number of shards, of runs or caches, are on disk."""
 
-    def update_kl(self, kl: Number) -> None:
-        """Count a shard that is on disk."""
-        self.left -= 1
-        if self.left == 0:
-            self.change()
+    def change_after(shards: int, change: Callable[[], object]) -> None:
+        written = itertools.count(1)
+
+        def counted(write: Callable[..., None]) -> Callable[..., None]:
+            def call(*arguments: Any, **named: Any) -> None:
+                write(*arguments, **named)
+                if next(written) == shards:
+                    change()
+
+            return call
+
+        for owner, name in ((RunFolder, "write_shard"), (ReferenceCache, "fill")):
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+
+    return change_after
 
 
 @pytest.fixture
@@ -118,7 +128,12 @@ CHANGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("after", ["first shard", "last shard"])
 def test_a_changed_file_leaves_no_result(
-    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, name: str, after: str
+    models: tuple[Path, Path],
+    sources: dict[str, Path],
+    tmp_path: Path,
+    change_after: ChangeAfter,
+    name: str,
+    after: str,
 ) -> None:
     kind, file, change = CHANGES[name]
     path = tmp_path / file
@@ -127,8 +142,9 @@ def test_a_changed_file_leaves_no_result(
     done = 1 if after == "first shard" else alone.counts.shards
     assert alone.counts.shards > 2
     job = job_of(models, sources, kind, tmp_path / "run")
+    change_after(done, lambda: change(path))
     with pytest.raises((ChangedInputError, SourceError), match=file):
-        measure(job, ChangingReporter(lambda: change(path), done))
+        measure(job)
     assert not (tmp_path / "run" / "measurement.json").exists()
     finished = RunFolder(tmp_path / "run").finished_shards()
     assert len(finished) == done
@@ -139,7 +155,7 @@ def test_a_changed_file_leaves_no_result(
 
 
 def test_a_file_that_is_only_touched_is_the_same(
-    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, change_after: ChangeAfter
 ) -> None:
     paths = [sources["text"], models[0] / "model.safetensors", models[1] / "config.json"]
 
@@ -147,7 +163,8 @@ def test_a_file_that_is_only_touched_is_the_same(
         for path in paths:
             os.utime(path, ns=(0, 0))
 
-    measure(job_of(models, sources, "text", tmp_path / "run"), ChangingReporter(touch, 1))
+    change_after(1, touch)
+    measure(job_of(models, sources, "text", tmp_path / "run"))
     assert Measurement.read(tmp_path / "run").counts.shards > 1
 
 
@@ -167,17 +184,18 @@ def test_a_worker_scores_nothing_with_changed_weights(
 
 @pytest.mark.parametrize("file", ["text.txt", "reference/model.safetensors"])
 def test_a_cache_keeps_nothing_of_a_changed_file(
-    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, file: str
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, change_after: ChangeAfter, file: str
 ) -> None:
     out, path = tmp_path / "cache", tmp_path / file
     job = CacheJob(reference=str(models[1]), text=str(sources["text"]), batch_tokens=20, out=str(out))
+    change_after(1, lambda: overwrite_in_place(path))
     with pytest.raises(ChangedInputError, match=file):
-        cache_reference(job, ChangingReporter(lambda: overwrite_in_place(path), 1))
+        cache_reference(job)
     assert len(list(out.glob("part-*"))) == 1 and not (out / "contents.json").exists()
 
 
 def test_a_cache_that_is_written_to_leaves_no_result(
-    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, change_after: ChangeAfter
 ) -> None:
     out = tmp_path / "cache"
     cache_reference(
@@ -191,26 +209,27 @@ def test_a_cache_that_is_written_to_leaves_no_result(
                 file.write(b"\x00" * 8)
 
     job = job_of(models, sources, "text", tmp_path / "run", reference_cache=str(out))
+    change_after(1, change)
     with pytest.raises(ChangedInputError, match="cache/part-"):
-        measure(job, ChangingReporter(change, 1))
+        measure(job)
     assert not (tmp_path / "run" / "measurement.json").exists()
 
 
 def test_a_candidate_that_changes_fails_and_a_source_that_changes_ends_a_sweep(
-    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
+    models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path, change_after: ChangeAfter
 ) -> None:
     options: dict[str, Any] = {"reference": str(models[1]), "text": str(sources["text"]), "batch_tokens": 20}
     shards = measure(job_of(models, sources, "text", tmp_path / "alone")).counts.shards
     job = SweepJob(candidates=(str(models[0]), str(models[1])), out=str(tmp_path / "one"), **options)
-    change = ChangingReporter(lambda: overwrite_in_place(models[0] / "model.safetensors"), shards + 1)
-    result = sweep(job, change)
+    change_after(shards + 1, lambda: overwrite_in_place(models[0] / "model.safetensors"))
+    result = sweep(job)
     assert "policy/model.safetensors was written to" in result.candidates[0].failure
     assert not result.candidates[1].failure
     job = SweepJob(candidates=(str(models[0]), str(models[1])), out=str(tmp_path / "two"), **options)
     # between the two candidates
-    change = ChangingReporter(lambda: overwrite_in_place(sources["text"]), 2 * shards)
+    change_after(2 * shards, lambda: overwrite_in_place(sources["text"]))
     with pytest.raises(ChangedInputError, match=r"text\.txt"):
-        sweep(job, change)
+        sweep(job)
     assert not (tmp_path / "two" / "sweep.json").exists()
 
 

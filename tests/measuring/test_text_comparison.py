@@ -170,7 +170,6 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
 def test_other_folders_raise_with_their_kind(tmp_path: Path, capsys: Any) -> None:
     for file, told in {
         "steps.jsonl": f"it is the folder of a training run; measure its policy: kleash measure --policy {tmp_path}",
-        "demonstration.json": "it is a demonstration of kleash train",
         "reference.json": "it is the cache of a reference",
         "nothing": "the run has not finished: finish it with --resume",
     }.items():

@@ -33,9 +33,6 @@ KINDS = (
 )
 
 
-WITH_DECAYS = ("qwen35", "qwen3next", "granitehybrid", "falcon-h1", "nemotron_h")
-
-
 def tiny_gguf(folder: Path, name: str = "llama", **options: Any) -> tuple[Path, Path]:
     """A tiny model of ``MODELS`` as a folder, and as a GGUF file in it."""
     model_type, settings = MODELS[name]
@@ -56,6 +53,19 @@ def logits(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         return pair.policy.network(ids).logits, pair.reference.network(ids).logits
 
 
+def with_equal_decays(pair: Pair) -> Pair:
+    """The pair after its decays were seen to be equal but for the last bit, which files of -exp(A_log) lose.
+
+    Tiny networks magnify that bit by 1e5 at some positions.
+    """
+    stored = pair.policy.network.state_dict()
+    for parameter, values in pair.reference.network.state_dict().items():
+        if parameter.endswith(".A_log"):
+            torch.testing.assert_close(stored[parameter], values, rtol=0, atol=3e-7)
+            stored[parameter].copy_(values)
+    return pair
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_gguf(tmp_path_factory.mktemp("llama"))
@@ -66,14 +76,12 @@ def test_a_float32_file_gives_the_logits_of_the_checkpoint_it_was_made_from(
     tmp_path: Path, name: str
 ) -> None:
     folder, path = tiny_gguf(tmp_path, name)
-    pair = load_pair(str(path), str(folder))
+    pair = with_equal_decays(load_pair(str(path), str(folder)))
     stored = pair.policy.network.state_dict()
     for parameter, values in pair.reference.network.state_dict().items():
-        # Files have -exp(A_log), whose logarithm has another last bit, and multipliers of Falcon-H1 in the weights.
-        atol = 3e-7 if parameter.endswith(".A_log") else 0
-        if name != "falcon-h1":
-            torch.testing.assert_close(stored[parameter], values, rtol=0, atol=atol)
-    torch.testing.assert_close(*logits(pair), rtol=0, atol=2e-4 if name.startswith(WITH_DECAYS) else 0)
+        if name != "falcon-h1":  # whose file has the multipliers in the weights
+            torch.testing.assert_close(stored[parameter], values, rtol=0, atol=0)
+    torch.testing.assert_close(*logits(pair), rtol=0, atol=2e-4 if name == "falcon-h1" else 0)
     assert pair.policy.eos_token_ids == (1,)
     assert not [note for note in pair.notes if "not mapped" in note]
 
@@ -557,7 +565,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         tensors["blk.4.attn_norm.weight"] = tensors["blk.4.nextn.enorm.weight"] = np.ones(32, np.float32)
 
     folder, path = tiny_gguf(tmp_path, "qwen35", edit=edit, edit_tensors=add_tensors)
-    torch.testing.assert_close(*logits(load_pair(str(path), str(folder))), rtol=0, atol=2e-4)
+    pair = with_equal_decays(load_pair(str(path), str(folder)))
+    torch.testing.assert_close(*logits(pair), rtol=0, atol=0)
 
 
 def test_settings_without_a_counterpart_are_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tiny_models import ARCHITECTURES, double_logits
 from kleash.errors import NonFiniteError, OptionError
 from kleash.models import Pair, ReferenceCache, load_pair, score
 from kleash.models.scoring import score_against_float32, score_batched_against_single
-from kleash.store.tables import TOKEN_COLUMNS
+from kleash.store.tables import PADDING_COLUMNS, TOKEN_COLUMNS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -22,7 +22,7 @@ def test_every_column_agrees_with_the_models_logits_in_float64(folders, architec
     sequences = random_sequences()
     found = score(load_pair(str(policy), str(reference)), sequences, batch_tokens=24)
     wanted = columns_by_enumeration(policy, reference, sequences)
-    assert set(found) == set(TOKEN_COLUMNS) - {"text"}
+    assert set(found) == {*TOKEN_COLUMNS, *PADDING_COLUMNS} - {"text"}
     assert wanted["kl_policy_reference"].mean() > 0.02
     for name, values in wanted.items():
         assert found[name].dtype == (np.int32 if TOKEN_COLUMNS[name] == "int32" else np.float32), name
@@ -111,7 +111,7 @@ def test_the_noise_floor_is_rounding_and_larger_in_bfloat16(folders):
     sequences = random_sequences(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
     exact = load_pair(str(policy), str(reference)).reference
     floor = score_batched_against_single(exact, sequences)
-    assert set(floor) == set(TOKEN_COLUMNS) - {"text"}
+    assert set(floor) == {*TOKEN_COLUMNS, *PADDING_COLUMNS} - {"text"}
     assert 0 <= floor["kl_policy_reference"].max() < 1e-9
     assert score_against_float32(exact, sequences) is None
 

@@ -128,7 +128,7 @@ def test_a_stored_reference_may_be_an_adapter(folders, tmp_path: Path) -> None:
     kept = cache_reference(
         CacheJob(reference=str(adapter), responses=str(rollouts(tmp_path)), out=str(cache), batch_tokens=64)
     )
-    assert kept.notes == (f"the reference is the adapter {adapter} over {base}",)
+    assert kept.notes[0] == f"the reference is the adapter {adapter} over {base}"
     found = beside(StoredReference(cache), policy, adapter)
     exact = load_pair(str(policy), str(adapter))
     sequences = list(sequences_of(tmp_path, exact))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_training import write_hostile_demonstration, write_hostile_run
+from synthetic_training import write_hostile_run
 
 from kleash.reports.folder_report import write_report_of
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.browser
 
 PAGES: dict[str, Callable[[Path], Path]] = {
     "run": write_hostile_run,
-    "demonstration": write_hostile_demonstration,
 }
 
 

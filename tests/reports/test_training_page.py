@@ -10,7 +10,6 @@ from histories import healthy
 from synthetic_training import (
     EVIL,
     header_of,
-    write_hostile_demonstration,
     write_hostile_run,
     write_pairs_run,
     write_run,
@@ -19,7 +18,6 @@ from synthetic_training import (
 from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_training_report
-from kleash.reports.demonstration import write_demonstration
 from kleash.reports.folder_report import write_report_of
 from kleash.reports.training import format_metric, run_warnings
 from kleash.reports.training_charts import run_charts, thin_steps
@@ -199,39 +197,3 @@ def test_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
         "Steps 3 the hacking monitor stopped it"
         in Text(write_training_report(folder).read_text(encoding="utf-8")).text
     )
-
-
-@pytest.fixture(scope="module")
-def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    folder = write_hostile_demonstration(tmp_path_factory.mktemp("training") / "demonstration")
-    assert write_report_of(folder) == write_demonstration(folder)
-    return Text((folder / "report.html").read_text(encoding="utf-8"))
-
-
-def test_the_demonstration_shows_the_runs_side_by_side(demonstration: Text) -> None:
-    assert tuple(demonstration.figures) == (
-        "frontier",
-        "chart-reward",
-        "chart-kl",
-        "chart-repetition",
-        "chart-entropy",
-    )
-    for name in list(demonstration.figures)[1:]:
-        assert len(demonstration.figures[name]["data"]) == 3  # type: ignore[arg-type]
-    assert demonstration.text.count(EVIL) >= 20
-    assert demonstration.scripts == 2 + len(demonstration.figures)
-
-
-def test_the_frontier_holds_reward_against_kl_and_best_of_n(demonstration: Text) -> None:
-    *runs, best = demonstration.figures["frontier"]["data"]  # type: ignore[misc]
-    history = healthy(30, seed=1, target=None)
-    assert runs[1]["x"][5] == pytest.approx(history[5].metrics["kl/exact_per_sequence"])
-    assert runs[1]["y"][5] == pytest.approx(history[5].metrics["reward/score"])
-    assert runs[1]["x"][0] is None  # at a KL of 0, which has no place on a logarithmic axis
-    assert (best["x"], best["y"], best["text"]) == ([0.3, pytest.approx(0.9)], [1.1, 1.7], ["2", "4"])
-
-
-def test_the_page_names_the_ends_of_the_runs(demonstration: Text) -> None:
-    last = healthy(30, seed=2, target=None)[-1].metrics
-    value, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
-    assert f"{value:.2f} ± {error:.2f}" in demonstration.text

@@ -150,7 +150,7 @@ def test_resuming_with_another_number_of_processes_is_noted(folder, tmp_path):
     path.write_text(json.dumps({**state, "generators": state["generators"] * 2}))
     seal_folder(path.parent)
     said = []
-    display = SimpleNamespace(note=said.append, stepped=lambda record: None)
+    display = SimpleNamespace(note=said.append, stepped=lambda record: None, working=lambda step, text: None)
     run_log = RunLog(tmp_path, replace(job, steps=2, resume=True), display=display)
     assert train_ppo(run_log.job, run_log).steps == 2
     assert said[-2].startswith("going on after step 1, from ") and said[-1].startswith(

@@ -215,11 +215,14 @@ def test_controller_updates_beta_from_measured_kl(folder, tmp_path, per, target)
     )
     result = train_ppo(job)
     first, second = read_steps(tmp_path)
-    measured = [record.metrics[f"kl/exact_per_{per}"] for record in (first, second)]
+    measured, errors = (
+        [record.metrics[f"kl/exact_per_{per}{suffix}"] for record in (first, second)]
+        for suffix in ("", "_error")
+    )
     assert first.metrics["beta"] == 0.1 and first.metrics["kl/target"] == target
-    expected = leash_of(job).after(measured[0], sequences=4)
+    expected = leash_of(job).after(measured[0], sequences=4, standard_error=errors[0])
     assert second.metrics["beta"] == pytest.approx(expected.beta, rel=1e-5) != 0.1
-    assert result.beta == pytest.approx(expected.after(measured[1]).beta, rel=1e-5)
+    assert result.beta == pytest.approx(expected.after(measured[1], standard_error=errors[1]).beta, rel=1e-5)
 
 
 @pytest.mark.parametrize("controller", ["fixed", "ziegler", "pid", "dual"])

@@ -4,31 +4,25 @@ import json
 import subprocess
 import sys
 from dataclasses import fields, replace
-from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kleash.cli import main
-from kleash.errors import CannotRunError, OptionError, RunFolderError
-from kleash.jobs.demonstration import DemonstrationJob
+from kleash.errors import OptionError
 from kleash.records import (
     DistillJob,
     DPOJob,
     GRPOJob,
     PPOJob,
     RLOOJob,
-    StepRecord,
     TrainingFolder,
     TrainJob,
     read_samples,
     read_steps,
 )
-from kleash.store.demonstration import Demonstration
 from kleash.training import train
 from kleash.training.algorithms import trainer_of
-from kleash.training.demonstration import DemonstrationSettings, best_of_n_reward, demonstrate
 
 JOBS = (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 
@@ -189,9 +183,6 @@ def test_several_processes_require_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="several processes must agree on the run's folder; give --out"):
         train(PPOJob())
 
-    with pytest.raises(CannotRunError, match="takes one process and was launched with 2"):
-        demonstrate(DemonstrationJob())
-
 
 def test_only_the_first_process_prints(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -202,59 +193,3 @@ def test_only_the_first_process_prints(
         monkeypatch.setenv(name, value)
     assert main(["train", "ppo", "--out", str(run)]) == 0  # nor does it look at what lies there
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.fixture(scope="module")
-def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "demonstration"
-    tiny = DemonstrationSettings(steps=2, prompts=3, draws=4, max_new_tokens=4)
-    shown: list[StepRecord] = []
-
-    class Shown:
-        def note(self, sentence: str) -> None:
-            assert sentence
-
-        def working(self, step: int, activity: str) -> None:
-            pass
-
-        def stepped(self, record: StepRecord) -> None:
-            shown.append(record)
-
-    demonstrate(DemonstrationJob(out=str(folder)), Shown(), tiny)
-    assert [record.step for record in shown] == [1, 2] * 3
-    return folder
-
-
-def test_demonstration_trains_three_runs_from_the_same_start(demonstration: Path) -> None:
-    found = Demonstration.read(demonstration)
-    histories = {leash.name: read_steps(demonstration / leash.name) for leash in found.runs}
-    assert {name: history[0].metrics["beta"] for name, history in histories.items()} == {
-        "off": 0.0,
-        "good": 0.3,
-        "tight": 5.0,
-    }
-    first = [history[0].metrics["reward/score"] for history in histories.values()]
-    assert first[0] == first[1] == first[2], "the same prompts, the same draws"
-    assert all(history[0].metrics["kl/exact_per_sequence"] == 0 for history in histories.values())
-    assert "One reward, three leashes" in (demonstration / "report.html").read_text(encoding="utf-8")
-
-
-def test_best_of_n_kl_grows_with_n_below_its_bound(demonstration: Path) -> None:
-    found = Demonstration.read(demonstration)
-    assert [point.n for point in found.best_of] == [1, 2, 4]
-    rewards = [point.reward.value for point in found.best_of]
-    assert rewards == sorted(rewards)
-    assert found.best_of[0].kl.value == pytest.approx(0, abs=1e-9)
-    assert all(point.kl.value <= point.bound + 1e-9 for point in found.best_of)
-
-
-def test_demonstration_refuses_a_folder_with_files(demonstration: Path) -> None:
-    with pytest.raises(RunFolderError, match="holds something already; give another --out"):
-        demonstrate(DemonstrationJob(out=str(demonstration)))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_best_of_n_reward_is_mean_over_all_subsets(n: int) -> None:
-    rewards = np.array([[3.0, 1.0, 1.0, 0.0, 7.0], [2.0, 2.0, 2.0, -1.0, 0.5]])
-    every = [np.mean([max(chosen) for chosen in combinations(row, n)]) for row in rewards]
-    assert best_of_n_reward(rewards, n).value == pytest.approx(np.mean(every))

@@ -15,7 +15,6 @@ from kleash.jobs import (
     SweepJob,
     TrainJob,
 )
-from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
@@ -29,7 +28,6 @@ RichCommand = (
     | DoctorJob
     | CacheJob
     | LogitsJob
-    | DemonstrationJob
     | TrainJob
 )
 """A command that prints with rich."""
@@ -42,7 +40,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
         *("measure", "sweep", "merge", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit"),
         "train",
     ),
-    "train": ("demonstration", *ALGORITHMS),
+    "train": tuple(ALGORITHMS),
 }
 RECORDS: Mapping[str, type[Command]] = {
     "measure": MeasureJob,
@@ -55,19 +53,16 @@ RECORDS: Mapping[str, type[Command]] = {
     "cache": CacheJob,
     "logits": LogitsJob,
     "audit": AuditJob,
-    "train": DemonstrationJob,
-    "train demonstration": DemonstrationJob,
     **{f"train {name}": job for name, job in ALGORITHMS.items()},
 }
 DESCRIPTIONS: Mapping[str, str] = {
     **{name: inspect.getdoc(record) or "" for name, record in RECORDS.items()},
     "": "KL divergence between language models: measured exactly and with error bars.",
-    "train": "Train a language model with a KL penalty to its reference.\n\n"
-    "Without an algorithm, runs a demonstration of the penalty's effect, in two minutes.",
+    "train": "Train a language model with a KL penalty to its reference.",
 }
 EPILOGS: Mapping[str, str] = {
     "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the small "
     "models that ship with kleash.",
-    "train": "kleash train ALGORITHM --help shows the options of an algorithm. The options of the demonstration may "
-    'also directly follow "kleash train".',
+    "train": "kleash train ALGORITHM --help shows the options of an algorithm. The shortest command with a reward of "
+    "yours: kleash train ppo --policy P --prompts prompts.jsonl --reward my_rewards:helpful",
 }

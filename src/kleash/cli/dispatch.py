@@ -15,10 +15,9 @@ from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_measurement, print_part
 from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
-from kleash.cli.training import run_demonstration, run_train
+from kleash.cli.training import run_train
 from kleash.errors import OptionError
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
-from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.launch_environment import launched_rank, require_one_process
@@ -63,8 +62,6 @@ def run(command: RichCommand) -> int:
             return run_cache(command)
         case LogitsJob():
             return run_logits(command)
-        case DemonstrationJob():
-            return run_demonstration(command)
         case TrainJob():
             return run_train(command)
 

@@ -65,7 +65,7 @@ class CommandParser(ArgumentParser):
     """The parser of one command, or of ``kleash`` itself, whose name is empty."""
 
     def __init__(self, name: str) -> None:
-        """Add the options of the command's record; the help of "train" does not show those of the demonstration."""
+        """Add the options of the command's record, or the words that may follow."""
         super().__init__(
             prog=f"kleash {name}".strip(),
             description=DESCRIPTIONS[name],
@@ -86,10 +86,10 @@ class CommandParser(ArgumentParser):
         if name in SUBCOMMANDS:
             rows = [Action([], word, help=_summary(f"{name} {word}")) for word in SUBCOMMANDS[name]]
             self.group("algorithms" if name else "commands")._group_actions += rows
-        if name:
+        if name in RECORDS:
             self._add_record(RECORDS[name])
         words = [action.metavar if action.required else f"[{action.metavar}]" for action in self.positionals]
-        words += {"": ["COMMAND"], "train": ["[ALGORITHM]"]}.get(name, [])
+        words += {"": ["COMMAND"], "train": ["ALGORITHM"]}.get(name, [])
         self.usage = " ".join([self.prog, *map(str, words), "[options]"])
         options = self.group("options")
         options.add_argument("-h", "--help", action="help", help="Show the help of kleash or of a command.")
@@ -115,8 +115,6 @@ class CommandParser(ArgumentParser):
         """Add the options and positional arguments of a record."""
         for title, flag, settings in arguments_of(record):
             action = self.group(title).add_argument(flag, **settings)
-            if self.name in SUBCOMMANDS:
-                action.help = SUPPRESS
             if action.option_strings:
                 self.options[flag] = action
                 self._option_string_actions[f"--{flag[2:].replace('-', '_')}"] = action
@@ -173,13 +171,10 @@ class CommandParser(ArgumentParser):
             )
             return f"there is no option {option} before a command; {hint}"
         if self.name in SUBCOMMANDS:
-            return (
-                f"train without an algorithm is the demonstration, which has no option {option}; name one: "
-                f"{', '.join(ALGORITHMS)}"
-            )
+            return f"an algorithm comes before {option}: {', '.join(ALGORITHMS)}"
         synonym = SYNONYMS.get(option)
         nearest = synonym if synonym in self.options else None
-        names = [name for name in RECORDS if name not in SUBCOMMANDS and option in parser_of(name).options]
+        names = [name for name in RECORDS if option in parser_of(name).options]
         if nearest is None and not names:
             nearest = _nearest(option, self.options)
             if nearest is None and option.startswith("--no-"):
@@ -220,6 +215,7 @@ def read_words(words: Sequence[str]) -> Command:
     name, rest = "", [*words[1:], "--help"] if not words or words[0] == "help" else list(words)
     while rest and name in SUBCOMMANDS and not rest[0].startswith("-"):
         name = _subcommand(name, rest.pop(0))
+    rest = ["--help"] if name in SUBCOMMANDS and not rest else rest
     values = parser_of(name).read(rest)
     if values.get("resume") and values.get("out") is None:
         raise OptionError("--resume continues the run in a folder; give the folder as --out")
@@ -237,6 +233,8 @@ def _subcommand(name: str, word: str) -> str:
         return f"{name} {word}".strip()
     if not name and word in ALGORITHMS:
         raise OptionError(f"{word} is a way to train: kleash train {word}")
+    if word == "demonstration":
+        raise OptionError("the demonstration is now an example: python examples/leash_demonstration.py")
     nearest = _nearest(word, words if name else (*words, *ALGORITHMS, "--version", "--help"))
     nearest = f"train {nearest}" if not name and nearest in ALGORITHMS else nearest
     hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(words)}"
@@ -267,7 +265,7 @@ def completion_script(shell: str) -> str:
     commands = {
         "": (root := ArgumentParser("kleash", parents=[parser_of("")], add_help=False)).add_subparsers()
     }
-    for name in RECORDS:
+    for name in (*filter(None, SUBCOMMANDS), *RECORDS):
         parent, _, word = name.rpartition(" ")
         parser = parser_of(name)
         for action in (*parser.options.values(), *parser.positionals):

@@ -6,7 +6,6 @@ from pathlib import Path
 from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
 from kleash.extras import is_installed, require_installed
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, SweepJob, TrainJob
-from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
 PAGES = ("jinja2", "plotly")
@@ -45,8 +44,6 @@ def require_packages(command: Command) -> None:
             require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case MergeJob():
             _require_with_trackers(["rich", *MODELS], command.report_to, "'kleash[models]'")
-        case DemonstrationJob():
-            require_installed(("rich", *MODELS, DEVICE_MAPS, ADAPTERS), "'kleash[train]'")
         case TrainJob():
             _require_for_training(command)
         case ReportJob():

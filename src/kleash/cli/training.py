@@ -1,13 +1,11 @@
 """Running ``kleash train`` and printing its result."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from kleash.cli.steps import Steps
 from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.jobs import TrainJob
-from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.option_groups import SHIPPED_REFERENCE
 from kleash.store import TrainingResult
 
@@ -65,26 +63,3 @@ def print_result(result: TrainingResult) -> None:
         say(console, f"weights in memory: {weights}")
     say(console, f"policy: {result.policy}")
     say(console, f"report: {Path(result.out) / 'report.html'}")
-
-
-def run_demonstration(job: DemonstrationJob) -> int:
-    """Run the demonstration and return its exit code, 0.
-
-    Raises:
-        KleashError: if the job fails.
-    """
-    from kleash.measuring.run import default_out
-    from kleash.training.demonstration import DemonstrationSettings, demonstrate
-
-    job = replace(job, out=job.out if job.out is not None else default_out())
-    settings = DemonstrationSettings()
-    if job.quiet:
-        demonstration = demonstrate(job, None, settings)
-    else:
-        with Steps(settings.steps) as steps:
-            demonstration = demonstrate(job, steps, settings)
-    if job.json:
-        sys.stdout.write(demonstration.to_json())
-    elif not job.quiet:
-        say(Terminal(), f"report: {Path(str(job.out)) / 'report.html'}")
-    return 0

@@ -197,7 +197,7 @@ def _largest_logp_outside(logp: Tensor, inside: Tensor) -> Tensor:
 
 
 def logp_interval(
-    logp: Float[Tensor, "*batch head"], error_nats: float | Float64[Tensor, "*batch head"] | None = None
+    logp: Float[Tensor, "*shape"], error_nats: float | Float64[Tensor, "*shape"] | None = None
 ) -> LogpInterval:
     """The log-probabilities minus and plus their largest errors; by default those of ``rounding_nats``."""
     error = rounding_nats(logp) if error_nats is None else torch.as_tensor(error_nats, dtype=torch.float64)

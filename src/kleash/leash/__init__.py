@@ -16,7 +16,6 @@ from kleash.leash.divergence_masks import (
 )
 from kleash.leash.engine_mismatch import Mismatch, mismatch
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
-from kleash.leash.overoptimisation import CURVES, Curve, Overoptimisation, fit_overoptimisation
 from kleash.leash.ratio_masks import geometric_mask, kl_mask, truncated_weights, window_weights
 from kleash.leash.reward_shaping import (
     ControlledKL,
@@ -30,17 +29,14 @@ from kleash.leash.trust_region import TrustRegion, intersection
 
 __all__ = [
     "CONTROLLERS",
-    "CURVES",
     "Advantages",
     "BetaSchedule",
     "ControlledKL",
-    "Curve",
     "DualBeta",
     "EarlyStop",
     "FixedBeta",
     "Leash",
     "Mismatch",
-    "Overoptimisation",
     "PIDBeta",
     "StatefulController",
     "TargetSchedule",
@@ -55,7 +51,6 @@ __all__ = [
     "binary_divergence",
     "binary_divergence_mask",
     "controlled_kl",
-    "fit_overoptimisation",
     "generalised_advantages",
     "geometric_mask",
     "group_advantages",

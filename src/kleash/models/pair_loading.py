@@ -202,7 +202,10 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
         pair,
         policy=_truncate(pair.policy, tokens),
         reference=_truncate(pair.reference, tokens),
-        notes=(*notes, f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them"),
+        notes=(
+            *pair.notes,
+            f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",
+        ),
         vocabulary=f"the {tokens} tokens, to which both heads are cut",
     )
 
@@ -216,21 +219,28 @@ def _with_kept_rows(pair: Pair, subject: str) -> Pair:
     note = f"{subject} {pair.vocab_size} rows for {len(tokens)} tokens"
     if pair.policy is not pair.reference:
         note += f"; the {count} others are kept"
+    pair = _with_padding(pair, tokens)
     return replace(
-        _with_padding(pair, tokens),
+        pair,
         notes=(*pair.notes, note),
         vocabulary=f"all {pair.vocab_size} rows of the heads, of which {count} are no tokens",
     )
 
 
 def _with_padding(pair: Pair, tokens: Set[int]) -> Pair:
-    """The pair, whose models know the rows of their heads that are no tokens."""
+    """The pair, whose models know the rows of their heads that are no tokens; noted where they cannot."""
     policy, reference = (
         replace(model, padding=PaddingRows.of(model.head, set(range(model.vocab_size)) - tokens))
         for model in (pair.policy, pair.reference)
     )
+    notes = pair.notes
+    if policy.padding is None or reference.padding is None:
+        notes = (
+            *notes,
+            "several ranks store a head: the probability of its rows that are no tokens is not computed",
+        )
     is_one = pair.policy is pair.reference
-    return replace(pair, policy=policy, reference=policy if is_one else reference)
+    return replace(pair, policy=policy, reference=policy if is_one else reference, notes=notes)
 
 
 def _truncate(model: Model, tokens: int) -> Model:

@@ -1,16 +1,14 @@
-"""The report of any folder: of a measurement, a sweep, a training run or a demonstration."""
+"""The report of any folder: of a measurement, a sweep or a training run."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.reports.demonstration import write_demonstration
 from kleash.reports.gate_verdicts import gate_of_measurement, gate_of_sweep
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
 from kleash.store.checksums import damage_as_sentence
-from kleash.store.demonstration import DEMONSTRATION
 from kleash.store.job_folder import HEADER, read_header
 from kleash.store.measurement import Measurement
 from kleash.store.steps import STEPS
@@ -20,13 +18,13 @@ MEASUREMENT = "measurement.json"
 
 
 def kind_of_folder(folder: Path) -> str:
-    """The file that says what a folder holds: ``DEMONSTRATION``, ``STEPS``, ``SWEEP``, or else ``MEASUREMENT``.
+    """The file that says what a folder holds: ``STEPS``, ``SWEEP``, or else ``MEASUREMENT``.
 
     Raises:
         RunFolderError: if the folder cannot be read.
     """
     try:
-        kind = next((name for name in (DEMONSTRATION, STEPS, SWEEP) if (folder / name).exists()), None)
+        kind = next((name for name in (STEPS, SWEEP) if (folder / name).exists()), None)
         if kind is None and (folder / HEADER).exists() and "algorithm" in read_header(folder).settings:
             kind = STEPS
     except RunFolderError:
@@ -54,7 +52,7 @@ def require_measurement(folder: Path, option: str, *, or_sweep: bool = False) ->
             f"{option} is for one measurement, and {folder} is the folder of a sweep; name that of a candidate in "
             f"{folder / 'candidates'}"
         )
-    if kind in (DEMONSTRATION, STEPS):
+    if kind == STEPS:
         kinds = "measurements and sweeps" if or_sweep else "measurements"
         raise OptionError(f"{option} is for {kinds}; {folder} is the folder of a training run")
 
@@ -78,7 +76,7 @@ def with_gate(
 
 
 def write_report_of(folder: Path, at_most: float | None = None, statistic: str | None = None) -> Path:
-    """Write the page of a folder from its files: of a measurement, a sweep, a training run or a demonstration.
+    """Write the page of a folder from its files: of a measurement, a sweep or a training run.
 
     Args:
         folder: of a finished run.
@@ -97,8 +95,6 @@ def write_report_of(folder: Path, at_most: float | None = None, statistic: str |
         require_measurement(folder, "--at-most", or_sweep=True)
     kind = kind_of_folder(folder)
     with damage_as_sentence(folder):
-        if kind == DEMONSTRATION:
-            return write_demonstration(folder)
         if kind == SWEEP:
             sweep = Sweep.read(folder)
             return write_sweep(

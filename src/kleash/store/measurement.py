@@ -180,7 +180,6 @@ class PromptDrift:
 
 
 KINDS = (
-    ("demonstration.json", "it is a demonstration of kleash train, whose runs lie in the folders inside it"),
     ("steps.jsonl", "it is the folder of a training run; measure its policy: kleash measure --policy"),
     ("reference.json", "it is the cache of a reference; give it to kleash measure as --reference-cache"),
     ("run.json", "the run has not finished: finish it with --resume"),

@@ -274,7 +274,7 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
     }
     for weighting, drawn_from in (("unweighted", logp), ("importance", mu)):
         quantities = token_quantities(
-            columns, weighting, known_statistics([*UNKNOWN_COLUMNS, "entropy_policy"])
+            columns, weighting, known_statistics(columns, [*UNKNOWN_COLUMNS, "entropy_policy"])
         ).columns()
         estimates = quantities[EstimatorSum(LISTED_AND_SAMPLED, "value")]
         assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)

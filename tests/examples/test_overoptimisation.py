@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from overoptimisation import CURVES, fit_overoptimisation
 from scipy.optimize import curve_fit, minimize_scalar
 from scipy.stats import t as student
 
 from kleash.errors import OptionError, ShapeError, UnknownNameError
-from kleash.leash import CURVES, fit_overoptimisation
 
 FORMS = {
     "best_of_n": lambda kl, a, b: np.sqrt(kl) * (a - b * np.sqrt(kl)),
