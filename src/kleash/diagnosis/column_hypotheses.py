@@ -69,9 +69,9 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     for residual, unit in rests:
         family = everywhere(fault / DISTINCT)
         yield _of_differences(table, "weights", every, family, 4.0, residual=residual, unit=unit)
-    some = on_some(limit, fault, 0.02, 0.8)
+    some = on_some(limit, fault, 0.03, 0.8)
     yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
-    yield _of_differences(table, "tensor_parallel", few, on_some(limit, max(fault, 0.1), 3e-3, 0.02), 1.0)
+    yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 1e-3, 0.02), 1.0)
     yield from _precision(table, limit)
     yield from _contexts(table, fault)
 
@@ -80,12 +80,12 @@ def _precision(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     """Errors of logits above rounding without a tail, and errors of one size on all log-probabilities."""
     for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
         what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
-        yield _of_differences(table, "precision", what, coarse(limit, float(scale)), 1.0)
+        yield _of_differences(table, "precision", what, coarse(limit, float(scale)), 3.0)
     for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
         what = (
             f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
         )
-        yield _of_differences(table, "precision", what, equal_noise(limit, float(scale)), 1.0)
+        yield _of_differences(table, "precision", what, equal_noise(limit, float(scale)), 3.0)
 
 
 def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
@@ -145,9 +145,9 @@ SMALLEST_CHANGE = 2.0
 
 
 def _log_sizes(table: TokenTable) -> tuple[Floats, np.ndarray]:
-    """Log of each error of a logit, and which tokens are uncertain enough to have one."""
+    """Log of each error of a logit, and which tokens have one: uncertain ones whose columns differ."""
     size = np.abs(table.difference) / np.maximum(table.unit, 1e-12)
-    return np.log(np.maximum(size, 1e-7)), table.unit > 1e-3
+    return np.log(np.maximum(size, 1e-7)), (table.unit > 1e-3) & (table.difference != 0)
 
 
 def _change(table: TokenTable, place: np.ndarray, is_used: np.ndarray) -> tuple[int, float] | None:
@@ -398,7 +398,7 @@ SMALLEST_UNIT = 1e-4
 """1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
 LARGEST_LEFT = 0.8
 """Share of the differences in the mean, that the curve of a temperature leaves at most."""
-SMALLEST_SLOPE = 0.005
+SMALLEST_SLOPE = 0.001
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
 SMALLEST_RATIO = 0.1
 """Ratio of the two temperatures from which they are a hypothesis."""

@@ -36,7 +36,7 @@ SMALLEST_PROBABILITY = 0.01
 """Causes below it are not listed."""
 LARGEST_HEALTHY = 0.2
 """Probability of a healthy engine from which there is no finding."""
-MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 25_000
+MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 12_000
 """Fewer tokens than the first are not diagnosed; of more than the second, or the third with models, a sample is."""
 REPEATING_TOKENS = 1000
 """Tokens for each nat against other weights of the trainer whose errors do not repeat themselves."""
@@ -73,31 +73,30 @@ def diagnose(
     """
     limit = healthy_scale(rounding)
     tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
-    examined = sample_rollouts(rollouts, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
+    unpadded = [_without_padding(rollout) for rollout in rollouts]
+    lengths = np.array(
+        [a.is_counted.sum() - b.is_counted.sum() for a, b in zip(rollouts, unpadded, strict=True)]
+    )
+    has_padding = is_padded(int(np.count_nonzero(lengths)), len(rollouts))
+    counted = unpadded if has_padding else rollouts
+    examined = sample_rollouts(counted, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
     table = tabulate(examined)
     notes: list[str] = []
     findings: list[LikelyCause] = []
-    if len(table.trainer) < tokens:
+    if len(table.trainer) < (total := sum(int(rollout.is_counted.sum()) for rollout in counted)):
         notes.append(
-            f"{len(table.trainer):,} of {tokens:,} tokens were examined, a random sample in {len(examined):,} of "
+            f"{len(table.trainer):,} of {total:,} tokens were examined, a random sample in {len(examined):,} of "
             f"{len(rollouts):,} responses"
         )
     if tokens < MIN_TOKENS:
         notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
-        unpadded = [_without_padding(rollout) for rollout in examined]
-        lengths = [
-            int(a.is_counted.sum() - b.is_counted.sum()) for a, b in zip(examined, unpadded, strict=True)
-        ]
-        if is_padded(int(np.count_nonzero(lengths)), len(examined)):
-            findings.append(
-                likely_cause(
-                    "mask",
-                    f"{np.count_nonzero(lengths)} of {len(examined)} responses end with {sum(lengths):,} tokens in all "
-                    "at which each column has one value, as padding does",
-                )
+        if has_padding:
+            what = (
+                f"{np.count_nonzero(lengths)} of {len(rollouts)} responses end with {lengths.sum():,} tokens in all at "
+                "which each column has one value, as padding does"
             )
-            examined, table = unpadded, tabulate(unpadded)
+            findings.append(likely_cause("mask", what))
         findings += _findings(examined, table, pair, limit, batch_tokens)
         findings.sort(key=lambda finding: -finding.probability)
         findings = _with_short_column(findings, table)
@@ -266,8 +265,7 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
             hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS, alike=())
         yield hypothesis
     for hypothesis in prediction_hypotheses(table, limit):
-        if scores is None or hypothesis.cause not in ("truncation", "penalty"):
-            yield hypothesis
+        yield hypothesis
     yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
     yield from unexplained(table)
 
@@ -281,8 +279,7 @@ def _ranked(
     shares = probabilities(table, hypotheses)
     by_cause: dict[str, float] = {}
     for hypothesis, share in zip(hypotheses, shares, strict=True):
-        for cause in hypothesis.causes:
-            by_cause[cause] = by_cause.get(cause, 0.0) + float(share)
+        by_cause[hypothesis.cause] = by_cause.get(hypothesis.cause, 0.0) + float(share)
     if by_cause.get(HEALTHY, 0.0) > LARGEST_HEALTHY:
         return []
     findings: list[LikelyCause] = []
@@ -292,7 +289,7 @@ def _ranked(
             continue
         best = max(
             zip(hypotheses, shares, strict=True),
-            key=lambda pair: pair[1] if cause in pair[0].causes else -1.0,
+            key=lambda pair: pair[1] if cause == pair[0].cause else -1.0,
         )[0]
         alike = best.alike if best.alike is not None else () if has_models else CAUSES[cause].alike
         alike = tuple(name for name in alike if name not in grouped)

@@ -10,12 +10,12 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.residuals import Family, Floats, Residuals, held_out
 from kleash.diagnosis.token_table import TokenTable
 
-PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -8.0}
+PRIOR_NATS = {HEALTHY: 8.0, UNEXPLAINED: -8.0}
 """Log of the prior odds against a cause."""
 LEAST_EVIDENCE = 0.5
 """Share of a difference of log-likelihoods that counts at least, however few blocks it comes from."""
 
-SCREENED_TOKENS, CLOSE_NATS = 4000, 40.0
+SCREENED_TOKENS, CLOSE_NATS = 2000, 30.0
 """Tokens on which all hypotheses are compared, and nats below the best from which one is left out after that."""
 
 
@@ -32,15 +32,8 @@ class Hypothesis:
     """Of the residuals of each token: 1 - p, times a profile."""
     penalty: float = 0.0
     """Nats for what was fitted to the same data, or chosen among many."""
-    second_cause: str | None = None
-    """A second cause, if both are needed."""
     alike: tuple[str, ...] | None = None
     """Causes that cannot be told from it; None for those of its entry in ``CAUSES``."""
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """Its one or two causes."""
-        return tuple(cause for cause in (self.cause, self.second_cause) if cause is not None)
 
 
 def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats:
@@ -73,7 +66,7 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
     likelihoods = np.exp(odds - odds.max())
     # Variants of one cause are one hypothesis: the likeliest of them.
     for index, hypothesis in enumerate(hypotheses):
-        same = [k for k, each in enumerate(hypotheses) if each.causes == hypothesis.causes]
+        same = [k for k, each in enumerate(hypotheses) if each.cause == hypothesis.cause]
         if likelihoods[index] < likelihoods[same].max() or same[int(likelihoods[same].argmax())] != index:
             likelihoods[index] = 0.0
     return likelihoods / likelihoods.sum()

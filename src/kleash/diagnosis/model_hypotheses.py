@@ -1,7 +1,7 @@
 """Hypotheses that score the same tokens again with the models, and see whether the differences vanish."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.model_scores import (
     ModelScores,
-    Settings,
     Transform,
     at_temperature,
     cut,
@@ -30,6 +29,7 @@ from kleash.diagnosis.residuals import (
 )
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO
 from kleash.errors import KleashError
+from kleash.models import Model
 from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
 
 SEARCH_STEPS = 16
@@ -37,13 +37,12 @@ SMALLEST_LOG_RATIO = 3e-4
 """Temperatures whose logarithms differ by less are equal."""
 FITTED_SEQUENCES = 8
 """Responses on which changed prompts and weights are tried, before all are scored after the best."""
-TRUNCATIONS: tuple[Settings, ...] = (
-    *({"top_p": p} for p in (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)),
-    *({"top_k": k} for k in (1, 5, 10, 20, 30, 40, 50, 64, 100, 200)),
-    *({"min_p": m} for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
-    *({"top_k": k, "top_p": p} for k in (20, 50) for p in (0.8, 0.9, 0.95)),
-)
-"""Settings of truncated sampling that are tried."""
+CUTS: Mapping[str, tuple[float, float, Callable[[float], float]]] = {
+    "top_p": (1e-4, 0.9, lambda strength: 1 - strength),
+    "top_k": (1 / 5000, 1.0, lambda strength: round(1 / strength)),
+    "min_p": (1e-5, 0.9, lambda strength: strength),
+}
+"""Setting of truncated sampling -> the bounds of its strength, and the value at a strength."""
 LARGEST_COUNTED = 3.0
 """Nats above which a distance counts as this much in a fit: a token outside a cut has any difference."""
 MISTAKES = 0.02
@@ -73,7 +72,7 @@ def model_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
         yield from _other_tokens(scores, side, limit)
     yield from _contexts(scores, limit)
     yield from _weights(scores, limit, wrong)
-    yield from _modules(scores, limit)
+    yield from _modules(scores, limit, wrong)
 
 
 def _predicted(
@@ -189,55 +188,35 @@ def _temperatures(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
         drawn = float((of_trainer - of_engine).sum())
         for cause, penalty in (("temperature", drawn), ("processed", -drawn)):
             yield _predicted(scores, cause, "engine", values, limit, what, 2.0 + max(penalty, 0.0))
-    if CUT_AS_WELL * limit < left < before and abs(math.log(trainer)) < 0.01:
-        yield from _cut_at_a_temperature(scores, engine, limit)
-
-
-CUT_AS_WELL = 0.1
-"""Mean of what a temperature leaves, in units of the largest healthy error, from which a cut may be there as well."""
 
 
 def _cuts(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
     """One side is truncated and renormalised, so that it is the larger one wherever the two differ."""
-    large = scores.table.difference[np.abs(scores.table.difference) > 0.01]
-    if not len(large) or np.mean((large < 0) == (side == "engine")) < ONE_SIDED:
+    difference = scores.table.difference
+    is_large = np.abs(difference) > 0.01 * np.abs(difference).max()
+    if np.mean((difference[is_large] < 0) == (side == "engine")) < ONE_SIDED:
         return
     step = max(1, len(scores.sample) // CUT_SAMPLE)
-    best = min(TRUNCATIONS, key=lambda settings: _distance(scores, side, cut(settings), step))
-    yield from _candidate(
-        scores, "truncation", side, cut(best), limit, f"the {side} cut to {_described(best)}", 2.0
-    )
+    fits: list[tuple[float, str, Transform]] = []
+    for name, (low, high, value) in CUTS.items():
+
+        def transform(log_strength: float, name: str = name, value: Any = value) -> Transform:
+            return cut({name: value(math.exp(log_strength))})
+
+        def distance(log_strength: float, transform: Any = transform) -> float:
+            return _distance(scores, side, transform(log_strength), step)
+
+        # The stronger the cut, the larger every prediction, so that the distance has one minimum.
+        best = _minimum(distance, math.log(low), math.log(high))
+        fits.append((distance(best), f"{name} {value(math.exp(best)):.4g}", transform(best)))
+    _, what, best_cut = min(fits, key=lambda fit: fit[0])
+    yield from _candidate(scores, "truncation", side, best_cut, limit, f"the {side} cut to {what}", 2.0)
 
 
-def _cut_at_a_temperature(scores: ModelScores, start: float, limit: float) -> Iterator[Hypothesis]:
-    """The engine draws at a temperature and cuts what it draws from; the trainer does neither."""
-    step = max(1, len(scores.sample) // CUT_SAMPLE)
-
-    def distance(settings: Settings, temperature: float) -> float:
-        return _distance(scores, "engine", cut(settings, temperature), step)
-
-    tried = [(settings, factor * start) for settings in TRUNCATIONS for factor in (1.0, 1.2, 1.5)]
-    best, temperature = min(tried, key=lambda pair: distance(*pair))
-    for _ in range(2):
-        low, high = math.log(temperature / 1.3), math.log(temperature * 1.3)
-        temperature = math.exp(
-            _minimum(lambda log, settings=best: distance(settings, math.exp(log)), low, high)
-        )
-        best = min(TRUNCATIONS, key=lambda settings, value=temperature: distance(settings, value))
-    what = f"the engine at {temperature:.3g} and cut to {_described(best)}"
-    for hypothesis in _candidate(scores, "temperature", "engine", cut(best, temperature), limit, what, 4.0):
-        yield replace(hypothesis, second_cause="truncation")
-
-
-CUT_SAMPLE = 96
+CUT_SAMPLE = 192
 """Tokens to which a truncation is fitted."""
 ONE_SIDED = 0.9
 """Share of the larger differences that a truncation makes of one sign."""
-
-
-def _described(settings: Settings) -> str:
-    """Settings of truncated sampling in words: "top_k 20 and top_p 0.8"."""
-    return " and ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
 def penalised(counts: Callable[[np.ndarray], Tensor], name: str, size: float) -> Transform:
@@ -423,9 +402,22 @@ def _systematic(scores: ModelScores) -> Floats:
 PROJECTED, RIDGE = 192, 0.01
 
 
-def _modules(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
+def _modules(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[Hypothesis]:
     """One side has the policy's weights in some kinds of modules and the reference's in the others."""
     policy, reference = scores.pair.policy, scores.pair.reference
+    whole, rows = _size(scores.policy - scores.reference), scores.sample
+    heads: dict[str, tuple[Model, Tensor]] = {
+        "the reference's head": (replace(policy, head=reference.head), scores.hidden),
+        "the policy's head on the reference's other weights": (policy, scores.reference_hidden),
+    }
+    for what, (model, hidden) in heads.items():
+        tried = scores.column(rows=rows, model=model, hidden=hidden[torch.from_numpy(rows)])
+        is_whole = _size(tried - scores.reference[rows]) < 0.1 * whole
+        for side in (wrong,) if wrong is not None else ("engine", "trainer"):
+            left = _size(_rest(scores.table.difference[rows], scores.policy[rows], tried, side))
+            if left < SMALLER * _size(scores.table.difference[rows]) and not is_whole:
+                values = scores.column(model=model, hidden=hidden)
+                yield _predicted(scores, "modules", side, values, limit, f"{what} for the {side}")
     gap, difference = (
         values / np.maximum(scores.table.unit, 1e-3)
         for values in (scores.policy - scores.reference, scores.table.difference)
@@ -434,17 +426,6 @@ def _modules(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     if abs(likeness) * len(gap) ** 0.5 < LEAST_LIKENESS:
         return
     side = "engine" if likeness > 0 else "trainer"
-    for what, values in (
-        (
-            "the reference's head",
-            scores.column(model=replace(policy, head=reference.head), hidden=scores.hidden),
-        ),
-        ("the policy's head on the reference's other weights", scores.column(hidden=scores.reference_hidden)),
-    ):
-        rest = _rest(scores.table.difference, scores.policy, values, side)
-        is_whole = _size(values - scores.reference) < 0.1 * _size(scores.policy - scores.reference)
-        if _size(rest) < SMALLER * _size(scores.table.difference) and not is_whole:
-            yield _predicted(scores, "modules", side, values, limit, f"{what} for the {side}")
     if policy.network is reference.network:
         return
     try:

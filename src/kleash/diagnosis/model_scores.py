@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,6 @@ LOGITS_AT_ONCE = 2**22
 """Logits that are in memory at a time."""
 FITTED_TOKENS = 384
 """Tokens to which a temperature or a truncation is fitted, before all are scored with it."""
-Settings = Mapping[str, int | float]
-"""Settings of truncated sampling: "top_p", "top_k" or "min_p"."""
 Transform = Callable[[Tensor, np.ndarray], Tensor]
 """Maps logits, and the indices of their tokens in the table, to values of all tokens or one value each."""
 
@@ -224,13 +223,11 @@ def at_temperature(temperature: float) -> Transform:
     return lambda logits, rows: (logits / temperature).log_softmax(-1)
 
 
-def cut(settings: Settings, temperature: float = 1.0) -> Transform:
-    """The transform to log-probabilities after truncated sampling, -inf for tokens outside."""
-    top_k = None if "top_k" not in settings else int(settings["top_k"])
-    top_p, min_p = settings.get("top_p"), settings.get("min_p")
+def cut(settings: Mapping[str, Any]) -> Transform:
+    """The transform to log-probabilities after truncated sampling by "top_p", "top_k" or "min_p"; -inf outside."""
 
     def transform(logits: Tensor, rows: np.ndarray) -> Tensor:
-        logp = (logits / temperature).log_softmax(-1)
-        return logp - truncate(logp, top_p=top_p, top_k=top_k, min_p=min_p).log_kept_mass.unsqueeze(-1)
+        logp = logits.log_softmax(-1)
+        return logp - truncate(logp, **settings).log_kept_mass.unsqueeze(-1)
 
     return transform

@@ -23,17 +23,20 @@ FLOOR_NATS = 3e-7
 """Rounding of a log-probability of a few nats to float32."""
 SOFTMAX_NATS = 1e-5
 """Error of any log-probability that is there in any case: the softmax in float32, and the digits of the file."""
-EQUAL_SHARE = 0.15
-"""Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit."""
+EQUAL_SHARE = 0.35
+"""Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit: the
+largest logits, of the most certain tokens, are rounded most."""
 DISTINCT = 2.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
+MOST = 0.6
+"""Share of the tokens that errors on every token are at least on: tokens that err by chance little are some."""
 SMALLEST_DIFFERENCE = 3e-3
 """Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
 
 NORMAL, TAILED, EQUAL = range(3)
 """Kinds of components: normal errors of logits, heavy-tailed ones (Student's t with 2 degrees of freedom), and normal
 errors of one size on all log-probabilities."""
-_COUNTS = {NORMAL: 27, TAILED: 14, EQUAL: 14}
+_COUNTS = {NORMAL: 27, TAILED: 14, EQUAL: 20}
 SCALE = np.concatenate([np.geomspace(1e-7, 30.0, count) for count in _COUNTS.values()])
 KIND = np.repeat(list(_COUNTS), list(_COUNTS.values()))
 SIGN = np.repeat([0, 1, -1], len(SCALE))
@@ -74,7 +77,7 @@ class Residuals(NamedTuple):
 
 def healthy_scale(dtype: str) -> float:
     """The largest error of logits that rounding explains, in nats, where networks run in ``dtype``."""
-    return HEALTHY_EPSILONS * MACHINE_EPSILON[dtype]
+    return HEALTHY_EPSILONS * MACHINE_EPSILON[dtype] + SOFTMAX_NATS
 
 
 def token_unit(log_probabilities: Floats) -> Floats:
@@ -124,8 +127,9 @@ def _large(smallest: float) -> NDArray[np.bool_]:
 
 
 def everywhere(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on every token, with any tails and signs."""
-    return Family((Block(_large(smallest), 0.0, 1.0),))
+    """Errors of at least ``smallest`` on most tokens, with any tails and signs, and any on the others."""
+    large = _large(smallest)
+    return Family((Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0)))
 
 
 def at_most(largest: float) -> Family:
@@ -146,7 +150,9 @@ def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
 def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Family:
     """Rounding, errors of one sign of any size on at least a share of the tokens, and some exceptions."""
     inside = Block(np.equal(SIGN, sign), least, 1.0)
-    return Family((Block(_core(limit), 0.0, 1 - least), inside, _outliers(1e-4, exceptions)))
+    # Where rounding exceeds an error of the sign, what is left is less than rounding alone.
+    beyond = np.equal(SIGN, -sign) & (KIND != EQUAL) & np.less_equal(SCALE, limit)
+    return Family((Block(_core(limit) | beyond, 0.0, 1 - least), inside, _outliers(1e-4, exceptions)))
 
 
 def free() -> Family:
@@ -156,39 +162,44 @@ def free() -> Family:
 
 def log_densities(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
     """Log-densities [tokens, components] under some of the components."""
+    symmetric, copy = np.unique(members % (len(SCALE) // 3), return_inverse=True)
     unit, floor, values = (column[:, None] for column in (residuals.unit, residuals.floor, residuals.values))
-    scale, kind, side = SCALE[members], KIND[members], SIGN[members]
+    scale, kind, side = SCALE[symmetric], KIND[symmetric], SIGN[members]
     size = np.hypot(scale * np.where(kind == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
-    square = (values / size) ** 2
-    normal = -0.5 * square - 0.5 * math.log(2 * math.pi)
-    tailed = -1.5 * np.log1p(square / 2) - 1.5 * math.log(2)
-    sides = np.where(side == 0, 0.0, np.where(side * values > 0, math.log(2), -np.inf))
-    return np.where(kind == TAILED, tailed, normal) - np.log(size) + sides
+    logs = (values / size) ** 2
+    is_tailed = kind == TAILED
+    logs[:, is_tailed] = -1.5 * np.log1p(logs[:, is_tailed] / 2) - 1.5 * math.log(2)
+    logs[:, ~is_tailed] = -0.5 * logs[:, ~is_tailed] - 0.5 * math.log(2 * math.pi)
+    logs = (logs - np.log(size))[:, copy]
+    is_one_sided = side != 0
+    logs[:, is_one_sided] += np.where(side[is_one_sided] * values > 0, math.log(2), -np.inf)
+    return logs
 
 
-def fit(residuals: Residuals, family: Family) -> Floats:
-    """The weights of all components under a family, by expectation maximisation."""
-    keep = np.flatnonzero(np.isfinite(residuals.values))
-    keep = keep[:: max(1, len(keep) // FITTED_TOKENS)]
-    chosen = Residuals(*(column[keep] for column in residuals))
-    members = np.flatnonzero(np.any([block.members for block in family.blocks], axis=0))
-    log_likelihoods = log_densities(chosen, members)
-    likelihoods = np.exp(log_likelihoods - log_likelihoods.max(axis=1, keepdims=True, initial=-1e300))
+def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) -> Floats:
+    """The weights of a family's components, by expectation maximisation.
+
+    Args:
+        log_likelihoods: of the tokens under each of the components, [tokens, components].
+        family: the restriction.
+        members: the components.
+    """
+    log_likelihoods = log_likelihoods[:: max(1, len(log_likelihoods) // FITTED_TOKENS)]
+    highest = log_likelihoods.max(axis=1, keepdims=True, initial=-1e300)
+    likelihoods, count = np.exp(log_likelihoods - highest).astype(np.float32), len(log_likelihoods)
     blocks = [block.members[members] for block in family.blocks]
     weights = np.ones(len(members)) / len(members)
     for step in range(EM_STEPS + 1):
-        if step and len(keep):
-            ratios = likelihoods / np.maximum(likelihoods @ weights, 1e-12)[:, None]
-            weights *= ratios.mean(axis=0) ** RELAXATION
+        if step and count:
+            mixed = np.maximum(likelihoods @ weights.astype(np.float32), 1e-12)
+            weights *= ((1 / mixed) @ likelihoods / count).astype(np.float64) ** RELAXATION
         rest = 1.0
         for block, inside in reversed(list(zip(family.blocks[1:], blocks[1:], strict=True))):
             share = min(max(float(weights[inside].sum()), block.low), block.high)
-            weights[inside] = _scaled(weights[inside], share, len(keep))
+            weights[inside] = _scaled(weights[inside], share, count)
             rest -= share
-        weights[blocks[0]] = _scaled(weights[blocks[0]], max(rest, 1e-9), len(keep))
-    whole = np.zeros(len(SCALE))
-    whole[members] = weights
-    return whole
+        weights[blocks[0]] = _scaled(weights[blocks[0]], max(rest, 1e-9), count)
+    return weights
 
 
 def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
@@ -199,19 +210,15 @@ def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
     return share * ((1 - even) * fitted + even / len(weights))
 
 
-def log_likelihood(residuals: Residuals, weights: Floats) -> Floats:
-    """The log-density of each token under the mixture; NaN where the residual is NaN."""
-    members = np.flatnonzero(weights > 1e-9)
-    values = log_densities(residuals, members) + np.log(weights[members])
-    highest = np.nan_to_num(values.max(axis=1), nan=0.0)
-    return highest + np.log(np.exp(values - highest[:, None]).sum(axis=1))
-
-
 def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> Floats:
-    """The log-density of each token under the weights that the other fold's tokens give."""
+    """The log-density of each token under the weights that the other fold's tokens give; NaN where it has no value."""
+    members = np.flatnonzero(np.any([block.members for block in family.blocks], axis=0))
+    logs, has_value = log_densities(residuals, members), np.isfinite(residuals.values)
     result = np.full(len(fold), np.nan)
     for number in np.unique(fold):
-        is_judged, is_fitted = fold == number, fold != number
-        weights = fit(Residuals(*(column[is_fitted] for column in residuals)), family)
-        result[is_judged] = log_likelihood(Residuals(*(column[is_judged] for column in residuals)), weights)
+        is_judged = has_value & (fold == number)
+        weights = _fit(logs[has_value & (fold != number)], family, members)
+        judged = logs[is_judged] + np.log(weights)
+        highest = judged.max(axis=1, initial=-1e300)
+        result[is_judged] = highest + np.log(np.exp(judged - highest[:, None]).sum(axis=1))
     return result
