@@ -71,7 +71,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         yield _of_differences(table, "weights", every, family, 4.0, residual=residual, unit=unit)
     some = on_some(limit, fault, 0.03, 0.8)
     yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
-    yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 1e-3, 0.02), 1.0)
+    yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 2e-3, 0.02), 1.0)
     yield from _precision(table, limit)
     yield from _contexts(table, fault)
 
