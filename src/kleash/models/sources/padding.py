@@ -6,7 +6,7 @@ import numpy as np
 
 LEAST_RUN = 3
 """Tokens of the shortest end of a response that counts as padding."""
-LEAST_RESPONSES, LEAST_SHARE = 2, 0.05
+LEAST_RESPONSES, LEAST_SHARE = 2, 0.1
 """Number and share of the responses that must end so: a single one may repeat a token with certainty."""
 
 
