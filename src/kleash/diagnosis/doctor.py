@@ -183,13 +183,8 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
         return list(findings)
     side, dtype = short_side
     evidence = f"all log-probabilities of the {side} are {dtype} numbers, those of the other side are not"
-    named = [finding for finding in findings if finding.cause == "precision"]
-    if named:
-        evidence = f"{evidence}; {named[0].evidence}"
-    precision = likely_cause("precision", evidence)
-    if named:
-        return [precision if finding.cause == "precision" else finding for finding in findings]
-    return [*findings, precision]
+    others = [finding for finding in findings if finding.cause != "precision"]
+    return [*others, likely_cause("precision", evidence)]
 
 
 def _impossible_values(table: TokenTable) -> list[str]:
@@ -262,7 +257,7 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
         if (
             side == "trainer" and hypothesis.cause == "weights"
         ):  # its errors would repeat themselves in many tokens
-            hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS, alike=())
+            hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS)
         yield hypothesis
     for hypothesis in prediction_hypotheses(table, limit):
         yield hypothesis
@@ -291,8 +286,7 @@ def _ranked(
             zip(hypotheses, shares, strict=True),
             key=lambda pair: pair[1] if cause == pair[0].cause else -1.0,
         )[0]
-        alike = best.alike if best.alike is not None else () if has_models else CAUSES[cause].alike
-        alike = tuple(name for name in alike if name not in grouped)
+        alike = () if has_models else tuple(name for name in CAUSES[cause].alike if name not in grouped)
         probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
         grouped |= {cause, *alike}
         if probability >= SMALLEST_PROBABILITY:

@@ -32,8 +32,6 @@ class Hypothesis:
     """Of the residuals of each token: 1 - p, times a profile."""
     penalty: float = 0.0
     """Nats for what was fitted to the same data, or chosen among many."""
-    alike: tuple[str, ...] | None = None
-    """Causes that cannot be told from it; None for those of its entry in ``CAUSES``."""
 
 
 def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats:

@@ -1,7 +1,7 @@
 """Hypotheses that score the same tokens again with the models, and see whether the differences vanish."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from kleash.diagnosis.model_scores import (
     Transform,
     at_temperature,
     cut,
-    log_probabilities,
 )
 from kleash.diagnosis.residuals import (
     DISTINCT,
@@ -29,7 +28,6 @@ from kleash.diagnosis.residuals import (
 )
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO
 from kleash.errors import KleashError
-from kleash.models import Model
 from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
 
 SEARCH_STEPS = 16
@@ -61,18 +59,19 @@ def model_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     if not scores.table.difference.any():
         return
     wrong = wrong_side(scores)
+    sides = ("engine", "trainer") if wrong is None else (wrong,)
     yield from _temperatures(scores, limit)
-    for side in (wrong,) if wrong is not None else ("engine", "trainer"):
+    for side in sides:
         for cause, what, transform in TRANSFORMS:
             if cause == "precision" and limit > MACHINE_EPSILON["bfloat16"]:
                 continue  # as coarse as the networks may be
             yield from _candidate(scores, cause, side, transform, limit, f"{what} of the {side}")
         yield from _cuts(scores, side, limit)
         yield from _penalties(scores, side, limit)
-        yield from _other_tokens(scores, side, limit)
-    yield from _contexts(scores, limit)
+    yield from _contexts(scores, sides, limit)
+    yield from _models(scores, sides, limit)
     yield from _weights(scores, limit, wrong)
-    yield from _modules(scores, limit, wrong)
+    yield from _modules(scores, sides, limit)
 
 
 def _predicted(
@@ -89,7 +88,6 @@ def _predicted(
         family=rounding(limit, MISTAKES),
         unit=np.maximum(table.unit, token_unit(values)),
         penalty=penalty,
-        alike=(),
     )
 
 
@@ -104,10 +102,10 @@ def _size(rest: Floats) -> float:
     return float(np.minimum(np.abs(rest), LARGEST_COUNTED).mean())
 
 
-def _distance(scores: ModelScores, side: str, transform: Transform, step: int = 1, **options: Any) -> float:
+def _distance(scores: ModelScores, side: str, transform: Transform, step: int = 1) -> float:
     """Mean size of what is left at the sample's tokens if a side's column is a transform of the policy's logits."""
     rows = scores.sample[::step]
-    values = scores.sampled(transform, step=step, **options)
+    values = scores.sampled(transform, step=step)
     return _size(_rest(scores.table.difference[rows], scores.policy[rows], values, side))
 
 
@@ -119,13 +117,16 @@ def _candidate(
     limit: float,
     what: str,
     penalty: float = 1.0,
-    **options: Any,
 ) -> Iterator[Hypothesis]:
     """The hypothesis of a transform for a side, if it makes the differences of the sample's tokens smaller."""
-    if _distance(scores, side, transform, **options) < SMALLER * _size(
-        scores.table.difference[scores.sample]
-    ):
-        yield _predicted(scores, cause, side, scores.column(transform, **options), limit, what, penalty)
+    if _explains(scores, side, scores.sampled(transform), scores.sample):
+        yield _predicted(scores, cause, side, scores.column(transform), limit, what, penalty)
+
+
+def _explains(scores: ModelScores, side: str, values: Floats, rows: np.ndarray) -> bool:
+    """Whether the values of some tokens, for a side's column, make the differences smaller."""
+    difference = scores.table.difference[rows]
+    return _size(_rest(difference, scores.policy[rows], values, side)) < SMALLER * _size(difference)
 
 
 SMALLER = 0.7
@@ -196,25 +197,33 @@ def _cuts(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
     is_large = np.abs(difference) > 0.01 * np.abs(difference).max()
     if np.mean((difference[is_large] < 0) == (side == "engine")) < ONE_SIDED:
         return
-    step = max(1, len(scores.sample) // CUT_SAMPLE)
     fits: list[tuple[float, str, Transform]] = []
     for name, (low, high, value) in CUTS.items():
 
         def transform(log_strength: float, name: str = name, value: Any = value) -> Transform:
             return cut({name: value(math.exp(log_strength))})
 
-        def distance(log_strength: float, transform: Any = transform) -> float:
-            return _distance(scores, side, transform(log_strength), step)
-
         # The stronger the cut, the larger every prediction, so that the distance has one minimum.
-        best = _minimum(distance, math.log(low), math.log(high))
-        fits.append((distance(best), f"{name} {value(math.exp(best)):.4g}", transform(best)))
+        left, best = _fitted(scores, side, transform, math.log(low), math.log(high))
+        fits.append((left, f"{name} {value(math.exp(best)):.4g}", transform(best)))
     _, what, best_cut = min(fits, key=lambda fit: fit[0])
     yield from _candidate(scores, "truncation", side, best_cut, limit, f"the {side} cut to {what}", 2.0)
 
 
-CUT_SAMPLE = 192
-"""Tokens to which a truncation is fitted."""
+def _fitted(
+    scores: ModelScores, side: str, transform: Callable[[float], Transform], low: float, high: float
+) -> tuple[float, float]:
+    """What the best strength of a transform leaves of some differences, and that strength, between two bounds."""
+
+    def distance(strength: float) -> float:
+        return _distance(scores, side, transform(strength), max(1, len(scores.sample) // FITTED_SAMPLE))
+
+    best = _minimum(distance, low, high)
+    return distance(best), best
+
+
+FITTED_SAMPLE = 192
+"""Tokens to which a truncation or a penalty is fitted."""
 ONE_SIDED = 0.9
 """Share of the larger differences that a truncation makes of one sign."""
 
@@ -241,7 +250,7 @@ def penalised(counts: Callable[[np.ndarray], Tensor], name: str, size: float) ->
 
 def _penalties(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
     """One side penalises the tokens that stand before."""
-    step = max(1, len(scores.sample) // PENALTY_SAMPLE)
+    step = max(1, len(scores.sample) // FITTED_SAMPLE)
     for name, with_prompt, low, high in (
         ("repetition", True, 0.7, 2.5),
         ("repetition", False, 0.7, 2.5),
@@ -250,32 +259,14 @@ def _penalties(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothe
     ):
         counts = partial(scores.counts, with_prompt=with_prompt)
         of_sample = counts(scores.sample[::step])
-        size = _minimum(
-            lambda size, n=name, c=of_sample: _distance(scores, side, penalised(lambda _: c, n, size), step),
-            low,
-            high,
-        )
+        fixed = partial(penalised, lambda _, c=of_sample: c, name)
+        _, size = _fitted(scores, side, fixed, low, high)
         where = "prompt and response" if with_prompt else "the response"
         what = f"a {name} penalty of {size:.3g} on tokens of {where} for the {side}"
         yield from _candidate(scores, "penalty", side, penalised(counts, name, size), limit, what, 2.0)
 
 
-PENALTY_SAMPLE = 128
-"""Tokens to which a penalty is fitted."""
-
-
-def _other_tokens(scores: ModelScores, side: str, limit: float) -> Iterator[Hypothesis]:
-    """A column has the values of other tokens than those that were drawn."""
-    ids, same = scores.table.token_id, np.diff(scores.table.sequence) == 0
-    for what, token_id in (
-        ("next", np.r_[np.where(same, ids[1:], ids[:-1]), ids[-1]]),
-        ("previous", np.r_[ids[0], np.where(same, ids[:-1], ids[1:])]),
-    ):
-        words = f"the log-probability of the {what} token here for the {side}"
-        yield from _candidate(scores, "column", side, log_probabilities, limit, words, token_id=token_id)
-
-
-def _contexts(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
+def _contexts(scores: ModelScores, sides: Sequence[str], limit: float) -> Iterator[Hypothesis]:
     """One side reads a prompt with a special token more or less at its beginning, or a token less at its end."""
     tokenizer = scores.pair.tokenizer
     changes: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {}
@@ -296,38 +287,35 @@ def _contexts(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     longest = max(sequence.num_input_tokens for sequence in scores.sequences)
     if limit_tokens is not None and longest + 1 > limit_tokens:
         changes = {what: change for what, change in changes.items() if "without" in what}
-    yield from _best_rescored(
-        scores,
-        "context",
-        {what: partial(scores.with_prompts, change) for what, change in changes.items()},
-        limit,
-    )
+    for what, change in changes.items():
+        values = scores.with_prompts(change, FITTED_SEQUENCES)
+        for side in sides:
+            if _explains(scores, side, values, np.arange(len(values))):
+                whole = scores.with_prompts(change)
+                yield _predicted(scores, "context", side, whole, limit, f"{what} for the {side}", 3.0)
 
 
-def _best_rescored(
-    scores: ModelScores, cause: str, ways: dict[str, Callable[..., Floats]], limit: float
-) -> Iterator[Hypothesis]:
-    """The hypothesis of the way of scoring that explains the first responses best, for one side."""
-    trials: list[tuple[float, str, str]] = []
-    for what, way in ways.items():
-        values = way(FITTED_SEQUENCES)
-        for side in ("engine", "trainer"):
-            gap = scores.policy[: len(values)] - values
-            rest = scores.table.difference[: len(values)] - (gap if side == "engine" else -gap)
-            trials.append((float(np.minimum(np.abs(rest), LARGEST_COUNTED).mean()), what, side))
-    left, what, side = min(trials, default=(math.inf, "", ""))
-    if left < SMALLER * _size(scores.table.difference):
-        yield _predicted(scores, cause, side, ways[what](None), limit, f"{what} for the {side}", 2.0)
+def _models(scores: ModelScores, sides: Sequence[str], limit: float) -> Iterator[Hypothesis]:
+    """One side has the reference's weights, or the head of one model on the other weights of the other."""
+    policy, reference, rows = scores.pair.policy, scores.pair.reference, scores.sample
+    apart = _size(scores.policy - scores.reference)
+    for cause, what, model, hidden in (
+        ("weights", "the reference's weights", reference, scores.reference_hidden),
+        ("modules", "the reference's head", replace(policy, head=reference.head), scores.hidden),
+        ("modules", "the policy's head on the reference's other weights", policy, scores.reference_hidden),
+    ):
+        values = scores.column(rows=rows, model=model, hidden=hidden[torch.from_numpy(rows)])
+        if cause == "modules" and _size(values - scores.reference[rows]) < 0.1 * apart:
+            continue
+        for side in sides:
+            if _explains(scores, side, values, rows):
+                whole = scores.column(model=model, hidden=hidden)
+                yield _predicted(scores, cause, side, whole, limit, f"{what} for the {side}")
 
 
 def _weights(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[Hypothesis]:
-    """One side has the reference's weights, or others that move the distributions in a way that repeats itself."""
+    """One side has other weights, which move the distributions in a way that repeats itself, or the trainer dropout."""
     table = scores.table
-    for side in ("engine", "trainer"):
-        rest = _rest(table.difference, scores.policy, scores.reference, side)
-        if _size(rest) < SMALLER * _size(table.difference):
-            what = f"the reference's weights for the {side}"
-            yield _predicted(scores, "weights", side, scores.reference, limit, what)
     fault = max(SMALLEST_DIFFERENCE, DISTINCT * limit)
     if float(np.median(np.abs(table.difference) / np.maximum(table.unit, 1e-12))) < fault / DISTINCT:
         return
@@ -341,7 +329,6 @@ def _weights(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[H
         family=everywhere(fault / DISTINCT),
         unit=table.unit,
         penalty=1.0,
-        alike=(),
     )
     if wrong == "trainer":
         yield Hypothesis(
@@ -352,7 +339,6 @@ def _weights(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[H
             family=everywhere(fault / DISTINCT),
             unit=table.unit,
             penalty=3.0,
-            alike=(),
         )
 
 
@@ -402,31 +388,20 @@ def _systematic(scores: ModelScores) -> Floats:
 PROJECTED, RIDGE = 192, 0.01
 
 
-def _modules(scores: ModelScores, limit: float, wrong: str | None) -> Iterator[Hypothesis]:
+def _modules(scores: ModelScores, sides: Sequence[str], limit: float) -> Iterator[Hypothesis]:
     """One side has the policy's weights in some kinds of modules and the reference's in the others."""
     policy, reference = scores.pair.policy, scores.pair.reference
-    whole, rows = _size(scores.policy - scores.reference), scores.sample
-    heads: dict[str, tuple[Model, Tensor]] = {
-        "the reference's head": (replace(policy, head=reference.head), scores.hidden),
-        "the policy's head on the reference's other weights": (policy, scores.reference_hidden),
-    }
-    for what, (model, hidden) in heads.items():
-        tried = scores.column(rows=rows, model=model, hidden=hidden[torch.from_numpy(rows)])
-        is_whole = _size(tried - scores.reference[rows]) < 0.1 * whole
-        for side in (wrong,) if wrong is not None else ("engine", "trainer"):
-            left = _size(_rest(scores.table.difference[rows], scores.policy[rows], tried, side))
-            if left < SMALLER * _size(scores.table.difference[rows]) and not is_whole:
-                values = scores.column(model=model, hidden=hidden)
-                yield _predicted(scores, "modules", side, values, limit, f"{what} for the {side}")
     gap, difference = (
         values / np.maximum(scores.table.unit, 1e-3)
         for values in (scores.policy - scores.reference, scores.table.difference)
     )
     likeness = float(np.mean(np.sign(gap) * np.sign(difference)))
-    if abs(likeness) * len(gap) ** 0.5 < LEAST_LIKENESS:
-        return
     side = "engine" if likeness > 0 else "trainer"
-    if policy.network is reference.network:
+    if (
+        abs(likeness) * len(gap) ** 0.5 < LEAST_LIKENESS
+        or side not in sides
+        or policy.network is reference.network
+    ):
         return
     try:
         groups = [group for group in weight_groups(policy, reference, "modules") if not group.is_identical]

@@ -86,7 +86,6 @@ class ModelScores:
         rows: np.ndarray | None = None,
         model: Model | None = None,
         hidden: Tensor | None = None,
-        token_id: np.ndarray | None = None,
     ) -> Floats:
         """A function of the logits at the tokens.
 
@@ -96,10 +95,9 @@ class ModelScores:
             rows: indices of the tokens in the table; None for all.
             model: whose head, and hidden states unless given, are used; None for the policy.
             hidden: hidden states of the tokens ``rows``.
-            token_id: the tokens whose values are returned, for ``rows``; None for the drawn ones.
         """
         rows = np.arange(len(self.table.trainer)) if rows is None else rows
-        ids = torch.from_numpy(self.table.token_id[rows] if token_id is None else token_id)
+        ids = torch.from_numpy(self.table.token_id[rows])
         values: list[Tensor] = []
         for logits, part in self.blocks(rows, model=model, hidden=hidden):
             of_tokens = transform(logits, rows[part])
@@ -129,11 +127,9 @@ class ModelScores:
         """Float32 logits of the policy at the sample's tokens."""
         return torch.cat([logits for logits, _ in self.blocks(self.sample)])
 
-    def sampled(
-        self, transform: Transform = log_probabilities, *, step: int = 1, token_id: np.ndarray | None = None
-    ) -> Floats:
+    def sampled(self, transform: Transform = log_probabilities, *, step: int = 1) -> Floats:
         """A function of the policy's logits at each ``step``-th token of the sample; see ``column``."""
-        ids = (self.table.token_id if token_id is None else token_id)[self.sample[::step]]
+        ids = self.table.token_id[self.sample[::step]]
         with torch.inference_mode():
             of_tokens = transform(self._sample_logits[::step], self.sample[::step])
             if of_tokens.shape[-1] > 1:

@@ -7,15 +7,14 @@ import numpy as np
 from kleash.diagnosis.causes import HEALTHY
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.model_scores import ModelScores
-from kleash.diagnosis.residuals import DISTINCT, SMALLEST_DIFFERENCE, everywhere, free, rounding, token_unit
+from kleash.diagnosis.residuals import DISTINCT, SMALLEST_DIFFERENCE, everywhere, rounding, token_unit
 from kleash.diagnosis.token_table import TokenTable
 
 
 def reference_hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> Iterator[Hypothesis]:
-    """Hypotheses about the reference's column, the healthy one last; none if there is no such column.
+    """Hypotheses about the reference's column, the healthy one last; none without such a column or the models.
 
-    With the models, a healthy column equals the reference's own log-probabilities up to rounding. Without them, all
-    that can be seen is whether it fits the trainer's values of a neighbouring token better.
+    A healthy column equals the reference's own log-probabilities up to rounding.
 
     Args:
         table: the tokens.
@@ -23,19 +22,7 @@ def reference_hypotheses(table: TokenTable, scores: ModelScores | None, limit: f
         limit: the largest error of logits that rounding explains, in nats.
     """
     column = table.reference
-    if column is None:
-        return
-    if scores is None:
-        families = {offset: free() for offset in (1, -1, 0)}
-        for offset, family in families.items():
-            when = "next" if offset == 1 else "previous"
-            yield Hypothesis(
-                cause="reference" if offset else HEALTHY,
-                evidence=f"the reference's value of the {when} token fits the trainer's better: the column is shifted",
-                residual=table.neighbour(column, offset) - table.trainer,
-                family=family,
-                unit=token_unit(table.trainer),
-            )
+    if column is None or scores is None:
         return
     rest, unit = column - scores.reference, token_unit(scores.reference)
     typical = float(np.median(np.abs(rest)))
