@@ -40,7 +40,7 @@ MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 12_000
 """Fewer tokens than the first are not diagnosed; of more than the second, or the third with models, a sample is."""
 REPEATING_TOKENS = 1000
 """Tokens for each nat against other weights of the trainer whose errors do not repeat themselves."""
-FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.1
+FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.5
 """Share of a response's tokens that differ by more than rounding: above the first it has a fault, up to the second it
 has none; the last is the share of responses between the two with which the fault is in all of them."""
 
@@ -245,7 +245,7 @@ def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
     share = np.bincount(numbers, weights=is_large) / np.bincount(numbers)
     is_faulty = share > FAULTY_SHARE
     unclear = int(np.sum((share > SOUND_SHARE) & ~is_faulty))
-    if min(is_faulty.sum(), (~is_faulty).sum()) < 2 or unclear > LARGEST_UNCLEAR * len(share):
+    if min(is_faulty.sum(), (~is_faulty).sum()) < 2 or unclear > LARGEST_UNCLEAR * is_faulty.sum():
         return None
     return is_faulty
 

@@ -218,7 +218,7 @@ def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> F
     for number in np.unique(fold):
         is_judged = has_value & (fold == number)
         weights = _fit(logs[has_value & (fold != number)], family, members)
-        judged = logs[is_judged] + np.log(weights)
+        judged = logs[is_judged] + np.log(np.maximum(weights, 1e-300))
         highest = judged.max(axis=1, initial=-1e300)
         result[is_judged] = highest + np.log(np.exp(judged - highest[:, None]).sum(axis=1))
     return result
