@@ -183,8 +183,8 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
         return list(findings)
     side, dtype = short_side
     evidence = f"all log-probabilities of the {side} are {dtype} numbers, those of the other side are not"
-    others = [finding for finding in findings if finding.cause != "precision"]
-    return [*others, likely_cause("precision", evidence)]
+    rest = [finding for finding in findings if finding.cause != "precision"]
+    return [*rest, likely_cause("precision", evidence)]
 
 
 def _impossible_values(table: TokenTable) -> list[str]:

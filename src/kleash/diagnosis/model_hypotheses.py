@@ -298,14 +298,14 @@ def _contexts(scores: ModelScores, sides: Sequence[str], limit: float) -> Iterat
 def _models(scores: ModelScores, sides: Sequence[str], limit: float) -> Iterator[Hypothesis]:
     """One side has the reference's weights, or the head of one model on the other weights of the other."""
     policy, reference, rows = scores.pair.policy, scores.pair.reference, scores.sample
-    apart = _size(scores.policy - scores.reference)
+    gap = _size(scores.policy - scores.reference)
     for cause, what, model, hidden in (
         ("weights", "the reference's weights", reference, scores.reference_hidden),
         ("modules", "the reference's head", replace(policy, head=reference.head), scores.hidden),
         ("modules", "the policy's head on the reference's other weights", policy, scores.reference_hidden),
     ):
         values = scores.column(rows=rows, model=model, hidden=hidden[torch.from_numpy(rows)])
-        if cause == "modules" and _size(values - scores.reference[rows]) < 0.1 * apart:
+        if cause == "modules" and _size(values - scores.reference[rows]) < 0.1 * gap:
             continue
         for side in sides:
             if _explains(scores, side, values, rows):
