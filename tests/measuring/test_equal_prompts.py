@@ -14,8 +14,8 @@ from kleash.jobs import SweepJob
 from kleash.measuring import DriftPart, compare, drift_of, measure, sweep
 from kleash.measuring.sequence_clusters import distinct_prompts
 from kleash.models import load_pair
-from kleash.models.sources.prompts import read_prompts
 from kleash.records import MeasureJob, Measurement, RunFolder
+from kleash.sources.prompts import read_prompts
 from kleash.training.response_metrics import Response, response_metrics
 
 COPIES = 4

@@ -23,9 +23,9 @@ from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, s
 from kleash.measuring.shard_writer import ShardWriter, WrittenShard
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair, turns_of
-from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
+from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.run_folder import encode_top
 from kleash.store.worker_log import append_worker_lines
 

@@ -28,13 +28,13 @@ from kleash.models.cache.stored_reference import (
     head_tensors,
     save_rounding_columns,
 )
-from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.store import CacheContents
 from kleash.store.atomic import is_disk_full, remove_leftovers
+from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.locks import folder_lock
 
 

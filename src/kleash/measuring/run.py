@@ -29,13 +29,13 @@ from kleash.measuring.run_identity import (
 from kleash.measuring.shared_weights import follow, is_mirrored, mirrored, process_group
 from kleash.measuring.workers import ray_engine
 from kleash.models import describe_source, turns_of
-from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.trackers import require_trackers, send_measurement
 from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.codec import decode
+from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import HEADER, RunHeader
 
 

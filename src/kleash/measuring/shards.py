@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar
 from kleash.engines import Shard
 from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
-from kleash.models.sequences import retokenisation_warnings
-from kleash.models.sources.documents import count_documents
+from kleash.sources.documents import count_documents
+from kleash.sources.sequences import retokenisation_warnings
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""

@@ -6,9 +6,8 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from kleash.errors import SourceError
+from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.compat import summarise_error
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 PROGRAMS = {GZIP: "gzip", ZSTD: "zstd"}

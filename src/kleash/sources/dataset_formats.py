@@ -15,9 +15,9 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple, NoReturn
 
 from kleash.errors import SourceError
-from kleash.models.sources.chat_rendering import conversation_text
-from kleash.models.sources.columns import as_messages
-from kleash.models.sources.source_records import SourceRecord, get_field, show_value
+from kleash.sources.chat_rendering import conversation_text
+from kleash.sources.columns import as_messages
+from kleash.sources.source_records import SourceRecord, get_field, show_value
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of records whose text refers to something that is no text."""

@@ -19,9 +19,9 @@ from kleash.errors import KleashError, OptionError, SourceError
 from kleash.jobs import MeasureJob, PPOJob
 from kleash.jobs.reading import ReadOptions
 from kleash.models import describe_source, find_source, read_prompts, read_responses, read_text
-from kleash.models.sources import dataset_folders, source_files
-from kleash.models.sources.documents import count_documents
-from kleash.models.sources.prompts import count_columns
+from kleash.sources import dataset_folders, source_files
+from kleash.sources.documents import count_documents
+from kleash.sources.prompts import count_columns
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -148,7 +148,7 @@ def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
 
 
 def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, write, monkeypatch):
-    monkeypatch.setattr("kleash.models.sources.compression.FREE_BYTES", 2**21)
+    monkeypatch.setattr("kleash.sources.compression.FREE_BYTES", 2**21)
     zeros = zlib.compressobj(9, wbits=31)
     block = b'{"prompt": "' + b"a" * 2**20
     bomb = zeros.compress(block) + b"".join(zeros.compress(b"a" * 2**20) for _ in range(8)) + zeros.flush()
@@ -156,7 +156,7 @@ def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, writ
     for name, content in (("a.jsonl.gz", bomb), ("a.jsonl.zst", zst(block + b"a" * 2**23))):
         with pytest.raises(SourceError, match="unpacks to more than 200 times its size"):
             read_prompts(write(name, content), pair)
-    monkeypatch.setattr("kleash.models.sources.tabular.FREE_BYTES", 2**16)
+    monkeypatch.setattr("kleash.sources.tabular.FREE_BYTES", 2**16)
     column = pa.array(["a" * 2**20])
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"prompt": column}), sink, compression="zstd", use_dictionary=False)
@@ -293,7 +293,7 @@ def test_splits_and_files_that_are_not_there_are_refused(
 
 def test_data_sets_without_their_package_are_refused_with_the_extra(saved, monkeypatch, pair):
     monkeypatch.chdir(saved)
-    monkeypatch.setattr("kleash.models.sources.dataset_folders.is_installed", lambda module: False)
+    monkeypatch.setattr("kleash.sources.dataset_folders.is_installed", lambda module: False)
     dataset_folders._splits_of_folder.cache_clear()
     for name in ("user/other", "user/name"):
         with pytest.raises(SourceError, match=r"the package datasets .* pip install 'kleash\[datasets\]'"):

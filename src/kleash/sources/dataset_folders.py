@@ -6,12 +6,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kleash.errors import SourceError
-from kleash.extras import import_extra, is_installed
+from kleash.errors import SourceError, summarise_error
+from kleash.extras import import_extra, is_installed, suppress_library_output
 from kleash.jobs.reading import ReadOptions
-from kleash.models.compat import summarise_error, suppress_library_output
-from kleash.models.sources.compression import SUFFIXES, uncompressed_suffix
-from kleash.models.sources.source_records import shorten
+from kleash.sources.compression import SUFFIXES, uncompressed_suffix
+from kleash.sources.source_records import shorten
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A data set on the hub, as "user/name"."""

@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
-from kleash.errors import SourceError
+from kleash.errors import SourceError, summarise_error
 from kleash.jobs.reading import SourceKind
-from kleash.models.compat import summarise_error
-from kleash.models.sources.compression import open_unpacked, uncompressed_suffix
-from kleash.models.sources.csv_files import find_delimiter
-from kleash.models.sources.source_records import read_text_lines, source_label
-from kleash.models.sources.tabular import ARROW_FILE, ARROW_STREAM
+from kleash.sources.compression import open_unpacked, uncompressed_suffix
+from kleash.sources.csv_files import find_delimiter
+from kleash.sources.source_records import read_text_lines, source_label
+from kleash.sources.tabular import ARROW_FILE, ARROW_STREAM
 
 SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "arrow", "plain text"]
 

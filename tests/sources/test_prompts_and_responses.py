@@ -14,8 +14,8 @@ from tiny_models import SENTENCES, tiny_tokenizer
 
 from kleash.errors import OptionError, SourceError
 from kleash.models import Pair, read_prompts, read_responses, read_text
-from kleash.models.sequences import hash_tokens, retokenisation_warnings
-from kleash.models.sources.documents import count_documents, window_spans
+from kleash.sources.documents import count_documents, window_spans
+from kleash.sources.sequences import hash_tokens, retokenisation_warnings
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from tiny_models import tiny_tokenizer
 
 from kleash.errors import KleashError, SourceError
 from kleash.models import find_source, read_prompts, read_responses, read_text
-from kleash.models.sources import source_files
-from kleash.models.sources.documents import count_documents
-from kleash.models.sources.source_files import read_records, read_whole_text, source_path
-from kleash.models.sources.source_formats import detect_format
+from kleash.sources import source_files
+from kleash.sources.documents import count_documents
+from kleash.sources.source_files import read_records, read_whole_text, source_path
+from kleash.sources.source_formats import detect_format
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -581,8 +581,7 @@ def test_a_pipe_of_the_shell_is_read_as_standard_input_is(pair, tmp_path):
 
 def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
     script = (
-        "from kleash.models.sources.source_files import source_path\n"
-        "print(source_path('-', 'prompts').read_text())"
+        "from kleash.sources.source_files import source_path\nprint(source_path('-', 'prompts').read_text())"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -6,11 +6,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import SourceError
+from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.compat import summarise_error
-from kleash.models.sources.compression import FREE_BYTES, LARGEST_RATIO, compression_of, open_unpacked
-from kleash.models.sources.source_records import (
+from kleash.sources.compression import FREE_BYTES, LARGEST_RATIO, compression_of, open_unpacked
+from kleash.sources.source_records import (
     SourceRecord,
     check_names,
     is_message_list,

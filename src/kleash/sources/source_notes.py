@@ -5,12 +5,12 @@ from itertools import islice
 from typing import Any, Literal
 
 from kleash.jobs.reading import DatasetOptions, SourceKind
-from kleash.models.sources.chat_rendering import is_rendered
-from kleash.models.sources.columns import describe_choices, named_columns
-from kleash.models.sources.dataset_formats import expand_responses, is_preference
-from kleash.models.sources.rollout_logs import expand_logs
-from kleash.models.sources.source_files import Source, find_source
-from kleash.models.sources.source_records import SourceRecord
+from kleash.sources.chat_rendering import is_rendered
+from kleash.sources.columns import describe_choices, named_columns
+from kleash.sources.dataset_formats import expand_responses, is_preference
+from kleash.sources.rollout_logs import expand_logs
+from kleash.sources.source_files import Source, find_source
+from kleash.sources.source_records import SourceRecord
 
 NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
 """What a chat template renders, by the kind of a source."""

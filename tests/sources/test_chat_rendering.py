@@ -10,7 +10,7 @@ import pytest
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions
 from kleash.models import describe_source, read_prompts, read_responses
-from kleash.models.sources.prompts import tokenise_prompts
+from kleash.sources.prompts import tokenise_prompts
 
 TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 CONCATENATED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from kleash.errors import SourceError
-from kleash.models.compat import summarise_error
-from kleash.models.sandbox.process import SandboxLimitError, render_chat
-from kleash.models.sources.source_records import SourceRecord, check_unicode, show_value, without_nulls
+from kleash.errors import SourceError, summarise_error
+from kleash.sandbox.process import SandboxLimitError, render_chat
+from kleash.sources.source_records import SourceRecord, check_unicode, show_value, without_nulls
 
 RENDERING_OPTIONS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"}

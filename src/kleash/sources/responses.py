@@ -9,18 +9,17 @@ import numpy as np
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
-from kleash.models.pair import Pair
-from kleash.models.sequences import TokenSequence, hash_prompt
-from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_answer, turn_end
-from kleash.models.sources.dataset_formats import (
+from kleash.sources.chat_rendering import is_rendered, join_contents, render_answer, turn_end
+from kleash.sources.dataset_formats import (
     expand_responses,
     text_or_messages,
 )
-from kleash.models.sources.padding import is_padded, padding_length
-from kleash.models.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
-from kleash.models.sources.rollout_logs import expand_logs
-from kleash.models.sources.source_files import find_source
-from kleash.models.sources.source_records import (
+from kleash.sources.padding import is_padded, padding_length
+from kleash.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
+from kleash.sources.rollout_logs import expand_logs
+from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt
+from kleash.sources.source_files import find_source
+from kleash.sources.source_records import (
     SourceRecord,
     check_unicode,
     describe_fields,
@@ -38,7 +37,7 @@ IMPOSSIBLE_NATS = 80.0
 
 
 def read_responses(
-    name: str, pair: Pair, *, limit: int | None = None, reading: DatasetOptions | None = None
+    name: str, pair: TokenLimits, *, limit: int | None = None, reading: DatasetOptions | None = None
 ) -> Iterator[TokenSequence]:
     """Read responses with their prompts from a source of records, one record at a time.
 
@@ -64,7 +63,7 @@ def read_responses(
             responses end with padding, at which ``logprobs`` have one value.
     """
     source = find_source(name, "responses", reading)
-    ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.policy.eos_token_ids}
+    ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.eos_token_ids}
     assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int, float]]()
     records = expand_logs(source.records())
     responses = (response for record in records for response in expand_responses(record))
@@ -140,7 +139,7 @@ class _IdAssigner:
 
 
 def _response(
-    record: SourceRecord, pair: Pair, assigner: _IdAssigner, chat_template: str | None
+    record: SourceRecord, pair: TokenLimits, assigner: _IdAssigner, chat_template: str | None
 ) -> TokenSequence:
     """The token sequence of one response."""
     prompt_ids, prompt_text = tokenise_prompt(record, pair, chat_template)
@@ -167,7 +166,7 @@ def _response(
     )
 
 
-def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> str | None:
+def _first_hash(record: SourceRecord, pair: TokenLimits, chat_template: str | None) -> str | None:
     """The hash of the prompt of the first of several turns; None of a response alone."""
     first = record.first_prompt
     if isinstance(first, list):
@@ -177,7 +176,11 @@ def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> 
 
 
 def _answer(
-    record: SourceRecord, pair: Pair, prompt_text: str, finish_reason: str | None, chat_template: str | None
+    record: SourceRecord,
+    pair: TokenLimits,
+    prompt_text: str,
+    finish_reason: str | None,
+    chat_template: str | None,
 ) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
     text, end = _response_text(record, pair, chat_template)
@@ -202,9 +205,9 @@ def _answer(
     return tuple(token_ids), text, True
 
 
-def _missing_end(token_ids: list[int], pair: Pair, prompt_text: str) -> list[int]:
+def _missing_end(token_ids: list[int], pair: TokenLimits, prompt_text: str) -> list[int]:
     """The end token that a finished response lacks: that of the chat template if it rendered the prompt."""
-    tokenizer, stops = pair.tokenizer, pair.policy.eos_token_ids
+    tokenizer, stops = pair.tokenizer, pair.eos_token_ids
     ends = [tokenizer.eos_token_id]
     if is_rendered(prompt_text, tokenizer) and (end := turn_end(tokenizer, stops)):
         ends.insert(0, tokenizer.convert_tokens_to_ids(end))
@@ -212,7 +215,9 @@ def _missing_end(token_ids: list[int], pair: Pair, prompt_text: str) -> list[int
     return [] if has_end or ends[0] is None else ends[:1]
 
 
-def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) -> tuple[str | None, str]:
+def _response_text(
+    record: SourceRecord, pair: TokenLimits, chat_template: str | None
+) -> tuple[str | None, str]:
     """The text of the response, None if the record has none, and the end token that the chat template wrote, or ""."""
     response = text_or_messages(record, "response")
     if not isinstance(response, list):
@@ -227,7 +232,7 @@ def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) 
             f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both "
             "as messages"
         )
-    return render_answer(record, prompt, response, pair.tokenizer, pair.policy.eos_token_ids)
+    return render_answer(record, prompt, response, pair.tokenizer, pair.eos_token_ids)
 
 
 def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray | None:

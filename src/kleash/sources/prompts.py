@@ -7,18 +7,17 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
-from kleash.models.pair import Pair
-from kleash.models.sequences import Prompt, hash_prompt
-from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_messages
-from kleash.models.sources.dataset_formats import (
+from kleash.sources.chat_rendering import is_rendered, join_contents, render_messages
+from kleash.sources.dataset_formats import (
     check_messages,
     check_text_only,
     is_preference,
     parse_preference,
     text_or_messages,
 )
-from kleash.models.sources.source_files import find_source
-from kleash.models.sources.source_records import (
+from kleash.sources.sequences import Prompt, TokenLimits, hash_prompt
+from kleash.sources.source_files import find_source
+from kleash.sources.source_records import (
     SourceRecord,
     check_unicode,
     describe_fields,
@@ -30,7 +29,7 @@ from kleash.models.sources.source_records import (
 
 def read_prompts(
     name: str,
-    pair: Pair,
+    pair: TokenLimits,
     *,
     limit: int | None = None,
     columns: bool = False,
@@ -74,7 +73,7 @@ def count_columns(name: str, limit: int | None = None, reading: DatasetOptions |
     return Counter(column for record in records for column in record.fields or ())
 
 
-def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
+def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: TokenLimits) -> list[Prompt]:
     """Tokenise prompts in memory, texts or lists of messages, as ``read_prompts`` does.
 
     Raises:
@@ -93,7 +92,7 @@ def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: Pair) 
 
 def _prompts(
     records: Iterable[SourceRecord],
-    pair: Pair,
+    pair: TokenLimits,
     *,
     columns: bool = False,
     chat_template: str | None = None,
@@ -122,7 +121,7 @@ def _prompts(
 
 
 def tokenise_prompt(
-    record: SourceRecord, pair: Pair, chat_template: str | None = None
+    record: SourceRecord, pair: TokenLimits, chat_template: str | None = None
 ) -> tuple[tuple[int, ...], str]:
     """Token ids and text of the prompt of a record; token ids take precedence over text.
 
@@ -169,7 +168,7 @@ def tokenise_prompt(
     return _from_text(record, prompt, pair.tokenizer, chat_template)
 
 
-def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
+def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: TokenLimits) -> tuple[int, ...]:
     """``values`` as token ids, after checking that both models have them.
 
     Raises:
@@ -188,7 +187,7 @@ def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: Pa
     return tuple(values)
 
 
-def check_length(record: SourceRecord, what: str, tokens: int, pair: Pair) -> None:
+def check_length(record: SourceRecord, what: str, tokens: int, pair: TokenLimits) -> None:
     """Check that a text of ``tokens`` tokens is not longer than the models' context.
 
     Raises:

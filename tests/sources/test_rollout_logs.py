@@ -9,8 +9,8 @@ import pytest
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
-from kleash.models.sources.rollout_logs import expand_logs
-from kleash.models.sources.source_records import SourceRecord
+from kleash.sources.rollout_logs import expand_logs
+from kleash.sources.source_records import SourceRecord
 
 PROMPT, TEXTS = "The sea", [" was calm", " was not"]
 OPTIONS = {"until": ["\n"], "temperature": 0.0}

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import SourceError
-from kleash.models.compat import summarise_error
-from kleash.models.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
-from kleash.models.sources.source_records import (
+from kleash.errors import SourceError, summarise_error
+from kleash.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
+from kleash.sources.source_records import (
     SourceRecord,
     check_names,
     is_message_list,

@@ -16,17 +16,17 @@ from typing import BinaryIO
 from kleash.errors import SourceError
 from kleash.jobs.option_groups import shown_endpoint
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
-from kleash.models.checkpoints.file_hashes import hash_watched, watch_files
-from kleash.models.sources.columns import (
+from kleash.shipped import shipped_prompts, shipped_text
+from kleash.sources.columns import (
     ColumnChoice,
     choose_columns,
     named_columns,
     rename_columns,
 )
-from kleash.models.sources.csv_files import read_csv
-from kleash.models.sources.dataset_folders import find_dataset
-from kleash.models.sources.source_formats import accepted_formats, detect_format
-from kleash.models.sources.source_records import (
+from kleash.sources.csv_files import read_csv
+from kleash.sources.dataset_folders import find_dataset
+from kleash.sources.source_formats import accepted_formats, detect_format
+from kleash.sources.source_records import (
     COPY_OF_PIPE,
     COPY_OF_STANDARD_INPUT,
     SourceRecord,
@@ -37,8 +37,8 @@ from kleash.models.sources.source_records import (
     shorten,
     source_label,
 )
-from kleash.models.sources.tabular import read_arrow, read_json_array, read_parquet
-from kleash.shipped import shipped_prompts, shipped_text
+from kleash.sources.tabular import read_arrow, read_json_array, read_parquet
+from kleash.store.file_hashes import hash_watched, watch_files
 
 STANDARD_INPUT = "-"
 OPEN_FILE = re.compile(r"/(dev|proc/self)/fd/[0-9]+")

@@ -6,19 +6,18 @@ from typing import Any
 
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.reading import DatasetOptions
-from kleash.models.pair import Pair
-from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.dataset_formats import document_text, is_conversation
-from kleash.models.sources.prompts import encode_text, without_second_begin
-from kleash.models.sources.source_files import Source, find_source
-from kleash.models.sources.source_records import SourceRecord, describe_fields
+from kleash.sources.dataset_formats import document_text, is_conversation
+from kleash.sources.prompts import encode_text, without_second_begin
+from kleash.sources.sequences import TokenLimits, TokenSequence, hash_tokens
+from kleash.sources.source_files import Source, find_source
+from kleash.sources.source_records import SourceRecord, describe_fields
 
 DEFAULT_WINDOW = 2048
 
 
 def read_text(
     name: str,
-    pair: Pair,
+    pair: TokenLimits,
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -53,7 +52,7 @@ def read_text(
     return _windows(find_source(name, "text", reading), pair, window, stride, limit)
 
 
-def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
+def resolve_window(pair: TokenLimits, window: int | None, stride: int | None) -> tuple[int, int]:
     """The window and stride of ``read_text``, with its defaults for None.
 
     Raises:
@@ -91,7 +90,7 @@ def count_documents(
 
 
 def _windows(
-    source: Source, pair: Pair, window: int, stride: int, limit: int | None
+    source: Source, pair: TokenLimits, window: int, stride: int, limit: int | None
 ) -> Iterator[TokenSequence]:
     """Iterate over the windows of a source, whose size and stride are valid."""
     has_windows = False

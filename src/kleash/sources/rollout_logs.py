@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.models.sources.source_records import SourceRecord, show_value
+from kleash.sources.source_records import SourceRecord, show_value
 
 UNFILTERED = object()
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions, SourceKind
-from kleash.models.sources.source_records import SourceRecord, describe_fields, shorten, show_value
+from kleash.sources.source_records import SourceRecord, describe_fields, shorten, show_value
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of columns with messages."""

@@ -3,12 +3,34 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
 from kleash.errors import OptionError
+
+
+class TokenLimits(Protocol):
+    """What token sequences must suit: the tokens of a pair of models, and the longest input (``models.Pair``)."""
+
+    tokenizer: Any
+    """Of transformers; both models read its tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that both models give a probability to."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Largest number of input tokens for both; None if there is no limit."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response of the policy."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

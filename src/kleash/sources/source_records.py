@@ -7,9 +7,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import SourceError
-from kleash.models.compat import summarise_error
-from kleash.models.sources.compression import compression_of, open_unpacked
+from kleash.errors import SourceError, summarise_error
+from kleash.sources.compression import compression_of, open_unpacked
 
 MAX_SHOWN_CHARACTERS = 60
 MAX_SHOWN_FIELDS = 16
