@@ -44,7 +44,7 @@ from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.models.tokenizers import puts_begin_token, token_count
-from kleash.sources.source_files import read_whole_text
+from kleash.sources.files import read_whole_text
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.uncertainty import ratio_of_sums

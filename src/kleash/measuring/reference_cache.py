@@ -113,8 +113,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         reporter.note(sentence)
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
     kind, name = job.measurement().source
-    notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
-    for sentence in (*pair.notes, *notes):
+    for sentence in (*pair.notes, *describe_source(kind, name, job)):
         reporter.note(sentence)
     try:
         with folder_lock(folder, "wait for it, or give another --out"):
@@ -158,6 +157,8 @@ def _cache(
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
     reader = checked_reader(pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
+    for sentence in plan.notes:
+        reporter.note(sentence)
     reporter.set_total(plan.sequences)
     num_scored = 0
     for shard in plan.shards:

@@ -117,12 +117,12 @@ def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start:
         folder=run.folder,
         engine=engine,
         source_sha256=run.source_sha256,
-        source_notes=run.source_notes,
+        source_notes=(*run.source_notes, *shards.notes),
         checks=shards.checks,
     )
     measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
     for sentence in measurement.notes:
-        if sentence not in (*run.pair.notes, *run.source_notes, *run.job.without_effect()):
+        if sentence not in (*run.pair.notes, *finished_run.source_notes, *run.job.without_effect()):
             run.reporter.note(sentence)
     if run.job.at_most is not None:
         measurement = replace(
@@ -183,7 +183,7 @@ def opened_run(
             pair = workers.pair if workers is not None else load_models(on_device_of_rank(job, ranks), digest)
         kind, name = job.source
         source_notes = (
-            *describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit),
+            *describe_source(kind, name, job),
             *sampler_notes(job, pair.policy),
         )
         for sentence in (*pair.notes, *source_notes):

@@ -1,13 +1,10 @@
 """Which columns of a source are its prompts, responses and texts: named by an option, or found by their usual names."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions, SourceKind
-from kleash.sources.source_records import SourceRecord, describe_fields, shorten, show_value
+from kleash.sources.records import SourceRecord, describe_fields, is_list_of, shorten, show_value
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of columns with messages."""
@@ -54,6 +51,14 @@ ROLES = {
 """Names of speakers in ShareGPT's conversations, {"from": ..., "value": ...}, and their roles."""
 
 
+FIELDS_OF: Mapping[str, tuple[str, ...]] = {
+    "prompt": PROMPT_FIELDS,
+    "response": (*RESPONSE_FIELDS, "chosen", "rejected"),
+    "text": ("text", "messages", "prompt", "completion"),
+}
+"""Fields that a choice of a column replaces."""
+
+
 class ColumnChoice(NamedTuple):
     """The columns that stand for a field, and alternatives that could have."""
 
@@ -61,15 +66,10 @@ class ColumnChoice(NamedTuple):
     """"prompt", "response" or "text"."""
     columns: tuple[str, ...]
     """One column, or "instruction" and "input"."""
-    ready: tuple[str, ...] = ()
-    """Fields in whose presence a record needs no choice; none if an option names the column."""
+    is_named: bool = False
+    """Whether an option names the column, so that every record must have it."""
     alternatives: tuple[str, ...] = ()
     """Other columns of a usual name."""
-
-    @property
-    def is_named(self) -> bool:
-        """Whether an option names the column, so that every record must have it."""
-        return not self.ready
 
 
 def named_columns(reading: ReadOptions) -> frozenset[str]:
@@ -95,29 +95,49 @@ def choose_columns(first: SourceRecord, kind: SourceKind, reading: ReadOptions) 
     fields = first.fields
     if kind == "rollouts":
         return ()
-    if fields is None:
-        names = sorted(named_columns(reading))
-        if names:
-            raise SourceError(f"{first.location}: it is plain text, which has no column {names[0]!r}")
-        return ()
     if kind == "text":
         prompt_and_completion = ("prompt",) if {"prompt", "completion"} <= fields.keys() else ()
         ready = ("text", "messages", *prompt_and_completion)
-        choice = _choose(first, "text", reading.text_column, ready, TEXT_COLUMNS)
-        return () if choice is None else (choice,)
+        return _choose(first, "text", reading.text_column, ready, TEXT_COLUMNS)
     pair = ("chosen",) if "chosen" in fields and "rejected" in fields else ()
     # A preference pair beside a question is an answer to it; otherwise its prompt is the common beginning.
     has_question = any(name in fields for name in ("question", "instruction", "query"))
     ready = PROMPT_FIELDS if has_question else (*PROMPT_FIELDS, *pair)
-    choices = [_choose(first, "prompt", reading.prompt_column, ready, PROMPT_COLUMNS)]
-    if kind == "responses":
-        prompt_columns = {column for choice in choices if choice is not None for column in choice.columns}
-        # The last message of a conversation is the response, unless the prompt is in another column.
-        may_be_conversation = reading.prompt_column is None or reading.prompt_column in CONVERSATIONS
-        ready = (*RESPONSE_FIELDS, *pair, *(CONVERSATIONS if may_be_conversation else ()))
-        usual_names = [name for name in RESPONSE_COLUMNS if name not in prompt_columns]
-        choices.append(_choose(first, "response", reading.response_column, ready, usual_names))
-    return tuple(choice for choice in choices if choice is not None)
+    choices = _choose(first, "prompt", reading.prompt_column, ready, PROMPT_COLUMNS)
+    if kind != "responses":
+        return choices
+    prompt_columns = [column for choice in choices for column in choice.columns]
+    # The last message of a conversation is the response, unless the prompt is in another column.
+    may_be_conversation = reading.prompt_column is None or reading.prompt_column in CONVERSATIONS
+    ready = (*RESPONSE_FIELDS, *pair, *(CONVERSATIONS if may_be_conversation else ()))
+    usual_names = [name for name in RESPONSE_COLUMNS if name not in prompt_columns]
+    return (*choices, *_choose(first, "response", reading.response_column, ready, usual_names))
+
+
+def _choose(
+    record: SourceRecord, field: str, option: str | None, ready: Collection[str], usual_names: Iterable[str]
+) -> tuple[ColumnChoice, ...]:
+    """The choice of the column that stands for ``field``; empty if a field of ``ready`` is there, or nothing is.
+
+    Args:
+        record: the first.
+        field: "prompt", "response" or "text".
+        option: the column that an option names.
+        ready: fields in whose presence no column is chosen.
+        usual_names: names of columns to look for, in this order, without regard to case.
+    """
+    fields = record.fields
+    if option is not None:
+        return (ColumnChoice(field, (option,), is_named=True),)
+    present = {name.lower(): name for name in reversed(fields) if fields[name] is not None}
+    names = [present[name] for name in usual_names if name in present]
+    if not names or any(fields.get(name) is not None for name in ready):
+        return ()
+    columns, alternatives = names[:1], names[1:]
+    if columns == ["instruction"] and isinstance(fields.get("input", 0), str | None):
+        columns = ["instruction", "input"]
+        alternatives = [name for name in alternatives if name != "input"]
+    return (ColumnChoice(field, tuple(columns), alternatives=tuple(alternatives)),)
 
 
 def rename_columns(record: SourceRecord, choices: Sequence[ColumnChoice]) -> SourceRecord:
@@ -129,32 +149,24 @@ def rename_columns(record: SourceRecord, choices: Sequence[ColumnChoice]) -> Sou
     needed = [choice for choice in choices if _is_needed(record, choice)]
     if not needed:
         return record
-    columns = dict(record.fields or {})
-    fields = dict(columns)
-    for choice in needed:
-        for name in _FIELDS_OF[choice.field]:
-            fields.pop(name, None)
-    for choice in needed:
-        name, value = _field_and_value(record, choice)
-        fields[name] = value
-    return replace(record, fields=fields, columns=columns)
+    replaced = {name for choice in needed for name in FIELDS_OF[choice.field]}
+    kept = {name: value for name, value in record.fields.items() if name not in replaced}
+    return record.with_fields(kept | dict(_field_and_value(record, choice) for choice in needed))
 
 
 def _is_needed(record: SourceRecord, choice: ColumnChoice) -> bool:
-    """Whether a choice applies to a record; a named column must be in each."""
-    fields = record.fields or {}
-    if choice.is_named:
-        _require_column(record, choice.columns[0], choice.field)
-        return True
-    return fields.get(choice.columns[0]) is not None
+    """Whether a choice applies to a record; a named column must be in each.
 
-
-def _require_column(record: SourceRecord, name: str, field: str) -> None:
-    if name not in (record.fields or {}):
-        raise SourceError(
-            f"{record.location}: there is no column {shorten(name)}; there are {describe_fields(record)}: give one of "
-            f"them as --{field}-column"
+    Raises:
+        SourceError: if it is not, with the columns that are.
+    """
+    column = choice.columns[0]
+    if choice.is_named and column not in record.fields:
+        raise record.error(
+            f"there is no column {shorten(column)}; there are {describe_fields(record)}: give one of them as "
+            f"--{choice.field}-column"
         )
+    return choice.is_named or record.fields.get(column) is not None
 
 
 def describe_choices(choices: Iterable[ColumnChoice]) -> tuple[str, ...]:
@@ -170,7 +182,7 @@ def describe_choices(choices: Iterable[ColumnChoice]) -> tuple[str, ...]:
 
 def as_messages(value: Any) -> Any:
     """ShareGPT's conversations as messages with "role" and "content"; any other value as it is."""
-    if not _is_list_of(value, dict) or not all(
+    if not is_list_of(value, dict) or not all(
         isinstance(entry.get("from"), str) and "value" in entry for entry in value
     ):
         return value
@@ -180,68 +192,17 @@ def as_messages(value: Any) -> Any:
     ]
 
 
-def _choose(
-    record: SourceRecord, field: str, option: str | None, ready: Collection[str], usual_names: Iterable[str]
-) -> ColumnChoice | None:
-    """The column that stands for ``field``; None if a field of ``ready`` is there, or nothing is.
-
-    Args:
-        record: the first, with fields.
-        field: "prompt", "response" or "text".
-        option: the column that an option names.
-        ready: fields in whose presence no column is chosen.
-        usual_names: names of columns to look for, in this order, without regard to case.
-    """
-    fields = record.fields or {}
-    if option is not None:
-        _require_column(record, option, field)
-        return ColumnChoice(field, (option,))
-    if any(fields.get(name) is not None for name in ready):
-        return None
-    present = {name.lower(): name for name in reversed(fields) if fields[name] is not None}
-    names = [present[name] for name in usual_names if name in present]
-    if not names:
-        return None
-    columns, alternatives = (names[0],), tuple(names[1:])
-    if columns[0] == "instruction" and isinstance(fields.get("input", 0), str | None):
-        columns = ("instruction", "input")
-        alternatives = tuple(name for name in alternatives if name != "input")
-    return ColumnChoice(field, columns, tuple(ready), alternatives)
-
-
-_FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "prompt": PROMPT_FIELDS,
-        "response": (*RESPONSE_FIELDS, "chosen", "rejected"),
-        "text": ("text", "messages", "prompt", "completion"),
-    }
-)
-"""Fields that a choice replaces."""
-
-
 def _field_and_value(record: SourceRecord, choice: ColumnChoice) -> tuple[str, Any]:
     """The field that a choice sets, and its value."""
-    fields = record.fields or {}
-    column = choice.columns[0]
-    value = as_messages(fields[column])
-    if len(choice.columns) > 1:
-        parts = [fields[name] for name in choice.columns if fields.get(name)]
-        if parts and all(isinstance(part, str) for part in parts):
-            return choice.field, "\n\n".join(parts)
-    if isinstance(value, str):
-        return choice.field, value
-    if _is_list_of(value, dict):
-        return ("messages" if choice.field != "response" and column != "prompt" else choice.field), value
-    if choice.field != "text" and _is_list_of(value, int):
-        return f"{choice.field}_token_ids", value
-    if choice.field == "response" and _is_list_of(value, str):
-        return choice.field, value
-    raise SourceError(
-        f"{record.location}: expected {column!r} to be text or a list of messages and found {show_value(value)}"
-    )
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    """Whether a value is a list with at least one entry, all of type ``kind``; True and False are no numbers."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
+    field, column = choice.field, choice.columns[0]
+    parts = [record.fields[name] for name in choice.columns if record.fields.get(name)]
+    if len(choice.columns) > 1 and is_list_of(parts, str):
+        return field, "\n\n".join(parts)
+    value = as_messages(record.fields[column])
+    if isinstance(value, str) or (field == "response" and is_list_of(value, str)):
+        return field, value
+    if is_list_of(value, dict):
+        return ("messages" if field != "response" and column != "prompt" else field), value
+    if field != "text" and is_list_of(value, int):
+        return f"{field}_token_ids", value
+    raise record.error(f"expected {column!r} to be text or a list of messages and found {show_value(value)}")

@@ -4,20 +4,22 @@ import csv
 import re
 import sys
 from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError, summarise_error
 from kleash.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
-from kleash.sources.source_records import (
+from kleash.sources.records import (
     SourceRecord,
-    check_names,
+    is_list_of,
     is_message_list,
     parse_json,
     read_text_lines,
     shorten,
     source_label,
 )
+from kleash.sources.tables import check_names
 
 DELIMITERS = ",;\t|"
 JSON_COLUMNS = frozenset(
@@ -27,14 +29,12 @@ JSON_COLUMNS = frozenset(
     }
 )
 """Columns of a CSV whose cells are JSON: lists and numbers."""
-TEXT_OR_MESSAGES_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", *CONVERSATIONS})
+MESSAGE_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", *CONVERSATIONS})
 """Columns whose cells are text, or a list of messages as JSON."""
 LIST_COLUMNS = frozenset({"responses", "completions", "outputs", "generations"})
 """Columns whose cells are text, or a list of texts as JSON."""
 PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'")
-PYTHON_TEXTS = re.compile(r"\s*\[\s*['\"]")
-EXCEL_SEPARATOR = re.compile(r"sep=.")
-"""First line of a CSV that Excel wrote to say what separates its cells."""
+LIST_OF_TEXTS = re.compile(r"\s*\[\s*['\"]")
 COLUMN_NAME = re.compile(r"(\w[\w.-]*)?")
 """A column's name; empty for an index that pandas writes."""
 
@@ -49,10 +49,7 @@ def find_delimiter(text: str, named: Collection[str] = (), *, names_only: bool =
             column's, so that a sentence with a known word is no header.
     """
     for delimiter in DELIMITERS:
-        try:
-            cells = next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter, strict=True), [])
-        except csv.Error:
-            continue
+        cells = next(csv.reader(text.splitlines(), delimiter=delimiter), [])
         names = [cell.strip() for cell in cells]
         usual = sum(name.lower() in USUAL_COLUMNS for name in names)
         if names_only and not all(COLUMN_NAME.fullmatch(cell) for cell in cells):
@@ -78,15 +75,17 @@ def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
         SourceError: if the header contains no known column or one twice, if a row has another number of cells than the
             header, or if the file is not UTF-8.
     """
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # the default refuses documents above 131 072 characters
+    # the default refuses documents above 131 072 characters
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     label = source_label(path)
     lines = (text for _, text in read_text_lines(path, keep_ends=True))
-    first, header_line = _header(lines)
-    if "\r" in first.rstrip("\r\n"):
-        raise SourceError(f"{label} ends its lines with carriage returns alone; save it with line feeds")
-    delimiter = find_delimiter(first.rstrip("\r\n"), named)
+    first_lines = list[str]()
+    for line in lines:
+        first_lines.append(line)
+        if line.strip():
+            break
+    first = first_lines[-1].rstrip("\r\n") if first_lines else ""
+    delimiter = find_delimiter(first, named)
     if delimiter is None and named:  # the error about the missing column then lists those that are there
         delimiter = max(DELIMITERS, key=first.count)
     if delimiter is None:
@@ -94,51 +93,37 @@ def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
             f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is known; say which "
             "is read (--prompt-column, --response-column, --text-column), or name the file .txt if it is plain text"
         )
-    header = [cell.strip() for cell in next(csv.reader(first.splitlines(keepends=True), delimiter=delimiter))]
+    rows = _rows(chain(first_lines, lines), delimiter, label)
+    header = next(([cell.strip() for cell in cells] for _, cells in rows if any(map(str.strip, cells))), [])
     check_names(header, label)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    while True:
-        number = header_line + reader.line_num + 1
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise SourceError(
-                f"{label}, line {header_line + reader.line_num}: it is not CSV ({error})"
-            ) from error
-        if cells is None:
-            return
-        if not cells:
-            continue
-        location = f"{label}, line {number}"
+    for location, cells in rows:
         if len(cells) != len(header):
             raise SourceError(
                 f"{location}: expected {len(header)} cells, as in the header, and found {len(cells)}"
             )
         fields = {
-            name: _cell(name, cell, location, name in named)
+            name: _value(name, cell, location, name in named)
             for name, cell in zip(header, cells, strict=True)
             if name
         }
-        yield SourceRecord(number=number, location=location, text="", fields=fields)
+        yield SourceRecord(location=location, fields=fields)
 
 
-def _header(lines: Iterator[str]) -> tuple[str, int]:
-    """The header of a CSV, with the lines that its quoted names span, and the number of its last line.
-
-    Blank lines before it are skipped, and the line "sep=;" that Excel reads.
-    """
-    header, count = "", 0
-    for line in lines:
-        count += 1
-        if header or not (line.strip() == "" or EXCEL_SEPARATOR.fullmatch(line.rstrip("\r\n"))):
-            header += line
-            if header.count('"') % 2 == 0:
-                break
-    return header, count
+def _rows(lines: Iterator[str], delimiter: str, label: str) -> Iterator[tuple[str, list[str]]]:
+    """Location and cells of each row of a CSV, which may span lines; blank lines are skipped."""
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    number = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield f"{label}, line {number}", cells
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise SourceError(f"{label}, line {reader.line_num}: it is not CSV ({error})") from error
 
 
-def _cell(name: str, cell: str, location: str, is_named: bool) -> Any:
-    """The value of a cell of a CSV: JSON, a list of messages, text, or None.
+def _value(name: str, cell: str, location: str, is_named: bool) -> Any:
+    """The value of a cell of a CSV: JSON, a list of messages or texts, text, or None.
 
     Args:
         name: of its column.
@@ -146,35 +131,20 @@ def _cell(name: str, cell: str, location: str, is_named: bool) -> Any:
         location: for errors.
         is_named: whether an option names the column.
     """
-    if name in JSON_COLUMNS:
-        if not cell.strip():
-            return None
-        try:
-            return parse_json(cell)
-        except (ValueError, RecursionError) as error:
-            if name == "prompt_id":
-                return cell
+    is_json, column = name in JSON_COLUMNS, name.lower()
+    if not cell.strip() and (is_json or name == "finish_reason"):
+        return None
+    is_list = column in LIST_COLUMNS and LIST_OF_TEXTS.match(cell) is not None
+    may_be_messages = (is_named or column in MESSAGE_COLUMNS) and cell.lstrip().startswith("[")
+    if not (is_json or is_list or may_be_messages):
+        return cell
+    try:
+        value = parse_json(cell)
+    except ValueError as error:
+        if (is_json and name != "prompt_id") or is_list or PYTHON_MESSAGES.match(cell):
             raise SourceError(
-                f"{location}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
+                f"{location}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)}); lists "
+                "that Python prints are none: save the data as JSONL or Parquet"
             ) from error
-    if name.lower() in LIST_COLUMNS and PYTHON_TEXTS.match(cell):
-        try:
-            return parse_json(cell)
-        except (ValueError, RecursionError) as error:
-            raise SourceError(
-                f"{location}: expected {name!r} to be text, or a list of texts as JSON, and found {shorten(cell)}; "
-                "save the data as JSONL or Parquet"
-            ) from error
-    if (is_named or name.lower() in TEXT_OR_MESSAGES_COLUMNS) and cell.lstrip().startswith("["):
-        if PYTHON_MESSAGES.match(cell):
-            raise SourceError(
-                f"{location}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as "
-                "JSONL or Parquet"
-            )
-        try:
-            value = parse_json(cell)
-        except (ValueError, RecursionError):
-            return cell
-        if is_message_list(value):
-            return value
-    return cell if cell or name != "finish_reason" else None
+        return cell
+    return value if is_json or is_message_list(value) or (is_list and is_list_of(value, str)) else cell

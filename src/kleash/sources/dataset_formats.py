@@ -12,15 +12,15 @@ https://huggingface.co/docs/trl/dataset_formats.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby, takewhile
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from kleash.errors import SourceError
-from kleash.sources.chat_rendering import conversation_text
 from kleash.sources.columns import as_messages
-from kleash.sources.source_records import SourceRecord, get_field, show_value
+from kleash.sources.records import SourceRecord, get_field, is_list_of, show_value
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of records whose text refers to something that is no text."""
+MEDIA_PARTS = (*MEDIA_COLUMNS, "image_url", "input_audio")
+"""Keys of parts of a message that are no text."""
 CONTENTS = ("content", "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
 """Keys of a message, one of which must have a value."""
 TextOrMessages = str | list[dict[str, Any]]
@@ -56,7 +56,7 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
             list of parts of text.
     """
     if not messages:
-        raise SourceError(f"{record.location}: {name!r} is empty; it needs at least one message")
+        raise record.error(f"{name!r} is empty; it needs at least one message")
     return [_checked_message(record, name, message) for message in as_messages(messages)]
 
 
@@ -67,44 +67,26 @@ def _checked_message(record: SourceRecord, name: str, message: Any) -> dict[str,
         or not isinstance(message.get("role"), str)
         or not any(message.get(key) is not None for key in CONTENTS)
     ):
-        raise SourceError(
-            f"{record.location}: expected each message to have a 'role' and 'content' and found "
-            f"{show_value(message)}"
+        raise record.error(
+            f"expected each message to have a 'role' and 'content' and found {show_value(message)}"
         )
     content = message.get("content")
-    if not isinstance(content, list):
-        if not isinstance(content, str | None):
-            _refuse_content(record, name, content)
+    if isinstance(content, str | None):
         return message
-    for part in content:
-        _check_part(record, name, part)
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or not isinstance(content, list):
+            raise record.error(
+                f"expected the content of each message of {name!r} to be text, or a list of parts such as "
+                f"{{'type': 'text', 'text': '...'}}, and found {show_value(part)}"
+            )
+        kind = part.get("type") or next(filter(part.get, MEDIA_PARTS), "text")
+        if kind != "text":
+            raise record.error(
+                f"a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on text alone; leave the "
+                "record out, or give its text"
+            )
     parts = [{key: value for key, value in part.items() if value is not None} for part in content]
     return {**message, "content": parts}
-
-
-def _refuse_content(record: SourceRecord, name: str, value: Any) -> NoReturn:
-    """Raise the error about a content, or an entry of one, that is no text and no part."""
-    raise SourceError(
-        f"{record.location}: expected the content of each message of {name!r} to be text, or a list of parts such "
-        f"as {{'type': 'text', 'text': '...'}}, and found {show_value(value)}"
-    )
-
-
-def _check_part(record: SourceRecord, name: str, part: Any) -> None:
-    """Check that a part of a message's content, such as {"type": "text", "text": "..."}, is text.
-
-    Raises:
-        SourceError: if it is no object, or an image, audio or video.
-    """
-    if not isinstance(part, dict):
-        _refuse_content(record, name, part)
-    media = [key for key in (*MEDIA_COLUMNS, "image_url", "input_audio") if part.get(key)]
-    kind = part.get("type") or (media[0] if media else "text")
-    if kind != "text":
-        raise SourceError(
-            f"{record.location}: a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on "
-            "text alone; leave the record out, or give its text"
-        )
 
 
 def check_text_only(record: SourceRecord) -> None:
@@ -113,19 +95,24 @@ def check_text_only(record: SourceRecord) -> None:
     Raises:
         SourceError: if it has, with the name of the column.
     """
-    for name, value in (record.fields or {}).items():
+    for name, value in record.fields.items():
         if (name in MEDIA_COLUMNS and value) or _is_media(value):
-            raise SourceError(
-                f"{record.location}: the record has {name!r} beside its text, and kleash measures models on text "
-                "alone; leave the record out, or the column if the text stands without it"
+            raise record.error(
+                f"the record has {name!r} beside its text, and kleash measures models on text alone; leave the record "
+                "out, or the column if the text stands without it"
             )
 
 
 def _is_media(value: Any) -> bool:
     """Whether a value is an image or audio file as the package datasets stores them, or a list of such."""
-    if isinstance(value, list):
-        return bool(value) and all(map(_is_media, value))
-    return isinstance(value, dict) and value.keys() == {"bytes", "path"} and any(map(bool, value.values()))
+    if is_list_of(value, dict):
+        return all(map(_is_media, value))
+    return isinstance(value, dict) and value.keys() == {"bytes", "path"} and any(value.values())
+
+
+def is_preference(record: SourceRecord) -> bool:
+    """Whether a record is a preference pair."""
+    return "chosen" in record.fields and "rejected" in record.fields
 
 
 def parse_preference(record: SourceRecord) -> Preference:
@@ -134,31 +121,34 @@ def parse_preference(record: SourceRecord) -> Preference:
     Raises:
         SourceError: if a part is missing or empty, if the parts differ in type, or if the answers are equal.
     """
-    fields = record.fields or {}
-    if _repeats_prompt(fields):
-        fields = {name: value for name, value in fields.items() if name != "prompt"}
-        record = replace(record, fields=fields, columns=record.columns or record.fields)
-    names = [name for name in ("prompt", "chosen", "rejected") if name != "prompt" or name in fields]
+    fields = record.fields
+    names = ["chosen", "rejected"]
+    if "prompt" in fields and not _repeats_prompt(fields):
+        names = ["prompt", *names]
     if {type(fields.get(name)) for name in names} not in ({str}, {list}) or not all(map(fields.get, names)):
-        raise SourceError(
-            f"{record.location}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+        raise record.error(
+            "expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
         )
-    prompt, chosen, rejected = (text_or_messages(record, name) for name in ("prompt", "chosen", "rejected"))
-    assert chosen is not None and rejected is not None
+    *prompt, chosen, rejected = (text_or_messages(record, name) or "" for name in names)
     if chosen == rejected:
-        raise SourceError(f"{record.location}: 'chosen' and 'rejected' are the same; leave the line out")
-    if prompt is not None:
-        return Preference(prompt, chosen, rejected)
-    # Length of the common beginning, in characters of texts or in messages of lists.
-    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+        raise record.error("'chosen' and 'rejected' are the same; leave the line out")
+    if prompt:
+        return Preference(prompt[0], chosen, rejected)
+    length = len(_common_beginning(chosen, rejected))  # in characters of texts or in messages of lists
     if isinstance(chosen, str) and length and chosen[length - 1] == " ":
         length -= 1  # the space belongs to the first word of the answer
     if not length or length in (len(chosen), len(rejected)):
-        raise SourceError(
-            f"{record.location}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to "
-            "begin alike and to go on differently"
+        raise record.error(
+            "expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to begin alike and to go "
+            "on differently"
         )
     return Preference(chosen[:length], chosen[length:], rejected[length:])
+
+
+def _common_beginning(chosen: TextOrMessages, rejected: TextOrMessages) -> list[Any]:
+    """The characters or messages with which both answers begin."""
+    pairs = zip(chosen, rejected, strict=False)
+    return [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _repeats_prompt(fields: dict[str, Any]) -> bool:
@@ -169,14 +159,8 @@ def _repeats_prompt(fields: dict[str, Any]) -> bool:
     prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return False
-    common = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-    return any(isinstance(message, dict) and message.get("content") == prompt for message, _ in common)
-
-
-def is_preference(record: SourceRecord) -> bool:
-    """Whether a record is a preference pair."""
-    fields = record.fields or {}
-    return "chosen" in fields and "rejected" in fields
+    common = _common_beginning(chosen, rejected)
+    return any(isinstance(message, dict) and message.get("content") == prompt for message in common)
 
 
 def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
@@ -189,16 +173,12 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
         SourceError: if the record cannot be read as one of the formats.
     """
     fields = record.fields
-    if fields is None:
-        yield record
-        return
     if fields.get("response") is not None and fields.get("completion") is not None:
-        raise SourceError(
-            f"{record.location}: expected 'response' or 'completion' and found both; keep one, or choose by "
-            "--response-column"
+        raise record.error(
+            "expected 'response' or 'completion' and found both; keep one, or choose by --response-column"
         )
     if "response" in fields or "response_token_ids" in fields:
-        yield from _given_responses(record, fields)
+        yield from _given_responses(record)
         return
     if is_preference(record):
         pair = parse_preference(record)
@@ -207,32 +187,33 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
         return
     completion = text_or_messages(record, "completion")
     if completion is not None:
-        prompt = text_or_messages(record, "prompt")
-        if prompt is None and isinstance(completion, str):
-            yield record
-        else:
-            yield from _turns(record, prompt, completion)
+        yield from _turns(record, text_or_messages(record, "prompt"), completion)
         return
     messages = text_or_messages(record, "messages")
     if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
         yield _with_response(record, messages[:-1], messages[-1:])
-        return
-    yield record
-
-
-def _given_responses(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
-    """The responses of a record with "response" or "response_token_ids": of a list of texts, each."""
-    responses = fields.get("response")
-    if isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses):
-        yield from (replace(record, fields={**fields, "response": text}) for text in responses)
-        return
-    name = "prompt" if fields.get("messages") is None else "messages"
-    has_messages = isinstance(responses, list) and isinstance(fields.get(name), list)
-    answer = text_or_messages(record, "response") if has_messages else None
-    if answer is None or fields.get("response_token_ids") is not None:
-        yield record
     else:
-        yield from _turns(record, text_or_messages(record, name), answer)
+        yield record
+
+
+def _given_responses(record: SourceRecord) -> Iterator[SourceRecord]:
+    """The responses of a record with "response" or "response_token_ids": of a list of texts, each."""
+    fields = record.fields
+    responses = fields.get("response")
+    name = "prompt" if fields.get("messages") is None else "messages"
+    if is_list_of(responses, str):
+        for text in responses:
+            yield record.with_fields({**fields, "response": text})
+    elif (
+        fields.get("response_token_ids") is None
+        and isinstance(responses, list)
+        and isinstance(fields.get(name), list)
+    ):
+        yield from _turns(
+            record, text_or_messages(record, name), check_messages(record, "response", responses)
+        )
+    else:
+        yield record
 
 
 def _turns(
@@ -242,56 +223,53 @@ def _turns(
     if isinstance(prompt, str | None) or isinstance(answer, str):
         yield _with_response(record, prompt, answer)
         return
-    before = list(prompt)
-    turns = [
-        (is_assistant, list(turn))
-        for is_assistant, turn in groupby(answer, lambda message: message["role"] == "assistant")
-    ]
-    if not any(is_assistant for is_assistant, _ in turns):
-        raise SourceError(
-            f"{record.location}: expected an answer of the assistant and found {show_value(answer)}; leave the record "
-            "out"
+    turns = [list(turn) for _, turn in groupby(answer, _is_of_assistant)]
+    if not any(_is_of_assistant(turn[0]) for turn in turns):
+        raise record.error(
+            f"expected an answer of the assistant and found {show_value(answer)}; leave the record out"
         )
-    for is_assistant, turn in turns:
-        if is_assistant:
-            response = _with_response(record, before, turn)
-            if len(turns) > 1:
-                fields = {**(response.fields or {}), "prompt_token_ids": None}
-                response = replace(response, fields=fields, first_prompt=prompt)
-            yield response
+    before = list(prompt)
+    for turn in turns:
+        if _is_of_assistant(turn[0]):
+            yield _with_response(record, before, turn, first_prompt=prompt if len(turns) > 1 else None)
         before = [*before, *turn]
 
 
+def _is_of_assistant(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant"
+
+
 def _with_response(
-    record: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages
+    record: SourceRecord,
+    prompt: TextOrMessages | None,
+    answer: TextOrMessages,
+    first_prompt: list[dict[str, Any]] | None = None,
 ) -> SourceRecord:
-    """The record with ``prompt`` and ``response`` in place of the fields of its format."""
-    fields = {
-        name: value
-        for name, value in (record.fields or {}).items()
-        if name not in ("prompt", "messages", "completion", "chosen", "rejected")
-    }
-    if type(prompt) is not type(answer):
-        raise SourceError(
-            f"{record.location}: expected prompt and completion to be both texts or both lists of messages and found "
-            f"{show_value(prompt)} and {show_value(answer)}"
-        )
-    return replace(record, fields={**fields, "prompt": prompt, "response": answer})
-
-
-def document_text(record: SourceRecord, tokenizer: Any, chat_template: str | None = None) -> str | None:
-    """The text of a record: "text", the rendered "messages", or "prompt" and "completion" joined.
+    """The record with ``prompt`` and ``response`` in place of the fields of its format.
 
     Args:
         record: the record.
-        tokenizer: its chat template renders messages.
-        chat_template: "raw" joins the contents of messages by blank lines.
+        prompt: of the response.
+        answer: the response.
+        first_prompt: the prompt of the first of several turns; None of a response alone.
+    """
+    if type(prompt) is not type(answer):
+        raise record.error(
+            "expected prompt and completion to be both texts or both lists of messages and found "
+            f"{show_value(prompt)} and {show_value(answer)}"
+        )
+    replaced = ["messages", "completion", "chosen", "rejected"]
+    replaced += ["prompt_token_ids"] if first_prompt is not None else []
+    fields = {name: value for name, value in record.fields.items() if name not in replaced}
+    response = record.with_fields({**fields, "prompt": prompt, "response": answer})
+    return replace(response, first_prompt=first_prompt)
 
-    Returns:
-        The text; None if the record has none of these fields.
+
+def text_or_conversation(record: SourceRecord) -> TextOrMessages | None:
+    """The document of a record: "text", "messages", or "prompt" and "completion" joined; None without these fields.
 
     Raises:
-        SourceError: if prompt and completion differ in type, or the messages cannot be rendered.
+        SourceError: if prompt and completion differ in type.
     """
     text = get_field(record, "text", str, "text")
     if text is not None:
@@ -299,22 +277,10 @@ def document_text(record: SourceRecord, tokenizer: Any, chat_template: str | Non
     messages, prompt, completion = (
         text_or_messages(record, name) for name in ("messages", "prompt", "completion")
     )
-    if isinstance(messages, list):
-        return conversation_text(record, messages, tokenizer, "messages", chat_template)
-    if prompt is None or completion is None:
-        return None
+    if isinstance(messages, list) or prompt is None or completion is None:
+        return messages if isinstance(messages, list) else None
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
-        return conversation_text(record, prompt + completion, tokenizer, "prompt", chat_template)
-    raise SourceError(
-        f"{record.location}: expected prompt and completion to be both texts or both lists of messages"
-    )
-
-
-def is_conversation(record: SourceRecord) -> bool:
-    """Whether the text of a record is made of messages."""
-    fields = record.fields or {}
-    return fields.get("text") is None and any(
-        isinstance(fields.get(name), list) for name in ("messages", "prompt")
-    )
+        return prompt + completion
+    raise record.error("expected prompt and completion to be both texts or both lists of messages")

@@ -3,28 +3,28 @@
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
-from kleash.sources.chat_rendering import is_rendered, join_contents, render_messages
+from kleash.sources.chat_rendering import form_of_text, join_contents, render_messages
 from kleash.sources.dataset_formats import (
+    TextOrMessages,
     check_messages,
     check_text_only,
     is_preference,
     parse_preference,
     text_or_messages,
 )
-from kleash.sources.sequences import Prompt, TokenLimits, hash_prompt
-from kleash.sources.source_files import find_source
-from kleash.sources.source_records import (
+from kleash.sources.files import find_source
+from kleash.sources.records import (
     SourceRecord,
-    check_unicode,
     describe_fields,
     get_field,
     shorten,
     show_value,
 )
+from kleash.sources.sequences import Prompt, SourceForm, TokenLimits, hash_prompt
 
 
 def read_prompts(
@@ -64,13 +64,13 @@ def read_prompts(
 def count_columns(name: str, limit: int | None = None, reading: DatasetOptions | None = None) -> Counter[str]:
     """The number of a source's prompts that have each column, in the order in which the columns appear.
 
-    Loads no model. Plain text has no columns.
+    Loads no model. Plain text has the column "prompt".
 
     Raises:
         SourceError: if a line cannot be read.
     """
     records = islice(find_source(name, "prompts", reading).raw_records(), limit)
-    return Counter(column for record in records for column in record.fields or ())
+    return Counter(column for record in records for column in record.fields)
 
 
 def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: TokenLimits) -> list[Prompt]:
@@ -80,9 +80,9 @@ def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: TokenL
         SourceError: as ``read_prompts``.
     """
     records = [
-        SourceRecord(number=number, location=f"prompt {number}", text=prompt)
-        if isinstance(prompt, str)
-        else SourceRecord(number=number, location=f"prompt {number}", text="", fields={"messages": prompt})
+        SourceRecord(
+            location=f"prompt {number}", fields={"prompt" if isinstance(prompt, str) else "messages": prompt}
+        )
         for number, prompt in enumerate(prompts, start=1)
     ]
     if not records:
@@ -101,29 +101,40 @@ def _prompts(
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
     for record in records:
-        token_ids, text = tokenise_prompt(record, pair, chat_template)
-        check_length(record, "prompt", len(token_ids), pair)
-        prompt_hash = hash_prompt(token_ids, pair.tokenizer)
+        prompt = tokenise_prompt(record, pair, chat_template)
+        check_length(record, "prompt", len(prompt.token_ids), pair)
+        prompt_hash = hash_prompt(prompt.token_ids, pair.tokenizer)
         prompts.append(
             Prompt(
                 prompt_id=len(prompts),
-                token_ids=token_ids,
-                text=text,
+                token_ids=prompt.token_ids,
+                text=prompt.text,
                 prompt_hash=prompt_hash,
                 copy=copies[prompt_hash],
                 location=record.location,
-                messages=_messages(record, chat_template),
-                columns=(record.columns or record.fields or {}) if columns else {},
+                form=prompt.form,
+                messages=prompt.messages,
+                columns=record.source_fields if columns else {},
             )
         )
         copies[prompt_hash] += 1
     return prompts
 
 
+class TokenisedPrompt(NamedTuple):
+    """The prompt of a record as tokens."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    form: SourceForm
+    messages: tuple[dict[str, Any], ...] | None = None
+    """The messages that the text was rendered from."""
+
+
 def tokenise_prompt(
     record: SourceRecord, pair: TokenLimits, chat_template: str | None = None
-) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of the prompt of a record; token ids take precedence over text.
+) -> TokenisedPrompt:
+    """The prompt of a record as tokens; token ids take precedence over text.
 
     Args:
         record: the record.
@@ -134,38 +145,89 @@ def tokenise_prompt(
     Raises:
         SourceError: if the record has no prompt, or an empty one.
     """
-    if record.fields is None:
-        text = check_unicode(record, "the prompt", record.text)
-        return _from_text(record, text, pair.tokenizer, chat_template)
     check_text_only(record)
-    values = get_field(record, "prompt_token_ids", list, "a list of token ids")
+    values, tokenizer = get_field(record, "prompt_token_ids", list, "a list of token ids"), pair.tokenizer
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
-        return token_ids, pair.tokenizer.decode(list(token_ids))
-    messages = get_field(record, "messages", list, "a list of messages")
-    prompt = text_or_messages(record, "prompt")
+        return TokenisedPrompt(token_ids, tokenizer.decode(list(token_ids)), "token ids")
+    name, prompt = _find_prompt(record)
+    form = "messages" if isinstance(prompt, list) else form_of_text(prompt, tokenizer)
+    if isinstance(prompt, list) and chat_template == "raw":
+        prompt = join_contents(record, prompt, name)
+    if not prompt:
+        raise record.error("the prompt is empty")
+    if isinstance(prompt, str):
+        if chat_template != "apply":
+            return TokenisedPrompt(_encode_prompt(record, prompt, tokenizer), prompt, form)
+        prompt = [_as_message(record, prompt, form, tokenizer)]
+    text = render_messages(record, prompt, tokenizer, name, generate=True)
+    token_ids = tuple(encode_text(tokenizer, text, special_tokens=False))
+    if not token_ids:
+        raise record.error("the chat template makes nothing of the messages")
+    return TokenisedPrompt(token_ids, text, form, tuple(prompt))
+
+
+def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
+    """The field with the prompt of a record, and its text or messages.
+
+    Raises:
+        SourceError: if there is none, or there are two.
+    """
+    messages, prompt = (
+        get_field(record, "messages", list, "a list of messages"),
+        text_or_messages(record, "prompt"),
+    )
     if messages is not None and prompt is not None:
-        raise SourceError(
-            f"{record.location}: expected 'prompt' or 'messages' and found both; keep one, or choose by --prompt-column"
+        raise record.error(
+            "expected 'prompt' or 'messages' and found both; keep one, or choose by --prompt-column"
         )
     if messages is not None:
         messages = check_messages(record, "messages", messages)
         if messages[-1]["role"] == "assistant":
-            raise SourceError(
-                f"{record.location}: the last of 'messages' is the assistant's; leave it out to have the conversation "
-                "answered, or call the field 'prompt' to have it continued"
+            raise record.error(
+                "the last of 'messages' is the assistant's; leave it out to have the conversation answered, or call "
+                "the field 'prompt' to have it continued"
             )
-        return _from_messages(record, messages, pair.tokenizer, "messages", chat_template)
+        return "messages", messages
     if prompt is None and is_preference(record):
         prompt = parse_preference(record).prompt
     if prompt is None:
-        raise SourceError(
-            f"{record.location}: expected a field 'prompt' or 'messages' and found {describe_fields(record)}; "
-            "--prompt-column names another"
+        raise record.error(
+            f"expected a field 'prompt' or 'messages' and found {describe_fields(record)}; --prompt-column names "
+            "another"
         )
-    if isinstance(prompt, list):
-        return _from_messages(record, prompt, pair.tokenizer, "prompt", chat_template)
-    return _from_text(record, prompt, pair.tokenizer, chat_template)
+    return "prompt", prompt
+
+
+def _as_message(record: SourceRecord, text: str, form: SourceForm, tokenizer: Any) -> dict[str, Any]:
+    """A plain prompt as a user's message.
+
+    Raises:
+        SourceError: if there is no chat template to render it, or one has rendered it already.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise record.error(
+            "--chat-template apply renders it by the chat template of the policy's tokenizer, which has none; leave "
+            "that out, or give a --tokenizer with one"
+        )
+    if form == "rendered text":
+        raise record.error(
+            f"a chat template has rendered the prompt {shorten(text)} already, and --chat-template apply renders "
+            "prompts that are plain; leave that out"
+        )
+    return {"role": "user", "content": text}
+
+
+def _encode_prompt(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids of a prompt of plain text, without an end token that the tokenizer appended."""
+    token_ids = encode_text(tokenizer, text, special_tokens=True)
+    text_ids = encode_text(tokenizer, text, special_tokens=False)
+    ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
+    if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
+        token_ids.pop()
+    if not token_ids:
+        raise record.error(f"the prompt {shorten(text)} has no tokens")
+    return tuple(without_second_begin(tokenizer, token_ids))
 
 
 def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: TokenLimits) -> tuple[int, ...]:
@@ -175,14 +237,11 @@ def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: To
         SourceError: if a value is not a token id of the models, or there are none.
     """
     if not values:
-        raise SourceError(
-            f"{record.location}: {name!r} is empty; give at least one token, or leave the line out"
-        )
+        raise record.error(f"{name!r} is empty; give at least one token, or leave the line out")
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocab_size:
-            raise SourceError(
-                f"{record.location}: expected {name!r} to hold token ids from 0 to {pair.vocab_size - 1} and "
-                f"found {show_value(value)}"
+            raise record.error(
+                f"expected {name!r} to hold token ids from 0 to {pair.vocab_size - 1} and found {show_value(value)}"
             )
     return tuple(values)
 
@@ -194,9 +253,9 @@ def check_length(record: SourceRecord, what: str, tokens: int, pair: TokenLimits
         SourceError: if it is, with both lengths.
     """
     if pair.context_length is not None and tokens > pair.context_length:
-        raise SourceError(
-            f"{record.location}: the {what} is {tokens} tokens long and the models read at most {pair.context_length}; "
-            "shorten it or leave it out"
+        raise record.error(
+            f"the {what} is {tokens} tokens long and the models read at most {pair.context_length}; shorten it or "
+            "leave it out"
         )
 
 
@@ -209,60 +268,3 @@ def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
     """Token ids with one begin token of two: the text begins with it, as one in a log or of a template does."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
-
-
-def _from_text(
-    record: SourceRecord, text: str, tokenizer: Any, chat_template: str | None
-) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of a prompt of plain text, without an end token that the tokenizer appended."""
-    if not text:
-        raise SourceError(f"{record.location}: the prompt is empty")
-    if chat_template == "apply":
-        if not getattr(tokenizer, "chat_template", None):
-            raise SourceError(
-                f"{record.location}: --chat-template apply renders it by the chat template of the policy's tokenizer, "
-                "which has none; leave that out, or give a --tokenizer with one"
-            )
-        if is_rendered(text, tokenizer):
-            raise SourceError(
-                f"{record.location}: a chat template has rendered the prompt {shorten(text)} already, and "
-                "--chat-template apply renders prompts that are plain; leave that out"
-            )
-        message = {"role": "user", "content": text}
-        return _from_messages(record, [message], tokenizer, "prompt", chat_template)
-    token_ids = encode_text(tokenizer, text, special_tokens=True)
-    text_ids = encode_text(tokenizer, text, special_tokens=False)
-    ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
-    if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
-        token_ids.pop()
-    token_ids = without_second_begin(tokenizer, token_ids)
-    if not token_ids:
-        raise SourceError(f"{record.location}: the prompt {shorten(text)} has no tokens")
-    return tuple(token_ids), text
-
-
-def _messages(record: SourceRecord, chat_template: str | None) -> tuple[dict[str, Any], ...] | None:
-    """The messages that a prompt was rendered from; None if it is read as text or token ids."""
-    if record.fields is None:
-        return ({"role": "user", "content": record.text},) if chat_template == "apply" else None
-    if record.fields.get("prompt_token_ids") is not None or chat_template == "raw":
-        return None
-    prompt = text_or_messages(record, "messages") or text_or_messages(record, "prompt")
-    if prompt is None and is_preference(record):
-        prompt = parse_preference(record).prompt
-    if isinstance(prompt, str) and chat_template == "apply":
-        return ({"role": "user", "content": prompt},)
-    return tuple(prompt) if isinstance(prompt, list) else None
-
-
-def _from_messages(
-    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
-) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of messages, up to the start of the assistant's turn."""
-    if chat_template == "raw":
-        return _from_text(record, join_contents(record, messages, name), tokenizer, chat_template)
-    text = render_messages(record, messages, tokenizer, name, generate=True)
-    token_ids = encode_text(tokenizer, text, special_tokens=False)
-    if not token_ids:
-        raise SourceError(f"{record.location}: the chat template makes nothing of the messages")
-    return tuple(token_ids), text

@@ -18,16 +18,13 @@ References: ``EvaluationTracker.save_results_samples``, https://github.com/Eleut
 https://github.com/PrimeIntellect-ai/verifiers.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from kleash.errors import SourceError
-from kleash.sources.source_records import SourceRecord, show_value
-
-UNFILTERED = object()
+from kleash.sources.records import SourceRecord, is_list_of, parse_json, show_value
 
 
 def expand_logs(records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
@@ -40,55 +37,52 @@ def expand_logs(records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
     Raises:
         SourceError: if a sample is not of a task that generates text, or a rollout has no tokens that were drawn.
     """
-    first_filter: Any = UNFILTERED
+    filters: list[Any] = []
     for record in records:
-        fields = record.fields or {}
+        fields = record.fields
         if isinstance(fields.get("token_ids"), list) and isinstance(fields.get("loss_mask"), list):
-            yield from _training_sequence(record, fields)
+            yield from _training_sequence(record)
         elif isinstance(fields.get("traces"), list) or isinstance(fields.get("nodes"), list):
-            yield from _episode(record, fields)
+            for trace in fields.get("traces", [fields]):
+                yield from _trace(record, trace)
         elif "arguments" in fields and "resps" in fields:
-            first_filter = fields.get("filter") if first_filter is UNFILTERED else first_filter
-            if fields.get("filter") == first_filter:
-                yield from _sample(record, fields)
+            filters = filters or [fields.get("filter")]
+            if fields.get("filter") == filters[0]:
+                yield from _sample(record)
         else:
             yield record
 
 
-def _training_sequence(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
+def _training_sequence(record: SourceRecord) -> Iterator[SourceRecord]:
     """The responses of a training sequence of prime-rl."""
     token_ids, mask, logprobs = (
-        fields.get(name) for name in ("token_ids", "loss_mask", "inference_logprobs")
+        record.fields.get(name) for name in ("token_ids", "loss_mask", "inference_logprobs")
     )
     assert isinstance(token_ids, list) and isinstance(mask, list)
     if len(mask) != len(token_ids) or not (logprobs is None or len(logprobs) == len(token_ids)):
-        raise SourceError(
-            f"{record.location}: expected 'loss_mask' and 'inference_logprobs' to have a value for each of the "
-            f"{len(token_ids)} tokens"
+        raise record.error(
+            f"expected 'loss_mask' and 'inference_logprobs' to have a value for each of the {len(token_ids)} tokens"
         )
     if not any(mask):
-        raise SourceError(f"{record.location}: 'loss_mask' is false at every token, so there is no response")
-    is_drawn = list(map(bool, mask))
-    yield from _drawn_runs(record, token_ids, is_drawn, logprobs, first=is_drawn.index(True))
+        raise record.error("'loss_mask' is false at every token, so there is no response")
+    yield from _drawn_runs(record, token_ids, mask, logprobs)
 
 
-def _episode(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
-    """The responses of the traces of an episode of prime-rl; of an episode that failed there may be none."""
-    for trace in fields.get("traces", [fields]):
-        nodes = trace.get("nodes") if isinstance(trace, dict) else None
-        if not isinstance(nodes, list) or not all(map(_is_node, nodes)):
-            raise SourceError(
-                f"{record.location}: expected the traces of a rollout of prime-rl, whose nodes have 'token_ids' and "
-                f"'mask', and found {show_value(trace)}"
-            )
-        if nodes and not any(any(node["mask"]) for node in nodes):
-            raise SourceError(
-                f"{record.location}: the rollout has no token ids of what the model drew; prime-rl writes them if it "
-                "generates by its renderer"
-            )
-        for index, node in enumerate(nodes):
-            if any(node["mask"]):
-                yield from _sampled_message(record, nodes, index)
+def _trace(record: SourceRecord, trace: Any) -> Iterator[SourceRecord]:
+    """The responses of a trace of an episode of prime-rl; of an episode that failed there may be none."""
+    nodes = trace.get("nodes") if isinstance(trace, dict) else None
+    if not isinstance(nodes, list) or not all(map(_is_node, nodes)):
+        raise record.error(
+            "expected the traces of a rollout of prime-rl, whose nodes have 'token_ids' and 'mask', and found "
+            f"{show_value(trace)}"
+        )
+    if nodes and not any(any(node["mask"]) for node in nodes):
+        raise record.error(
+            "the rollout has no token ids of what the model drew; prime-rl writes them if it generates by its renderer"
+        )
+    for index, node in enumerate(nodes):
+        if any(node["mask"]):
+            yield from _sampled_message(record, nodes, index)
 
 
 def _is_node(value: Any) -> bool:
@@ -102,32 +96,30 @@ def _sampled_message(
     record: SourceRecord, nodes: Sequence[dict[str, Any]], index: int
 ) -> Iterator[SourceRecord]:
     """The response of a node, after the tokens of those before it."""
-    path, parent = [nodes[index]], nodes[index].get("parent")
+    node, parent, earlier = nodes[index], nodes[index].get("parent"), list[dict[str, Any]]()
     while parent is not None:
         if not isinstance(parent, int) or not 0 <= parent < index:
-            raise SourceError(
-                f"{record.location}: a node of a trace names {show_value(parent)} as its parent, and parents stand "
-                "before their children"
+            raise record.error(
+                f"a node of a trace names {show_value(parent)} as its parent, and parents stand before their children"
             )
-        path.append(nodes[parent])
+        earlier.insert(0, nodes[parent])
         index, parent = parent, nodes[parent].get("parent")
-    node, earlier = path[0], path[:0:-1]
-    before = [token for each in earlier for token in each["token_ids"]]
-    drawn_earlier = [flag for each in earlier for flag in each["mask"]]
     mask, logprobs = node["mask"], iter(node["logprobs"])
     if len(mask) != len(node["token_ids"]) or len(node["logprobs"]) not in (0, sum(map(bool, mask))):
-        raise SourceError(
-            f"{record.location}: expected 'mask' to have a value for each of the {len(node['token_ids'])} tokens of a "
-            "node, and 'logprobs' one for each that was drawn"
+        raise record.error(
+            f"expected 'mask' to have a value for each of the {len(node['token_ids'])} tokens of a node, and "
+            "'logprobs' one for each that was drawn"
         )
-    aligned = [next(logprobs) if flag else 0.0 for flag in mask] if node["logprobs"] else None
-    first = drawn_earlier.index(True) if True in drawn_earlier else len(before) + mask.index(True)
+    before = [token for each in earlier for token in each["token_ids"]]
+    nothing_drawn = [None] * len(before)
+    drawn_earlier = [flag for each in earlier for flag in each["mask"]]
+    aligned = [*nothing_drawn, *(next(logprobs, None) if flag else None for flag in mask)]
     yield from _drawn_runs(
         record,
         [*before, *node["token_ids"]],
-        [*(False for _ in before), *mask],
-        None if aligned is None else [*(0.0 for _ in before), *aligned],
-        first=first,
+        [*nothing_drawn, *mask],
+        aligned,
+        first=drawn_earlier.index(True) if True in drawn_earlier else None,
     )
 
 
@@ -137,7 +129,7 @@ def _drawn_runs(
     mask: Sequence[Any],
     logprobs: Sequence[Any] | None,
     *,
-    first: int,
+    first: int | None = None,
 ) -> Iterator[SourceRecord]:
     """A record for each run of tokens that were drawn, after all tokens before it.
 
@@ -145,59 +137,50 @@ def _drawn_runs(
         record: that they come from.
         token_ids: of the whole sequence.
         mask: whether each token was drawn.
-        logprobs: one for each token; None if they are not known.
-        first: number of tokens before the first that was drawn.
+        logprobs: one for each token, None where it is not known; None if none is.
+        first: number of tokens before the first that was drawn; None for that of ``mask``.
     """
-    start = 0
+    stop = 0
     for is_drawn, run in groupby(mask, bool):
-        stop = start + sum(1 for _ in run)
+        start, stop = stop, stop + len(list(run))
         if is_drawn:
-            values = None if logprobs is None else list(logprobs[start:stop])
-            yield replace(
-                record,
-                fields={
-                    "prompt_token_ids": list(token_ids[:start]),
-                    "response_token_ids": list(token_ids[start:stop]),
-                    "logprobs": None if values is None or None in values else values,
-                },
-                columns=record.columns or record.fields,
-                first_prompt=tuple(token_ids[:first]),
-            )
-        start = stop
+            first = start if first is None else first
+            values = [None] if logprobs is None else list(logprobs[start:stop])
+            fields = {
+                "prompt_token_ids": list(token_ids[:start]),
+                "response_token_ids": list(token_ids[start:stop]),
+                "logprobs": None if None in values else values,
+            }
+            yield replace(record.with_fields(fields), first_prompt=tuple(token_ids[:first]))
 
 
-def _sample(record: SourceRecord, fields: dict[str, Any]) -> Iterator[SourceRecord]:
-    """The responses of a sample, with their prompt."""
-    prompt, options = _arguments(fields["arguments"])
-    texts = fields["resps"]
+def _sample(record: SourceRecord) -> Iterator[SourceRecord]:
+    """The responses of a sample of lm-evaluation-harness, with their prompt."""
+    prompt, options = _arguments(record.fields["arguments"])
+    texts = record.fields["resps"]
     if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], list):
         texts = texts[0]
-    is_generated = isinstance(texts, list) and bool(texts) and all(isinstance(text, str) for text in texts)
-    if prompt is None or not is_generated or not isinstance(options, dict):
-        raise SourceError(
-            f"{record.location}: expected a sample of lm-evaluation-harness with generated text in 'resps' and found "
-            f"{show_value(fields['resps'])}; only tasks that generate (generate_until) have responses"
+    if prompt is None or not is_list_of(texts, str) or not isinstance(options, dict):
+        raise record.error(
+            "expected a sample of lm-evaluation-harness with generated text in 'resps' and found "
+            f"{show_value(record.fields['resps'])}; only tasks that generate (generate_until) have responses"
         )
     for text in texts:
-        columns = record.columns or fields
-        yield replace(record, fields={"prompt": prompt, "response": text}, columns=columns)
+        yield record.with_fields({"prompt": prompt, "response": text})
 
 
 def _arguments(arguments: Any) -> tuple[Any, Any]:
     """The prompt of a sample, a text or messages, and the argument after it; None for what is not there."""
     if isinstance(arguments, dict):
         first = arguments.get("gen_args_0")
-        prompt, options = (
-            (first.get("arg_0"), first.get("arg_1")) if isinstance(first, dict) else (None, None)
-        )
+        given = [first.get("arg_0"), first.get("arg_1")] if isinstance(first, dict) else []
     else:
         first = arguments[0] if isinstance(arguments, list) and arguments else None
-        prompt, options = (*first, None, None)[:2] if isinstance(first, list) else (None, None)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        given = first if isinstance(first, list) else []
+    prompt, options = (*given, None, None)[:2]
+    if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]  # a conversation, as JSON in a list
     if isinstance(prompt, str) and prompt.startswith('[{"role"'):
-        try:
-            return json.loads(prompt), options
-        except (ValueError, RecursionError):  # a text that only begins like messages, or is nested too deeply
-            return prompt, options
-    return (prompt, options) if isinstance(prompt, str) else (None, options)
+        with suppress(ValueError):  # a text that only begins like messages
+            return parse_json(prompt), options
+    return (prompt if isinstance(prompt, str) else None), options
