@@ -255,7 +255,7 @@ def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatc
         (
             "trl-lib/tldr.jsonl.gz",
             {},
-            "trl-lib/tldr.jsonl.gz is no file: give the name of a file or of a data set",
+            "there is no file trl-lib/tldr.jsonl.gz$",
         ),
         ("one/state.json", {"split": "x"}, "is one file, which has no 'x'; leave --split out"),
         ("shipped:prompts", {"split": "x"}, "is one file, which has no 'x'; leave --split out"),

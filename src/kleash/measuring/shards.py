@@ -10,7 +10,7 @@ from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
 from kleash.sources.documents import count_documents
 from kleash.sources.notes import describe_forms
-from kleash.sources.sequences import retokenisation_warnings
+from kleash.sources.sequences import SourceForm, retokenisation_warnings
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""
@@ -41,7 +41,7 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
         if kind == "text":
             forms = count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
         else:
-            forms = Counter(sequence.prompt_form for sequence in source_sequences(job, pair))
+            forms = Counter[SourceForm](sequence.prompt_form for sequence in source_sequences(job, pair))
         groups = group_by_cost(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
         notes = describe_forms(kind, forms, pair.tokenizer, job)

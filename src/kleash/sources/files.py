@@ -144,14 +144,10 @@ def source_path(name: str, kind: SourceKind) -> Path:
     try:
         size, is_file, is_folder = path.stat().st_size, path.is_file(), path.is_dir()
     except (FileNotFoundError, NotADirectoryError) as error:
-        what = (
-            "is an address, and files are not downloaded: download it, and"
-            if "://" in name
-            else "is no file:"
+        hint = (
+            "; an address is not downloaded: give a file, or a data set of the hub" if "://" in name else ""
         )
-        raise SourceError(
-            f"{shown_endpoint(name)} {what} give the name of a file or of a data set on the hub"
-        ) from error
+        raise SourceError(f"there is no file {shown_endpoint(name)}{hint}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
