@@ -10,6 +10,8 @@ from kleash.sandbox.process import SandboxLimitError, render_chat
 from kleash.sources.records import SourceRecord, check_unicode, is_list_of, show_value, without_nulls
 from kleash.sources.sequences import SourceForm
 
+MARK = "kleash"
+"""Content of the messages that show what a chat template writes around them."""
 RENDERING_OPTIONS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "return_dict", "tokenizer_kwargs"}
@@ -79,15 +81,20 @@ def render_answer(
 
 def turn_end(tokenizer: Any, eos_token_ids: tuple[int, ...] = ()) -> str:
     """The token that the tokenizer's chat template writes at the end of an answer; "" if there is none."""
-    mark = "kleash"
-    conversation = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+    text = _render_example(
+        tokenizer, [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+    )
+    return _split_end(text.rpartition(MARK)[2], tokenizer, eos_token_ids)[1]
+
+
+def _render_example(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """The text that the tokenizer's chat template makes of messages; "" if it has none, or refuses them."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
     try:
-        text = render_chat(tokenizer, conversation)
+        return render_chat(tokenizer, messages)
     except Exception:  # a template is code of the checkpoint and can raise any exception
         return ""
-    return _split_end(text.rpartition(mark)[2], tokenizer, eos_token_ids)[1]
 
 
 def _split_end(text: str, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tuple[str, str]:
@@ -247,19 +254,16 @@ def form_of_text(text: str, tokenizer: Any) -> SourceForm:
 @lru_cache(maxsize=4)
 def _beginning_of_template(tokenizer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a chat template writes before a user's message: as texts, and the special tokens in it but the first."""
-    mark = "kleash"
-    try:
-        text = render_chat(tokenizer, [{"role": "user", "content": mark}])
-    except Exception:  # a template is code of the checkpoint and can raise any exception
+    text = _render_example(tokenizer, [{"role": "user", "content": MARK}])
+    if not text:
         return (), ()
     bos = tokenizer.bos_token or ""
-    before = text.partition(mark)[0].removeprefix(bos)
+    before = without_special_tokens = text.partition(MARK)[0].removeprefix(bos)
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    without_special_tokens = before
     for token in special_tokens:
         without_special_tokens = without_special_tokens.replace(token, "")
-    beginnings = [beginning for beginning in (before, without_special_tokens) if beginning.strip()]
-    return (*beginnings, *([bos] if bos else [])), tuple(token for token in special_tokens if token in before)
+    beginnings = [text for text in (before, without_special_tokens) if text.strip()]
+    return (*beginnings, *filter(None, [bos])), tuple(token for token in special_tokens if token in before)
 
 
 def _template_options(record: SourceRecord) -> dict[str, Any]:

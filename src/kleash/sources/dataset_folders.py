@@ -68,8 +68,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
             f"{name} is no file, and the package datasets reads data sets of several files and those of the hub; run: "
             "pip install 'kleash[datasets]', or name a file"
         )
-    config = reading.dataset_config
-    splits = _splits_of_hub(name, config) if is_on_hub else _splits(name, str(path), config)
+    splits = _splits(name, name if is_on_hub else str(path), reading.dataset_config)
     split, notes = _choose_split(name, list(splits), reading.split)
     urls = splits[split]
     if not urls:
@@ -202,13 +201,16 @@ def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
 
 @lru_cache(maxsize=8)
 def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, ...]]:
-    """The files of each split of a folder or a data set of the hub, by the names of its files or its README."""
+    """The files of each split of a folder or a data set of the hub, by the names of its files or its README.
+
+    They are those in the local cache if the hub cannot be reached.
+    """
     datasets = import_extra("datasets", "datasets")
     try:
         with suppress_library_output():
             builder = datasets.load_dataset_builder(folder, config)
-    except ConnectionError:
-        raise
+    except ConnectionError as error:
+        return _splits(name, _cached_folder(name, error), config)
     except Exception as error:  # the package raises exceptions of many types
         raise SourceError(
             f"{name} cannot be read as a data set: {summarise_error(error)}; --dataset-config names a configuration"
@@ -219,21 +221,16 @@ def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, 
     return {str(split): tuple(map(str, urls)) for split, urls in files.items()}
 
 
-@lru_cache(maxsize=8)
-def _splits_of_hub(name: str, config: str | None) -> dict[str, tuple[str, ...]]:
-    """The files of each split of a data set on the hub, or in the local cache if the hub cannot be reached."""
+def _cached_folder(name: str, error: Exception) -> str:
+    """The folder of a data set in the local cache of the hub, which cannot be reached because of ``error``."""
+    hub = import_extra("huggingface_hub", "datasets")
     try:
-        return _splits(name, name, config)
-    except ConnectionError as error:
-        hub = import_extra("huggingface_hub", "datasets")
-        try:
-            cached = hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
-        except Exception:  # not in the cache, whatever the package raises
-            raise SourceError(
-                f"there is no file {name}, and the hub cannot be asked for a data set of that name: "
-                f"{summarise_error(error)}"
-            ) from error
-        return _splits(name, cached, config)
+        return hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except Exception:  # not in the cache, whatever the package raises
+        raise SourceError(
+            f"there is no file {name}, and the hub cannot be asked for a data set of that name: "
+            f"{summarise_error(error)}"
+        ) from error
 
 
 @lru_cache(maxsize=8)

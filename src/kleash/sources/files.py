@@ -4,9 +4,9 @@ import atexit
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from shutil import copyfileobj, rmtree
@@ -144,10 +144,11 @@ def source_path(name: str, kind: SourceKind) -> Path:
     try:
         size, is_file, is_folder = path.stat().st_size, path.is_file(), path.is_dir()
     except (FileNotFoundError, NotADirectoryError) as error:
-        hint = (
-            "; an address is not downloaded: give a file, or a data set of the hub" if "://" in name else ""
+        shown = shown_endpoint(name)
+        problem = (
+            f"{shown} is an address, and files are not downloaded; download it, and give the file's name"
         )
-        raise SourceError(f"there is no file {shown_endpoint(name)}{hint}") from error
+        raise SourceError(problem if "://" in name else f"there is no file {shown}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
@@ -204,19 +205,15 @@ def read_records(path: Path, kind: SourceKind, named: Collection[str] = ()) -> I
     Raises:
         SourceError: if the file is damaged, or its format cannot be read.
     """
-    match detect_format(path, kind, named):
-        case "JSONL":
-            return read_jsonl(path)
-        case "a JSON array":
-            return read_json_array(path, "text" if kind == "text" else "prompt")
-        case "CSV":
-            return read_csv(path, named)
-        case "Parquet":
-            return read_parquet(path)
-        case "Arrow":
-            return read_arrow(path)
-        case "plain text":
-            return read_plain_documents(path) if kind == "text" else read_plain_lines(path)
+    readers: Mapping[SourceFormat, Callable[[Path], Iterator[SourceRecord]]] = {
+        "JSONL": read_jsonl,
+        "a JSON array": partial(read_json_array, text_field="text" if kind == "text" else "prompt"),
+        "CSV": partial(read_csv, named=named),
+        "Parquet": read_parquet,
+        "Arrow": read_arrow,
+        "plain text": read_plain_documents if kind == "text" else read_plain_lines,
+    }
+    return readers[detect_format(path, kind, named)](path)
 
 
 def read_whole_text(name: str) -> str:
