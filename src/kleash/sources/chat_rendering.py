@@ -227,9 +227,9 @@ def _joined_parts(content: Any) -> Any:
 
 def _shows_contents(text: str, messages: list[dict[str, Any]]) -> bool:
     """Whether a rendered text has all that the system and users say, perhaps trimmed, and no printed parts."""
-    said = [_joined_parts(each.get("content")) for each in messages if each["role"] in ("system", "user")]
+    texts = [_joined_parts(each.get("content")) for each in messages if each["role"] in ("system", "user")]
     return not _prints_parts(text, messages) and all(
-        each.strip() in text for each in said if each is not None
+        each.strip() in text for each in texts if each is not None
     )
 
 

@@ -150,8 +150,8 @@ def rename_columns(record: SourceRecord, choices: Sequence[ColumnChoice]) -> Sou
     if not needed:
         return record
     replaced = {name for choice in needed for name in FIELDS_OF[choice.field]}
-    kept = {name: value for name, value in record.fields.items() if name not in replaced}
-    return record.with_fields(kept | dict(_field_and_value(record, choice) for choice in needed))
+    other_fields = {name: value for name, value in record.fields.items() if name not in replaced}
+    return record.with_fields(other_fields | dict(_field_and_value(record, choice) for choice in needed))
 
 
 def _is_needed(record: SourceRecord, choice: ColumnChoice) -> bool:

@@ -191,10 +191,10 @@ def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
     for match in filter(None, (SHARD.fullmatch(str(path)) for path in paths)):
         stem, number, *rest = match.groups()
         numbers.setdefault((stem, *rest), set()).add(number)
-    for (stem, count, suffix), found in numbers.items():
-        if len(found) != int(count):
+    for (stem, count, suffix), shards in numbers.items():
+        if len(shards) != int(count):
             raise SourceError(
-                f"{name} has {len(found)} of the {int(count)} files {Path(stem).name}-*-of-{count}{suffix}; fetch "
+                f"{name} has {len(shards)} of the {int(count)} files {Path(stem).name}-*-of-{count}{suffix}; fetch "
                 "the others"
             )
 

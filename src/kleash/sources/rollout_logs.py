@@ -173,11 +173,11 @@ def _arguments(arguments: Any) -> tuple[Any, Any]:
     """The prompt of a sample, a text or messages, and the argument after it; None for what is not there."""
     if isinstance(arguments, dict):
         first = arguments.get("gen_args_0")
-        given = [first.get("arg_0"), first.get("arg_1")] if isinstance(first, dict) else []
+        values = [first.get("arg_0"), first.get("arg_1")] if isinstance(first, dict) else []
     else:
         first = arguments[0] if isinstance(arguments, list) and arguments else None
-        given = first if isinstance(first, list) else []
-    prompt, options = (*given, None, None)[:2]
+        values = first if isinstance(first, list) else []
+    prompt, options = (*values, None, None)[:2]
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]  # a conversation, as JSON in a list
     if isinstance(prompt, str) and prompt.startswith('[{"role"'):
