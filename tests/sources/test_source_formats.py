@@ -196,8 +196,8 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "line 1: expected UTF-8"),
         ("a.gz", gzip.compress(gzip.compress(b"The sea")), "line 1: expected UTF-8"),
         ("a.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
-        ("a.yaml", "prompt: x\n", "is read as .yaml; give prompts as JSONL"),
-        ("a.ipynb", "{}", "is read as .ipynb; give prompts"),
+        ("a.yaml", "prompt: x\n", "is read as .yaml, and prompts come as JSONL"),
+        ("a.ipynb", "{}", "is read as .ipynb, and prompts"),
     ],
 )
 def test_unsupported_formats_are_errors_with_their_name(pair, write, name, content, message, unhooked):
@@ -596,14 +596,16 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats:
         if source_format in formats:
             assert detect_format(path, kind) == source_format
             continue
-        with pytest.raises(SourceError, match=f"is read as {source_format}; give {kind} as {formats}$"):
+        with pytest.raises(
+            SourceError, match=f"is read as {source_format}, and {kind} come as {formats}; convert it$"
+        ):
             detect_format(path, kind)
     (tmp_path / "empty").touch()
     (tmp_path / "a.yaml").write_text("a: 1")
     for name, message in (
         ("empty", f"is empty; give a file of {formats}$"),
         (".", f"is a folder; give a file of {formats}$"),
-        ("a.yaml", f"is read as .yaml; give {kind} as {formats}$"),
+        ("a.yaml", f"is read as .yaml, and {kind} come as {formats}; convert it$"),
     ):
         with pytest.raises(SourceError, match=message) as error:
             detect_format(source_path(str(tmp_path / name), kind), kind)
@@ -618,11 +620,11 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats:
         ("a.txt", "The sea".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
         ("a.txt", "The sea".encode("utf-16-le"), "line 1: expected UTF-8 and found byte 0x00"),
         ("a.txt", b"The s\xe9a", "line 1: expected UTF-8 and found byte 0xe9"),
-        ("a.jsonl", b'{"text": "The sea"}', "is read as JSONL; give whole text as plain text"),
+        ("a.jsonl", b'{"text": "The sea"}', "is read as JSONL, and texts come as plain text"),
         (
             "a.csv.gz",
             gzip.compress(b"text\nThe sea\n", mtime=0),
-            "is read as CSV; give whole text as plain text",
+            "is read as CSV, and texts come as plain text",
         ),
         ("a.txt", b"", "is empty; give a file of plain text"),
     ],

@@ -265,8 +265,9 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
     else:
         source_format = _format_by_content(path, suffix, named)
     if source_format is None or source_format not in (*FORMATS[kind], "Arrow"):
+        contents = "texts" if kind == "whole text" else kind
         raise SourceError(
-            f"{label} is read as {source_format or suffix}; give {kind} as {accepted_formats(kind)}"
+            f"{label} is read as {source_format or suffix}, and {contents} come as {accepted_formats(kind)}; convert it"
         )
     return source_format
 
