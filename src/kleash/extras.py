@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
@@ -38,7 +38,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 @contextmanager
-def suppress_library_output() -> Iterator[None]:
+def suppress_library_output() -> Generator[None]:
     """Context without log messages, progress bars and warnings of transformers and other libraries."""
     log = import_extra("transformers.utils.logging", "models")
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()

@@ -355,6 +355,8 @@ def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records
 def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
     with pytest.raises(SourceError, match="is read as plain text"):
         list(read_responses(write("a.txt", "hello"), pair))
+    with pytest.raises(SourceError, match=r"entry 1: expected a field 'response' .* and found 'prompt'"):
+        list(read_responses(write("a.json", '["hello"]'), pair))
     with pytest.raises(SourceError, match=r"holds no response$"):
         list(read_responses(write("a.jsonl", "\n"), pair))
 
