@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from kleash.sources.padding import is_padded, padding_length
 from kleash.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
 from kleash.sources.records import (
     SourceRecord,
-    check_unicode,
     describe_fields,
     get_field,
     is_finite_number,
@@ -111,23 +111,22 @@ class _IdAssigner:
         Raises:
             SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
         """
-        text, sample = _text_id(record), _read_id(record, "sample_id")
-        number = _read_id(record, "prompt_id") if text is None else None
-        kind = str if text is not None else type(number)
+        stated, sample = _read_id(record, "prompt_id", (int, str)), _read_id(record, "sample_id", int)
+        kind = type(stated)
         self.kind = self.kind or kind
         if self.kind is not kind:
             expected = "to have a 'prompt_id', or none of them"
             if type(None) not in (self.kind, kind):
                 expected = "that has a 'prompt_id' to have a number, or every one a text"
             raise record.error(f"expected every line {expected}")
-        group = text or first_hash or prompt_hash
-        prompt = self.prompt_ids.setdefault(group, len(self.prompt_ids)) if number is None else number
+        group = (stated if isinstance(stated, str) else "") or first_hash or prompt_hash
+        prompt = (
+            stated if isinstance(stated, int) else self.prompt_ids.setdefault(group, len(self.prompt_ids))
+        )
         known_hash, location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
         if known_hash != prompt_hash and first_hash is None:
-            raise record.error(
-                f"'prompt_id' {number if text is None else shorten(text)} stands for another prompt "
-                f"at {location}"
-            )
+            shown = shorten(stated) if isinstance(stated, str) else stated
+            raise record.error(f"'prompt_id' {shown} stands for another prompt at {location}")
         used = self.sample_ids.setdefault(prompt, set())
         if sample is None:
             sample = next(index for index in count(self.next_sample_ids.get(prompt, 0)) if index not in used)
@@ -277,15 +276,9 @@ def _temperature(record: SourceRecord) -> float | None:
     return None if value is None else float(value)
 
 
-def _text_id(record: SourceRecord) -> str | None:
-    """The prompt id of a record if it is a text."""
-    value = record.fields.get("prompt_id")
-    return check_unicode(record, "prompt_id", value) if isinstance(value, str) else None
-
-
-def _read_id(record: SourceRecord, name: str) -> int | None:
-    """The prompt or sample id of a record; None if it has none."""
-    value = get_field(record, name, int, "a whole number")
-    if value is not None and not 0 <= value <= MAX_ID:
+def _read_id(record: SourceRecord, name: str, types: type | tuple[type, ...]) -> Any:
+    """The prompt or sample id of a record, of one of the types; None if it has none."""
+    value = get_field(record, name, types, "a whole number")
+    if isinstance(value, int) and not 0 <= value <= MAX_ID:
         raise record.error(f"expected {name!r} to be from 0 to {MAX_ID} and found {show_value(value)}")
     return value
