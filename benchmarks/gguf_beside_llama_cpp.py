@@ -49,8 +49,8 @@ def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:
 
     from kleash.models import load_pair
     from kleash.models.base_logits import split_chunks
-    from kleash.models.sources.source_files import source_path
     from kleash.shipped import shipped_folder
+    from kleash.sources.files import source_path
 
     base = shipped_folder("shipped:reference")
     files = {kind: write_gguf(base, folder / f"{kind}.gguf", kind) for kind in KINDS}

@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    from kleash.models.checkpoints import file_hashes
+    from kleash.store import file_hashes
     from kleash.store.checksums import file_checksum
 
     with tempfile.TemporaryDirectory() as temporary:

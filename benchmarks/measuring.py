@@ -77,7 +77,7 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     from kleash.jobs import MeasureJob
     from kleash.models import load_pair, read_text
     from kleash.models.scoring import pad_batch
-    from kleash.models.sequences import batch_by_length
+    from kleash.sources.sequences import batch_by_length
     from kleash.store import RunFolder
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)

@@ -35,7 +35,7 @@ from kleash.measuring.model_pair import load_models
 from kleash.measuring.shards import plan_shards
 from kleash.models import Pair
 from kleash.models.scoring import pad_batch
-from kleash.models.sequences import batch_by_length
+from kleash.sources.sequences import batch_by_length
 from kleash.store import RunFolder
 from measuring import SHIPPED, documents, make_pair
 

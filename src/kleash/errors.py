@@ -1,4 +1,6 @@
-"""The exceptions that kleash raises deliberately; any other exception is a bug."""
+"""The exceptions that kleash raises deliberately (any other is a bug), and what they quote of another's message."""
+
+MAX_REASON_CHARACTERS = 300
 
 
 class KleashError(Exception):
@@ -91,3 +93,11 @@ class Interrupted(KeyboardInterrupt):
         """Make the interruption with this message."""
         super().__init__(message)
         self.is_reported = is_reported
+
+
+def summarise_error(error: BaseException) -> str:
+    """The first informative line of an error's message, at most 300 characters and without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # A line such as "Error(s) in loading state_dict for Model:" is completed by the next one.
+    last = next((index for index, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: last + 1])[:MAX_REASON_CHARACTERS].rstrip(". ")

@@ -4,7 +4,8 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -34,6 +35,23 @@ def import_extra(module: str, extra: str) -> ModuleType:
             raise
         package = module.partition(".")[0]
         raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error
+
+
+@contextmanager
+def suppress_library_output() -> Generator[None]:
+    """Context without log messages, progress bars and warnings of transformers and other libraries."""
+    log = import_extra("transformers.utils.logging", "models")
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
 
 
 def require_installed(modules: Iterable[str], install: str) -> None:

@@ -14,7 +14,7 @@ from kleash.errors import ModelError, OptionError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
 from kleash.models import Sampling, generate, live_model, load_pair
-from kleash.models.sources.prompts import tokenise_prompts
+from kleash.sources.prompts import tokenise_prompts
 
 PROMPTS = ["the sea was calm", "she counted the birds", "a long road"]
 SHORT = Sampling(max_new_tokens=5, samples_per_prompt=2, temperature=0.8)

@@ -381,7 +381,7 @@ def test_checks_of_a_run_that_stops_early_are_those_of_its_shards() -> None:
 def test_files_are_hashed_once_a_machine(
     job: MeasureJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kleash.models.checkpoints import file_hashes
+    from kleash.store import file_hashes
 
     read: list[Path] = []
     hash_piece = file_hashes._hash_piece

@@ -14,8 +14,8 @@ from kleash.jobs import SweepJob
 from kleash.measuring import DriftPart, compare, drift_of, measure, sweep
 from kleash.measuring.sequence_clusters import distinct_prompts
 from kleash.models import load_pair
-from kleash.models.sources.prompts import read_prompts
 from kleash.records import MeasureJob, Measurement, RunFolder
+from kleash.sources.prompts import read_prompts
 from kleash.training.response_metrics import Response, response_metrics
 
 COPIES = 4
@@ -98,6 +98,12 @@ def test_copies_of_a_prompt_count_as_samples_of_it(runs: dict[str, Path]) -> Non
     total, copied = (measured[name].per_sequence for name in ("samples", "copies"))
     assert total is not None and copied is not None
     assert copied.kl_policy_reference.ci95 == pytest.approx(total.kl_policy_reference.ci95, rel=1e-5)
+
+
+def test_a_measurement_notes_once_what_the_chat_template_leaves_as_it_is(runs: dict[str, Path]) -> None:
+    for name, count in (("samples", 8), ("copies", 32), ("responses", 32)):
+        plain = [note for note in Measurement.read(runs[name]).notes if "are plain text" in note]
+        assert len(plain) == 1 and plain[0].startswith(f"the {count} prompts are plain text, read without")
 
 
 def test_copies_are_paired_with_samples(runs: dict[str, Path]) -> None:

@@ -20,7 +20,7 @@ from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 30, 35
 """An odd number of columns, so that rows begin within a byte and blocks within a row."""

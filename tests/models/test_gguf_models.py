@@ -24,8 +24,8 @@ from kleash.models.gguf.architecture_table import ARCHITECTURES
 from kleash.models.gguf.tensor_decoding import decode_rows, read_parameters
 from kleash.models.gguf.vocabulary import begin_token
 from kleash.models.pair_tokenizers import load_tokenizers
-from kleash.models.sequences import TokenSequence
 from kleash.records import CacheJob, MeasureJob
+from kleash.sources.sequences import TokenSequence
 
 KINDS = (
     *("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "Q3_K", "Q2_K"),

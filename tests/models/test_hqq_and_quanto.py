@@ -16,7 +16,7 @@ from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 GROUP = 16
 Module = tuple[dict[str, np.ndarray], np.ndarray]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.errors import ModelError
 from kleash.models import Pair, at_rest, live_model, load_pair, score
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 ANSWERS = [
     TokenSequence(

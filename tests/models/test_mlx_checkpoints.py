@@ -22,7 +22,7 @@ from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 AFFINE = {"group_size": 32, "bits": 4}
 FLOATS_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

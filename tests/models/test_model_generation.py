@@ -23,7 +23,7 @@ from transformers import (
 from kleash.errors import NonFiniteError, OptionError
 from kleash.models import Pair, Prompt, Sampling, draw, generate, load_pair
 from kleash.models.keyed_draws import exponentials
-from kleash.models.sequences import batch_by_length, hash_tokens
+from kleash.sources.sequences import batch_by_length, hash_tokens
 
 TEXTS = ((0, 50, 60, 70), (0,), (0, 9, 8, 7, 6, 5, 4, 3, 200, 201, 202, 203), (0, 100, 101))
 

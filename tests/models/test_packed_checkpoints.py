@@ -22,7 +22,7 @@ from kleash.models.quantised import transformers_formats, unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.quantised.transformers_formats import has_kernels
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}

@@ -12,7 +12,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.models import Sampling, generate, load_pair, score, tokenise_prompts
-from kleash.models.sequences import group_for_padding
+from kleash.sources.sequences import group_for_padding
 
 SEQUENCES = random_sequences(((5, 7), (1, 30), (9, 1), (4, 8), (2, 20)))
 

@@ -19,7 +19,7 @@ from kleash.models.quantised import transformers_formats, unpacking
 from kleash.models.quantised.integers import decode_float_8
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 80, 96
 FLOAT_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

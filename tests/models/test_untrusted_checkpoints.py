@@ -18,9 +18,9 @@ from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.models import load_pair
 from kleash.models.checkpoints.files import read_safetensors_header
 from kleash.models.heads import head_logits
-from kleash.models.sandbox import process
-from kleash.models.sandbox.process import TemplateError, render_chat
-from kleash.models.sources.prompts import tokenise_prompts
+from kleash.sandbox import process
+from kleash.sandbox.process import TemplateError, render_chat
+from kleash.sources.prompts import tokenise_prompts
 
 pytestmark = [
     pytest.mark.usefixtures("unhooked"),

@@ -227,7 +227,7 @@ def test_distillation_reports_kl_to_the_teacher(trl, tmp_path):
 def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, tmp_path):
     from trl_batches import make, moved, whole_logp
 
-    from kleash.models.sources.prompts import tokenise_prompts
+    from kleash.sources.prompts import tokenise_prompts
     from kleash.training.rewards import Reward, Rewards
 
     trainer = make(trl.with_measurement(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)

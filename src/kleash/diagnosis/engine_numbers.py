@@ -14,9 +14,9 @@ from kleash.jobs.option_groups import require_limit, require_word
 from kleash.jobs.rollout_jobs import METRIC_NAMES
 from kleash.leash import Mismatch, mismatch
 from kleash.leash.engine_mismatch import are_columns_equal
-from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.reports.gate_verdicts import gate_of_number
 from kleash.store import MismatchRecord, Number
+from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.uncertainty import Estimate
 from kleash.version import __version__
 

@@ -17,7 +17,7 @@ from kleash.divergences import truncate
 from kleash.errors import SourceError
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import checked_reader
-from kleash.models.sequences import batch_by_length
+from kleash.sources.sequences import batch_by_length
 
 LOGITS_AT_ONCE = 2**22
 """Logits that are in memory at a time."""

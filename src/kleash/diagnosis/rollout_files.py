@@ -20,11 +20,11 @@ from kleash.diagnosis.rollout_records import (
 from kleash.errors import SourceError
 from kleash.leash import mismatch
 from kleash.models import find_source
-from kleash.models.sources.compression import SUFFIXES
-from kleash.models.sources.dataset_folders import SPLITS, STATE
-from kleash.models.sources.padding import is_padded, padding_length
-from kleash.models.sources.source_files import STANDARD_INPUT
-from kleash.models.sources.source_records import SourceRecord, shorten
+from kleash.sources.compression import SUFFIXES
+from kleash.sources.dataset_folders import SPLITS, STATE
+from kleash.sources.files import STANDARD_INPUT
+from kleash.sources.padding import is_padded, padding_length
+from kleash.sources.records import SourceRecord, shorten
 from kleash.store import Number
 
 SUFFIXES_OF_ROLLOUTS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".ipc")

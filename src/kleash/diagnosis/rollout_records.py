@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kleash.errors import SourceError
-from kleash.models.sequences import hash_tokens
-from kleash.models.sources.source_records import SourceRecord, get_field, show_value
+from kleash.sources.records import SourceRecord, get_field, show_value
+from kleash.sources.sequences import hash_tokens
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_token_ids": ("prompt_token_ids", "prompts", "prompt_ids"),

@@ -11,9 +11,9 @@ from kleash.engines.base import Shard, ShardResult, sequence_columns
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
-from kleash.models.checkpoints.file_hashes import WatchedFiles, watched_files
 from kleash.models.scoring import score_against_float32, score_batched_against_single
 from kleash.models.tokenizers import token_texts
+from kleash.store.file_hashes import WatchedFiles, watched_files
 
 CPU_BUFFER_BYTES = 96 * 2**20
 """Memory for the logits of a chunk of tokens on a CPU: a run then needs at most 256 MB besides models and a batch."""

@@ -23,7 +23,6 @@ from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of
 from kleash.models import load_reference
-from kleash.models.checkpoints.file_hashes import watching_files
 from kleash.models.threads import threads_for_scoring
 from kleash.models.weight_groups import WeightGroup, weight_groups
 from kleash.reports.formatting import format_bytes
@@ -31,6 +30,7 @@ from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.attribution_folder import AttributionFolder
 from kleash.store.codec import decode
+from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import PLACE_OF_CACHE
 from kleash.store.sweep import SweepCandidate
 from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums

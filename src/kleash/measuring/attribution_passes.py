@@ -13,10 +13,10 @@ from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, sum_sequences
 from kleash.measuring.shards import group_by_cost, source_sequences
 from kleash.models import Model, Pair, TokenSequence, score
-from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.models.weight_groups import WeightGroup, swapped_weights
 from kleash.reports.formatting import format_duration
 from kleash.store.attribution_folder import AttributionFolder
+from kleash.store.file_hashes import require_unchanged_files
 
 CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
 """The passes without a swap, with all groups swapped, and again without a swap at the end."""

@@ -23,9 +23,9 @@ from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, s
 from kleash.measuring.shard_writer import ShardWriter, WrittenShard
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.models import Pair, turns_of
-from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.store import Number, RunFolder
 from kleash.store.checksums import Checksums
+from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.run_folder import encode_top
 from kleash.store.worker_log import append_worker_lines
 
@@ -53,7 +53,7 @@ class OpenRun:
     workers: RayEngine | None = None
     """The workers that score the shards; None where this process does."""
     source_notes: tuple[str, ...] = ()
-    """Which columns are read, and what the chat template renders."""
+    """Which columns are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,8 @@ class DealtShards:
     total: int
     """Shards of the whole run, including those of other array tasks."""
     checks: SourceChecks
+    notes: tuple[str, ...]
+    """What the chat template renders of the source."""
 
 
 @dataclass(kw_only=True)
@@ -168,6 +170,8 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
         running.advance()
     finished = frozenset(ranks.broadcast("finished", sorted(running.finished) if running else None))
     plan = plan_shards(run.job, run.pair)
+    for sentence in plan.notes:
+        run.reporter.note(sentence)
     run.reporter.set_total(plan.sequences if run.job.shard is None else None)
     dealing = Dealing(run=run, finished=finished)
     shards = dealing.shards_to_score(plan.shards)
@@ -180,12 +184,12 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
                 running.advance()
     ranks.add("done")
     if running is None:
-        return DealtShards(total=dealing.total, checks=dealing.checks)
+        return DealtShards(total=dealing.total, checks=dealing.checks, notes=plan.notes)
     ranks.wait_for(lambda: _all_done(running))
     running.advance()
     total = dealing.total if running.stop is None else running.stop
     _close_shards(run, total, is_cut=running.stop is not None)
-    return DealtShards(total=total, checks=dealing.checks.first(total))
+    return DealtShards(total=total, checks=dealing.checks.first(total), notes=plan.notes)
 
 
 @dataclass(kw_only=True)

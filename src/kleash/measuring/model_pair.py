@@ -33,8 +33,8 @@ from kleash.models import (
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import load_alone, load_pair_with
-from kleash.models.sources.documents import resolve_window
 from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
+from kleash.sources.documents import resolve_window
 from kleash.store.cache import CachedSource
 from kleash.store.locks import folder_lock
 

@@ -28,13 +28,13 @@ from kleash.models.cache.stored_reference import (
     head_tensors,
     save_rounding_columns,
 )
-from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.store import CacheContents
 from kleash.store.atomic import is_disk_full, remove_leftovers
+from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.locks import folder_lock
 
 
@@ -113,8 +113,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         reporter.note(sentence)
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
     kind, name = job.measurement().source
-    notes = describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit)
-    for sentence in (*pair.notes, *notes):
+    for sentence in (*pair.notes, *describe_source(kind, name, job)):
         reporter.note(sentence)
     try:
         with folder_lock(folder, "wait for it, or give another --out"):
@@ -158,6 +157,8 @@ def _cache(
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
     reader = checked_reader(pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
+    for sentence in plan.notes:
+        reporter.note(sentence)
     reporter.set_total(plan.sequences)
     num_scored = 0
     for shard in plan.shards:

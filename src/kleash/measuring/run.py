@@ -29,13 +29,13 @@ from kleash.measuring.run_identity import (
 from kleash.measuring.shared_weights import follow, is_mirrored, mirrored, process_group
 from kleash.measuring.workers import ray_engine
 from kleash.models import describe_source, turns_of
-from kleash.models.checkpoints.file_hashes import require_unchanged_files, watching_files
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.trackers import require_trackers, send_measurement
 from kleash.store import ArrayTask, Measurement, RunFolder
 from kleash.store.codec import decode
+from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import HEADER, RunHeader
 
 
@@ -117,12 +117,12 @@ def _write_measurement(run: OpenRun, engine: Engine, shards: DealtShards, start:
         folder=run.folder,
         engine=engine,
         source_sha256=run.source_sha256,
-        source_notes=run.source_notes,
+        source_notes=(*run.source_notes, *shards.notes),
         checks=shards.checks,
     )
     measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
     for sentence in measurement.notes:
-        if sentence not in (*run.pair.notes, *run.source_notes, *run.job.without_effect()):
+        if sentence not in (*run.pair.notes, *finished_run.source_notes, *run.job.without_effect()):
             run.reporter.note(sentence)
     if run.job.at_most is not None:
         measurement = replace(
@@ -183,7 +183,7 @@ def opened_run(
             pair = workers.pair if workers is not None else load_models(on_device_of_rank(job, ranks), digest)
         kind, name = job.source
         source_notes = (
-            *describe_source(kind, name, job, tokenizer=pair.tokenizer, limit=job.limit),
+            *describe_source(kind, name, job),
             *sampler_notes(job, pair.policy),
         )
         for sentence in (*pair.notes, *source_notes):

@@ -13,11 +13,11 @@ from kleash.measuring.model_pair import finished_cache
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.shards import hash_source
 from kleash.models import Pair, find_source
-from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.keyed_draws import SAMPLER
-from kleash.models.sources.source_files import is_read_once
+from kleash.sources.files import STANDARD_INPUT
 from kleash.store.cache import cache_fingerprint, read_label
+from kleash.store.file_hashes import file_key, sharing_hashes
 from kleash.store.job_folder import RunHeader, describe_differences
 from kleash.version import __version__
 
@@ -48,7 +48,7 @@ def check_ranks_can_share(job: MeasureJob, ranks: RankGroup) -> None:
     if job.out is None:
         raise OptionError("several processes must agree on the run's folder; give --out")
     kind, path = job.source
-    if is_read_once(path):
+    if path == STANDARD_INPUT:
         raise OptionError(f"--{kind} {path} is read by one process; write it to a file for several")
 
 

@@ -1,5 +1,6 @@
 """The shards of a run's source, which are scored and written as a whole, and checks of the source's fields."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -7,8 +8,9 @@ from typing import NamedTuple, TypeVar
 from kleash.engines import Shard
 from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
-from kleash.models.sequences import retokenisation_warnings
-from kleash.models.sources.documents import count_documents
+from kleash.sources.documents import count_documents
+from kleash.sources.notes import describe_forms
+from kleash.sources.sequences import SourceForm, retokenisation_warnings
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""
@@ -24,6 +26,8 @@ class ShardPlan:
     """The same shards in the same order for the same job."""
     sequences: int | None
     """Total number of sequences; None for text, whose windows are counted as they are read."""
+    notes: tuple[str, ...]
+    """What the chat template renders of the source."""
 
 
 def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
@@ -34,19 +38,20 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
     """
     kind, path = job.source
     if kind != "prompts":
-        count = None
         if kind == "text":
-            count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
+            forms = count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
         else:
-            count = sum(1 for _ in source_sequences(job, pair))
+            forms = Counter[SourceForm](sequence.prompt_form for sequence in source_sequences(job, pair))
         groups = group_by_cost(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
-        return ShardPlan(shards=shards, sequences=count)
+        notes = describe_forms(kind, forms, pair.tokenizer, job)
+        return ShardPlan(shards=shards, sequences=None if kind == "text" else forms.total(), notes=notes)
     prompts = read_prompts(path, pair, limit=job.limit, reading=job)
     response_tokens = job.samples_per_prompt * job.max_new_tokens
     groups = group_by_cost(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
     shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
-    return ShardPlan(shards=shards, sequences=len(prompts) * job.samples_per_prompt)
+    notes = describe_forms(kind, Counter(prompt.form for prompt in prompts), pair.tokenizer, job)
+    return ShardPlan(shards=shards, sequences=len(prompts) * job.samples_per_prompt, notes=notes)
 
 
 def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:

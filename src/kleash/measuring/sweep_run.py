@@ -26,7 +26,6 @@ from kleash.measuring.sweep_ranking import (
 )
 from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.checkpoints.file_hashes import watched_files, watching_files
 from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.reports.gate_verdicts import gate_of_sweep
 from kleash.reports.sweep import PAGE, write_sweep
@@ -36,6 +35,7 @@ from kleash.store.atomic import is_disk_full
 from kleash.store.attribution import Attribution
 from kleash.store.checksums import file_checksum
 from kleash.store.codec import decode
+from kleash.store.file_hashes import watched_files, watching_files
 from kleash.store.job_folder import require_same
 from kleash.store.locks import LOCK, folder_lock
 from kleash.store.sweep import SWEEP, Sweep, SweepCandidate

@@ -17,6 +17,7 @@ from kleash.engines.ray import (
     installed_versions,
     requested_workers,
 )
+from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import WorkerOptions
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
@@ -24,10 +25,9 @@ from kleash.measuring.model_pair import finished_cache, load_models
 from kleash.measuring.remote_shards import pack_shard
 from kleash.measuring.run_identity import PACKAGES
 from kleash.models import StoredReference
-from kleash.models.checkpoints.file_hashes import watching_files
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
-from kleash.models.compat import suppress_library_output
 from kleash.models.pair_tokenizers import load_tokenizers
+from kleash.store.file_hashes import watching_files
 
 
 @contextmanager

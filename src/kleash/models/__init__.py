@@ -9,13 +9,13 @@ from kleash.models.lockstep import in_lockstep, turns_of
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import Loading, load_beside, load_pair, load_reference, pair_models
 from kleash.models.scoring import score
-from kleash.models.sequences import Prompt, TokenSequence
-from kleash.models.sources.documents import read_text
-from kleash.models.sources.prompts import read_prompts, tokenise_prompts
-from kleash.models.sources.responses import read_responses
-from kleash.models.sources.source_files import Source, find_source
-from kleash.models.sources.source_notes import describe_source
 from kleash.models.tokenizers import TokenizerMismatchError
+from kleash.sources.documents import read_text
+from kleash.sources.files import Source, find_source
+from kleash.sources.notes import describe_source
+from kleash.sources.prompts import read_prompts, tokenise_prompts
+from kleash.sources.responses import read_responses
+from kleash.sources.sequences import Prompt, TokenSequence
 
 __all__ = [
     "Loading",

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, SourceError
-from kleash.models.checkpoints.file_hashes import watch_files
+from kleash.store.file_hashes import watch_files
 
 MAGIC = b"_logits_"
 HEADER_BYTES = 20

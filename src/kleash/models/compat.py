@@ -1,8 +1,7 @@
 """Parts of transformers and PEFT beyond their documented interface: what kleash reads, switches and replaces.
 
 Every private or undocumented attribute that the models floor relies on is in this module. transformers:
-``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``,
-``integrations.deepspeed._hf_deepspeed_config_weak_ref``. PEFT:
+``config._name_or_path``, ``integrations.deepspeed._hf_deepspeed_config_weak_ref``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
 torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``,
 FSDP1's ``_is_flat_param``, and ``_orig_mod`` and ``_compiled_call_impl`` of what ``torch.compile`` makes.
@@ -12,8 +11,6 @@ DeepSpeed: the modules in which its hooks are defined.
 import contextlib
 import functools
 import sys
-import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,30 +21,10 @@ import torch
 
 from kleash.extras import import_extra
 
-MAX_REASON_CHARACTERS = 300
 HOOK_FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 """Attributes of ``torch.nn.Module`` that say how hooks are called."""
 OF_THE_ORIGINAL = "forward", "_compiled_call_impl"
 """Attributes of an instance that are bound to it, so that a copy cannot have them."""
-
-_RENDERER_LOCK = threading.RLock()
-
-
-@contextmanager
-def suppress_library_output() -> Iterator[None]:
-    """Context without log messages, progress bars and warnings of transformers and other libraries."""
-    log = import_extra("transformers.utils.logging", "models")
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
 
 
 def run_uncompiled(network: Any) -> None:
@@ -91,32 +68,6 @@ def without_zero3_loading() -> Iterator[None]:
         yield
     finally:
         setattr(integration, name, configuration)
-
-
-def summarise_error(error: BaseException) -> str:
-    """The first informative line of an error's message, at most 300 characters and without a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # A line such as "Error(s) in loading state_dict for Model:" is completed by the next one.
-    last = next((index for index, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
-    return " ".join(lines[: last + 1])[:MAX_REASON_CHARACTERS].rstrip(". ")
-
-
-@contextmanager
-def replace_template_renderer(render: Callable[..., Any]) -> Iterator[None]:
-    """Context in which ``apply_chat_template`` of every transformers tokenizer calls ``render``.
-
-    Replaces ``transformers.tokenization_utils_base.render_jinja_template``. If transformers renames that function,
-    entering the context raises ``AttributeError``.
-    """
-    module: Any = import_extra("transformers.tokenization_utils_base", "models")
-    with _RENDERER_LOCK:
-        original = module.render_jinja_template
-        module.render_jinja_template = render
-    try:
-        yield
-    finally:
-        with _RENDERER_LOCK:
-            module.render_jinja_template = original
 
 
 def class_of_config(config: Any) -> Any:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
+from kleash.extras import suppress_library_output
 from kleash.linear import log_probabilities
-from kleash.models.compat import suppress_library_output
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
-from kleash.models.sequences import Prompt, TokenSequence, batch_by_length, group_for_padding
+from kleash.sources.sequences import Prompt, TokenSequence, batch_by_length, group_for_padding
 
 CACHED_TOKENS_PER_BATCH_TOKEN = 8
 """Tokens in the key-value cache for each token of the batch budget: a cached token takes less memory than one in a

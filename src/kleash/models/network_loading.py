@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kleash.errors import CannotRunError, ModelError
+from kleash.errors import CannotRunError, ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
@@ -16,7 +16,7 @@ from kleash.models.checkpoints.files import (
     read_safetensors_header,
 )
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import run_uncompiled, summarise_error, use_exact_experts
+from kleash.models.compat import run_uncompiled, use_exact_experts
 from kleash.models.gguf.network import load_gguf_network
 from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
 from kleash.models.quantised.transformers_formats import (

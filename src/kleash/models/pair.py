@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.padding_rows import PaddingRows
-from kleash.models.sequences import TokenSequence
 from kleash.models.shard_storage import ShardStorage
+from kleash.sources.sequences import TokenSequence
 from kleash.store.measurement import ModelRecord, StoredWeights
 
 
@@ -206,3 +206,8 @@ class Pair:
             if model.context_length is not None
         ]
         return min(limits, default=None)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response of the policy."""
+        return self.policy.eos_token_ids

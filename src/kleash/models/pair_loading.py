@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kleash.errors import CannotRunError, OptionError
+from kleash.errors import CannotRunError, OptionError, summarise_error
+from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.models.compat import summarise_error, suppress_library_output, without_zero3_loading
+from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
 from kleash.models.network_loading import PARALLEL_MAPS, load_networks, read_config

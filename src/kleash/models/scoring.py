@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
+from kleash.extras import suppress_library_output
 from kleash.jobs.option_groups import is_gguf
 from kleash.linear import (
     Head,
@@ -21,13 +22,12 @@ from kleash.linear import (
     token_statistics_and_top,
 )
 from kleash.models.cache.reference_cache import ReferenceCache
-from kleash.models.compat import suppress_library_output
 from kleash.models.generation import Sampling
 from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
-from kleash.models.sequences import TokenSequence, batch_by_length, group_for_padding
+from kleash.sources.sequences import TokenSequence, batch_by_length, group_for_padding
 
 STATISTICS = {
     "logp_policy": "token_logp",

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import ModelError
+from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import summarise_error
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from kleash.errors import CannotRunError, ModelError
-from kleash.extras import import_extra
+from kleash.errors import CannotRunError, ModelError, summarise_error
+from kleash.extras import import_extra, suppress_library_output
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.quantised.transformers_formats import check_stored_types
-from kleash.models.sandbox.process import render_chat
-from kleash.models.sequences import batch_by_length
 from kleash.models.tokenizers import load_tokenizer
+from kleash.sandbox.process import render_chat
+from kleash.sources.sequences import batch_by_length
 
 
 @dataclass(frozen=True, kw_only=True)

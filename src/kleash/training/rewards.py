@@ -16,7 +16,7 @@ from kleash.dotted import resolve_function
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import TokenSequence
-from kleash.models.sources.prompts import count_columns
+from kleash.sources.prompts import count_columns
 from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
 from kleash.training.reward_models import Dialogue, load_reward_model
 

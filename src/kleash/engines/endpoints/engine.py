@@ -15,19 +15,19 @@ from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.engines.endpoints.server import Endpoint
 from kleash.engines.local import CPU_BUFFER_BYTES, ignore
 from kleash.errors import EndpointError
+from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.linear.api import token_statistics_and_top
 from kleash.models import Model, Pair, TokenSequence
-from kleash.models.compat import suppress_library_output
 from kleash.models.scoring import (
     checked_reader,
     columns_of_sequences,
     score_against_float32,
     score_batched_against_single,
 )
-from kleash.models.sequences import batch_by_length
 from kleash.models.tokenizers import token_texts
+from kleash.sources.sequences import batch_by_length
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import BOUND_COLUMNS, TOKEN_COLUMNS

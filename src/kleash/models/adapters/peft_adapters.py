@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, TypeGuard
 
-from kleash.errors import ModelError
+from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.network_state import bitwise_equal, make_probe, probe_logits
 from kleash.models.adapters.rules import find_rule, peft_type
 from kleash.models.checkpoints.config_checks import check_adapter_sizes
 from kleash.models.checkpoints.files import ADAPTER_WEIGHTS, read_json, read_safetensors_header
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import has_adapter_on_one_embedding, summarise_error
-from kleash.models.sandbox.process import check_patterns
+from kleash.models.compat import has_adapter_on_one_embedding
+from kleash.sandbox.process import check_patterns
 
 MAX_SHOWN_NAMES = 4
 

@@ -12,15 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import KleashError, ModelError, RunFolderError
+from kleash.errors import KleashError, ModelError, RunFolderError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.file_hashes import watch_files
 from kleash.models.checkpoints.files import read_safetensors_header
-from kleash.models.compat import summarise_error
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 from kleash.store.atomic import write_atomically
 from kleash.store.cache import REMAKE_CACHE, cache_checksums
 from kleash.store.checksums import write_checked
+from kleash.store.file_hashes import watch_files
 
 KEY_BYTES = 16
 START_BITS = 40

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError
-from kleash.models.compat import suppress_library_output
+from kleash.extras import suppress_library_output
 from kleash.models.pair import Model
 
 STATE_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
-from kleash.models.checkpoints.file_hashes import require_unchanged_files
 from kleash.models.pair import Model
-from kleash.models.sequences import TokenSequence, batch_by_length
+from kleash.sources.sequences import TokenSequence, batch_by_length
 from kleash.store.atomic import TEMPORARY, cannot_write, require_utf8
 from kleash.store.cache import LABEL, CachedSource, CacheLabel, read_label
 from kleash.store.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.store.codec import to_json
+from kleash.store.file_hashes import require_unchanged_files
 from kleash.version import __version__
 
 UNFINISHED_CACHE_FILES = (".lock", CHECKSUMS, TEMPORARY)

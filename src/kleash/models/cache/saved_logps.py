@@ -12,7 +12,7 @@ from kleash.models.cache.saved_records import SavedRequest
 from kleash.models.cache.state_causes import SMALLEST_SHIFT_ROWS
 from kleash.models.heads import head_logits
 from kleash.models.pair import Model
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 LOGP_TOLERANCES = {torch.float64: 0.01, torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Largest difference of a token's log-probability, in nats, that is rounding of hidden states and logits."""

@@ -20,7 +20,7 @@ from kleash.models.cache.saved_records import SavedRequest
 from kleash.models.cache.saved_states import SavedStates, check_rows
 from kleash.models.cache.state_causes import StateComparison, explain_rows, explain_states
 from kleash.models.pair import Model
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
 
 EXCHANGED_REQUESTS = 16
 """Requests of one length whose tokens are tried for the rows of another."""

@@ -17,14 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderError
+from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.cache.hidden_states import KEY_BYTES, read_tensors
 from kleash.models.cache.saved_records import SavedRecord, SavedRequest, parse_record
-from kleash.models.checkpoints.file_hashes import watch_files
 from kleash.models.checkpoints.files import read_safetensors_header
-from kleash.models.compat import summarise_error
-from kleash.models.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence
+from kleash.store.file_hashes import watch_files
 
 STATES, TOKENS = "hidden_states", "token_ids"
 """Names of the tensors that vLLM's connector writes."""

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, RunFolderError
+from kleash.errors import ModelError, RunFolderError, summarise_error
 from kleash.extras import import_extra
 from kleash.linear import Head
 from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
 from kleash.models.cache.reference_cache import check_same_model
-from kleash.models.checkpoints.file_hashes import watch_files
 from kleash.models.checkpoints.resolution import (
     HUB_ID,
     Checkpoint,
@@ -22,15 +21,15 @@ from kleash.models.checkpoints.resolution import (
     list_input_files,
     resolve_commit,
 )
-from kleash.models.compat import summarise_error
 from kleash.models.pair import Model
-from kleash.models.sequences import TokenSequence
 from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
+from kleash.sources.sequences import TokenSequence
 from kleash.store import CacheContents
 from kleash.store.atomic import cannot_write
 from kleash.store.cache import CONTENTS, LABEL, REMAKE_CACHE, cache_checksums, read_contents, read_label
 from kleash.store.checksums import Checksums, write_checked
 from kleash.store.codec import to_json
+from kleash.store.file_hashes import watch_files
 
 HEAD = "head.safetensors"
 TOKENIZER = "tokenizer"

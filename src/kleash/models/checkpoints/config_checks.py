@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_modules
 
-from kleash.errors import ModelError
+from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.checkpoints.files import (
     ADAPTER_WEIGHTS,
@@ -21,7 +21,6 @@ from kleash.models.checkpoints.files import (
     read_json,
     read_safetensors_header,
 )
-from kleash.models.compat import summarise_error
 
 MEGATRON = "megatron.core"
 """Module name that PEFT writes into every adapter's settings and imports only with a megatron_config."""

@@ -7,8 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import ModelError
-from kleash.models.compat import summarise_error
+from kleash.errors import ModelError, summarise_error
 
 POINTER_START = b"version https://git-lfs"
 SINGLE_FILE = "model.safetensors"

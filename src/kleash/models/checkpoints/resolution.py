@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from kleash.errors import ModelError
-from kleash.extras import import_extra
+from kleash.errors import ModelError, summarise_error
+from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.models.checkpoints.config_checks import (
     check_adapter_files,
     check_index,
     check_model_settings,
 )
-from kleash.models.checkpoints.file_hashes import hash_files, watch_files
 from kleash.models.checkpoints.files import (
     INDEX,
     SINGLE_FILE,
@@ -23,8 +22,8 @@ from kleash.models.checkpoints.files import (
     read_safetensors_header,
 )
 from kleash.models.checkpoints.gguf_files import HUB_FILE, list_part_names, open_gguf
-from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.shipped import shipped_folder
+from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")

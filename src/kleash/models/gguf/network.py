@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
+from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.checkpoints.config_checks import ALWAYS_ALLOWED_SIZE, check_built_size
 from kleash.models.checkpoints.gguf_files import GGUFFiles, open_gguf
-from kleash.models.compat import find_backbone, summarise_error
+from kleash.models.compat import find_backbone
 from kleash.models.gguf.architecture_table import find_architecture
 from kleash.models.gguf.architectures import DRAFT_LAYERS, POOLING, GGUFArchitecture, config_attributes
 from kleash.models.gguf.block_tensors import BLOCK_NUMBER

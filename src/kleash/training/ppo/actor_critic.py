@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.extras import import_extra
+from kleash.errors import ModelError, summarise_error
+from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair
 from kleash.models.adapters.network_state import make_probe, probe_logits
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.compat import find_backbone, summarise_error, suppress_library_output
+from kleash.models.compat import find_backbone
 from kleash.models.heads import truncate_head
 from kleash.training.model_options import load_models, lora_settings, require_trainable
 from kleash.training.ppo.policy import Policy, TokenBatch

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kleash.errors import RunFolderError
-from kleash.extras import import_extra
+from kleash.errors import RunFolderError, summarise_error
+from kleash.extras import import_extra, suppress_library_output
 from kleash.leash import Leash, beta_from_dict
-from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.sharded_networks import reshard
 from kleash.models.text_towers import copy_other_parts
 from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name

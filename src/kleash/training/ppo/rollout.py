@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.models import Pair, Prompt, Sampling, TokenSequence, generate, turns_of
-from kleash.models.sequences import batch_by_length
+from kleash.sources.sequences import batch_by_length
 from kleash.training.ppo.policy import Policy, sharded_sampler, with_gathered_weights
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.process_group import ProcessGroup

@@ -10,7 +10,7 @@ from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import DPOJob
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import Sampling, find_source
-from kleash.models.sources.dataset_formats import parse_preference
+from kleash.sources.dataset_formats import parse_preference
 from kleash.store import TrainingResult
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.networks import load_networks

@@ -8,12 +8,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kleash.extras import import_extra
+from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.launch_environment import launched_rank
-from kleash.models.compat import suppress_library_output
-from kleash.models.sandbox.process import sandboxed_templates
 from kleash.models.text_towers import copy_other_parts
+from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import CHECKSUMS, Checksums
 from kleash.training.run_log import RunLog

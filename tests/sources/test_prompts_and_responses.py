@@ -14,8 +14,8 @@ from tiny_models import SENTENCES, tiny_tokenizer
 
 from kleash.errors import OptionError, SourceError
 from kleash.models import Pair, read_prompts, read_responses, read_text
-from kleash.models.sequences import hash_tokens, retokenisation_warnings
-from kleash.models.sources.documents import count_documents, window_spans
+from kleash.sources.documents import count_documents, window_spans
+from kleash.sources.sequences import hash_tokens, retokenisation_warnings
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_invalid_prompts_are_errors_with_their_line(pair: Pair, write, content, 
 def test_unreadable_files_are_errors(pair: Pair, write, tmp_path, unhooked):
     (tmp_path / "empty folder").mkdir()
     for name, message in (
-        (str(tmp_path / "missing.txt"), "there is no file .*missing.txt"),
+        (str(tmp_path / "missing.txt"), "there is no file .*missing.txt$"),
         (str(tmp_path / "empty folder"), "is a folder; give a file"),
         (write("empty.jsonl", ""), "empty.jsonl is empty"),
         (
@@ -187,9 +187,9 @@ def test_documents_of_jsonl(pair: Pair, write):
     assert [one.prompt_id for one in windows] == [0, 2]
     assert windows[0].response_text == "The sea\n\nwas"
     assert [one.prompt_id for one in read_text(write("a.jsonl", records), pair, limit=2)] == [0]
-    assert count_documents(write("a.jsonl", records)) == 3
-    assert count_documents(write("a.jsonl", records), limit=2) == 2
-    assert count_documents(write("a.txt", "a\nb\n\nc")) == 2
+    assert count_documents(write("a.jsonl", records)).total() == 3
+    assert count_documents(write("a.jsonl", records), limit=2).total() == 2
+    assert count_documents(write("a.txt", "a\nb\n\nc")).total() == 2
     with pytest.raises(SourceError, match="line 1: expected a field 'text' and found 'prompt'"):
         list(read_text(write("b.jsonl", [{"prompt": "x"}]), pair))
     with pytest.raises(SourceError, match="holds no document of two tokens or more"):
@@ -355,6 +355,8 @@ def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records
 def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
     with pytest.raises(SourceError, match="is read as plain text"):
         list(read_responses(write("a.txt", "hello"), pair))
+    with pytest.raises(SourceError, match=r"entry 1: expected a field 'response' .* and found 'prompt'"):
+        list(read_responses(write("a.json", '["hello"]'), pair))
     with pytest.raises(SourceError, match=r"holds no response$"):
         list(read_responses(write("a.jsonl", "\n"), pair))
 

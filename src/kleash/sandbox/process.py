@@ -10,14 +10,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError, SourceError
 from kleash.extras import import_extra
-from kleash.models.compat import replace_template_renderer
 
 WORKER = Path(__file__).with_name("worker.py")
 START = """
@@ -29,6 +28,7 @@ runpy.run_path(sys.argv[2], run_name="__main__")
 """The worker's first statements: the current directory is removed from the search path before any import."""
 CPU_SECONDS = 5
 """CPU time for one request, enforced by the operating system."""
+RENDERER_LOCK = threading.RLock()
 MAX_WALL_SECONDS = 120.0
 """Wall-clock time for one request, for systems that do not limit CPU time."""
 
@@ -179,8 +179,26 @@ def render_chat(tokenizer: Any, messages: list[Any], **options: Any) -> str:
 @contextmanager
 def sandboxed_templates() -> Iterator[None]:
     """Context in which every transformers tokenizer renders its chat templates in the worker process."""
-    with replace_template_renderer(_render):
+    with _replace_template_renderer(_render):
         yield
+
+
+@contextmanager
+def _replace_template_renderer(render: Callable[..., Any]) -> Iterator[None]:
+    """Context in which ``apply_chat_template`` of every transformers tokenizer calls ``render``.
+
+    Replaces ``transformers.tokenization_utils_base.render_jinja_template``. If transformers renames that function,
+    entering the context raises ``AttributeError``.
+    """
+    module: Any = import_extra("transformers.tokenization_utils_base", "models")
+    with RENDERER_LOCK:
+        original = module.render_jinja_template
+        module.render_jinja_template = render
+    try:
+        yield
+    finally:
+        with RENDERER_LOCK:
+            module.render_jinja_template = original
 
 
 def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:

@@ -5,30 +5,19 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from kleash.errors import SourceError
-from kleash.models.compat import summarise_error
-from kleash.models.sandbox.process import SandboxLimitError, render_chat
-from kleash.models.sources.source_records import SourceRecord, check_unicode, show_value, without_nulls
+from kleash.errors import summarise_error
+from kleash.sandbox.process import SandboxLimitError, render_chat
+from kleash.sources.records import SourceRecord, check_unicode, is_list_of, show_value, without_nulls
+from kleash.sources.sequences import SourceForm
 
+MARK = "kleash"
+"""Content of the messages that show what a chat template writes around them."""
 RENDERING_OPTIONS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "return_dict", "tokenizer_kwargs"}
     | {"return_assistant_tokens_mask"}
 )
 """Arguments of ``apply_chat_template`` that are no variables of a template."""
-
-
-def conversation_text(
-    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, chat_template: str | None
-) -> str:
-    """The text of a whole conversation: rendered, or its contents joined if ``chat_template`` is "raw".
-
-    Raises:
-        SourceError: as ``render_messages`` and ``join_contents``.
-    """
-    if chat_template == "raw":
-        return join_contents(record, messages, name)
-    return render_messages(record, messages, tokenizer, name)
 
 
 def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: str) -> str:
@@ -47,14 +36,13 @@ def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: st
 
 def _content_text(record: SourceRecord, content: Any, name: str) -> str:
     """The text of a message's content: text, or parts of the type "text"."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
     if not all(isinstance(text, str) for text in texts):
-        raise SourceError(
-            f"{record.location}: expected the contents of {name!r} to be text and found {show_value(content)}; leave "
-            "--chat-template raw out, or give text"
+        raise record.error(
+            f"expected the contents of {name!r} to be text and found {show_value(content)}; leave --chat-template raw "
+            "out, or give text"
         )
-    return check_unicode(record, repr(name), "".join(map(str, texts)))
+    return check_unicode(record, name, "".join(texts))
 
 
 def render_answer(
@@ -84,8 +72,8 @@ def render_answer(
     prompt_text = render_messages(record, prompt, tokenizer, "prompt", generate=True)
     whole_text = render_messages(record, prompt + answer, tokenizer, "completion")
     if not whole_text.startswith(prompt_text):
-        raise SourceError(
-            f"{record.location}: the chat template writes the prompt in another way once it is answered, so the answer "
+        raise record.error(
+            "the chat template writes the prompt in another way once it is answered, so the answer "
             "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
         )
     return _split_end(whole_text[len(prompt_text) :], tokenizer, eos_token_ids)
@@ -93,15 +81,20 @@ def render_answer(
 
 def turn_end(tokenizer: Any, eos_token_ids: tuple[int, ...] = ()) -> str:
     """The token that the tokenizer's chat template writes at the end of an answer; "" if there is none."""
-    mark = "kleash"
-    conversation = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+    text = _render_example(
+        tokenizer, [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+    )
+    return _split_end(text.rpartition(MARK)[2], tokenizer, eos_token_ids)[1]
+
+
+def _render_example(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """The text that the tokenizer's chat template makes of messages; "" if it has none, or refuses them."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
     try:
-        text = render_chat(tokenizer, conversation)
+        return render_chat(tokenizer, messages)
     except Exception:  # a template is code of the checkpoint and can raise any exception
         return ""
-    return _split_end(text.rpartition(mark)[2], tokenizer, eos_token_ids)[1]
 
 
 def _split_end(text: str, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tuple[str, str]:
@@ -163,8 +156,8 @@ def render_messages(
         SourceError: if there is no template, it raises an error, or it prints parts as Python does.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise SourceError(
-            f"{record.location}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
+        raise record.error(
+            f"it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
             "'prompt' as text, or a tokenizer that has one"
         )
     options = _template_options(record)
@@ -179,15 +172,13 @@ def render_messages(
     try:
         text = _render_in_its_form(messages, render)
     except Exception as error:  # a template is code of the checkpoint and can raise any exception
-        raise SourceError(
-            f"{record.location}: the chat template refuses the messages: {summarise_error(error)}"
-        ) from error
+        raise record.error(f"the chat template refuses the messages: {summarise_error(error)}") from error
     if _prints_parts(text, messages):
-        raise SourceError(
-            f"{record.location}: the chat template prints the parts of a content of {name!r} as Python does; give the "
+        raise record.error(
+            f"the chat template prints the parts of a content of {name!r} as Python does; give the "
             "content as text"
         )
-    return check_unicode(record, repr(name), text)
+    return check_unicode(record, name, text)
 
 
 def _render_in_its_form(messages: list[dict[str, Any]], render: Callable[[Any], str]) -> str:
@@ -199,54 +190,46 @@ def _render_in_its_form(messages: list[dict[str, Any]], render: Callable[[Any], 
     Raises:
         Exception: that of the template for the messages as they are.
     """
-    forms = [messages]
-    for form in (
-        [_with_text(message) for message in messages],
-        [_with_parts(message) for message in messages],
-    ):
-        if form not in forms:
-            forms.append(form)
+    as_text = [
+        {**message, "content": _joined_parts(message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+    as_parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
     results: list[str | Exception] = []
-    for form in forms:
+    for form in (messages, *(form for form in (as_text, as_parts) if form != messages)):
         try:
-            text = render(form)
+            result: str | Exception = render(form)
         except Exception as error:  # of the template, which may take another form
             if isinstance(error.__cause__, SandboxLimitError):
                 raise
-            results.append(error)
-            continue
-        if _shows_contents(text, messages):
-            return text
-        results.append(text)
+            result = error
+        if isinstance(result, str) and _shows_contents(result, messages):
+            return result
+        results.append(result)
     if isinstance(results[0], Exception):
         raise results[0]
     return results[0]
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its parts of text as one text."""
-    content = message.get("content")
-    return {**message, "content": _joined_parts(content)} if isinstance(content, list) else message
-
-
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text as a part."""
-    content = message.get("content")
-    return (
-        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-    )
-
-
-def _joined_parts(parts: list[Any]) -> str:
-    return "".join(str(part.get("text") or "") for part in parts)
+def _joined_parts(content: Any) -> Any:
+    """The text of a content of parts; any other content as it is."""
+    if not isinstance(content, list):
+        return content
+    return "".join(str(part.get("text") or "") for part in content)
 
 
 def _shows_contents(text: str, messages: list[dict[str, Any]]) -> bool:
-    """Whether a rendered text has what the user and the system say, which templates at most trim, and no parts."""
-    contents = [message.get("content") for message in messages if message["role"] in ("system", "user")]
-    texts = [_joined_parts(content) if isinstance(content, list) else content for content in contents]
+    """Whether a rendered text has all that the system and users say, perhaps trimmed, and no printed parts."""
+    texts = [_joined_parts(each.get("content")) for each in messages if each["role"] in ("system", "user")]
     return not _prints_parts(text, messages) and all(
-        content.strip() in text for content in texts if content is not None
+        each.strip() in text for each in texts if each is not None
     )
 
 
@@ -256,31 +239,31 @@ def _prints_parts(text: str, messages: list[dict[str, Any]]) -> bool:
     return any(content and isinstance(content, list) and str(content) in text for content in contents)
 
 
-def is_rendered(text: str, tokenizer: Any) -> bool:
-    """Whether a plain text begins as the tokenizer's chat template begins, or has a special token that it writes.
+def form_of_text(text: str, tokenizer: Any) -> SourceForm:
+    """Whether a chat template made a plain text: it begins as the template does, or has a special token that it writes.
 
     Such are the prompts in a log of a program that rendered them, with or without their special tokens.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        return "text"
     beginnings, special_tokens = _beginning_of_template(tokenizer)
-    return text.startswith(beginnings) or any(token in text for token in special_tokens)
+    is_rendered = text.startswith(beginnings) or any(token in text for token in special_tokens)
+    return "rendered text" if is_rendered else "text"
 
 
 @lru_cache(maxsize=4)
 def _beginning_of_template(tokenizer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a chat template writes before a user's message: as texts, and the special tokens in it but the first."""
-    mark = "kleash"
-    try:
-        text = render_chat(tokenizer, [{"role": "user", "content": mark}])
-    except Exception:  # a template is code of the checkpoint and can raise any exception
+    text = _render_example(tokenizer, [{"role": "user", "content": MARK}])
+    if not text:
         return (), ()
     bos = tokenizer.bos_token or ""
-    before = text.partition(mark)[0].removeprefix(bos)
+    before = without_special_tokens = text.partition(MARK)[0].removeprefix(bos)
     special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    without_special_tokens = before
     for token in special_tokens:
         without_special_tokens = without_special_tokens.replace(token, "")
-    beginnings = [beginning for beginning in (before, without_special_tokens) if beginning.strip()]
-    return (*beginnings, *([bos] if bos else [])), tuple(token for token in special_tokens if token in before)
+    beginnings = [text for text in (before, without_special_tokens) if text.strip()]
+    return (*beginnings, *filter(None, [bos])), tuple(token for token in special_tokens if token in before)
 
 
 def _template_options(record: SourceRecord) -> dict[str, Any]:
@@ -289,31 +272,23 @@ def _template_options(record: SourceRecord) -> dict[str, Any]:
     Raises:
         SourceError: if the tools are no list of objects, the variables no object, or one of them an option.
     """
-    fields = record.columns or record.fields or {}
-    options: dict[str, Any] = {}
-    tools, variables = (_parsed(fields.get(name)) for name in ("tools", "chat_template_kwargs"))
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise SourceError(
-                f"{record.location}: expected 'tools' to be a list of JSON schemas and found {show_value(tools)}; "
-                "leave the column out"
-            )
-        options["tools"] = [without_nulls(tool) for tool in tools]
-    if variables:
-        if not isinstance(variables, dict) or RENDERING_OPTIONS.intersection(variables):
-            raise SourceError(
-                f"{record.location}: expected 'chat_template_kwargs' to be an object with variables of the chat "
-                f"template and found {show_value(variables)}"
-            )
-        options |= {name: value for name, value in variables.items() if value is not None}
-    return options
+    tools, variables = (_parsed(record.source_fields.get(name)) for name in ("tools", "chat_template_kwargs"))
+    if tools and not is_list_of(tools, dict):
+        raise record.error(
+            f"expected 'tools' to be a list of JSON schemas and found {show_value(tools)}; leave the column out"
+        )
+    if variables and (not isinstance(variables, dict) or RENDERING_OPTIONS.intersection(variables)):
+        raise record.error(
+            "expected 'chat_template_kwargs' to be an object with variables of the chat template and found "
+            f"{show_value(variables)}"
+        )
+    options: dict[str, Any] = {"tools": [without_nulls(tool) for tool in tools]} if tools else {}
+    return options | {name: value for name, value in (variables or {}).items() if value is not None}
 
 
 def _parsed(value: Any) -> Any:
     """A value, of JSON if it is a text that is."""
-    if not isinstance(value, str):
-        return value
     try:
-        return json.loads(value)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value

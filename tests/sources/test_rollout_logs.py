@@ -1,6 +1,7 @@
 """Logs of other programs as responses: verl, TRL, SkyRL, lm-evaluation-harness, prime-rl."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -9,8 +10,9 @@ import pytest
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
-from kleash.models.sources.rollout_logs import expand_logs
-from kleash.models.sources.source_records import SourceRecord
+from kleash.sources.notes import describe_forms
+from kleash.sources.records import SourceRecord
+from kleash.sources.rollout_logs import expand_logs
 
 PROMPT, TEXTS = "The sea", [" was calm", " was not"]
 OPTIONS = {"until": ["\n"], "temperature": 0.0}
@@ -170,12 +172,13 @@ def test_texts_without_special_tokens_are_noted(tmp_path):
 def test_notes_count_the_prompts_of_a_log(pair, tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(json.dumps(sample()) + "\n")
-    (note,) = describe_source("responses", str(path), tokenizer=pair.tokenizer)
+    forms = Counter(one.prompt_form for one in read_responses(str(path), pair))
+    (note,) = describe_forms("responses", forms, pair.tokenizer)
     assert note.startswith("the 2 prompts are plain text, read without")
 
 
 @pytest.mark.parametrize("prompt", ['[{"role" is a text', '[{"role": ' + "[" * 100_000])
 def test_a_prompt_that_begins_like_messages_and_is_no_json_is_a_text(prompt):
     fields = sample(arguments={"gen_args_0": {"arg_0": prompt, "arg_1": OPTIONS}})
-    records = expand_logs([SourceRecord(number=1, location="line 1", text="", fields=fields)])
+    records = expand_logs([SourceRecord(location="line 1", fields=fields)])
     assert [record.fields["prompt"] for record in records] == [prompt] * len(TEXTS)

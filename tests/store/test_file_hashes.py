@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kleash.models.checkpoints import file_hashes
-from kleash.models.checkpoints.file_hashes import CACHE_FILE, hash_files
+from kleash.store import file_hashes
+from kleash.store.file_hashes import CACHE_FILE, hash_files
 
 SIZE = 1 << 20
 

@@ -3,12 +3,39 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
 from kleash.errors import OptionError
+
+SourceForm = Literal["messages", "text", "rendered text", "token ids"]
+"""What a source has for a prompt or document; "rendered text" is plain text that a chat template made."""
+
+
+class TokenLimits(Protocol):
+    """What token sequences must suit: the tokens of a pair of models, and the longest input (``models.Pair``)."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of transformers; both models read its tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that both models give a probability to."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Largest number of input tokens for both; None if there is no limit."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response of the policy."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +52,8 @@ class Prompt:
     """Number of earlier prompts with the same tokens: each copy draws different samples."""
     location: str = ""
     """File and line, for errors."""
+    form: SourceForm = "text"
+    """What the source has for it."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The messages that the text was rendered from; None for plain text."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -55,6 +84,8 @@ class TokenSequence:
     """Whether the response was tokenised from text, so that its tokens may differ from those sampled."""
     location: str = ""
     """File and line, for errors."""
+    prompt_form: SourceForm = "text"
+    """What the source has for the prompt."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The messages that the prompt was rendered from; only of generated responses."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])

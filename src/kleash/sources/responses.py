@@ -2,33 +2,32 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
-from kleash.models.pair import Pair
-from kleash.models.sequences import TokenSequence, hash_prompt
-from kleash.models.sources.chat_rendering import is_rendered, join_contents, render_answer, turn_end
-from kleash.models.sources.dataset_formats import (
+from kleash.sources.chat_rendering import form_of_text, join_contents, render_answer, turn_end
+from kleash.sources.dataset_formats import (
     expand_responses,
     text_or_messages,
 )
-from kleash.models.sources.padding import is_padded, padding_length
-from kleash.models.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
-from kleash.models.sources.rollout_logs import expand_logs
-from kleash.models.sources.source_files import find_source
-from kleash.models.sources.source_records import (
+from kleash.sources.files import find_source
+from kleash.sources.padding import is_padded, padding_length
+from kleash.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
+from kleash.sources.records import (
     SourceRecord,
-    check_unicode,
     describe_fields,
     get_field,
     is_finite_number,
     shorten,
     show_value,
 )
+from kleash.sources.rollout_logs import expand_logs
+from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt
 
 MAX_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3
@@ -38,7 +37,7 @@ IMPOSSIBLE_NATS = 80.0
 
 
 def read_responses(
-    name: str, pair: Pair, *, limit: int | None = None, reading: DatasetOptions | None = None
+    name: str, pair: TokenLimits, *, limit: int | None = None, reading: DatasetOptions | None = None
 ) -> Iterator[TokenSequence]:
     """Read responses with their prompts from a source of records, one record at a time.
 
@@ -64,7 +63,7 @@ def read_responses(
             responses end with padding, at which ``logprobs`` have one value.
     """
     source = find_source(name, "responses", reading)
-    ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.policy.eos_token_ids}
+    ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.eos_token_ids}
     assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int, float]]()
     records = expand_logs(source.records())
     responses = (response for record in records for response in expand_responses(record))
@@ -112,51 +111,50 @@ class _IdAssigner:
         Raises:
             SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
         """
-        text, sample = _text_id(record), _read_id(record, "sample_id")
-        number = _read_id(record, "prompt_id") if text is None else None
-        kind = str if text is not None else type(number)
+        stated, sample = _read_id(record, "prompt_id", (int, str)), _read_id(record, "sample_id", int)
+        kind = type(stated)
         self.kind = self.kind or kind
         if self.kind is not kind:
             expected = "to have a 'prompt_id', or none of them"
             if type(None) not in (self.kind, kind):
                 expected = "that has a 'prompt_id' to have a number, or every one a text"
-            raise SourceError(f"{record.location}: expected every line {expected}")
-        group = text or first_hash or prompt_hash
-        prompt = self.prompt_ids.setdefault(group, len(self.prompt_ids)) if number is None else number
+            raise record.error(f"expected every line {expected}")
+        group = (stated if isinstance(stated, str) else "") or first_hash or prompt_hash
+        prompt = (
+            stated if isinstance(stated, int) else self.prompt_ids.setdefault(group, len(self.prompt_ids))
+        )
         known_hash, location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
         if known_hash != prompt_hash and first_hash is None:
-            raise SourceError(
-                f"{record.location}: 'prompt_id' {number if text is None else shorten(text)} stands for another prompt "
-                f"at {location}"
-            )
+            shown = shorten(stated) if isinstance(stated, str) else stated
+            raise record.error(f"'prompt_id' {shown} stands for another prompt at {location}")
         used = self.sample_ids.setdefault(prompt, set())
         if sample is None:
             sample = next(index for index in count(self.next_sample_ids.get(prompt, 0)) if index not in used)
             self.next_sample_ids[prompt] = sample
         if sample in used:
-            raise SourceError(f"{record.location}: sample {sample} of prompt {prompt} has been there before")
+            raise record.error(f"sample {sample} of prompt {prompt} has been there before")
         used.add(sample)
         return prompt, sample
 
 
 def _response(
-    record: SourceRecord, pair: Pair, assigner: _IdAssigner, chat_template: str | None
+    record: SourceRecord, pair: TokenLimits, assigner: _IdAssigner, chat_template: str | None
 ) -> TokenSequence:
     """The token sequence of one response."""
-    prompt_ids, prompt_text = tokenise_prompt(record, pair, chat_template)
+    prompt = tokenise_prompt(record, pair, chat_template)
     finish_reason = get_field(record, "finish_reason", str, "text")
     response_ids, response_text, retokenised = _answer(
-        record, pair, prompt_text, finish_reason, chat_template
+        record, pair, prompt.text, finish_reason, chat_template
     )
-    check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
-    prompt_hash = hash_prompt(prompt_ids, pair.tokenizer)
+    check_length(record, "prompt with its response", len(prompt.token_ids) + len(response_ids) - 1, pair)
+    prompt_hash = hash_prompt(prompt.token_ids, pair.tokenizer)
     prompt_id, sample_id = assigner.assign(record, prompt_hash, _first_hash(record, pair, chat_template))
     return TokenSequence(
         prompt_id=prompt_id,
         sample_id=sample_id,
-        prompt_ids=prompt_ids,
+        prompt_ids=prompt.token_ids,
         response_ids=response_ids,
-        prompt_text=prompt_text,
+        prompt_text=prompt.text,
         response_text=response_text,
         finish_reason=finish_reason,
         logp_sampled=_logprobs(record, len(response_ids), pair.vocab_size),
@@ -164,20 +162,25 @@ def _response(
         temperature=_temperature(record),
         retokenised=retokenised,
         location=record.location,
+        prompt_form=prompt.form,
     )
 
 
-def _first_hash(record: SourceRecord, pair: Pair, chat_template: str | None) -> str | None:
+def _first_hash(record: SourceRecord, pair: TokenLimits, chat_template: str | None) -> str | None:
     """The hash of the prompt of the first of several turns; None of a response alone."""
     first = record.first_prompt
     if isinstance(first, list):
-        fields = {**(record.fields or {}), "prompt": first, "messages": None}
-        first, _ = tokenise_prompt(replace(record, fields=fields), pair, chat_template)
+        first_turn = record.with_fields({**record.fields, "prompt": first})
+        first = tokenise_prompt(first_turn, pair, chat_template).token_ids
     return None if first is None else hash_prompt(first, pair.tokenizer)
 
 
 def _answer(
-    record: SourceRecord, pair: Pair, prompt_text: str, finish_reason: str | None, chat_template: str | None
+    record: SourceRecord,
+    pair: TokenLimits,
+    prompt_text: str,
+    finish_reason: str | None,
+    chat_template: str | None,
 ) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
     text, end = _response_text(record, pair, chat_template)
@@ -186,9 +189,9 @@ def _answer(
         token_ids = check_token_ids(record, "response_token_ids", values, pair)
         return token_ids, pair.tokenizer.decode(list(token_ids)) if text is None else text, False
     if text is None:
-        raise SourceError(
-            f"{record.location}: expected a field 'response' or 'response_token_ids' and found "
-            f"{describe_fields(record)}; --response-column names another"
+        raise record.error(
+            f"expected a field 'response' or 'response_token_ids' and found {describe_fields(record)}; "
+            "--response-column names another"
         )
     if end and finish_reason == "length":
         text = text.removesuffix(end)
@@ -196,23 +199,23 @@ def _answer(
     if finish_reason == "stop" and not end:
         token_ids += _missing_end(token_ids, pair, prompt_text)
     if not token_ids:
-        raise SourceError(
-            f"{record.location}: the response has no tokens, so there is nothing to score; leave the line out"
-        )
+        raise record.error("the response has no tokens, so there is nothing to score; leave the line out")
     return tuple(token_ids), text, True
 
 
-def _missing_end(token_ids: list[int], pair: Pair, prompt_text: str) -> list[int]:
+def _missing_end(token_ids: list[int], pair: TokenLimits, prompt_text: str) -> list[int]:
     """The end token that a finished response lacks: that of the chat template if it rendered the prompt."""
-    tokenizer, stops = pair.tokenizer, pair.policy.eos_token_ids
+    tokenizer, stops = pair.tokenizer, pair.eos_token_ids
     ends = [tokenizer.eos_token_id]
-    if is_rendered(prompt_text, tokenizer) and (end := turn_end(tokenizer, stops)):
+    if form_of_text(prompt_text, tokenizer) == "rendered text" and (end := turn_end(tokenizer, stops)):
         ends.insert(0, tokenizer.convert_tokens_to_ids(end))
     has_end = token_ids and token_ids[-1] in (*ends, *stops)
     return [] if has_end or ends[0] is None else ends[:1]
 
 
-def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) -> tuple[str | None, str]:
+def _response_text(
+    record: SourceRecord, pair: TokenLimits, chat_template: str | None
+) -> tuple[str | None, str]:
     """The text of the response, None if the record has none, and the end token that the chat template wrote, or ""."""
     response = text_or_messages(record, "response")
     if not isinstance(response, list):
@@ -223,11 +226,10 @@ def _response_text(record: SourceRecord, pair: Pair, chat_template: str | None) 
     if isinstance(prompt, str) and chat_template == "apply":
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
-        raise SourceError(
-            f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both "
-            "as messages"
+        raise record.error(
+            "the response is a list of messages and the prompt is none; give both as text or both as messages"
         )
-    return render_answer(record, prompt, response, pair.tokenizer, pair.policy.eos_token_ids)
+    return render_answer(record, prompt, response, pair.tokenizer, pair.eos_token_ids)
 
 
 def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray | None:
@@ -245,21 +247,21 @@ def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray 
     if values is None:
         return None
     if len(values) != tokens:
-        raise SourceError(
-            f"{record.location}: expected a number in 'logprobs' for each of the {tokens} response tokens and "
+        raise record.error(
+            f"expected a number in 'logprobs' for each of the {tokens} response tokens and "
             f"found {len(values)}; give 'response_token_ids' with them"
         )
     for value in values:
         if not is_finite_number(value) or value > ROUNDING_NATS:
-            raise SourceError(
-                f"{record.location}: expected 'logprobs' to hold natural logarithms of probabilities, at most "
+            raise record.error(
+                f"expected 'logprobs' to hold natural logarithms of probabilities, at most "
                 f"0, and found {show_value(value)}"
             )
     excess = -sum(values) - tokens * math.log(vocab_size)
     lowest = min(values)
     if max(excess, -lowest - math.log(vocab_size)) > IMPOSSIBLE_NATS:
-        raise SourceError(
-            f"{record.location}: 'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, "
+        raise record.error(
+            f"'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, "
             f"{sum(values):.6g} in all): draws from {vocab_size} tokens never sum to so little; give the "
             "log-probabilities of the tokens that were drawn, under the distribution they were drawn from"
         )
@@ -270,23 +272,13 @@ def _temperature(record: SourceRecord) -> float | None:
     """The sampling temperature of a record, from 0; None if it has none."""
     value = get_field(record, "temperature", (int, float), "a number")
     if value is not None and not (is_finite_number(value) and value >= 0):
-        raise SourceError(
-            f"{record.location}: expected 'temperature' to be a number from 0 on and found {show_value(value)}"
-        )
+        raise record.error(f"expected 'temperature' to be a number from 0 on and found {show_value(value)}")
     return None if value is None else float(value)
 
 
-def _text_id(record: SourceRecord) -> str | None:
-    """The prompt id of a record if it is a text."""
-    value = (record.fields or {}).get("prompt_id")
-    return check_unicode(record, "'prompt_id'", value) if isinstance(value, str) else None
-
-
-def _read_id(record: SourceRecord, name: str) -> int | None:
-    """The prompt or sample id of a record; None if it has none."""
-    value = get_field(record, name, int, "a whole number")
-    if value is not None and not 0 <= value <= MAX_ID:
-        raise SourceError(
-            f"{record.location}: expected {name!r} to be from 0 to {MAX_ID} and found {show_value(value)}"
-        )
+def _read_id(record: SourceRecord, name: str, types: type | tuple[type, ...]) -> Any:
+    """The prompt or sample id of a record, of one of the types; None if it has none."""
+    value = get_field(record, name, types, "a whole number")
+    if isinstance(value, int) and not 0 <= value <= MAX_ID:
+        raise record.error(f"expected {name!r} to be from 0 to {MAX_ID} and found {show_value(value)}")
     return value

@@ -2,19 +2,19 @@
 
 import gzip
 import io
+import re
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from kleash.errors import SourceError
+from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.compat import summarise_error
 
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-PROGRAMS = {GZIP: "gzip", ZSTD: "zstd"}
-"""Compression programs whose files are read, by the first bytes of the files."""
-SKIPPABLE_FRAME = b"\x2a\x4d\x18"
-"""Bytes after 0x50 to 0x5f of a frame without content, with which pzstd begins its files (RFC 8878, 3.1.2)."""
+COMPRESSIONS = {
+    "gzip": re.compile(rb"\x1f\x8b"),
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+}
+"""Program -> first bytes of its files; pzstd begins with a frame that is skipped (RFC 8878, 3.1.2)."""
 SUFFIXES = frozenset({".gz", ".gzip", ".zst", ".zstd"})
 """Suffixes that they add to a file's name."""
 FREE_BYTES = 64 * 2**20
@@ -37,16 +37,13 @@ def open_unpacked(path: Path, label: str) -> BinaryIO:
     """
     file = path.open("rb")
     try:
-        start = file.read(4)
-        file.seek(0)
-        program = compression_of(start)
+        program = compression_of(file)
         if program is None:
             return file
-        stream = (
-            gzip.GzipFile(fileobj=file)
-            if program == "gzip"
-            else import_extra("pyarrow", "models").CompressedInputStream(_BlockReader(file), "zstd")
-        )
+        if program == "gzip":
+            stream: Any = gzip.GzipFile(fileobj=file)
+        else:
+            stream = import_extra("pyarrow", "models").CompressedInputStream(file, "zstd")
         reader = _BoundedReader(stream, file, f"{label} is packed by {program}")
         return cast(BinaryIO, io.BufferedReader(reader, BLOCK_BYTES))
     except BaseException:
@@ -54,30 +51,17 @@ def open_unpacked(path: Path, label: str) -> BinaryIO:
         raise
 
 
-def compression_of(start: bytes) -> str | None:
-    """The program that compressed a file with these first bytes, "gzip" or "zstd"; None if neither did."""
-    if start[1:4] == SKIPPABLE_FRAME and start[0] >> 4 == 5:
-        return "zstd"
-    return next((name for prefix, name in PROGRAMS.items() if start.startswith(prefix)), None)
+def compression_of(file: BinaryIO) -> str | None:
+    """The program that compressed a file, which is at its beginning; None if it is not compressed."""
+    start = file.read(4)
+    file.seek(0)
+    return next((program for program, pattern in COMPRESSIONS.items() if pattern.match(start)), None)
 
 
 def uncompressed_suffix(path: Path) -> str:
     """The suffix of a file in lower case, without that of its compression: ".jsonl" of "a.jsonl.gz"."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in SUFFIXES else suffix
-
-
-class _BlockReader(io.RawIOBase):
-    """A file from which at most ``BLOCK_BYTES`` are read ahead, so that its position shows what was consumed."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        return self.file.read(min(size, BLOCK_BYTES) if size >= 0 else BLOCK_BYTES)
 
 
 class _BoundedReader(io.RawIOBase):

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import zlib
+from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,9 +20,10 @@ from kleash.errors import KleashError, OptionError, SourceError
 from kleash.jobs import MeasureJob, PPOJob
 from kleash.jobs.reading import ReadOptions
 from kleash.models import describe_source, find_source, read_prompts, read_responses, read_text
-from kleash.models.sources import dataset_folders, source_files
-from kleash.models.sources.documents import count_documents
-from kleash.models.sources.prompts import count_columns
+from kleash.sources import dataset_folders, files
+from kleash.sources.documents import count_documents
+from kleash.sources.notes import describe_forms
+from kleash.sources.prompts import count_columns
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -99,15 +101,15 @@ def test_every_format_may_be_compressed(pair, write, monkeypatch):
     assert texts(write("frames.jsonl.zst", frames), pair) == PROMPTS
     skipped = b"\x5a\x2a\x4d\x18\x02\x00\x00\x00ab"  # as pzstd begins a file
     assert texts(write("skippable.jsonl.zst", skipped + frames), pair) == PROMPTS
-    with pytest.raises(SourceError, match=r"twice.jsonl.gz is compressed twice; unpack it once"):
+    with pytest.raises(SourceError, match=r"twice.jsonl.gz, line 1: expected UTF-8"):
         texts(write("twice.jsonl.gz", gzip.compress(gzip.compress(jsonl(*RECORDS)))), pair)
     assert texts(write("feather", arrow(RECORDS, pyarrow.ipc.new_file)), pair) == PROMPTS
-    assert count_documents(write("text.gz", gzip.compress(b"one\n\ntwo\nlines\n"))) == 2
+    assert count_documents(write("text.gz", gzip.compress(b"one\n\ntwo\nlines\n"))).total() == 2
     for packed in (gzip.compress(jsonl(*RECORDS)), zst(contents["csv"])):
-        source_files._copy_of_standard_input.cache_clear()
+        files._copy_of_standard_input.cache_clear()
         monkeypatch.setattr("sys.stdin", type("Stream", (), {"buffer": io.BytesIO(packed)})())
         assert texts("-", pair) == PROMPTS
-    source_files._copy_of_standard_input.cache_clear()
+    files._copy_of_standard_input.cache_clear()
 
 
 def test_the_hash_of_a_compressed_source_is_that_of_its_bytes(write):
@@ -148,7 +150,7 @@ def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
 
 
 def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, write, monkeypatch):
-    monkeypatch.setattr("kleash.models.sources.compression.FREE_BYTES", 2**21)
+    monkeypatch.setattr("kleash.sources.compression.FREE_BYTES", 2**21)
     zeros = zlib.compressobj(9, wbits=31)
     block = b'{"prompt": "' + b"a" * 2**20
     bomb = zeros.compress(block) + b"".join(zeros.compress(b"a" * 2**20) for _ in range(8)) + zeros.flush()
@@ -156,7 +158,7 @@ def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, writ
     for name, content in (("a.jsonl.gz", bomb), ("a.jsonl.zst", zst(block + b"a" * 2**23))):
         with pytest.raises(SourceError, match="unpacks to more than 200 times its size"):
             read_prompts(write(name, content), pair)
-    monkeypatch.setattr("kleash.models.sources.tabular.FREE_BYTES", 2**16)
+    monkeypatch.setattr("kleash.sources.tables.FREE_BYTES", 2**16)
     column = pa.array(["a" * 2**20])
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"prompt": column}), sink, compression="zstd", use_dictionary=False)
@@ -213,7 +215,7 @@ def test_files_of_another_format_in_a_folder_are_noted(pair, write, tmp_path):
         write(name, jsonl(RECORDS[0]))
     folder = str(tmp_path / "d")
     assert describe_source("prompts", folder) == ()
-    dataset_folders._splits_of_folder.cache_clear()
+    dataset_folders._splits.cache_clear()
     write("d/c.csv", "prompt\nA boat\n")
     write("d/sub/d.parquet", parquet(RECORDS))
     assert texts(folder, pair) == PROMPTS[:1] * 2
@@ -250,7 +252,11 @@ def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatc
             {},
             "there is no file trl-lib/tldr, and the hub cannot be asked for a data set of that name",
         ),
-        ("trl-lib/tldr.jsonl.gz", {}, "there is no file trl-lib/tldr.jsonl.gz$"),
+        (
+            "trl-lib/tldr.jsonl.gz",
+            {},
+            "there is no file trl-lib/tldr.jsonl.gz$",
+        ),
         ("one/state.json", {"split": "x"}, "is one file, which has no 'x'; leave --split out"),
         ("shipped:prompts", {"split": "x"}, "is one file, which has no 'x'; leave --split out"),
         (
@@ -263,9 +269,9 @@ def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatc
             {},
             r"missing/shard has 1 of the 2 files train-\*-of-00002.parquet; fetch the others",
         ),
-        ("broken/state", {}, "state.json names no files"),
-        ("broken/path", {}, "state.json names '../one/data-00000-of-00002.arrow' as a file"),
-        ("broken/splits", {}, "dataset_dict.json names no splits"),
+        ("broken/state", {}, "state.json names nothing as '_data_files'"),
+        ("broken/path", {}, "state.json names '../one/data-00000-of-00002.arrow' as"),
+        ("broken/splits", {}, "dataset_dict.json names '../one' as 'splits'"),
         ("broken/json", {}, "broken/json/dataset_dict.json cannot be read: "),
     ],
 )
@@ -293,8 +299,8 @@ def test_splits_and_files_that_are_not_there_are_refused(
 
 def test_data_sets_without_their_package_are_refused_with_the_extra(saved, monkeypatch, pair):
     monkeypatch.chdir(saved)
-    monkeypatch.setattr("kleash.models.sources.dataset_folders.is_installed", lambda module: False)
-    dataset_folders._splits_of_folder.cache_clear()
+    monkeypatch.setattr("kleash.sources.dataset_folders.is_installed", lambda module: False)
+    dataset_folders._splits.cache_clear()
     for name in ("user/other", "user/name"):
         with pytest.raises(SourceError, match=r"the package datasets .* pip install 'kleash\[datasets\]'"):
             find_source(name, "prompts")
@@ -398,9 +404,7 @@ def test_lists_of_responses_in_a_csv_are_json(pair, write, unhooked):
         ("The sea", " is"),
         ("A boat", "[1] is cited"),
     ]
-    with pytest.raises(
-        SourceError, match="line 2: expected 'completions' to be text, or a list of texts as JSON"
-    ):
+    with pytest.raises(SourceError, match="line 2: expected 'completions' to be JSON and found"):
         list(read_responses(write("b.csv", header + "\"[' was', ' is']\"\n"), pair))
 
 
@@ -471,7 +475,7 @@ def test_choices_of_columns_are_noted(write):
             "expected 'a' to be text or a list of messages and found 'null'",
         ),
         (jsonl({"question": 3}), {}, "expected 'question' to be text or a list of messages and found '3'"),
-        (b"The sea\n", {"prompt_column": "a"}, "it is plain text, which has no column 'a'"),
+        (b"The sea\n", {"prompt_column": "a"}, "line 1: there is no column 'a'; there are 'prompt'"),
         (jsonl({f"c{n}": 1 for n in range(20)}), {"prompt_column": "a"}, "'c15' and 4 more: give one"),
         (
             jsonl({"prompt": "x", "messages": [USER]}),
@@ -592,26 +596,33 @@ def test_responses_and_texts_follow_the_chat_template(pair, write):
 
 def test_what_is_templated_is_noted(pair, write):
     name = write("a.jsonl", jsonl({"prompt": "Hi"}, {"prompt": [USER]}, {"prompt_token_ids": [5]}))
-    assert describe_source("prompts", name, tokenizer=pair.tokenizer) == (
+
+    def notes(source, tokenizer=pair.tokenizer, **values):
+        reading = options(**values)
+        prompts = read_prompts(source, replace(pair, tokenizer=tokenizer), reading=reading)
+        return describe_forms("prompts", Counter(one.form for one in prompts), tokenizer, reading)
+
+    assert notes(name) == (
         "1 of the 3 prompts are messages, rendered by the policy's chat template",
         PLAIN_NOTE.format("1 of the 3"),
     )
-    assert describe_source("prompts", name, options(chat_template="apply"), tokenizer=pair.tokenizer)[1] == (
+    assert notes(name, chat_template="apply")[1] == (
         "1 of the 3 prompts are plain text, rendered as a user's message by the policy's chat template"
     )
-    (raw,) = describe_source("prompts", name, options(chat_template="raw"), tokenizer=pair.tokenizer)
+    (raw,) = notes(name, chat_template="raw")
     assert raw.startswith("1 of the 3 prompts are messages, whose contents are joined")
-    text = write("b.jsonl", jsonl({"text": "x"}, {"messages": [USER]}))
-    (note,) = describe_source("text", text, tokenizer=pair.tokenizer)
-    assert note == "1 of the 2 documents are messages, rendered by the policy's chat template"
+    text = count_documents(write("b.jsonl", jsonl({"text": "x"}, {"messages": [USER]})), pair.tokenizer)
+    assert describe_forms("text", text, pair.tokenizer) == (
+        "1 of the 2 documents are messages, rendered by the policy's chat template",
+    )
     bare = copy.copy(pair.tokenizer)
     bare.chat_template = None
-    assert describe_source("prompts", write("c.txt", "Hi\n"), tokenizer=bare) == ()
+    assert notes(write("c.txt", "Hi\n"), bare) == ()
     one = write("d.jsonl", jsonl({"system": "Be brief", "messages": [USER]}))
-    assert describe_source("prompts", one, tokenizer=pair.tokenizer) == (
+    assert describe_source("prompts", one) == (
         "the column 'system' is not read; put it into the messages, as the first, of the role system",
-        "the prompt is a list of messages, rendered by the policy's chat template",
     )
+    assert notes(one) == ("the prompt is a list of messages, rendered by the policy's chat template",)
 
 
 def test_options_of_reading_are_checked_and_are_settings_of_the_run():

@@ -21,10 +21,9 @@ from tiny_models import tiny_tokenizer
 
 from kleash.errors import KleashError, SourceError
 from kleash.models import find_source, read_prompts, read_responses, read_text
-from kleash.models.sources import source_files
-from kleash.models.sources.documents import count_documents
-from kleash.models.sources.source_files import read_records, read_whole_text, source_path
-from kleash.models.sources.source_formats import detect_format
+from kleash.sources import files
+from kleash.sources.documents import count_documents
+from kleash.sources.files import detect_format, read_records, read_whole_text, source_path
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -100,15 +99,12 @@ def _path(name):
     return Path(name)
 
 
-def test_headers_of_a_csv_may_span_lines_and_follow_what_excel_writes(pair, write):
-    assert [
-        prompt.text for prompt in read_prompts(write("t.csv", "sep=\t\nprompt\tx\nThe sea\t1\n"), pair)
-    ] == ["The sea"]
-    name = write("a.csv", 'sep=;\n\nprompt;"a note\nof two lines"\r\nThe sea;1\r\n"A;b";2\n')
+def test_headers_of_a_csv_may_span_lines_and_follow_blank_ones(pair, write):
+    name = write("a.csv", '\n \nprompt;"a note\nof two lines"\r\nThe sea;1\r\n"A;b";2\n')
     assert [prompt.text for prompt in read_prompts(name, pair)] == ["The sea", "A;b"]
     with pytest.raises(SourceError, match="line 5: expected 2 cells"):
-        read_prompts(write("b.csv", 'sep=;\n\nprompt;"a note\nof two lines"\nThe sea\n'), pair)
-    with pytest.raises(SourceError, match="ends its lines with carriage returns alone"):
+        read_prompts(write("b.csv", '\n\nprompt;"a note\nof two lines"\nThe sea\n'), pair)
+    with pytest.raises(SourceError, match=r"line 1: it is not CSV \(new-line character"):
         read_prompts(write("c.csv", "prompt,x\rThe sea,1\r"), pair)
 
 
@@ -141,7 +137,7 @@ def test_errors_name_the_line_of_a_csv_also_after_cells_of_several_lines(pair, w
 
 def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
     name = write("a.csv", [["text"], ["The sea was calm. " * 10_000]])
-    assert count_documents(name) == 1
+    assert count_documents(name).total() == 1
 
 
 @pytest.mark.parametrize(
@@ -159,44 +155,49 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.csv", 'prompt\n"never closed\n', "it is not CSV"),
         ("a.csv", "text\nx\n", "line 2: expected a field 'prompt' or 'messages' and found 'text'"),
         ("a.csv", "messages\nx\n", "line 2: expected 'messages' to be JSON and found 'x'"),
-        ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n", "messages as Python prints it"),
+        (
+            "a.csv",
+            "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n",
+            "to be JSON .* that Python prints are none",
+        ),
         ("a.csv", b"prompt\nna\xefve\n", "line 2: expected UTF-8 and found byte 0xef"),
         ("a.csv", "prompt\n", "holds no prompt"),
-        ("a.parquet", "prompt\nx\n", "is not a Parquet file"),
+        ("a.parquet", "prompt\nx\n", "cannot be read as Parquet"),
         ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
         ("a.txt", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
-        ("a.json", '{\n "prompt": "x"\n}', "holds one object, with 'prompt'; give an array of objects"),
+        ("a.json", '{\n "prompt": "x"\n}', "holds .{.*prompt.*; give an array of objects"),
         ("a.json", "[1]", "entry 1: expected an object or a text and found '1'"),
         ("a.json", "nothing", "is neither JSONL nor a JSON array"),
         ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
-        ("a.txt", "The sea\n".encode("utf-16"), "is UTF-16 text; give JSONL"),
+        (
+            "a.txt",
+            "The sea\n".encode("utf-16"),
+            "line 1: expected UTF-8 and found byte 0xff; give text in UTF-8",
+        ),
         (
             "a.txt",
             "The sea\n".encode("utf-16-le"),
-            "line 1: it holds a NUL byte, so the file is UTF-16 or no text",
+            "line 1: expected UTF-8 and found byte 0x00",
         ),
-        ("a.jsonl", jsonl({"prompt": "x"}).encode("utf-16-be"), "line 1: it holds a NUL byte"),
-        ("a.csv", "prompt\nx\n".encode("utf-16-le"), "it holds a NUL byte"),
-        ("a.txt", b"fine\nnot\0fine\n", "line 2: it holds a NUL byte"),
+        ("a.jsonl", jsonl({"prompt": "x"}).encode("utf-16-be"), "line 1: expected UTF-8 and found byte 0x00"),
+        ("a.csv", "prompt\nx\n".encode("utf-16-le"), "expected UTF-8 and found byte 0x00"),
+        ("a.txt", b"fine\nnot\0fine\n", "line 2: expected UTF-8 and found byte 0x00"),
         ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return that is not at its end"),
-        ("a.xlsx", b"PK\x03\x04 and so on", "is a zip archive"),
-        ("prompts", b"SQLite format 3\0", "is a SQLite database"),
-        ("a.npy", b"\x93NUMPY\x01\0", "is a NumPy array"),
-        ("a.pkl", b"\x80\x04\x95", "is a pickle"),
-        ("a.arrow", b"ARROW1\0\0", "is an Arrow file"),
-        ("a.bz2", b"BZh91AY", "is packed by bzip2"),
-        ("a.xz", b"\xfd7zXZ\0", "is packed by xz"),
-        ("a.lz4", b"\x04\x22\x4d\x18\x40", "is packed by lz4"),
-        ("a.7z", b"7z\xbc\xaf\x27\x1c", "is packed by 7-Zip"),
-        ("a.rar", b"Rar!\x1a\x07\x01\0", "is packed by rar"),
-        ("a.lzma", b"\x5d\0\0\x80\0", "is packed by lzma"),
-        ("a.Z", b"\x1f\x9d\x90", "is packed by compress"),
-        ("a.orc", b"ORC\0\x03", "is an ORC file"),
-        ("a.feather", b"FEA1\0\0\0\0", "is a Feather file of version 1"),
-        ("a.tar", bytes(257) + b"ustar\x0000", "is a tar archive; unpack it first"),
-        ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "is a tar archive; unpack it first"),
-        ("a.yaml", "prompt: x\n", "is YAML by its suffix"),
-        ("a.ipynb", "{}", "is a structured file of another kind by its suffix"),
+        (
+            "a.xlsx",
+            b"PK\x03\x04\x14\0",
+            "a.xlsx, line 1: expected UTF-8 and found byte 0x00; give text in UTF-8",
+        ),
+        ("prompts", b"SQLite format 3\0", "line 1: expected UTF-8"),
+        ("a.npy", b"\x93NUMPY\x01\0", "line 1: expected UTF-8"),
+        ("a.pkl", b"\x80\x04\x95", "line 1: expected UTF-8"),
+        ("a.bz2", b"BZh91AY&SY\xd5\x13", "line 1: expected UTF-8"),
+        ("a.jsonl.xz", b"\xfd7zXZ\0", "line 1: expected UTF-8"),
+        ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "line 1: expected UTF-8"),
+        ("a.gz", gzip.compress(gzip.compress(b"The sea")), "line 1: expected UTF-8"),
+        ("a.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
+        ("a.yaml", "prompt: x\n", "is read as .yaml, and prompts come as JSONL"),
+        ("a.ipynb", "{}", "is read as .ipynb, and prompts"),
     ],
 )
 def test_unsupported_formats_are_errors_with_their_name(pair, write, name, content, message, unhooked):
@@ -227,7 +228,7 @@ def test_an_encrypted_parquet_file_is_refused_by_name(pair, write, tmp_path):
         if has_plain_footer:
             names.append(write("b.parquet.gz", gzip.compress(path.read_bytes())))
         for name in names:
-            with pytest.raises(SourceError, match=r"\.parquet(\.gz)? is encrypted; give a file that is not$"):
+            with pytest.raises(SourceError, match=r"\.parquet(\.gz)? .*encrypted"):
                 read_prompts(name, pair)
 
 
@@ -253,7 +254,7 @@ def test_the_content_decides_the_format_without_a_suffix(pair, write, content, t
         ('{"prompt": "The sea', r"begins as JSON and cannot be read \(Unterminated string"),
         ('{"prompt": "a"}{"prompt": "b"}', r"begins as JSON and cannot be read \(Extra data"),
         ('[\n{"prompt": "a"},\n]\n', "mend it, or name the file .txt if it is plain text"),
-        ('{\n "prompt": "a",\n "b": 2\n}', "holds one object, with 'prompt', 'b'; give an array of objects"),
+        ('{\n "prompt": "a",\n "b": 2\n}', "holds .{.*prompt.*; give an array of objects"),
     ],
 )
 def test_what_begins_as_json_is_no_plain_text(pair, write, content, message, unhooked):
@@ -284,7 +285,7 @@ def test_a_sentence_with_a_field_name_is_not_a_header(pair, write):
     for first in ("Summarise this, prompt", "text: the sea", "prompt me, please", "Hi"):
         name = write("a.prompts", f"{first}\nThe sea\n")
         assert [one.text for one in read_prompts(name, pair)] == [first, "The sea"]
-    assert detect_format(_path(write("b", "prompt,answer\nx,1\n")), "prompts") == "csv"
+    assert detect_format(_path(write("b", "prompt,answer\nx,1\n")), "prompts") == "CSV"
     assert detect_format(_path(write("b.txt", "prompt,answer\nx,1\n")), "prompts") == "plain text"
 
 
@@ -512,17 +513,17 @@ def standard_input(monkeypatch):
     """Sets what standard input holds."""
 
     def holds(content):
-        source_files._copy_of_standard_input.cache_clear()
+        files._copy_of_standard_input.cache_clear()
         monkeypatch.setattr("sys.stdin", Stream(content) if isinstance(content, bytes) else content)
 
     yield holds
-    source_files._copy_of_standard_input.cache_clear()
+    files._copy_of_standard_input.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("content", "where", "record"),
     [
-        (b"The sea\n", "line 1", None),
+        (b"The sea\n", "line 1", {"prompt": "The sea"}),
         (b'{"prompt": "The sea"}\n', "line 1", {"prompt": "The sea"}),
         (b"prompt,answer\nThe sea,1\n", "line 2", {"prompt": "The sea", "answer": "1"}),
         (b'[\n{"prompt": "The sea"}\n]', "entry 1", {"prompt": "The sea"}),
@@ -542,7 +543,7 @@ def test_standard_input_may_have_any_format(pair, standard_input, content, where
     ("content", "message"),
     [
         (b"", "standard input is empty"),
-        (b"a\0b", "standard input, line 1: it holds a NUL byte"),
+        (b"a\0b", "standard input, line 1: expected UTF-8 and found byte 0x00"),
         (b"\x1f\x8b...", "standard input is packed by gzip"),
         (None, "^standard input is closed"),
     ],
@@ -553,37 +554,15 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
         read_prompts("-", pair)
 
 
-def test_a_pipe_of_the_shell_is_read_as_standard_input_is(pair, tmp_path):
-    """``--prompts <(zcat a.gz)``; a named pipe is not opened, since that may wait for ever."""
-    for content, expected in (
-        (b"The sea\n", ["The sea"]),
-        (b"", "the pipe is empty"),
-        (b"\0", "the pipe, line 1: "),
-    ):
-        source_files._copy_of_pipe.cache_clear()
-        reading, writing = os.pipe()
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(content)
-        name = f"/dev/fd/{reading}"
-        try:
-            if isinstance(expected, str):
-                with pytest.raises(SourceError, match=expected):
-                    read_prompts(name, pair)
-                continue
-            for _ in range(2):
-                assert [one.text for one in read_prompts(name, pair)] == expected
-        finally:
-            os.close(reading)
+def test_a_pipe_is_not_opened(pair, tmp_path):
+    """It can be read once, and opening it may wait for ever."""
     os.mkfifo(tmp_path / "named")
     with pytest.raises(SourceError, match="named is a pipe or a device"):
         read_prompts(str(tmp_path / "named"), pair)
 
 
 def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
-    script = (
-        "from kleash.models.sources.source_files import source_path\n"
-        "print(source_path('-', 'prompts').read_text())"
-    )
+    script = "from kleash.sources.files import source_path\nprint(source_path('-', 'prompts').read_text())"
     done = subprocess.run(
         [sys.executable, "-c", script],
         input=b"The sea",
@@ -606,33 +585,27 @@ def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
     ],
 )
 def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats: str, write, tmp_path):
-    names = {"jsonl": "a.jsonl", "json array": "a.json", "csv": "a.csv", "plain text": "a.txt"}
     contents = {
-        "jsonl": '{"prompt": "a"}',
-        "json array": '[{"prompt": "a"}]',
-        "csv": "prompt\na",
-        "plain text": "a",
+        "JSONL": ("a.jsonl", '{"prompt": "a"}'),
+        "a JSON array": ("a.json", '[{"prompt": "a"}]'),
+        "CSV": ("a.csv", "prompt\na"),
+        "plain text": ("a.txt", "a"),
     }
-    for source_format, name in names.items():
-        path = Path(write(name, contents[source_format]))
-        called = {"jsonl": "JSONL", "json array": "JSON array", "csv": "CSV"}.get(
-            source_format, source_format
-        )
-        if called in formats:
+    for source_format, (name, content) in contents.items():
+        path = Path(write(name, content))
+        if source_format in formats:
             assert detect_format(path, kind) == source_format
             continue
         with pytest.raises(
-            SourceError, match=f"is read as {called}, and {kind} come as {formats}; convert it$"
+            SourceError, match=f"is read as {source_format}, and {kind} come as {formats}; convert it$"
         ):
             detect_format(path, kind)
     (tmp_path / "empty").touch()
     (tmp_path / "a.yaml").write_text("a: 1")
-    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
     for name, message in (
         ("empty", f"is empty; give a file of {formats}$"),
         (".", f"is a folder; give a file of {formats}$"),
-        ("a.zip", f"give {formats}, in UTF-8$"),
-        ("a.yaml", f"is YAML by its suffix; give {formats}"),
+        ("a.yaml", f"is read as .yaml, and {kind} come as {formats}; convert it$"),
     ):
         with pytest.raises(SourceError, match=message) as error:
             detect_format(source_path(str(tmp_path / name), kind), kind)
@@ -644,11 +617,15 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats:
     [
         ("a.txt", b"\xef\xbb\xbfThe sea\r\n\n was calm.", "The sea\r\n\n was calm."),
         ("wiki.test.raw.gz", gzip.compress(b" = The sea = \n", mtime=0), " = The sea = \n"),
-        ("a.txt", "The sea".encode("utf-16"), "is UTF-16 text; give plain text"),
-        ("a.txt", "The sea".encode("utf-16-le"), "holds a NUL byte, so the file is UTF-16"),
+        ("a.txt", "The sea".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
+        ("a.txt", "The sea".encode("utf-16-le"), "line 1: expected UTF-8 and found byte 0x00"),
         ("a.txt", b"The s\xe9a", "line 1: expected UTF-8 and found byte 0xe9"),
-        ("a.jsonl", b'{"text": "The sea"}', "is JSONL, and plain text is needed"),
-        ("a.csv.gz", gzip.compress(b"text\nThe sea\n", mtime=0), "is CSV, and plain text is needed"),
+        ("a.jsonl", b'{"text": "The sea"}', "is read as JSONL, and texts come as plain text"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"text\nThe sea\n", mtime=0),
+            "is read as CSV, and texts come as plain text",
+        ),
         ("a.txt", b"", "is empty; give a file of plain text"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions
-from kleash.models import describe_source, read_prompts, read_responses
-from kleash.models.sources.prompts import tokenise_prompts
+from kleash.models import read_prompts, read_responses
+from kleash.sources.notes import describe_forms
+from kleash.sources.prompts import tokenise_prompts
 
 TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 CONCATENATED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -179,7 +181,7 @@ def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, tmp_path, text):
     plain, rendered = read_prompts(str(path), pair)
     assert plain.token_ids == tuple(tokenizer("Hi user")["input_ids"])
     assert rendered.token_ids[:2] != (tokenizer.bos_token_id,) * 2
-    notes = describe_source("prompts", str(path), tokenizer=tokenizer)
+    notes = describe_forms("prompts", Counter([plain.form, rendered.form]), tokenizer)
     assert "1 of the 2 prompts are plain text that begins as the policy's chat template does" in notes
     with pytest.raises(SourceError, match=r"line 2: a chat template has rendered the prompt '.*' already"):
         read_prompts(str(path), pair, reading=ReadOptions(chat_template="apply"))

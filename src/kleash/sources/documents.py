@@ -1,24 +1,25 @@
 """Documents of a source file, cut into windows of at most the context length."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.reading import DatasetOptions
-from kleash.models.pair import Pair
-from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.dataset_formats import document_text, is_conversation
-from kleash.models.sources.prompts import encode_text, without_second_begin
-from kleash.models.sources.source_files import Source, find_source
-from kleash.models.sources.source_records import SourceRecord, describe_fields
+from kleash.sources.chat_rendering import join_contents, render_messages
+from kleash.sources.dataset_formats import text_or_conversation
+from kleash.sources.files import Source, find_source
+from kleash.sources.prompts import encode_text, without_second_begin
+from kleash.sources.records import describe_fields
+from kleash.sources.sequences import SourceForm, TokenLimits, TokenSequence, hash_tokens
 
 DEFAULT_WINDOW = 2048
 
 
 def read_text(
     name: str,
-    pair: Pair,
+    pair: TokenLimits,
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -53,7 +54,7 @@ def read_text(
     return _windows(find_source(name, "text", reading), pair, window, stride, limit)
 
 
-def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
+def resolve_window(pair: TokenLimits, window: int | None, stride: int | None) -> tuple[int, int]:
     """The window and stride of ``read_text``, with its defaults for None.
 
     Raises:
@@ -75,8 +76,8 @@ def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[
 
 def count_documents(
     name: str, tokenizer: Any = None, *, limit: int | None = None, reading: DatasetOptions | None = None
-) -> int:
-    """The number of documents of a source that ``read_text`` would read; nothing is tokenised.
+) -> Counter[SourceForm]:
+    """The number of documents of a source that ``read_text`` would read, by what they are; nothing is tokenised.
 
     Args:
         name: as in ``read_text``.
@@ -87,39 +88,37 @@ def count_documents(
     Raises:
         SourceError: if a line cannot be read as a document.
     """
-    return sum(1 for _ in islice(_documents(find_source(name, "text", reading), tokenizer), limit))
+    documents = _documents(find_source(name, "text", reading), tokenizer)
+    return Counter(document.form for document in islice(documents, limit))
 
 
 def _windows(
-    source: Source, pair: Pair, window: int, stride: int, limit: int | None
+    source: Source, pair: TokenLimits, window: int, stride: int, limit: int | None
 ) -> Iterator[TokenSequence]:
     """Iterate over the windows of a source, whose size and stride are valid."""
-    has_windows = False
-    for document, record in enumerate(islice(_documents(source, pair.tokenizer), limit)):
-        token_ids = _document_tokens(record, pair.tokenizer)
+    has_windows, tokenizer = False, pair.tokenizer
+    for number, document in enumerate(islice(_documents(source, tokenizer), limit)):
+        # of a rendered conversation, without tokens that the template did not write
+        is_rendered = document.form == "messages" and source.reading.chat_template != "raw"
+        token_ids = encode_text(tokenizer, document.text, special_tokens=not is_rendered)
+        token_ids = tuple(token_ids if is_rendered else without_second_begin(tokenizer, token_ids))
         for index, (start, score_start, stop) in enumerate(window_spans(len(token_ids), window, stride)):
             has_windows = True
             yield TokenSequence(
-                prompt_id=document,
+                prompt_id=number,
                 sample_id=index,
                 prompt_ids=token_ids[start:score_start],
                 response_ids=token_ids[score_start:stop],
-                prompt_text=pair.tokenizer.decode(list(token_ids[start:score_start])),
-                response_text=pair.tokenizer.decode(list(token_ids[score_start:stop])),
+                prompt_text=tokenizer.decode(list(token_ids[start:score_start])),
+                response_text=tokenizer.decode(list(token_ids[score_start:stop])),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
-                location=record.location,
+                location=document.location,
+                prompt_form=document.form,
             )
     if not has_windows:
         raise SourceError(
             f"{source.name} holds no document of two tokens or more, so there is nothing to score"
         )
-
-
-def _document_tokens(record: SourceRecord, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids of a document: of a rendered conversation, without tokens that the template did not write."""
-    if record.is_rendered:
-        return tuple(encode_text(tokenizer, record.text, special_tokens=False))
-    return tuple(without_second_begin(tokenizer, encode_text(tokenizer, record.text, special_tokens=True)))
 
 
 def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -135,17 +134,26 @@ def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, i
         score_start, start = stop, start + stride
 
 
-def _documents(source: Source, tokenizer: Any) -> Iterator[SourceRecord]:
-    """The documents of a source as records of plain text."""
+class Document(NamedTuple):
+    """A document as text, and what the source has for it."""
+
+    text: str
+    form: SourceForm
+    location: str
+
+
+def _documents(source: Source, tokenizer: Any) -> Iterator[Document]:
+    """Iterate over the documents of a source."""
     for record in source.records():
-        if record.fields is None:
-            yield record
-            continue
-        text = document_text(record, tokenizer, source.reading.chat_template)
-        if text is None:
-            raise SourceError(
-                f"{record.location}: expected a field 'text' and found {describe_fields(record)}; --text-column names "
-                "another"
+        document = text_or_conversation(record)
+        if document is None:
+            raise record.error(
+                f"expected a field 'text' and found {describe_fields(record)}; --text-column names another"
             )
-        is_rendered = source.reading.chat_template != "raw" and is_conversation(record)
-        yield SourceRecord(number=record.number, location=record.location, text=text, is_rendered=is_rendered)
+        if isinstance(document, str):
+            yield Document(document, "text", record.location)
+        elif source.reading.chat_template == "raw":
+            yield Document(join_contents(record, document, "messages"), "messages", record.location)
+        else:
+            text = render_messages(record, document, tokenizer, "messages")
+            yield Document(text, "messages", record.location)

@@ -1,0 +1,246 @@
+"""Data sets of several files: folders that ``save_to_disk`` wrote, folders in the hub's layout, and the hub itself."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kleash.errors import SourceError, summarise_error
+from kleash.extras import import_extra, is_installed, suppress_library_output
+from kleash.jobs.reading import ReadOptions
+from kleash.sources.compression import uncompressed_suffix
+from kleash.sources.records import shorten
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+"""A data set on the hub, as "user/name"."""
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Files of a folder that ``save_to_disk`` wrote: of one split, and of several."""
+DATA_SUFFIXES = frozenset(
+    {
+        *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt"),
+        *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
+    }
+)
+"""Suffixes of data files, also compressed; a name that ends with one is no data set's."""
+NO_DATA_SET = ("config.json", "run.json", "measurement.json", "reference.json", "steps.jsonl")
+"""Files of folders that hold a model or a result of kleash."""
+METADATA = ("dataset_infos.json", "dataset_info.json", "metadata.json", "state.json")
+"""Files of folders that hold a data set and describe it."""
+PREFERRED_SPLIT = "train"
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")
+MAX_SHOWN_SPLITS = 12
+
+
+class DatasetFiles(NamedTuple):
+    """The files of one split of a data set."""
+
+    paths: tuple[Path, ...]
+    notes: tuple[str, ...]
+    """Which split is read, if no option names it and there are several."""
+
+
+def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
+    """The files of a data set; None if ``name`` is neither a folder of one nor the name of one on the hub.
+
+    Args:
+        name: a folder, which takes precedence, or "user/name" on the hub.
+        reading: its ``split`` and ``dataset_config`` are used.
+
+    Raises:
+        SourceError: if there is no such split or configuration, the hub cannot be reached, or the package datasets is
+            needed and not installed.
+    """
+    path = Path(name).expanduser()
+    try:
+        exists, has_splits, has_state = path.exists(), (path / SPLITS).is_file(), (path / STATE).is_file()
+        has_data_files = path.is_dir() and _has_data_files(path)
+    except (OSError, ValueError):  # such as a prompt given as a name; opening the file says what is wrong
+        return None
+    if has_splits or has_state:
+        return _saved_files(name, path, reading, has_splits=has_splits)
+    is_on_hub = not exists and HUB_ID.fullmatch(name) is not None and not _has_data_suffix(path)
+    if not (has_data_files or is_on_hub):
+        return None
+    if not is_installed("datasets"):
+        raise SourceError(
+            f"{name} is no file, and the package datasets reads data sets of several files and those of the hub; run: "
+            "pip install 'kleash[datasets]', or name a file"
+        )
+    splits = _splits(name, name if is_on_hub else str(path), reading.dataset_config)
+    split, notes = _choose_split(name, list(splits), reading.split)
+    urls = splits[split]
+    if not urls:
+        raise SourceError(f"the split {shorten(split)} of {name} has no files")
+    paths = tuple(map(Path, _fetch(name, urls) if "://" in urls[0] else urls))
+    _require_all_shards(name, paths)
+    return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
+
+
+def _saved_files(name: str, folder: Path, reading: ReadOptions, *, has_splits: bool) -> DatasetFiles:
+    """The files of a split of a folder that ``save_to_disk`` wrote, of a data set or of a dictionary of splits."""
+    if reading.dataset_config is not None:
+        raise SourceError(
+            f"{name} was written by save_to_disk and has no configuration {shorten(reading.dataset_config)}; leave "
+            "--dataset-config out"
+        )
+    if has_splits:
+        splits = _file_names(folder / SPLITS, "splits")
+        split, notes = _choose_split(name, splits, reading.split)
+        folder = folder / split
+    else:
+        split, notes = _read_json(folder / STATE).get("_split"), ()
+        if reading.split not in (None, split):
+            raise SourceError(
+                f"{name} is one split, {shorten(str(split)) if split else 'without a name'}; leave --split "
+                f"{shorten(str(reading.split))} out, or name the folder of that split"
+            )
+    names = _file_names(folder / STATE, "_data_files")
+    missing = [each for each in names if not (folder / each).is_file()]
+    if missing:
+        raise SourceError(f"{folder} lacks {missing[0]}, which its {STATE} names; save the data set again")
+    return DatasetFiles(tuple(folder / each for each in names), notes)
+
+
+def _file_names(path: Path, key: str) -> list[str]:
+    """The names of files or folders that a file of ``save_to_disk`` lists, each within the folder.
+
+    Raises:
+        SourceError: if there are none, or one lies elsewhere.
+    """
+    entries = _read_json(path).get(key)
+    names: list[Any] = [
+        entry.get("filename") if isinstance(entry, dict) else entry
+        for entry in (entries if isinstance(entries, list) else [])
+    ]
+    for name in names or [None]:
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise SourceError(
+                f"{path} names {'nothing' if name is None else shorten(str(name))} as {key!r}; save the data set again "
+                "with save_to_disk"
+            )
+    return names
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a small file of a data set.
+
+    Raises:
+        SourceError: if it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(
+            f"{path} cannot be read: {summarise_error(error)}; save the data set again"
+        ) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _has_data_suffix(path: Path) -> bool:
+    """Whether the name of a path ends as that of a data file, perhaps compressed."""
+    return uncompressed_suffix(path) in DATA_SUFFIXES
+
+
+def _has_data_files(folder: Path) -> bool:
+    """Whether a folder looks like a data set in the hub's layout, not like a model or a run."""
+    is_of_another_kind = any((folder / name).is_file() for name in NO_DATA_SET)
+    return not is_of_another_kind and next(_data_files(folder), None) is not None
+
+
+def _data_files(folder: Path) -> Iterator[Path]:
+    """Iterate over the data files below a folder, relative to it, without hidden ones and those that describe it."""
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if _has_data_suffix(path) and path.name not in METADATA and not is_hidden:
+            yield relative
+
+
+def _choose_split(name: str, splits: list[str], requested_split: str | None) -> tuple[str, tuple[str, ...]]:
+    """The split to read, and a note if it was chosen from several."""
+    shown = ", ".join(shorten(split) for split in splits[:MAX_SHOWN_SPLITS])
+    if requested_split is not None:
+        if requested_split not in splits:
+            part = "; --limit reads the first records" if "[" in requested_split else ""
+            raise SourceError(f"{name} has no split {shorten(requested_split)}; there are {shown}{part}")
+        return requested_split, ()
+    if len(splits) == 1:
+        return splits[0], ()
+    if PREFERRED_SPLIT not in splits:
+        raise SourceError(f"{name} has the splits {shown}; name one by --split")
+    return PREFERRED_SPLIT, (
+        f"the split '{PREFERRED_SPLIT}' of {name} is read, of {shown}; --split names another",
+    )
+
+
+def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
+    suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
+    unread = sorted(str(path) for path in _data_files(folder) if uncompressed_suffix(path) not in suffixes)
+    if not unread:
+        return ()
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
+
+
+def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
+    """Check that no file of a numbered series, such as train-00000-of-00002.parquet, is missing."""
+    numbers: dict[tuple[str, ...], set[str]] = {}
+    for match in filter(None, (SHARD.fullmatch(str(path)) for path in paths)):
+        stem, number, *rest = match.groups()
+        numbers.setdefault((stem, *rest), set()).add(number)
+    for (stem, count, suffix), shards in numbers.items():
+        if len(shards) != int(count):
+            raise SourceError(
+                f"{name} has {len(shards)} of the {int(count)} files {Path(stem).name}-*-of-{count}{suffix}; fetch "
+                "the others"
+            )
+
+
+@lru_cache(maxsize=8)
+def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, ...]]:
+    """The files of each split of a folder or a data set of the hub, by the names of its files or its README.
+
+    They are those in the local cache if the hub cannot be reached.
+    """
+    datasets = import_extra("datasets", "datasets")
+    try:
+        with suppress_library_output():
+            builder = datasets.load_dataset_builder(folder, config)
+    except ConnectionError as error:
+        return _splits(name, _cached_folder(name, error), config)
+    except Exception as error:  # the package raises exceptions of many types
+        raise SourceError(
+            f"{name} cannot be read as a data set: {summarise_error(error)}; --dataset-config names a configuration"
+        ) from error
+    files = builder.config.data_files
+    if not files:
+        raise SourceError(f"{name} names no data files; name a file of it")
+    return {str(split): tuple(map(str, urls)) for split, urls in files.items()}
+
+
+def _cached_folder(name: str, error: Exception) -> str:
+    """The folder of a data set in the local cache of the hub, which cannot be reached because of ``error``."""
+    hub = import_extra("huggingface_hub", "datasets")
+    try:
+        return hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except Exception:  # not in the cache, whatever the package raises
+        raise SourceError(
+            f"there is no file {name}, and the hub cannot be asked for a data set of that name: "
+            f"{summarise_error(error)}"
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _fetch(name: str, urls: tuple[str, ...]) -> tuple[str, ...]:
+    """The files of a data set on the hub, downloaded."""
+    datasets = import_extra("datasets", "datasets")
+    try:
+        with suppress_library_output():
+            return tuple(map(str, datasets.DownloadManager().download(list(urls))))
+    except Exception as error:  # the package raises exceptions of many types
+        raise SourceError(
+            f"the files of {name} cannot be fetched from the hub: {summarise_error(error)}"
+        ) from error

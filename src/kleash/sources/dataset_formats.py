@@ -1,0 +1,286 @@
+"""The data set formats of TRL: which fields of a record are prompt, response and text.
+
+    prompt only            {"prompt": P}
+    prompt and completion  {"prompt": P, "completion": C}
+    preference             {"prompt": P, "chosen": C, "rejected": C}; without "prompt", P is the common beginning
+    language modelling     {"text": T} or {"messages": M}
+
+P and C are texts or lists of messages. Reference: "Dataset formats and types",
+https://huggingface.co/docs/trl/dataset_formats.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple
+
+from kleash.sources.columns import as_messages
+from kleash.sources.records import SourceRecord, get_field, is_list_of, show_value
+
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of records whose text refers to something that is no text."""
+MEDIA_PARTS = (*MEDIA_COLUMNS, "image_url", "input_audio")
+"""Keys of parts of a message that are no text."""
+CONTENTS = ("content", "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+"""Keys of a message, one of which must have a value."""
+TextOrMessages = str | list[dict[str, Any]]
+"""A text, or a list of messages."""
+
+
+class Preference(NamedTuple):
+    """A pair of answers to one prompt; all three are texts, or all three are lists of messages."""
+
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
+
+
+def text_or_messages(record: SourceRecord, name: str) -> TextOrMessages | None:
+    """The field ``name`` of a record, a text or a list of messages; None if it is missing or null.
+
+    Raises:
+        SourceError: if it has another type, or a message lacks its role or content.
+    """
+    value = get_field(record, name, (str, list), "text or a list of messages")
+    return check_messages(record, name, value) if isinstance(value, list) else value
+
+
+def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
+    """Check that there are messages and that each has a role and content; return them.
+
+    Conversations of ShareGPT become messages. Null keys of parts are left out, since templates ask whether a part has
+    the key "image".
+
+    Raises:
+        SourceError: if the list is empty, a message lacks its role or content, or its content is neither text nor a
+            list of parts of text.
+    """
+    if not messages:
+        raise record.error(f"{name!r} is empty; it needs at least one message")
+    return [_checked_message(record, name, message) for message in as_messages(messages)]
+
+
+def _checked_message(record: SourceRecord, name: str, message: Any) -> dict[str, Any]:
+    """A message, after checking its role and content."""
+    if (
+        not isinstance(message, dict)
+        or not isinstance(message.get("role"), str)
+        or not any(message.get(key) is not None for key in CONTENTS)
+    ):
+        raise record.error(
+            f"expected each message to have a 'role' and 'content' and found {show_value(message)}"
+        )
+    content = message.get("content")
+    if isinstance(content, str | None):
+        return message
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or not isinstance(content, list):
+            raise record.error(
+                f"expected the content of each message of {name!r} to be text, or a list of parts such as "
+                f"{{'type': 'text', 'text': '...'}}, and found {show_value(part)}"
+            )
+        kind = part.get("type") or next(filter(part.get, MEDIA_PARTS), "text")
+        if kind != "text":
+            raise record.error(
+                f"a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on text alone; leave the "
+                "record out, or give its text"
+            )
+    parts = [{key: value for key, value in part.items() if value is not None} for part in content]
+    return {**message, "content": parts}
+
+
+def check_text_only(record: SourceRecord) -> None:
+    """Check that a record has no image, audio or video beside its text, as TRL's data sets for vision have.
+
+    Raises:
+        SourceError: if it has, with the name of the column.
+    """
+    for name, value in record.fields.items():
+        if (name in MEDIA_COLUMNS and value) or _is_media(value):
+            raise record.error(
+                f"the record has {name!r} beside its text, and kleash measures models on text alone; leave the record "
+                "out, or the column if the text stands without it"
+            )
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a value is an image or audio file as the package datasets stores them, or a list of such."""
+    if is_list_of(value, dict):
+        return all(map(_is_media, value))
+    return isinstance(value, dict) and value.keys() == {"bytes", "path"} and any(value.values())
+
+
+def is_preference(record: SourceRecord) -> bool:
+    """Whether a record is a preference pair."""
+    return "chosen" in record.fields and "rejected" in record.fields
+
+
+def parse_preference(record: SourceRecord) -> Preference:
+    """The preference pair of a record; without "prompt", the prompt is the common beginning of the two answers.
+
+    Raises:
+        SourceError: if a part is missing or empty, if the parts differ in type, or if the answers are equal.
+    """
+    fields = record.fields
+    names = ["chosen", "rejected"]
+    if "prompt" in fields and not _repeats_prompt(fields):
+        names = ["prompt", *names]
+    if {type(fields.get(name)) for name in names} not in ({str}, {list}) or not all(map(fields.get, names)):
+        raise record.error(
+            "expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+        )
+    *prompt, chosen, rejected = (text_or_messages(record, name) or "" for name in names)
+    if chosen == rejected:
+        raise record.error("'chosen' and 'rejected' are the same; leave the line out")
+    if prompt:
+        return Preference(prompt[0], chosen, rejected)
+    length = len(_common_beginning(chosen, rejected))  # in characters of texts or in messages of lists
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1  # the space belongs to the first word of the answer
+    if not length or length in (len(chosen), len(rejected)):
+        raise record.error(
+            "expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to begin alike and to go "
+            "on differently"
+        )
+    return Preference(chosen[:length], chosen[length:], rejected[length:])
+
+
+def _common_beginning(chosen: TextOrMessages, rejected: TextOrMessages) -> list[Any]:
+    """The characters or messages with which both answers begin."""
+    pairs = zip(chosen, rejected, strict=False)
+    return [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+def _repeats_prompt(fields: dict[str, Any]) -> bool:
+    """Whether the prompt is the text of a message with which both conversations of a pair begin.
+
+    Such are the data sets that were made by the alignment handbook, for instance ultrafeedback_binarized.
+    """
+    prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
+    if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    common = _common_beginning(chosen, rejected)
+    return any(isinstance(message, dict) and message.get("content") == prompt for message in common)
+
+
+def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
+    """The responses of a record, each as a record with "prompt" and "response"; a preference pair gives two.
+
+    Messages that end with one of the assistant are a prompt and the response to it. Of an answer of several turns, such
+    as one with results of tools, what the assistant says in each is a response to everything before it.
+
+    Raises:
+        SourceError: if the record cannot be read as one of the formats.
+    """
+    fields = record.fields
+    if fields.get("response") is not None and fields.get("completion") is not None:
+        raise record.error(
+            "expected 'response' or 'completion' and found both; keep one, or choose by --response-column"
+        )
+    if "response" in fields or "response_token_ids" in fields:
+        yield from _given_responses(record)
+        return
+    if is_preference(record):
+        pair = parse_preference(record)
+        for answer in (pair.chosen, pair.rejected):
+            yield from _turns(record, pair.prompt, answer)
+        return
+    completion = text_or_messages(record, "completion")
+    if completion is not None:
+        yield from _turns(record, text_or_messages(record, "prompt"), completion)
+        return
+    messages = text_or_messages(record, "messages")
+    if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        yield _with_response(record, messages[:-1], messages[-1:])
+    else:
+        yield record
+
+
+def _given_responses(record: SourceRecord) -> Iterator[SourceRecord]:
+    """The responses of a record with "response" or "response_token_ids": of a list of texts, each."""
+    fields = record.fields
+    responses = fields.get("response")
+    name = "prompt" if fields.get("messages") is None else "messages"
+    if is_list_of(responses, str):
+        for text in responses:
+            yield record.with_fields({**fields, "response": text})
+    elif (
+        fields.get("response_token_ids") is None
+        and isinstance(responses, list)
+        and isinstance(fields.get(name), list)
+    ):
+        yield from _turns(
+            record, text_or_messages(record, name), check_messages(record, "response", responses)
+        )
+    else:
+        yield record
+
+
+def _turns(
+    record: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages
+) -> Iterator[SourceRecord]:
+    """A record for each turn of the assistant in an answer; what users and tools say in it is no response."""
+    if isinstance(prompt, str | None) or isinstance(answer, str):
+        yield _with_response(record, prompt, answer)
+        return
+    turns = [list(turn) for _, turn in groupby(answer, _is_of_assistant)]
+    if not any(_is_of_assistant(turn[0]) for turn in turns):
+        raise record.error(
+            f"expected an answer of the assistant and found {show_value(answer)}; leave the record out"
+        )
+    before = list(prompt)
+    for turn in turns:
+        if _is_of_assistant(turn[0]):
+            yield _with_response(record, before, turn, first_prompt=prompt if len(turns) > 1 else None)
+        before = [*before, *turn]
+
+
+def _is_of_assistant(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant"
+
+
+def _with_response(
+    record: SourceRecord,
+    prompt: TextOrMessages | None,
+    answer: TextOrMessages,
+    first_prompt: list[dict[str, Any]] | None = None,
+) -> SourceRecord:
+    """The record with ``prompt`` and ``response`` in place of the fields of its format.
+
+    Args:
+        record: the record.
+        prompt: of the response.
+        answer: the response.
+        first_prompt: the prompt of the first of several turns; None of a response alone.
+    """
+    if type(prompt) is not type(answer):
+        raise record.error(
+            "expected prompt and completion to be both texts or both lists of messages and found "
+            f"{show_value(prompt)} and {show_value(answer)}"
+        )
+    replaced = ["messages", "completion", "chosen", "rejected"]
+    replaced += ["prompt_token_ids"] if first_prompt is not None else []
+    fields = {name: value for name, value in record.fields.items() if name not in replaced}
+    response = record.with_fields({**fields, "prompt": prompt, "response": answer})
+    return replace(response, first_prompt=first_prompt)
+
+
+def text_or_conversation(record: SourceRecord) -> TextOrMessages | None:
+    """The document of a record: "text", "messages", or "prompt" and "completion" joined; None without these fields.
+
+    Raises:
+        SourceError: if prompt and completion differ in type.
+    """
+    text = get_field(record, "text", str, "text")
+    if text is not None:
+        return text
+    messages, prompt, completion = (
+        text_or_messages(record, name) for name in ("messages", "prompt", "completion")
+    )
+    if isinstance(messages, list) or prompt is None or completion is None:
+        return messages if isinstance(messages, list) else None
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt + completion
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return prompt + completion
+    raise record.error("expected prompt and completion to be both texts or both lists of messages")

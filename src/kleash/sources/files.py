@@ -1,0 +1,312 @@
+"""Finding source files, detecting their format, and reading their records."""
+
+import atexit
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from shutil import copyfileobj, rmtree
+from tempfile import mkdtemp
+from typing import Literal
+
+from kleash.errors import SourceError, summarise_error
+from kleash.jobs.option_groups import shown_endpoint
+from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
+from kleash.shipped import shipped_prompts, shipped_text
+from kleash.sources.columns import choose_columns, named_columns, rename_columns
+from kleash.sources.compression import open_unpacked, uncompressed_suffix
+from kleash.sources.csv_files import find_delimiter, read_csv
+from kleash.sources.dataset_folders import find_dataset
+from kleash.sources.records import (
+    COPY_OF_STANDARD_INPUT,
+    SourceRecord,
+    read_jsonl,
+    read_plain_documents,
+    read_plain_lines,
+    read_text_lines,
+    shorten,
+    source_label,
+)
+from kleash.sources.tables import ARROW_FILE, ARROW_STREAM, read_arrow, read_json_array, read_parquet
+from kleash.store.file_hashes import hash_watched, watch_files
+
+STANDARD_INPUT = "-"
+SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
+SourceFormat = Literal["JSONL", "a JSON array", "CSV", "Parquet", "Arrow", "plain text"]
+FORMATS: Mapping[SourceKind, tuple[SourceFormat, ...]] = {
+    "prompts": ("JSONL", "a JSON array", "CSV", "Parquet", "plain text"),
+    "text": ("JSONL", "a JSON array", "CSV", "Parquet", "plain text"),
+    "responses": ("JSONL", "a JSON array", "CSV", "Parquet"),
+    "pairs": ("JSONL", "a JSON array", "CSV", "Parquet"),
+    "rollouts": ("JSONL", "a JSON array", "Parquet"),
+    "whole text": ("plain text",),
+}
+"""What is in a source -> the formats that it may have, besides Arrow, which is read wherever Parquet is."""
+FORMAT_BY_SUFFIX: Mapping[str, SourceFormat | None] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), "JSONL"),
+    **dict.fromkeys((".csv", ".tsv"), "CSV"),
+    ".txt": "plain text",
+    **dict.fromkeys((".parquet", ".pq"), "Parquet"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "Arrow"),
+    **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".toml", ".ini", ".ipynb"), None),
+}
+"""Formats of files by suffix, which takes precedence over their content; None for text of a structure of its own."""
+JSON_START = re.compile(r'\s*(\{\s*"|\[\s*\{\s*")')
+"""Beginning of an object, or of an array of objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of a source, and how their records are read."""
+
+    name: str
+    """As it was asked for."""
+    kind: SourceKind
+    """What is in it."""
+    paths: tuple[Path, ...]
+    """One file, or those of a split of a data set."""
+    reading: ReadOptions
+    notes: tuple[str, ...] = ()
+    """What was decided when it was found."""
+
+    def records(self) -> Iterator[SourceRecord]:
+        """Iterate over the records, with the fields that their columns stand for; the first decides which these are.
+
+        Raises:
+            SourceError: if a file is damaged, or a column that an option names is not there.
+        """
+        choices = None
+        for record in self.raw_records():
+            choices = choose_columns(record, self.kind, self.reading) if choices is None else choices
+            yield rename_columns(record, choices)
+
+    def raw_records(self) -> Iterator[SourceRecord]:
+        """Iterate over the records as they lie in the files."""
+        named = named_columns(self.reading)
+        for path in self.paths:
+            yield from read_records(path, self.kind, named)
+
+    def sha256(self) -> str:
+        """The SHA-256 of the file's bytes; of several files, that of their hashes in order."""
+        hashes = [hash_watched(path, _hash_file) for path in self.paths]
+        return hashes[0] if len(hashes) == 1 else sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def find_source(name: str, kind: SourceKind, options: DatasetOptions | None = None) -> Source:
+    """Find the files of a source.
+
+    Args:
+        name: a file, "shipped:prompts", "shipped:text", or "-" for standard input; a folder that ``save_to_disk``
+            wrote, or in the layout of the hub; or the name of a data set on the hub.
+        kind: what is in it, a key of ``FORMATS``.
+        options: how it is read, such as a job; None for the defaults.
+
+    Raises:
+        SourceError: if there is no such file or data set, or it is empty or cannot be read twice.
+    """
+    reading = ReadOptions.of(options)
+    if not name.strip():
+        raise SourceError(f"the name of the source is empty; give a file of {accepted_formats(kind)}")
+    if name != STANDARD_INPUT and name not in SHIPPED:
+        dataset = find_dataset(name, reading)
+        if dataset is not None:
+            watch_files(dataset.paths)
+            return Source(name=name, kind=kind, paths=dataset.paths, reading=reading, notes=dataset.notes)
+    path = source_path(name, kind)
+    for option in ("split", "dataset_config"):
+        value = getattr(reading, option)
+        if value is not None:
+            raise SourceError(
+                f"{source_label(path)} is one file, which has no {shorten(value)}; leave "
+                f"--{option.replace('_', '-')} out"
+            )
+    return Source(name=name, kind=kind, paths=(path,), reading=reading)
+
+
+def source_path(name: str, kind: SourceKind) -> Path:
+    """The path of a source: the file ``name``, a shipped file, or a copy of standard input.
+
+    Args:
+        name: a path, "shipped:prompts", "shipped:text", or "-" for standard input.
+        kind: what is in it, a key of ``FORMATS``.
+
+    Raises:
+        SourceError: if there is no such file, or it is empty, or it cannot be read twice.
+    """
+    if name == STANDARD_INPUT:
+        path = _copy_of_standard_input()
+    else:
+        path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
+    try:
+        size, is_file, is_folder = path.stat().st_size, path.is_file(), path.is_dir()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        shown = shown_endpoint(name)
+        problem = (
+            f"{shown} is an address, and files are not downloaded; download it, and give the file's name"
+        )
+        raise SourceError(problem if "://" in name else f"there is no file {shown}") from error
+    except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
+        raise SourceError(
+            f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
+            f"of {accepted_formats(kind)}"
+        ) from error
+    if is_folder:
+        raise SourceError(f"{name} is a folder; give a file of {accepted_formats(kind)}")
+    if not is_file:
+        raise SourceError(
+            f"{name} is a pipe or a device, and a source is read more than once; write it to a file first, or "
+            f"give {STANDARD_INPUT} and pipe it to standard input"
+        )
+    if size == 0:
+        raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")
+    watch_files([path])
+    return path
+
+
+@lru_cache(maxsize=1)
+def _copy_of_standard_input() -> Path:
+    """Copy standard input to a file, since it can be read only once; the file is deleted when the process ends."""
+    stream = getattr(sys.stdin, "buffer", None)
+    if stream is None or stream.isatty():
+        problem = "closed" if stream is None else "a terminal"
+        raise SourceError(f"standard input is {problem}; pipe a file to it, or give the file's name")
+    folder = Path(mkdtemp(prefix="kleash-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    path = folder / COPY_OF_STANDARD_INPUT
+    try:
+        with path.open("xb") as copy:
+            copyfileobj(stream, copy)
+    except OSError as error:
+        raise SourceError(f"standard input cannot be read: {error.strerror or error}") from error
+    return path
+
+
+def _hash_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_records(path: Path, kind: SourceKind, named: Collection[str] = ()) -> Iterator[SourceRecord]:
+    """Read the records of a file; in plain text, each line is a record, and of ``kind`` "text" each document.
+
+    Args:
+        path: the file.
+        kind: what is in it, a key of ``FORMATS``.
+        named: names of columns that options give, by which the header of a table is recognised.
+
+    Raises:
+        SourceError: if the file is damaged, or its format cannot be read.
+    """
+    readers: Mapping[SourceFormat, Callable[[Path], Iterator[SourceRecord]]] = {
+        "JSONL": read_jsonl,
+        "a JSON array": partial(read_json_array, text_field="text" if kind == "text" else "prompt"),
+        "CSV": partial(read_csv, named=named),
+        "Parquet": read_parquet,
+        "Arrow": read_arrow,
+        "plain text": read_plain_documents if kind == "text" else read_plain_lines,
+    }
+    return readers[detect_format(path, kind, named)](path)
+
+
+def read_whole_text(name: str) -> str:
+    """The whole text of a file of plain text, unpacked and without a byte-order mark.
+
+    Args:
+        name: a path, "shipped:text", or "-" for standard input.
+
+    Raises:
+        SourceError: if the file is missing, empty, not UTF-8, or of another format.
+    """
+    path = source_path(name, "whole text")
+    detect_format(path, "whole text")
+    return "".join(line for _, line in read_text_lines(path, keep_ends=True))
+
+
+def accepted_formats(kind: SourceKind) -> str:
+    """The formats of ``FORMATS`` for errors: "JSONL, a JSON array or Parquet"."""
+    *names, last = FORMATS[kind]
+    return f"{', '.join(names)} or {last}" if names else last
+
+
+def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> SourceFormat:
+    """The format of a source, by its first bytes, its suffix, or its first line that is not blank.
+
+    A .txt file is plain text, a .jsonl file is JSONL and a .csv file is a table, whatever their content. Of a
+    compressed file, the content and the suffix are those of the file that was compressed.
+
+    Args:
+        path: the file.
+        kind: what is in it, a key of ``FORMATS``.
+        named: names of columns that options give, by which the header of a table is recognised.
+
+    Raises:
+        SourceError: if the format is none of ``FORMATS[kind]``, or the file cannot be read.
+    """
+    label, suffix = source_label(path), uncompressed_suffix(path)
+    try:
+        with open_unpacked(path, label) as file:
+            start = file.read(len(ARROW_FILE))
+    except OSError as error:
+        raise SourceError(f"{label} cannot be read: {error.strerror or error}") from error
+    if start.startswith(b"PAR1"):
+        source_format = "Parquet"
+    elif start.startswith((ARROW_FILE, ARROW_STREAM)):
+        source_format = "Arrow"
+    elif suffix in FORMAT_BY_SUFFIX:
+        source_format = FORMAT_BY_SUFFIX[suffix]
+    else:
+        source_format = _format_by_content(path, suffix, named)
+    if source_format is None or source_format not in (*FORMATS[kind], "Arrow"):
+        contents = "texts" if kind == "whole text" else kind
+        raise SourceError(
+            f"{label} is read as {source_format or suffix}, and {contents} come as {accepted_formats(kind)}; convert it"
+        )
+    return source_format
+
+
+def _format_by_content(path: Path, suffix: str, named: Collection[str]) -> SourceFormat:
+    """The format of a file whose suffix is unknown or ".json", by its first line that is not blank, or as JSON."""
+    for _, text in read_text_lines(path):
+        if not text.strip():
+            continue
+        if _is_object(text):
+            return "JSONL"
+        if suffix == ".json" or (text.lstrip().startswith(("[", "{")) and _is_json(path)):
+            return "a JSON array"
+        return "CSV" if find_delimiter(text, named, names_only=True) else "plain text"
+    return "JSONL" if suffix == ".json" else "plain text"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file is an object, or an array of objects and texts; plain text may begin with brackets, too.
+
+    Raises:
+        SourceError: if it begins as JSON with objects does, and cannot be read.
+    """
+    text = "".join(line for _, line in read_text_lines(path, keep_ends=True))
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if JSON_START.match(text):
+            raise SourceError(
+                f"{source_label(path)} begins as JSON and cannot be read ({summarise_error(error)}); mend it, or name "
+                "the file .txt if it is plain text"
+            ) from error
+        return False
+    entries = content if isinstance(content, list) else [content]
+    return bool(entries) and all(isinstance(entry, dict | str) for entry in entries)

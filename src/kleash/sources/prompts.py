@@ -1,0 +1,270 @@
+"""Prompts of a source file or a list, tokenised from text, messages or token ids."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kleash.errors import SourceError
+from kleash.jobs.reading import DatasetOptions
+from kleash.sources.chat_rendering import form_of_text, join_contents, render_messages
+from kleash.sources.dataset_formats import (
+    TextOrMessages,
+    check_messages,
+    check_text_only,
+    is_preference,
+    parse_preference,
+    text_or_messages,
+)
+from kleash.sources.files import find_source
+from kleash.sources.records import (
+    SourceRecord,
+    describe_fields,
+    get_field,
+    shorten,
+    show_value,
+)
+from kleash.sources.sequences import Prompt, SourceForm, TokenLimits, hash_prompt
+
+
+def read_prompts(
+    name: str,
+    pair: TokenLimits,
+    *,
+    limit: int | None = None,
+    columns: bool = False,
+    reading: DatasetOptions | None = None,
+) -> list[Prompt]:
+    """Read the prompts of a source: records with "prompt" or "messages", or plain text with a prompt on each line.
+
+    Plain text is tokenised with the special tokens that the tokenizer puts in front of it. Messages are rendered by
+    the chat template, up to the start of the assistant's turn. Blank lines are skipped.
+
+    Args:
+        name: the file, of JSONL, a JSON array, CSV, Parquet, Arrow or plain text; "-" for standard input;
+            "shipped:prompts"; or a data set, as ``find_source`` takes it. "prompt" is a text or a list of messages; in
+            a preference pair without "prompt", it is the common beginning of "chosen" and "rejected".
+        pair: the models, whose tokenizer and context length are used.
+        limit: largest number of prompts to read; None for all.
+        columns: whether each prompt keeps all fields of its record, for reward functions.
+        reading: split, columns and chat template, such as a job; None for the defaults.
+
+    Raises:
+        SourceError: if a record is not a prompt, or its prompt is empty or longer than a model can read; or if there
+            is no prompt at all.
+    """
+    source = find_source(name, "prompts", reading)
+    records = islice(source.records(), limit)
+    prompts = _prompts(records, pair, columns=columns, chat_template=source.reading.chat_template)
+    if not prompts:
+        raise SourceError(f"{name} holds no prompt; give a source with at least one")
+    return prompts
+
+
+def count_columns(name: str, limit: int | None = None, reading: DatasetOptions | None = None) -> Counter[str]:
+    """The number of a source's prompts that have each column, in the order in which the columns appear.
+
+    Loads no model. Plain text has the column "prompt".
+
+    Raises:
+        SourceError: if a line cannot be read.
+    """
+    records = islice(find_source(name, "prompts", reading).raw_records(), limit)
+    return Counter(column for record in records for column in record.fields)
+
+
+def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: TokenLimits) -> list[Prompt]:
+    """Tokenise prompts in memory, texts or lists of messages, as ``read_prompts`` does.
+
+    Raises:
+        SourceError: as ``read_prompts``.
+    """
+    records = [
+        SourceRecord(
+            location=f"prompt {number}", fields={"prompt" if isinstance(prompt, str) else "messages": prompt}
+        )
+        for number, prompt in enumerate(prompts, start=1)
+    ]
+    if not records:
+        raise SourceError("there is no prompt among those given")
+    return _prompts(records, pair)
+
+
+def _prompts(
+    records: Iterable[SourceRecord],
+    pair: TokenLimits,
+    *,
+    columns: bool = False,
+    chat_template: str | None = None,
+) -> list[Prompt]:
+    """The prompts of records; equal prompts are numbered by ``copy``."""
+    copies: Counter[str] = Counter()
+    prompts: list[Prompt] = []
+    for record in records:
+        prompt = tokenise_prompt(record, pair, chat_template)
+        check_length(record, "prompt", len(prompt.token_ids), pair)
+        prompt_hash = hash_prompt(prompt.token_ids, pair.tokenizer)
+        prompts.append(
+            Prompt(
+                prompt_id=len(prompts),
+                token_ids=prompt.token_ids,
+                text=prompt.text,
+                prompt_hash=prompt_hash,
+                copy=copies[prompt_hash],
+                location=record.location,
+                form=prompt.form,
+                messages=prompt.messages,
+                columns=record.source_fields if columns else {},
+            )
+        )
+        copies[prompt_hash] += 1
+    return prompts
+
+
+class TokenisedPrompt(NamedTuple):
+    """The prompt of a record as tokens."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    form: SourceForm
+    messages: tuple[dict[str, Any], ...] | None = None
+    """The messages that the text was rendered from."""
+
+
+def tokenise_prompt(
+    record: SourceRecord, pair: TokenLimits, chat_template: str | None = None
+) -> TokenisedPrompt:
+    """The prompt of a record as tokens; token ids take precedence over text.
+
+    Args:
+        record: the record.
+        pair: the models, whose tokenizer and vocabulary are used.
+        chat_template: "apply" renders a plain prompt as a user's message, too; "raw" renders nothing, and joins the
+            contents of messages by blank lines; None renders messages alone.
+
+    Raises:
+        SourceError: if the record has no prompt, or an empty one.
+    """
+    check_text_only(record)
+    values, tokenizer = get_field(record, "prompt_token_ids", list, "a list of token ids"), pair.tokenizer
+    if values is not None:
+        token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
+        return TokenisedPrompt(token_ids, tokenizer.decode(list(token_ids)), "token ids")
+    name, prompt = _find_prompt(record)
+    form = "messages" if isinstance(prompt, list) else form_of_text(prompt, tokenizer)
+    if isinstance(prompt, list) and chat_template == "raw":
+        prompt = join_contents(record, prompt, name)
+    if not prompt:
+        raise record.error("the prompt is empty")
+    if isinstance(prompt, str):
+        if chat_template != "apply":
+            return TokenisedPrompt(_encode_prompt(record, prompt, tokenizer), prompt, form)
+        prompt = [_as_message(record, prompt, form, tokenizer)]
+    text = render_messages(record, prompt, tokenizer, name, generate=True)
+    token_ids = tuple(encode_text(tokenizer, text, special_tokens=False))
+    if not token_ids:
+        raise record.error("the chat template makes nothing of the messages")
+    return TokenisedPrompt(token_ids, text, form, tuple(prompt))
+
+
+def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
+    """The field with the prompt of a record, and its text or messages.
+
+    Raises:
+        SourceError: if there is none, or there are two.
+    """
+    messages, prompt = (
+        get_field(record, "messages", list, "a list of messages"),
+        text_or_messages(record, "prompt"),
+    )
+    if messages is not None and prompt is not None:
+        raise record.error(
+            "expected 'prompt' or 'messages' and found both; keep one, or choose by --prompt-column"
+        )
+    if messages is not None:
+        messages = check_messages(record, "messages", messages)
+        if messages[-1]["role"] == "assistant":
+            raise record.error(
+                "the last of 'messages' is the assistant's; leave it out to have the conversation answered, or call "
+                "the field 'prompt' to have it continued"
+            )
+        return "messages", messages
+    if prompt is None and is_preference(record):
+        prompt = parse_preference(record).prompt
+    if prompt is None:
+        raise record.error(
+            f"expected a field 'prompt' or 'messages' and found {describe_fields(record)}; --prompt-column names "
+            "another"
+        )
+    return "prompt", prompt
+
+
+def _as_message(record: SourceRecord, text: str, form: SourceForm, tokenizer: Any) -> dict[str, Any]:
+    """A plain prompt as a user's message.
+
+    Raises:
+        SourceError: if there is no chat template to render it, or one has rendered it already.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise record.error(
+            "--chat-template apply renders it by the chat template of the policy's tokenizer, which has none; leave "
+            "that out, or give a --tokenizer with one"
+        )
+    if form == "rendered text":
+        raise record.error(
+            f"a chat template has rendered the prompt {shorten(text)} already, and --chat-template apply renders "
+            "prompts that are plain; leave that out"
+        )
+    return {"role": "user", "content": text}
+
+
+def _encode_prompt(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids of a prompt of plain text, without an end token that the tokenizer appended."""
+    token_ids = encode_text(tokenizer, text, special_tokens=True)
+    text_ids = encode_text(tokenizer, text, special_tokens=False)
+    ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
+    if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
+        token_ids.pop()
+    if not token_ids:
+        raise record.error(f"the prompt {shorten(text)} has no tokens")
+    return tuple(without_second_begin(tokenizer, token_ids))
+
+
+def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: TokenLimits) -> tuple[int, ...]:
+    """``values`` as token ids, after checking that both models have them.
+
+    Raises:
+        SourceError: if a value is not a token id of the models, or there are none.
+    """
+    if not values:
+        raise record.error(f"{name!r} is empty; give at least one token, or leave the line out")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocab_size:
+            raise record.error(
+                f"expected {name!r} to hold token ids from 0 to {pair.vocab_size - 1} and found {show_value(value)}"
+            )
+    return tuple(values)
+
+
+def check_length(record: SourceRecord, what: str, tokens: int, pair: TokenLimits) -> None:
+    """Check that a text of ``tokens`` tokens is not longer than the models' context.
+
+    Raises:
+        SourceError: if it is, with both lengths.
+    """
+    if pair.context_length is not None and tokens > pair.context_length:
+        raise record.error(
+            f"the {what} is {tokens} tokens long and the models read at most {pair.context_length}; shorten it or "
+            "leave it out"
+        )
+
+
+def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]:
+    """Token ids of ``text``, with or without the special tokens that the tokenizer adds around a text."""
+    return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+
+
+def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
+    """Token ids with one begin token of two: the text begins with it, as one in a log or of a template does."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
