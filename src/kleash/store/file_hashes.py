@@ -208,7 +208,8 @@ def _compute_hashes(paths: Sequence[Path]) -> list[str]:
     sizes = [path.stat().st_size for path in paths]
     pieces = [(index, start) for index, size in enumerate(sizes) for start in range(0, max(size, 1), PIECE)]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:  # hashlib releases the GIL
-        digests = list(threads.map(lambda piece: _hash_piece(paths[piece[0]], piece[1]), pieces))
+        owners, starts = [paths[index] for index, _ in pieces], [start for _, start in pieces]
+        digests = list(threads.map(_hash_piece, owners, starts))
     totals = [sha256(str(size).encode()) for size in sizes]
     for (index, _), digest in zip(pieces, digests, strict=True):
         totals[index].update(digest)
