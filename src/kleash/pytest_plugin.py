@@ -34,7 +34,7 @@ def kleash_audit() -> "Callable[..., Audit]":
         fail_on: str | Collection[str] = ("fault",),
     ) -> "Audit":
         from kleash.auditing import audit
-        from kleash.auditing.findings.finding_kinds import require_kinds
+        from kleash.auditing.finding_kinds import require_kinds
         from kleash.errors import KleashError
 
         lists = (fail_on,) if isinstance(fail_on, str) else fail_on

@@ -10,7 +10,7 @@ from scipy.special import rel_entr, softmax
 from single_faults import clamped_before, k3, rho, right, u_of
 
 from kleash.auditing import audit
-from kleash.auditing.probes.accuracy import KL_LEVELS, pair_with_kl
+from kleash.auditing.checks.precision import KL_LEVELS, pair_with_kl
 from kleash.auditing.quantities import gradient_candidates, quantity_values, sequence_gradient, token_gradient
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
 from kleash.estimators import ESTIMATORS
@@ -44,6 +44,11 @@ def of_k2():
 @pytest.fixture(scope="module")
 def of_k3():
     return audit(k3, "loss")
+
+
+@pytest.fixture(scope="module")
+def of_plain_k3():
+    return audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss")
 
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
@@ -196,21 +201,20 @@ def test_zones_of_a_clamped_k3():
     assert [zone.value for zone in zones] == [10.0, 10.0]
 
 
-def test_cancellation_of_the_plain_expression_of_k3():
+def test_cancellation_of_the_plain_expression_of_k3(of_plain_k3, of_k3):
     """The error of exp(-u) - 1 + u in float32 on the same float32 log-probabilities."""
-    found = audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss")
-    rows = [row for row in found.accuracy if row.dtype == "float32"]
+    rows = [row for row in of_plain_k3.accuracy if row.dtype == "float32"]
     assert [row.kl for row in rows] == pytest.approx([1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2], rel=0.05)
     assert rows[0].relative_error > 0.1 > 1e-5 > rows[-1].relative_error
     assert max(row.unavoidable_error for row in rows) < 1e-6
-    careful = [row for row in audit(k3, "loss").accuracy if row.dtype == "float32"]
+    careful = [row for row in of_k3.accuracy if row.dtype == "float32"]
     assert max(row.relative_error for row in careful) < 1e-6
 
 
 @pytest.mark.parametrize("level", range(7))
-def test_the_error_is_against_float64_on_the_rounded_inputs(level):
+def test_the_error_is_against_float64_on_the_rounded_inputs(of_plain_k3, level):
     """Recomputed for the plain expression of k3, and for the careful one."""
-    row = audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss").accuracy[level]
+    row = of_plain_k3.accuracy[level]
     pair = pair_with_kl(KL_LEVELS[level])
     p, q = (side.log_softmax(-1).float() for side in pair)
     u = p.double() - q.double()

@@ -14,12 +14,12 @@ from single_faults import FAULTS, rho, right, u_of
 
 import kleash
 from kleash.auditing import audit
-from kleash.auditing.findings.finding_kinds import FINDINGS
+from kleash.auditing.finding_kinds import FINDINGS
 from kleash.records import Audit
 
 WORST = ("wrong", "fragile", "note")
-CORRELATED = (1525, 1933, 2457, 2693)
-"""Seeds of numpy's generator whose numbers 8 to 33 have a lag-one autocorrelation above 0.5."""
+CORRELATED = (668, 1933, 2457, 4291)
+"""Seeds of numpy's generator whose first 34 numbers have a lag-one autocorrelation beyond 0.5 in size."""
 
 
 @pytest.fixture(scope="module")

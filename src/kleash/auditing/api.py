@@ -5,11 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.checks.purity import check_purity, restored_process_settings
 from kleash.auditing.conventions import Convention, resolve_convention
-from kleash.auditing.findings.verdict import with_remedies
-from kleash.auditing.probes.evidence import gather_evidence
-from kleash.auditing.probes.purity import probe_purity, restored_process_settings
-from kleash.auditing.report import audit_of_failing_calls, audit_of_refusal, audit_record, function_name
+from kleash.auditing.report import (
+    audit_of_failing_calls,
+    audit_of_refusal,
+    audit_record,
+    function_name,
+    with_remedies,
+)
 from kleash.auditing.targets.cases import Case
 from kleash.errors import CannotRunError, ShapeError
 from kleash.store.audit import Audit, Finding
@@ -53,14 +57,13 @@ def audit(
         arguments=dict(arguments or {}),
     )
     with restored_process_settings():
-        purity = probe_purity(audited)
+        purity = check_purity(audited)
         try:
-            evidence = gather_evidence(audited, purity)
+            return audit_record(audited, purity)
         except (CannotRunError, ShapeError) as error:
             if not purity.has_state:
                 raise
             return audit_of_failing_calls(audited, purity, str(error))
-        return audit_record(evidence)
 
 
 def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from kleash.auditing.conventions import Convention
 from kleash.auditing.inputs import AuditInputs
 from kleash.errors import CannotRunError, ShapeError
+
+RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
+"""What a convention gives -> how many of the axes sequences, steps and vocabulary the result has."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,11 +27,6 @@ class AuditedFunction:
     arguments: Mapping[str, Any]
     repeats: int = 1
     """Number of calls that ``values`` averages; more than one for a random function."""
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Whether its result is differentiated: only that of a loss is."""
-        return self.convention.place == "loss"
 
     def call(self, inputs: AuditInputs) -> Tensor:
         """The function's result on copies of ``inputs``, checked for its shape; of either sign.
@@ -61,33 +60,29 @@ class AuditedFunction:
                 f"{self.name} returned {unusable_type} when called by {description}; audit a function that returns "
                 "a tensor of floating-point numbers"
             )
-        sequences, steps, vocab = inputs.logp.shape
-        expected_shape = {
-            "vocabulary": (sequences, steps, vocab),
-            "token": (sequences, steps),
-            "sequence": (sequences,),
-            "mean": (),
-        }[self.convention.gives]
-        if tuple(result.shape) != expected_shape:
+        expected_shape = inputs.logp.shape[: RESULT_AXES[self.convention.gives]]
+        if result.shape != expected_shape:
+            sequences, steps = inputs.tokens.shape
             raise ShapeError(
                 f"{self.name} returned {tuple(result.shape)} for {sequences} sequences of {steps} steps, and "
-                f"{description} means {expected_shape}; choose the convention that fits it, or bind its reduction"
+                f"{description} means {tuple(expected_shape)}; choose the convention that fits it, or bind its "
+                "reduction"
             )
         return result
 
-    def gradients(
-        self, value: Tensor, leaves: Tensor | Sequence[Tensor], *, retain_graph: bool = False
-    ) -> tuple[Tensor | None, ...]:
-        """The gradient of ``value``, a scalar made of the function's result, in each of ``leaves``.
+    def gradients(self, value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradient of ``value``, a scalar made of the result of a loss, in each of ``leaves``.
 
         Returns:
-            None for a leaf that ``value`` does not depend on.
+            None for a leaf that ``value`` does not depend on, and for every leaf if the function is no loss.
 
         Raises:
             CannotRunError: if the result cannot be differentiated.
         """
+        if self.convention.place != "loss" or not value.requires_grad:
+            return (None,) * len(leaves)
         try:
-            return torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=retain_graph)
+            return torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
         except (RuntimeError, NotImplementedError) as error:
             message = str(error).strip().splitlines()[0][:300].partition(". ")[0]
             raise CannotRunError(
@@ -101,23 +96,21 @@ class AuditedFunction:
         A function that returns a mean is called with one sequence at a time and its result multiplied by the
         number of unmasked tokens, so that the values of a sequence always add up to its total.
         """
-        if self.repeats == 1:
-            return self._values_of_one_call(inputs)
-        return torch.stack([self._values_of_one_call(inputs) for _ in range(self.repeats)]).mean(0)
+        values = [self._values_of_one_call(inputs) for _ in range(self.repeats)]
+        return self.convention.sign * (values[0] if self.repeats == 1 else torch.stack(values).mean(0))
 
     def _values_of_one_call(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
-        """``values`` from one call; for a mean, from one call per sequence."""
-        gives = self.convention.gives
-        if gives == "mean":
+        """``values`` with the sign of the function, from one call; for a mean, from one call per sequence."""
+        if self.convention.gives == "mean":
             rows = [inputs.select(slice(i, i + 1)) for i in range(len(inputs.tokens))]
-            result = torch.stack([self.call(row) * row.mask.sum() for row in rows]).unsqueeze(-1)
-        else:
-            result = self.call(inputs)
-            if gives == "sequence":
-                result = result.unsqueeze(-1)
-            if gives == "vocabulary":
-                result = result.sum(-1)
-        return self.convention.sign * result
+            return torch.stack([self.call(row) * row.mask.sum() for row in rows]).unsqueeze(-1)
+        return self.parts(self.call(inputs))
+
+    def parts(self, result: Tensor) -> Float[Tensor, "sequences parts"]:
+        """A result that is no mean, for each token, or for each sequence if it gives only that."""
+        if self.convention.gives == "vocabulary":
+            return result.sum(-1)
+        return result.unsqueeze(-1) if self.convention.gives == "sequence" else result
 
 
 def _unusable_type(result: Any) -> str:

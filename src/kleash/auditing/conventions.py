@@ -1,7 +1,7 @@
 """Conventions: how a KL function is called and what its result means, one record each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -96,85 +96,62 @@ def packed(name: str, *names: str, **options: Any) -> Convention:
             return result.reshape(inputs.tokens.shape)
         return result
 
-    return Convention(
-        name=name,
+    return replace(
+        from_fields(name, *names, **options),
         summary=f"f({', '.join(names)}) -> [tokens], all responses concatenated",
         call=call,
-        takes_behaviour="behaviour_logp" in names,
-        takes_mask="mask" in names,
-        **options,
     )
 
 
 TOKEN_FIELDS = ("token_logp", "token_logq")
 
 
-def _sampled_token_conventions() -> list[Convention]:
-    """The conventions of functions on log-probabilities of sampled tokens."""
-    return [
-        from_fields("loss", *TOKEN_FIELDS),
-        from_fields("loss_with_mask", *TOKEN_FIELDS, "mask"),
-        from_fields("loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp"),
-        from_fields("loss_with_behaviour_and_mask", *TOKEN_FIELDS, "behaviour_logp", "mask"),
-        from_fields("sequence_loss", *TOKEN_FIELDS, gives="sequence"),
-        from_fields("sequence_loss_with_mask", *TOKEN_FIELDS, "mask", gives="sequence"),
-        from_fields("sequence_loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp", gives="sequence"),
-        from_fields("mean_loss", *TOKEN_FIELDS, gives="mean"),
-        from_fields("mean_loss_with_mask", *TOKEN_FIELDS, "mask", gives="mean"),
-        from_fields("mean_loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp", gives="mean"),
-        from_fields(
-            "mean_loss_with_behaviour_and_mask", *TOKEN_FIELDS, "behaviour_logp", "mask", gives="mean"
+_CONVENTIONS = (
+    from_fields("loss", *TOKEN_FIELDS),
+    from_fields("loss_with_mask", *TOKEN_FIELDS, "mask"),
+    from_fields("loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp"),
+    from_fields("loss_with_behaviour_and_mask", *TOKEN_FIELDS, "behaviour_logp", "mask"),
+    from_fields("sequence_loss", *TOKEN_FIELDS, gives="sequence"),
+    from_fields("sequence_loss_with_mask", *TOKEN_FIELDS, "mask", gives="sequence"),
+    from_fields("sequence_loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp", gives="sequence"),
+    from_fields("mean_loss", *TOKEN_FIELDS, gives="mean"),
+    from_fields("mean_loss_with_mask", *TOKEN_FIELDS, "mask", gives="mean"),
+    from_fields("mean_loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp", gives="mean"),
+    from_fields("mean_loss_with_behaviour_and_mask", *TOKEN_FIELDS, "behaviour_logp", "mask", gives="mean"),
+    from_fields("reward", *TOKEN_FIELDS, place="reward"),
+    from_fields("reward_with_mask", *TOKEN_FIELDS, "mask", place="reward"),
+    from_fields("sequence_reward", *TOKEN_FIELDS, place="reward", gives="sequence"),
+    from_fields("metric", *TOKEN_FIELDS, place="metric"),
+    packed("packed_loss", *TOKEN_FIELDS),
+    packed("packed_loss_with_mask", *TOKEN_FIELDS, "mask"),
+    packed("packed_reward", *TOKEN_FIELDS, place="reward"),
+    packed("packed_metric", *TOKEN_FIELDS, place="metric"),
+    from_fields("mean_metric_with_mask", *TOKEN_FIELDS, "mask", place="metric", gives="mean"),
+    from_fields("log_probabilities", "logp", "logq", sees="distributions"),
+    from_fields("mean_log_probabilities", "logp", "logq", gives="mean", sees="distributions"),
+    from_fields("log_probabilities_with_mask", "logp", "logq", "mask", sees="distributions"),
+    from_fields("probabilities", "probs_p", "probs_q", sees="distributions"),
+    from_fields("kl_div", "logq", "probs_p", gives="vocabulary", sees="distributions"),
+    from_fields("kl_div_log_target", "logq", "logp", gives="vocabulary", sees="distributions"),
+    from_fields("logits", "logits_p", "logits_q", sees="distributions"),
+    from_fields("logits_with_mask", "logits_p", "logits_q", "mask", sees="distributions"),
+    from_fields("mean_logits", "logits_p", "logits_q", gives="mean", sees="distributions"),
+    from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean", sees="distributions"),
+    from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl", sees="distributions"),
+    from_fields(
+        "mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean", sees="distributions"
+    ),
+    from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q", sees="hidden"),
+    Convention(
+        name="heads",
+        summary="f(hidden_p, Head(head_p), hidden_q, Head(head_q)) -> [sequences, steps]",
+        call=lambda function, inputs: function(
+            inputs.hidden_p, Head(inputs.head_p), inputs.hidden_q, Head(inputs.head_q)
         ),
-        from_fields("reward", *TOKEN_FIELDS, place="reward"),
-        from_fields("reward_with_mask", *TOKEN_FIELDS, "mask", place="reward"),
-        from_fields("sequence_reward", *TOKEN_FIELDS, place="reward", gives="sequence"),
-        from_fields("metric", *TOKEN_FIELDS, place="metric"),
-        packed("packed_loss", *TOKEN_FIELDS),
-        packed("packed_loss_with_mask", *TOKEN_FIELDS, "mask"),
-        packed("packed_reward", *TOKEN_FIELDS, place="reward"),
-        packed("packed_metric", *TOKEN_FIELDS, place="metric"),
-        from_fields("mean_metric_with_mask", *TOKEN_FIELDS, "mask", place="metric", gives="mean"),
-    ]
-
-
-def _distribution_conventions() -> list[Convention]:
-    """The conventions of functions on whole distributions."""
-
-    def call_with_heads(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
-        return function(inputs.hidden_p, Head(inputs.head_p), inputs.hidden_q, Head(inputs.head_q))
-
-    distributions = {"sees": "distributions"}
-    return [
-        from_fields("log_probabilities", "logp", "logq", **distributions),
-        from_fields("mean_log_probabilities", "logp", "logq", gives="mean", **distributions),
-        from_fields("log_probabilities_with_mask", "logp", "logq", "mask", **distributions),
-        from_fields("probabilities", "probs_p", "probs_q", **distributions),
-        from_fields("kl_div", "logq", "probs_p", gives="vocabulary", **distributions),
-        from_fields("kl_div_log_target", "logq", "logp", gives="vocabulary", **distributions),
-        from_fields("logits", "logits_p", "logits_q", **distributions),
-        from_fields("logits_with_mask", "logits_p", "logits_q", "mask", **distributions),
-        from_fields("mean_logits", "logits_p", "logits_q", gives="mean", **distributions),
-        from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean", **distributions),
-        from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl", **distributions),
-        from_fields(
-            "mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean", **distributions
-        ),
-        from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q", sees="hidden"),
-        Convention(
-            name="heads",
-            summary="f(hidden_p, Head(head_p), hidden_q, Head(head_q)) -> [sequences, steps]",
-            call=call_with_heads,
-            sees="hidden",
-        ),
-    ]
-
-
-CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
-    {
-        convention.name: convention
-        for convention in [*_sampled_token_conventions(), *_distribution_conventions()]
-    }
+        sees="hidden",
+    ),
 )
+CONVENTIONS: Mapping[str, Convention] = MappingProxyType({record.name: record for record in _CONVENTIONS})
 """Name -> record. ``p`` is the policy, ``q`` the reference; ``dataclasses.replace`` makes variants."""
 
 

@@ -1,11 +1,13 @@
-"""Matching expected values and gradients with known quantities: itself, its negative, a multiple or a shift."""
+"""Matching expected values and gradients with known quantities: itself, a multiple or a shift."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
 from typing import Literal
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 TOLERANCE = 1e-3
@@ -20,7 +22,7 @@ MODERATE_PAIRS = ("near", "peaked", "flat")
 MAX_STANDARD_ERRORS = 8.0
 """By how many standard errors the mean of a random function may differ."""
 
-Relation = Literal["itself", "negative", "multiple", "shifted"]
+Relation = Literal["itself", "multiple", "shifted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +41,11 @@ class QuantityMatch:
         """The label with the factor or the constant."""
         if self.relation == "itself":
             return self.quantity
-        if self.relation == "negative":
-            return f"-{_bracketed(self.quantity)}"
-        if self.relation == "multiple":
-            return f"{self.factor:.4g} x {_bracketed(self.quantity)}"
-        return f"{self.quantity} {'+' if self.factor > 0 else '-'} {abs(self.factor):.4g}"
-
-
-def _bracketed(quantity: str) -> str:
-    return f"({quantity})" if " + " in quantity or " - " in quantity else quantity
+        if self.relation == "shifted":
+            return f"{self.quantity} {'+' if self.factor > 0 else '-'} {abs(self.factor):.4g}"
+        is_sum = " + " in self.quantity or " - " in self.quantity
+        multiple = "-" if abs(self.factor + 1) < TOLERANCE else f"{self.factor:.4g} x "
+        return multiple + (f"({self.quantity})" if is_sum else self.quantity)
 
 
 def is_close(
@@ -82,7 +80,7 @@ def match_values(
     errors = errors or [0.0] * len(values)
     ordered = {claimed: candidates[claimed], **candidates}
     moderate = [i for i, pair in enumerate(pairs) if pair in MODERATE_PAIRS]
-    relations: tuple[Relation, ...] = ("itself", "negative", "shifted", "multiple")
+    relations: tuple[Relation, ...] = ("itself", "shifted", "multiple")
     for indices, everywhere in ((list(range(len(pairs))), True), (moderate, False)):
         for relation in relations:
             for quantity, expected in ordered.items():
@@ -107,8 +105,6 @@ def _relation_factor(
         return None
     if relation == "itself":
         return 1.0 if is_close(values, expected, errors) else None
-    if relation == "negative":
-        return -1.0 if any(expected) and is_close([-value for value in values], expected, errors) else None
     pairs = list(zip(values, expected, strict=True))
     if relation == "shifted":
         shift = fmean(value - target for value, target in pairs)
@@ -139,56 +135,45 @@ def match_gradients(
         errors: pair -> standard error of the gradient, as a norm.
     """
     ordered = {claimed: candidates[claimed], **candidates}
-    slack = {pair: MAX_STANDARD_ERRORS * (errors or {}).get(pair, 0.0) for pair in gradients}
     for pairs, everywhere in ((tuple(gradients), True), (MODERATE_PAIRS, False)):
-        if not all(bool(gradients[pair].isfinite().all()) for pair in pairs):
+        gradient = torch.stack([gradients[pair].flatten() for pair in pairs])
+        if not bool(gradient.isfinite().all()):
             continue
-        norms = {pair: ordered[claimed][pair].norm() for pair in pairs}
-        if all(
-            gradients[pair].norm() < NEGLIGIBLE * norms[pair] + min(slack[pair], norms[pair] / 4)
-            for pair in pairs
-        ):
+        noise = [MAX_STANDARD_ERRORS * (errors or {}).get(pair, 0.0) for pair in pairs]
+        slack = torch.tensor(noise, dtype=torch.float64)
+        targets = {
+            label: torch.stack([target[pair].flatten() for pair in pairs])
+            for label, target in ordered.items()
+        }
+        norms = targets[claimed].norm(dim=-1)
+        if bool((gradient.norm(dim=-1) < NEGLIGIBLE * norms + torch.minimum(slack, norms / 4)).all()):
             return QuantityMatch(quantity="zero", relation="itself", everywhere=everywhere)
-        for is_exact in (True, False):
-            for quantity, expected in ordered.items():
-                noise = [slack[pair] for pair in pairs]
-                factor = _common_factor(
-                    [gradients[pair] for pair in pairs], [expected[pair] for pair in pairs], noise
-                )
-                if factor is None:
-                    continue
-                expected_norms = [expected[pair].norm().item() for pair in pairs]
-                relative_noise = min(n / norm for n, norm in zip(noise, expected_norms, strict=True))
-                if is_exact and abs(factor - 1) > TOLERANCE + relative_noise:
-                    continue
-                relation: Relation = (
-                    "itself" if is_exact else "negative" if abs(factor + 1) < TOLERANCE else "multiple"
-                )
-                return QuantityMatch(
-                    quantity=quantity, relation=relation, factor=factor, everywhere=everywhere
-                )
+        factors = {label: _common_factor(gradient, target, slack) for label, target in targets.items()}
+        multiples = {label: factor for label, factor in factors.items() if factor is not None}
+        for label, factor in multiples.items():
+            relative_noise = (slack / targets[label].norm(dim=-1)).min().item()
+            if abs(factor - 1) <= TOLERANCE + relative_noise:
+                return QuantityMatch(quantity=label, relation="itself", factor=factor, everywhere=everywhere)
+        if multiples:
+            label, factor = next(iter(multiples.items()))
+            return QuantityMatch(quantity=label, relation="multiple", factor=factor, everywhere=everywhere)
     return None
 
 
 def _common_factor(
-    gradients: Iterable[Tensor], expected: Iterable[Tensor], noise: Iterable[float]
+    gradients: Float[Tensor, "pairs entries"], expected: Float[Tensor, "pairs entries"], noise: Tensor
 ) -> float | None:
-    """The factor between gradients and expected ones if it is the same for all, up to their noise."""
-    factors: list[float] = []
-    tolerances: list[float] = []
-    for gradient, target, deviation in zip(gradients, expected, noise, strict=True):
-        norm = target.norm()
-        if norm == 0:
-            return None
-        factor = ((gradient * target).sum() / norm.square()).item()
-        if (gradient - factor * target).norm() > TOLERANCE * gradient.norm() + deviation:
-            return None
-        factors.append(factor)
-        tolerances.append(TOLERANCE + deviation / norm.item())
-    weights = [1 / tolerance**2 for tolerance in tolerances]
-    mean = sum(f * w for f, w in zip(factors, weights, strict=True)) / sum(weights)
-    agree = all(abs(f - mean) <= t * max(abs(mean), t) for f, t in zip(factors, tolerances, strict=True))
-    return mean if agree and abs(mean) > NEGLIGIBLE else None
+    """The factor between gradients and expected ones if it is the same for all pairs, up to their noise."""
+    norms = expected.norm(dim=-1)
+    factors = (gradients * expected).sum(-1) / norms.square()
+    rests = (gradients - factors.unsqueeze(-1) * expected).norm(dim=-1)
+    if not bool((rests <= TOLERANCE * gradients.norm(dim=-1) + noise).all()):  # also if a norm is 0
+        return None
+    tolerances = TOLERANCE + noise / norms
+    weights = tolerances**-2
+    mean = (factors * weights).sum() / weights.sum()
+    agree = (factors - mean).abs() <= tolerances * torch.maximum(mean.abs(), tolerances)
+    return mean.item() if bool(agree.all()) and abs(mean) > NEGLIGIBLE else None
 
 
 def cosine_similarity(gradient: Tensor, target: Tensor) -> float:

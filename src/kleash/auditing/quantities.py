@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from math import inf
 from types import MappingProxyType
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from kleash.auditing.toy_distributions import (
     Sampling,
     ToyDistributions,
     one_token_distributions,
+    response_logp,
     toy_distributions,
 )
 from kleash.divergences import DIVERGENCES, Divergence, cross_entropy, divergence, entropy, phi
@@ -65,48 +67,36 @@ class KnownQuantity:
     function: DistributionFunction
 
 
-def _expectation(of_log_ratio: Callable[[Tensor], Tensor]) -> DistributionFunction:
-    return lambda logp, logq: (logp.exp() * of_log_ratio(logp - logq)).sum(-1)
-
-
-def _weighted_twice(of_log_ratio: Callable[[Tensor], Tensor]) -> DistributionFunction:
-    return lambda logp, logq: ((2 * logp).exp() * of_log_ratio(logp - logq)).sum(-1)
-
-
-def _top_k_kl(k: int, remainder: str, chosen_by: str) -> DistributionFunction:
-    """KL(p || q) of the k tokens most likely under p, or under q."""
-
-    def truncated_kl(logp: Tensor, logq: Tensor) -> Tensor:
-        tokens = (logp if chosen_by == "p" else logq).topk(k, dim=-1).indices
-        p, q = logp.gather(-1, tokens), logq.gather(-1, tokens)
-        if remainder == "renormalised":
-            p, q = p.log_softmax(-1), q.log_softmax(-1)
-        if remainder == "the rest in one bucket":
-            p, q = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
-        return (p.exp() * (p - q)).sum(-1)
-
-    return truncated_kl
+def _expectation(of_log_ratio: Callable[[Tensor], Tensor], weight: int = 1) -> DistributionFunction:
+    """The sum over the vocabulary of a function of the log ratio times p to the power of ``weight``."""
+    return lambda logp, logq: ((weight * logp).exp() * of_log_ratio(logp - logq)).sum(-1)
 
 
 def _exchanged(function: DistributionFunction) -> DistributionFunction:
     return lambda logp, logq: function(logq, logp)
 
 
+def _truncated_kl(k: int, remainder: str, by_first: bool, logp: Tensor, logq: Tensor) -> Tensor:
+    """KL of the k tokens that are likeliest under the first distribution, or under the second."""
+    tokens = (logp if by_first else logq).topk(k, dim=-1).indices
+    p, q = logp.gather(-1, tokens), logq.gather(-1, tokens)
+    if remainder == "renormalised":
+        p, q = p.log_softmax(-1), q.log_softmax(-1)
+    if remainder == "the rest in one bucket":
+        p, q = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
+    return (p.exp() * (p - q)).sum(-1)
+
+
 def _truncated_quantities() -> dict[str, DistributionFunction]:
     """KLs over the likeliest tokens only, with the rest renormalised, in one bucket or dropped."""
     functions: dict[str, DistributionFunction] = {}
-    for k in range(2, VOCAB_SIZE):
-        for remainder in ("renormalised", "the rest in one bucket", "the rest dropped"):
-            if remainder == "the rest in one bucket" and k == VOCAB_SIZE - 1:
-                continue  # a bucket of one token leaves nothing out
-            by_p, by_q = _top_k_kl(k, remainder, "p"), _top_k_kl(k, remainder, "q")
-            for first, second in ("pq", "qp"):
-                label = f"KL({first} ‖ {second}) of {{}}'s {k} likeliest tokens, {remainder}"
-                if first == "p":
-                    functions[label.format("p")], functions[label.format("q")] = by_p, by_q
-                else:
-                    functions[label.format("q")] = _exchanged(by_p)
-                    functions[label.format("p")] = _exchanged(by_q)
+    remainders = ("renormalised", "the rest in one bucket", "the rest dropped")
+    for k, remainder, of, by in product(range(2, VOCAB_SIZE), remainders, ("p ‖ q", "q ‖ p"), "pq"):
+        if remainder == "the rest in one bucket" and k == VOCAB_SIZE - 1:
+            continue  # a bucket of one token leaves nothing out
+        function = partial(_truncated_kl, k, remainder, of.startswith(by))
+        label = f"KL({of}) of {by}'s {k} likeliest tokens, {remainder}"
+        functions[label] = function if of == "p ‖ q" else _exchanged(function)
     return functions
 
 
@@ -115,8 +105,11 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     """Label -> quantity: the divergences of the table, and what KL code computes by mistake."""
     by_kind: dict[str, dict[str, DistributionFunction]] = {
         "other_divergence": {
-            **{divergence_label(name): _divergence(name) for name in DIVERGENCES},
-            "chi-squared(q ‖ p)": _exchanged(_divergence("chi_squared")),
+            **{divergence_label(name): partial(divergence, name) for name in DIVERGENCES},
+            "chi-squared(q ‖ p)": _exchanged(partial(divergence, "chi_squared")),
+            "zero": lambda p, q: torch.zeros(len(p), dtype=p.dtype),
+            "sum |p - q|": lambda p, q: 2 * divergence("total_variation", p, q),
+            "KL(p ‖ q) - KL(q ‖ p)": lambda p, q: divergence("kl", p, q) - divergence("kl", q, p),
         },
         "cross_entropy": {
             "the cross-entropy of q under p": cross_entropy,
@@ -124,35 +117,24 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
             "the entropy of p": lambda p, q: entropy(p),
             "the entropy of q": lambda p, q: entropy(q),
         },
+        "biased_value": {
+            "E_p (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2),
+            "E_p |log p - log q|": _expectation(torch.abs),
+        },
+        "weighted_twice": {
+            "sum p^2 (log p - log q)": _expectation(lambda u: u, weight=2),
+            "sum p^2 (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2, weight=2),
+            "sum p^2 k3": _expectation(phi, weight=2),
+        },
+        "truncated": _truncated_quantities(),
     }
-    quantities = {
-        label: KnownQuantity(kind=kind, function=function)
-        for kind, functions in by_kind.items()
-        for label, function in functions.items()
-    }
-
-    def add(kind: str, label: str, function: DistributionFunction) -> None:
-        quantities[label] = KnownQuantity(kind=kind, function=function)
-
-    add("other_divergence", "zero", lambda p, q: torch.zeros(len(p), dtype=p.dtype))
-    add("other_divergence", "sum |p - q|", lambda p, q: 2 * divergence("total_variation", p, q))
-    add("biased_value", "E_p (log p - log q)^2 / 2", _expectation(lambda u: u.square() / 2))
-    add("biased_value", "E_p |log p - log q|", _expectation(torch.abs))
-    add(
-        "other_divergence",
-        "KL(p ‖ q) - KL(q ‖ p)",
-        lambda p, q: divergence("kl", p, q) - divergence("kl", q, p),
+    return MappingProxyType(
+        {
+            label: KnownQuantity(kind=kind, function=function)
+            for kind, functions in by_kind.items()
+            for label, function in functions.items()
+        }
     )
-    add("weighted_twice", "sum p^2 (log p - log q)", _weighted_twice(lambda u: u))
-    add("weighted_twice", "sum p^2 (log p - log q)^2 / 2", _weighted_twice(lambda u: u.square() / 2))
-    add("weighted_twice", "sum p^2 k3", _weighted_twice(phi))
-    for label, function in _truncated_quantities().items():
-        add("truncated", label, function)
-    return MappingProxyType(quantities)
-
-
-def _divergence(name: str) -> DistributionFunction:
-    return lambda logp, logq: divergence(name, logp, logq)
 
 
 @cache
@@ -204,12 +186,7 @@ def sequence_gradient(toy_name: str, label: str) -> Float64[Tensor, "prefixes vo
 
 def _of_responses(toy: ToyDistributions, logits_p: Tensor, label: str) -> Tensor:
     """A quantity of the distributions over whole responses, p given by ``logits_p``."""
-
-    def sequence_logp(logits: Tensor) -> Tensor:
-        logp = logits.log_softmax(-1)[toy.prefix_rows]
-        return logp.gather(-1, toy.tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
-
-    p, q = sequence_logp(logits_p).unsqueeze(0), sequence_logp(toy.logits_q).unsqueeze(0)
+    p, q = (response_logp(toy, logits).unsqueeze(0) for logits in (logits_p, toy.logits_q))
     return known_quantities()[label].function(p, q).squeeze(0)
 
 

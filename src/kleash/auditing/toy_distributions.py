@@ -62,12 +62,7 @@ class ToyDistributions:
 
     def probabilities(self, sampling: Sampling) -> Float64[Tensor, " sequences"]:
         """The probability of sampling each response."""
-        return self.cumulative_probabilities(sampling)[:, -1]
-
-    def cumulative_probabilities(self, sampling: Sampling) -> Float64[Tensor, "sequences steps"]:
-        """The probability of sampling each response up to and including each token."""
-        logp = self.sampling_logits(sampling).log_softmax(-1)[self.prefix_rows]
-        return logp.gather(-1, self.tokens.unsqueeze(-1)).squeeze(-1).cumsum(-1).exp()
+        return response_logp(self, self.sampling_logits(sampling)).exp()
 
     def inputs(self, logits_p: Float64[Tensor, "prefixes vocab"], sampling: Sampling) -> AuditInputs:
         """Every response once, with p given by ``logits_p``."""
@@ -78,6 +73,14 @@ class ToyDistributions:
             self.tokens,
             logits_behaviour=self.sampling_logits(sampling)[rows],
         )
+
+
+def response_logp(
+    toy: ToyDistributions, logits: Float64[Tensor, "prefixes vocab"]
+) -> Float64[Tensor, " sequences"]:
+    """The log-probability of each response under the distributions that ``logits`` give."""
+    logp = logits.log_softmax(-1)[toy.prefix_rows]
+    return logp.gather(-1, toy.tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
 
 
 @cache

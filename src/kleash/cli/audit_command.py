@@ -20,7 +20,7 @@ def run_audit(command: AuditJob) -> int:
     if launched_rank() != 0:  # of several launched processes the first does the work
         return 0
     from kleash.auditing import audits_of, cases_of
-    from kleash.auditing.findings.finding_kinds import require_kinds
+    from kleash.auditing.finding_kinds import require_kinds
     from kleash.reports import write_audits
     from kleash.store.codec import encode
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -48,25 +49,18 @@ def cases_of(target: str, convention: str | None = None, arguments: Sequence[str
     """
     package, colon, case_name = target.partition(":")
     if package in TARGETS and (not colon or case_name in {case.name for case in TARGETS[package].cases}):
-        return _cases_of_target(package, case_name, convention, arguments)
+        if convention is not None or arguments:
+            raise OptionError(
+                f"{package} brings its own conventions and arguments; name the function as package.module:function "
+                "to choose them"
+            )
+        cases = [case for case in TARGETS[package].load() if not colon or case.name == case_name]
+        return tuple(replace(case, name=f"{package}:{case.name}") for case in cases)
     if not colon and "." not in package:
         raise UnknownNameError(
             f"no target is called {target!r}; there are {', '.join(TARGETS)}, or write package.module:function"
         )
     return (_case_at_path(target, convention, arguments),)
-
-
-def _cases_of_target(
-    package: str, case_name: str, convention: str | None, arguments: Sequence[str]
-) -> tuple[Case, ...]:
-    """The cases of a package, or the one called ``case_name``."""
-    if convention is not None or arguments:
-        raise OptionError(
-            f"{package} brings its own conventions and arguments; name the function as package.module:function "
-            "to choose them"
-        )
-    cases = [case for case in TARGETS[package].load() if not case_name or case.name == case_name]
-    return tuple(replace(case, name=f"{package}:{case.name}") for case in cases)
 
 
 def _case_at_path(target: str, convention: str | None, arguments: Sequence[str]) -> Case:
@@ -113,7 +107,9 @@ def parse_arguments(function: Function, assignments: Sequence[str]) -> dict[str,
             raise OptionError(f"an argument of the target is written name=value, and {assignment!r} is not")
         if name in arguments:
             raise OptionError(f"the target's argument {name} was given twice")
-        arguments[name] = _literal_or_string(value)
+        arguments[name] = value
+        with suppress(ValueError, SyntaxError):  # text that is no literal stays text
+            arguments[name] = ast.literal_eval(value)
     _check_arguments(function, arguments)
     return arguments
 
@@ -137,11 +133,3 @@ def _check_arguments(function: Function, arguments: Mapping[str, Any]) -> None:
             raise OptionError(
                 f"{function_name} takes no argument {name!r}; it takes {', '.join(keywords) or 'none'}"
             )
-
-
-def _literal_or_string(text: str) -> Any:
-    """The Python literal that ``text`` is, or ``text``."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

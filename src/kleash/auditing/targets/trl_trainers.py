@@ -15,32 +15,15 @@ from torch import Tensor
 
 from kleash.auditing.targets.packages import import_target
 
-
-class SingleProcessAccelerator:
-    """An accelerator of one process: gathering and reducing return the values."""
-
-    device = torch.device("cpu")
-    num_processes = 1
-    process_index = 0
-    sync_gradients = True
-
-    def gather(self, values: Tensor) -> Tensor:
-        """The values."""
-        return values
-
-    def reduce(self, values: Tensor, reduction: str = "sum") -> Tensor:
-        """The values."""
-        return values
-
-
-class WithLogProbabilities:
-    """Mixed into a trainer: log-probabilities are given instead of computed by a model."""
-
-    token_logp: Tensor
-
-    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
-        return self.token_logp, torch.zeros_like(self.token_logp.detach()), None
-
+ACCELERATOR = SimpleNamespace(
+    device=torch.device("cpu"),
+    num_processes=1,
+    process_index=0,
+    sync_gradients=True,
+    gather=lambda values: values,
+    reduce=lambda values, reduction="sum": values,
+)
+"""Stands in for an accelerator of one process."""
 
 TRL_DEFAULTS = {
     "use_bias_correction_kl": True,
@@ -57,21 +40,22 @@ TRL_DEFAULTS = {
 
 
 def uninitialised_trainer(trainer_class: type, token_logp: Tensor, **settings: Any) -> Any:
-    """A trainer of this class that was never initialised, with the attributes that its loss reads."""
-    trainer = object.__new__(type("AuditedTrainer", (WithLogProbabilities, trainer_class), {}))
+    """A trainer of this class that was never initialised, with what its loss reads; log-probabilities are given."""
+    trainer = object.__new__(trainer_class)
+    arguments = {name: settings.pop(name, default) for name, default in TRL_DEFAULTS.items()}
     vars(trainer).update(
-        token_logp=token_logp,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            token_logp,
+            torch.zeros_like(token_logp.detach()),
+            None,
+        ),
         beta=1.0,
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(
-            **{**TRL_DEFAULTS, **{k: settings.pop(k) for k in list(settings) if k in TRL_DEFAULTS}}
-        ),
-        accelerator=SingleProcessAccelerator(),
+        args=SimpleNamespace(**arguments),
+        accelerator=ACCELERATOR,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level=settings.pop("importance_sampling_level", "token"),
-        loss_type=settings.pop("loss_type", "dapo"),
         epsilon_low=0.2,
         epsilon_high=0.2,
         use_vllm=False,
@@ -80,7 +64,7 @@ def uninitialised_trainer(trainer_class: type, token_logp: Tensor, **settings: A
         max_completion_length=token_logp.shape[1],
         _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
-        **settings,
+        **{"importance_sampling_level": "token", "loss_type": "dapo", **settings},
     )
     return trainer
 
@@ -105,24 +89,11 @@ def trainer_inputs(
 
 
 def grpo_loss(
-    token_logp: Tensor,
-    token_logq: Tensor,
-    behaviour_logp: Tensor | None,
-    mask: Tensor,
-    *,
-    use_bias_correction_kl: bool = True,
-    loss_type: str = "dapo",
-    importance_sampling_level: str = "token",
+    token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor, **settings: Any
 ) -> Tensor:
     """The loss of TRL's ``GRPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
     trainer_class = import_target("trl.trainer.grpo_trainer").GRPOTrainer
-    trainer = uninitialised_trainer(
-        trainer_class,
-        token_logp,
-        use_bias_correction_kl=use_bias_correction_kl,
-        loss_type=loss_type,
-        importance_sampling_level=importance_sampling_level,
-    )
+    trainer = uninitialised_trainer(trainer_class, token_logp, **settings)
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
 
 
@@ -140,23 +111,6 @@ def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, None))
 
 
-class WithResponses:
-    """Mixed into a trainer: responses, their log-probabilities and their scores are given."""
-
-    policy_logp: Tensor
-    reference_logp: Tensor
-    model: Any
-
-    def _generate(self, prompts: list[str]) -> tuple[list[list[int]], list[list[int]], list[str]]:
-        return [[0]] * len(prompts), [[0] * self.policy_logp.shape[1]] * len(prompts), [""] * len(prompts)
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> tuple[Tensor, None, None]:
-        return self.policy_logp if model is self.model else self.reference_logp, None, None
-
-    def _calculate_rewards(self, inputs: Any, prompts: list[str], *_: Any) -> Tensor:
-        return torch.zeros(len(prompts), 1, dtype=self.policy_logp.dtype)
-
-
 def with_zero_kl_responses(token_logp: Tensor) -> Tensor:
     """Each response followed by one whose log-probabilities are -1 under both models."""
     return torch.stack([token_logp, torch.full_like(token_logp, -1.0)], dim=1).flatten(0, 1)
@@ -164,21 +118,23 @@ def with_zero_kl_responses(token_logp: Tensor) -> Tensor:
 
 def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
     """Minus the KL of each response: its advantage in TRL's ``RLOOTrainer`` in a group with one whose KL is 0."""
-    trainer_class = import_target("trl.trainer.rloo_trainer").RLOOTrainer
-    trainer: Any = object.__new__(type("AuditedTrainer", (WithResponses, trainer_class), {}))
+    trainer = object.__new__(import_target("trl.trainer.rloo_trainer").RLOOTrainer)
+    p, q = (with_zero_kl_responses(x.detach()) for x in (token_logp, token_logq))
+    model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
     vars(trainer).update(
-        policy_logp=with_zero_kl_responses(token_logp.detach()),
-        reference_logp=with_zero_kl_responses(token_logq.detach()),
+        _generate=lambda prompts: ([[0]] * len(p), [[0] * p.shape[1]] * len(p), [""] * len(p)),
+        _get_per_token_logps_and_entropies=lambda of, *_, **__: (p if of is model else q, None, None),
+        _calculate_rewards=lambda *_: torch.zeros(len(p), 1, dtype=p.dtype),
         beta=1.0,
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        model=model,
         ref_model=SimpleNamespace(),
-        accelerator=SingleProcessAccelerator(),
+        accelerator=ACCELERATOR,
         args=SimpleNamespace(per_device_train_batch_size=1, gradient_checkpointing_kwargs=None),
         processing_class=SimpleNamespace(),
         _tokenizer=SimpleNamespace(pad_token_id=0),
         pad_to_multiple_of=None,
         mask_truncated_completions=False,
-        reward_weights=torch.ones(1, dtype=token_logp.dtype),
+        reward_weights=torch.ones(1, dtype=p.dtype),
         reward_clip_range=None,
         reward_func_names=["none"],
         num_generations=2,
@@ -188,5 +144,4 @@ def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
         _pending_extra_logs={},
         _pending_metrics={},
     )
-    outputs = trainer._generate_and_score_completions([{"prompt": ""}] * (2 * len(token_logp)))
-    return outputs["advantages"][::2]
+    return trainer._generate_and_score_completions([{"prompt": ""}] * len(p))["advantages"][::2]

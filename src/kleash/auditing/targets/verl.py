@@ -1,7 +1,6 @@
 """verl's KL code: the penalty, also as a loss and as a reward, and distillation on the top k."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,25 +39,17 @@ def kl_loss_per_response(
 
 def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
     """verl's ``apply_kl_penalty`` on scores of 0 with a coefficient of 1: minus the KL, per token."""
-    trainer = import_target("verl.trainer.ppo.ray_trainer")
-    batch = TensorBatch(
-        response_mask=mask,
-        token_level_scores=torch.zeros_like(token_logp),
-        old_log_probs=token_logp,
-        ref_log_prob=token_logq,
-    )
+    trainer, tensordict = import_target("verl.trainer.ppo.ray_trainer"), import_target("tensordict")
+    tensors = {
+        "response_mask": mask,
+        "token_level_scores": torch.zeros_like(token_logp),
+        "old_log_probs": token_logp,
+        "ref_log_prob": token_logq,
+    }
+    batch = SimpleNamespace(batch=tensordict.TensorDict(tensors, batch_size=len(mask)))
     controller = SimpleNamespace(value=1.0, update=lambda **_: None)
-    rewarded, _ = trainer.apply_kl_penalty(SimpleNamespace(batch=batch), controller, kl_penalty=kl_penalty)
+    rewarded, _ = trainer.apply_kl_penalty(batch, controller, kl_penalty=kl_penalty)
     return rewarded.batch["token_level_rewards"]
-
-
-class TensorBatch(dict[str, Any]):
-    """A dictionary of tensors with a batch size."""
-
-    @property
-    def batch_size(self) -> tuple[int]:
-        """The number of rows."""
-        return (len(self["response_mask"]),)
 
 
 def forward_kl_topk(
@@ -81,17 +72,11 @@ def forward_kl_topk(
     )
     result = losses.compute_forward_kl_topk(
         student,
-        packed_sequence(teacher.values),
-        packed_sequence(teacher.indices),
+        *(torch.nested.as_nested_tensor([x], layout=torch.jagged) for x in (teacher.values, teacher.indices)),
         SimpleNamespace(distillation_loss=settings),
         "thd",
     )
     return result["distillation_losses"].reshape(logits_p.shape[:-1])
-
-
-def packed_sequence(rows: Tensor) -> Any:
-    """A single packed sequence, the layout of the teacher's log-probabilities in verl."""
-    return torch.nested.as_nested_tensor([rows], layout=torch.jagged)
 
 
 def rollout_metric(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, metric: str = "k3_kl") -> Tensor:

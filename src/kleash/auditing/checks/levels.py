@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.checks.expectations import Expectation, expectation
 from kleash.auditing.matching import MAX_STANDARD_ERRORS, TOLERANCE, QuantityMatch, cosine_similarity
-from kleash.auditing.probes.expectations import Expectation, Expectations, expectation
 from kleash.auditing.quantities import (
     exact_values,
     known_quantities,
@@ -25,7 +25,14 @@ from kleash.estimators import ESTIMATORS
 
 Level = Literal["", "token", "sequence", "both", "neither"]
 
-ORDINALS = ("first", "second", "third")
+LEVELS: dict[Level, str] = {
+    "": "",
+    "token": " token by token",
+    "sequence": " between whole responses",
+    "both": " token by token and between whole responses",
+    "neither": " for one token",
+}
+"""The levels of a value or gradient in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +55,23 @@ class PositionMatch:
     @property
     def is_uniform(self) -> bool:
         """Whether the factor is the same at every position."""
-        return bool(self.factors) and max(self.factors) - min(self.factors) <= TOLERANCE * max(
-            map(abs, self.factors)
-        )
+        spread = max(self.factors, default=0.0) - min(self.factors, default=0.0)
+        return bool(self.factors) and spread <= TOLERANCE * max(map(abs, self.factors))
+
+    def times(self, of: str) -> str:
+        """``of`` with the factors before it: "2 times …" if all are the same, "1, 2 and 3 times …" otherwise."""
+        if self.is_uniform:
+            return f"{self.factors[0]:.4g} times {of}"
+        first, second, third = (f"{f:.3g}" if abs(f) > TOLERANCE else "0" for f in self.factors)
+        return f"{first}, {second} and {third} times {of} at the first, the second and the third token"
 
 
 def match_value_by_position(
-    audited: AuditedFunction, expectations: Expectations, match: QuantityMatch | None
+    audited: AuditedFunction, e: Expectation, match: QuantityMatch | None
 ) -> PositionMatch:
     """Compare the expected value of a response with the quantity that it is for one token."""
     if not _has_levels(match):
         return PositionMatch(level="")
-    e = expectations.sequences("on-policy")
     exact = _exact_by_position(e.toy, match)
     slack = MAX_STANDARD_ERRORS * e.mean_error
 
@@ -67,16 +79,12 @@ def match_value_by_position(
         return abs(e.mean - value) <= TOLERANCE * abs(value) + slack
 
     sequence_value = match.factor * exact_values(e.toy, "on-policy", match.quantity)["sequence"]
-    is_token, is_sequence = is_expected(sum(exact)), is_expected(sequence_value)
+    level = _level(is_expected(sum(exact)), is_expected(sequence_value))
     factors = _value_factors(audited, e, match, exact)
     tolerance = TOLERANCE + slack / min(map(abs, exact))
-    is_right_at_each = (
-        not factors
-        or audited.convention.gives not in ("token", "vocabulary")
-        or all(abs(factor - 1) <= tolerance for factor in factors)
-    )
-    if (is_token or is_sequence) and (is_right_at_each or audited.convention.place != "metric"):
-        return PositionMatch(level=_level(is_token, is_sequence))
+    gives_each = audited.convention.gives in ("token", "vocabulary") and audited.convention.place == "metric"
+    if level != "neither" and not (gives_each and any(abs(factor - 1) > tolerance for factor in factors)):
+        return PositionMatch(level=level)
     neither = PositionMatch(level="neither", factors=factors, factors_of="token")
     if not neither.is_uniform or is_expected(factors[0] * sum(exact)):
         return neither
@@ -85,9 +93,8 @@ def match_value_by_position(
     return PositionMatch(level="neither")  # a factor of each token alone, and another of several
 
 
-def match_gradient_by_position(expectations: Expectations, match: QuantityMatch | None) -> PositionMatch:
+def match_gradient_by_position(e: Expectation, match: QuantityMatch | None) -> PositionMatch:
     """Compare the expected gradient of a response with the quantity whose gradient it is for one token."""
-    e = expectations.sequences("on-policy")
     if e.gradient is None or not _has_levels(match) or not match.everywhere:
         return PositionMatch(level="")
     by_token = match.factor * token_gradient(SEQUENCES, "on-policy", match.quantity)
@@ -131,8 +138,7 @@ def estimator_level(audited: AuditedFunction, name: str) -> Level:
         factor = (computed * target).sum() / target.square().sum()
         return bool((computed - factor * target).norm() <= TOLERANCE * computed.norm())
 
-    is_token, is_sequence = is_estimator_of(log_ratios), is_estimator_of(log_ratios.sum(-1, keepdim=True))
-    return _level(is_token, is_sequence) if is_token or is_sequence else "neither"
+    return _level(is_estimator_of(log_ratios), is_estimator_of(log_ratios.sum(-1, keepdim=True)))
 
 
 def _has_levels(match: QuantityMatch | None) -> TypeGuard[QuantityMatch]:
@@ -143,9 +149,9 @@ def _has_levels(match: QuantityMatch | None) -> TypeGuard[QuantityMatch]:
 
 
 def _level(is_token: bool, is_sequence: bool) -> Level:
-    if is_token and is_sequence:
-        return "both"
-    return "token" if is_token else "sequence"
+    if is_token:
+        return "both" if is_sequence else "token"
+    return "sequence" if is_sequence else "neither"
 
 
 def _exact_by_position(toy: ToyDistributions, match: QuantityMatch) -> list[float]:
@@ -187,11 +193,7 @@ def single_position_distributions() -> tuple[ToyDistributions, ...]:
     """The distributions over three tokens, with q = p except at the first, the second or the third position."""
     toy = toy_distributions()[SEQUENCES]
     return tuple(
-        replace(
-            toy,
-            name=f"{SEQUENCES}, apart at the {ORDINALS[step]} token",
-            logits_q=torch.where(_has_length(toy, step).unsqueeze(-1), toy.logits_q, toy.logits_p),
-        )
+        replace(toy, logits_q=torch.where(_has_length(toy, step).unsqueeze(-1), toy.logits_q, toy.logits_p))
         for step in range(toy.steps)
     )
 

@@ -1,0 +1,185 @@
+"""Expected values and gradients of the audited function: finite sums over every response."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.matching import QuantityMatch, cosine_similarity, match_gradients, match_values
+from kleash.auditing.quantities import (
+    divergence_label,
+    exact_values,
+    gradient_candidates,
+    quantity_values,
+    sequence_gradient,
+    token_gradient,
+)
+from kleash.auditing.toy_distributions import SAMPLINGS, Sampling, ToyDistributions, toy_distributions
+from kleash.divergences import DIVERGENCES
+from kleash.store.audit import GradientRow, ValueRow
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expectation:
+    """The expected value and gradient of a function on one set of toy distributions."""
+
+    toy: ToyDistributions
+    sampling: Sampling
+    values: Float64[Tensor, "sequences parts"]
+    """The value of each token, or of the whole response if the function gives only that."""
+    gradient: Float64[Tensor, "prefixes vocab"] | None
+    """The gradient that training follows, in expectation; None if none is needed, or none flows."""
+    mean_error: float = 0.0
+    """The standard error of ``mean``, for a random function."""
+    gradient_error: float = 0.0
+    """The standard error of ``gradient``, as a norm."""
+
+    @cached_property
+    def probabilities(self) -> Float64[Tensor, " sequences"]:
+        """Of sampling each response."""
+        return self.toy.probabilities(self.sampling)
+
+    @cached_property
+    def totals(self) -> Float64[Tensor, " sequences"]:
+        """The value of each response, summed over its steps."""
+        return self.values.sum(-1)
+
+    @cached_property
+    def mean(self) -> float:
+        """The expected value of a response."""
+        return (self.probabilities * self.totals).sum().item()
+
+
+GROUPS = 12
+"""Repetitions of the expectation of a random function, from which standard errors are estimated."""
+
+
+def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling) -> Expectation:
+    """The expected value, and the expected gradient of training with the function in its place.
+
+    A loss is differentiated as it is; the sampling probabilities are not. A reward is detached, and the score of
+    each token is multiplied by the sum of the rewards from that token on. A random function is averaged over
+    repeated calls.
+    """
+    if audited.repeats == 1:
+        return _expectation_of_one_pass(audited, toy, sampling)
+    groups = [_expectation_of_one_pass(audited, toy, sampling) for _ in range(GROUPS)]
+    means = torch.tensor([group.mean for group in groups], dtype=torch.float64)
+    flowing = [group.gradient for group in groups if group.gradient is not None]
+    gradients = torch.stack(flowing) if flowing else None
+    return replace(
+        groups[0],
+        values=torch.stack([group.values for group in groups]).mean(0),
+        gradient=None if gradients is None else gradients.mean(0),
+        mean_error=(means.std() / GROUPS**0.5).item(),
+        gradient_error=0.0 if gradients is None else (gradients.std(0) / GROUPS**0.5).norm().item(),
+    )
+
+
+def _expectation_of_one_pass(
+    audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling
+) -> Expectation:
+    logits = toy.logits_p.clone().requires_grad_()
+    inputs = toy.inputs(logits, sampling)
+    values = audited.values(inputs).double()
+    probabilities = toy.probabilities(sampling)
+    if audited.convention.place == "reward":
+        reward_to_go = values.detach().flip(-1).cumsum(-1).flip(-1)
+        surrogate = (probabilities * (reward_to_go * inputs.token_logp).sum(-1)).sum()
+        (gradient,) = torch.autograd.grad(surrogate, logits)
+    else:
+        (gradient,) = audited.gradients((probabilities * values.sum(-1)).sum(), (logits,))
+    return Expectation(toy=toy, sampling=sampling, values=values.detach(), gradient=gradient)
+
+
+def compute_expectations(audited: AuditedFunction) -> tuple[Expectation, ...]:
+    """The expectations on all toy distributions, on-policy and off-policy."""
+    toys = toy_distributions().values()
+    return tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
+
+
+def one_token(expectations: Sequence[Expectation], sampling: Sampling) -> list[Expectation]:
+    """Those over a single token."""
+    return [e for e in expectations if e.sampling == sampling and e.toy.steps == 1]
+
+
+def several_tokens(expectations: Sequence[Expectation], sampling: Sampling) -> Expectation:
+    """The one over responses of three tokens."""
+    return next(e for e in expectations if e.sampling == sampling and e.toy.steps > 1)
+
+
+def matched_value(
+    expectations: Sequence[Expectation], claimed: str, sampling: Sampling = "on-policy"
+) -> QuantityMatch | None:
+    """The known quantity that the expected value over a single token is; the claimed one is tried first."""
+    chosen = one_token(expectations, sampling)
+    means, errors = [e.mean for e in chosen], [e.mean_error for e in chosen]
+    return match_values(means, quantity_values(), [e.toy.name for e in chosen], claimed, errors)
+
+
+def matched_gradient(
+    expectations: Sequence[Expectation], claimed: str, sampling: Sampling
+) -> QuantityMatch | None:
+    """The known quantity whose gradient the expected gradient over a single token is; None without a gradient."""
+    chosen = one_token(expectations, sampling)
+    gradients = {e.toy.name: e.gradient for e in chosen if e.gradient is not None}
+    if len(gradients) < len(chosen):
+        return None
+    candidates = {
+        label: {pair: token_gradient(pair, sampling, label) for pair in gradients}
+        for label in gradient_candidates()
+    }
+    return match_gradients(gradients, candidates, claimed, {e.toy.name: e.gradient_error for e in chosen})
+
+
+def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[ValueRow, ...]:
+    """Bias and standard deviation of the value on each of the toy distributions."""
+    return tuple(
+        ValueRow(
+            pair=e.toy.name,
+            sampling=e.sampling,
+            level=level,
+            exact=exact,
+            expected=e.mean,
+            bias=e.mean - exact,
+            standard_deviation=standard_deviation(e),
+            lowest=e.totals.min().item(),
+        )
+        for e in expectations
+        for level, exact in exact_values(e.toy, e.sampling, claimed).items()
+    )
+
+
+def standard_deviation(e: Expectation) -> float:
+    """The standard deviation of the value of one sampled response."""
+    return (e.probabilities * (e.totals - e.mean).square()).sum().sqrt().item()
+
+
+def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...]:
+    """The expected gradient compared with that of every divergence, on each of the toy distributions."""
+    return tuple(
+        GradientRow(
+            pair=e.toy.name,
+            sampling=e.sampling,
+            target=label,
+            cosine=cosine_similarity(e.gradient, target),
+            relative_size=(e.gradient.norm() / target.norm()).item(),
+            relative_error=((e.gradient - target).norm() / target.norm()).item(),
+        )
+        for e in expectations
+        if e.gradient is not None
+        for label, target in _target_gradients(e).items()
+    )
+
+
+def _target_gradients(e: Expectation) -> dict[str, Tensor]:
+    """The gradients of every divergence, over several tokens also of that between whole responses."""
+    labels = [divergence_label(name) for name in DIVERGENCES]
+    targets = {label: token_gradient(e.toy.name, e.sampling, label) for label in labels}
+    if e.toy.steps > 1:
+        targets |= {f"sequence {label}": sequence_gradient(e.toy.name, label) for label in labels}
+    return targets

@@ -1,0 +1,198 @@
+"""Precision: the error against float64 on the same rounded inputs, in float32, bfloat16 and float16."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.inputs import AuditInputs, make_inputs
+from kleash.auditing.toy_distributions import VOCAB_SIZE, toy_distributions
+from kleash.divergences import divergence
+from kleash.errors import KleashError
+from kleash.estimators import ESTIMATORS
+from kleash.store.audit import AccuracyRow, Finding, Severity
+
+Formula: TypeAlias = Callable[[AuditInputs], Tensor]
+"""A value of each one-token sequence, in the precision of the inputs."""
+
+KL_LEVELS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""KL(p || q) in nats of the pairs in float32."""
+LOW_PRECISION_CASES = ((torch.bfloat16, "near"), (torch.bfloat16, "far"), (torch.float16, "far"))
+"""Input dtype and pair on which the function is compared with itself in float64."""
+CANCELLATION = 1e-2
+"""Relative error in float32 above which cancellation is reported."""
+ROUNDING = 1e-4
+"""More than a computation in float32 needs to lose."""
+BFLOAT16_ROUNDING = 2.0**-8 * 1.5
+"""Relative error of a right result that is rounded to bfloat16 at the end."""
+
+
+def accuracy_rows(audited: AuditedFunction, estimator: str, is_claimed: bool) -> tuple[AccuracyRow, ...]:
+    """The relative error at each level of KL in float32, and on a near and a far pair in lower precision.
+
+    In float32 the right value is that of the estimator, or of the claimed divergence if ``is_claimed``. In lower
+    precision, in which rounded distributions are not normalised, it is the function's own value in float64.
+    """
+    formula = _right_formula(audited, estimator, is_claimed)
+    rows = [_accuracy_row(audited, pair_with_kl(level), torch.float32, formula) for level in KL_LEVELS]
+    for dtype, name in LOW_PRECISION_CASES:
+        toy = toy_distributions()[name]
+        try:
+            rows.append(_accuracy_row(audited, (toy.logits_p, toy.logits_q), dtype, _own_formula(audited)))
+        except KleashError:
+            continue
+    return tuple(rows)
+
+
+def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow], error: float) -> list[Finding]:
+    """Digits lost in float32 to cancellation, and by computing in bfloat16 or float16.
+
+    Args:
+        audited: the function.
+        rows: of ``accuracy_rows``.
+        error: of ``float32_error``; if it is more than rounding, nothing else is reported.
+    """
+    if error > ROUNDING:
+        sentence = (
+            f"For float32 inputs it computes in less than float32: on the far pair its value differs by {error:.2g} "
+            "(relative) from its value for the same numbers in float64."
+        )
+        return [Finding(kind="low_precision", severity="wrong", sentence=sentence, where="float32")]
+    findings: list[Finding] = []
+    if in_float32 := [row for row in rows if row.dtype == "float32" and _is_avoidable(row, CANCELLATION)]:
+        worst = max(in_float32, key=lambda row: row.kl)
+        sentence = (
+            f"In float32 it loses digits to cancellation: at a KL of {worst.kl:.0e} nats "
+            f"{_describe_error(worst)}."
+        )
+        findings.append(
+            Finding(kind="cancellation", severity="note", sentence=sentence, where="float32, near")
+        )
+    inaccurate = [row for row in rows if row.dtype != "float32" and _is_avoidable(row, ROUNDING)]
+    if inaccurate:
+        in_bfloat16 = [row for row in inaccurate if row.dtype == "bfloat16"]
+        worst = max(in_bfloat16 or inaccurate, key=lambda row: row.relative_error)
+        severity: Severity = "fragile"
+        cause = "it computes before it upcasts"
+        if _returns_bfloat16(audited):
+            only_rounds_result = worst.relative_error <= BFLOAT16_ROUNDING
+            severity = "note" if only_rounds_result else "fragile"
+            cause = "it returns bfloat16" if only_rounds_result else "it computes in bfloat16"
+        sentence = (
+            f"For {worst.dtype} inputs {cause}: at a KL of {worst.kl:.2g} nats {_describe_error(worst)}."
+        )
+        findings.append(
+            Finding(kind="low_precision", severity=severity, sentence=sentence, where=worst.dtype)
+        )
+    return findings
+
+
+def _is_avoidable(row: AccuracyRow, limit: float) -> bool:
+    """Whether the error is large and avoidable; False for NaN, which the extreme inputs report."""
+    return row.relative_error > max(limit, 10 * row.unavoidable_error)
+
+
+def _describe_error(row: AccuracyRow) -> str:
+    return f"its relative error is {row.relative_error:.2g}, where {row.unavoidable_error:.1g} is unavoidable"
+
+
+def float32_error(audited: AuditedFunction) -> float:
+    """The relative error in float32 on the far pair, where nothing cancels, against the function in float64."""
+    inputs, formula = _far_inputs(torch.float32), _own_formula(audited)
+    return _relative_error(formula(inputs), formula(inputs.to(torch.float64)))
+
+
+def _returns_bfloat16(audited: AuditedFunction) -> bool:
+    """Whether the result is bfloat16 for bfloat16 inputs; False if the function refuses them, which is no fault."""
+    try:
+        return audited.call(_far_inputs(torch.bfloat16)).dtype == torch.bfloat16
+    except KleashError:
+        return False
+
+
+@cache
+def pair_with_kl(level: float) -> tuple[Tensor, Tensor]:
+    """Logits of a pair with this KL: q is a step from p along a fixed random direction."""
+    generator = torch.Generator().manual_seed(7)
+    p, direction = torch.randn(2, 1, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    step = 1.0
+    for _ in range(6):
+        kl = divergence("kl", p.log_softmax(-1), (p + step * direction).log_softmax(-1)).item()
+        step *= (level / kl) ** 0.5
+    return p, p + step * direction
+
+
+def _far_inputs(dtype: torch.dtype) -> AuditInputs:
+    toy = toy_distributions()["far"]
+    return _every_token((toy.logits_p, toy.logits_q), dtype)
+
+
+def _every_token(pair: tuple[Tensor, Tensor], dtype: torch.dtype) -> AuditInputs:
+    """Every token of the vocabulary once; p requires a gradient, since some functions need one."""
+    p, q = (side.expand(VOCAB_SIZE, VOCAB_SIZE).unsqueeze(1) for side in pair)
+    return make_inputs(p.clone().requires_grad_(), q, torch.arange(VOCAB_SIZE).unsqueeze(-1), dtype=dtype)
+
+
+def _accuracy_row(
+    audited: AuditedFunction, pair: tuple[Tensor, Tensor], dtype: torch.dtype, formula: Formula
+) -> AccuracyRow:
+    """The error of the function, and that of the right formula in float32, on the same inputs."""
+    inputs = _every_token(pair, dtype)
+    values, right_values = _own_formula(audited)(inputs), formula(inputs.to(torch.float64))
+    return AccuracyRow(
+        dtype=str(dtype).removeprefix("torch."),
+        kl=divergence("kl", *(side.log_softmax(-1) for side in pair)).item(),
+        relative_error=_relative_error(values, right_values),
+        unavoidable_error=_relative_error(formula(inputs.to(torch.float32)), right_values),
+    )
+
+
+def _own_formula(audited: AuditedFunction) -> Formula:
+    return lambda inputs: audited.values(inputs).double().sum(-1)
+
+
+def _right_formula(audited: AuditedFunction, estimator: str, is_claimed: bool) -> Formula:
+    """The right value, made of the fields that the function reads; its own if nothing else is known to be right."""
+    if not estimator and (not is_claimed or audited.convention.sees == "tokens"):
+        return _own_formula(audited)
+    read = (function for field, function in LOG_PROBABILITIES.items() if reads_field(audited, field))
+    log_probabilities = next(read, None)
+
+    def formula(inputs: AuditInputs) -> Tensor:
+        if log_probabilities is None:  # it reads the log-probabilities of the sampled tokens
+            return ESTIMATORS[estimator].of(inputs.token_logp - inputs.token_logq).squeeze(-1)
+        logp, logq = log_probabilities(inputs)
+        if not estimator:
+            return divergence(audited.convention.claims, logp, logq).squeeze(-1)
+        return ESTIMATORS[estimator].of((logp - logq).gather(-1, inputs.tokens.unsqueeze(-1))).flatten()
+
+    return formula
+
+
+LOG_PROBABILITIES: dict[str, Callable[[AuditInputs], tuple[Tensor, Tensor]]] = {
+    "hidden_p": lambda x: (
+        (x.hidden_p @ x.head_p.T).log_softmax(-1),
+        (x.hidden_q @ x.head_q.T).log_softmax(-1),
+    ),
+    "logits_p": lambda x: (x.logits_p.log_softmax(-1), x.logits_q.log_softmax(-1)),
+    "probs_p": lambda x: (x.probs_p.log(), x.probs_q.log()),
+    "logp": lambda x: (x.logp, x.logq),
+}
+"""Field of the inputs -> both distributions computed from it and its twin of q."""
+
+
+def reads_field(audited: AuditedFunction, field: str) -> bool:
+    """Whether the result depends on this field of the inputs."""
+    toy = toy_distributions()["near"]
+    inputs = _every_token((toy.logits_p, toy.logits_q), torch.float64)
+    changed = replace(inputs, **{field: getattr(inputs, field).detach() * 0.9 - 0.05})
+    return not torch.equal(audited.values(inputs).detach(), audited.values(changed).detach())
+
+
+def _relative_error(values: Tensor, right_values: Tensor) -> float:
+    """The norm of the error relative to the norm of the right values."""
+    return ((values - right_values).norm() / right_values.norm()).item()

@@ -1,1 +1,0 @@
-"""Findings: what the evidence contradicts or qualifies, each with kind, severity, sentence and remedy."""

@@ -1,1 +1,0 @@
-"""Probes: each calls the audited function on one kind of input and returns what came out as typed records."""
