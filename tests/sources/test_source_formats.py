@@ -194,7 +194,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.bz2", b"BZh91AY&SY\xd5\x13", "line 1: expected UTF-8"),
         ("a.jsonl.xz", b"\xfd7zXZ\0", "line 1: expected UTF-8"),
         ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "line 1: expected UTF-8"),
-        ("a.gz", gzip.compress(gzip.compress(b"The sea")), "line 1: expected UTF-8"),
+        ("a.gz", gzip.compress(gzip.compress(b"The sea", mtime=0), mtime=0), "line 1: expected UTF-8"),
         ("a.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
         ("a.yaml", "prompt: x\n", "is read as .yaml, and prompts come as JSONL"),
         ("a.ipynb", "{}", "is read as .ipynb, and prompts"),
