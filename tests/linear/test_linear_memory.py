@@ -83,3 +83,25 @@ def test_fallback_rows_take_little_memory_beyond_the_buffer(what, unhooked):
     ) as seen:
         ways[what]()
     assert peak(seen) < budget + 12 * 2**20
+
+
+FAULTS = """
+import resource, torch
+from kleash.linear import Head, LinearOptions, token_statistics
+
+hidden, ids = torch.randn(64, 8), torch.arange(64)
+heads = [Head(torch.randn(20_000, 8)) for _ in "pq"]
+
+def run():
+    token_statistics(hidden, heads[0], hidden, heads[1], ids, options=LinearOptions(compile=False))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+before = run()
+print(run() - before)
+"""
+
+
+def test_memory_of_rows_is_not_fetched_again_for_each_block():
+    """A page is 4 KiB, and a float64 tensor of the call would have 2 500 of them."""
+    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
+    assert int(run.stdout) < 1_000
