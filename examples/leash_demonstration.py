@@ -3,7 +3,7 @@
     python examples/leash_demonstration.py --out leashes/
 
 trains the shipped model by PPO on the number of times that a response says "she" or "her", with beta 0, 0.3 and 5, in
-about three minutes of processor time. Each run has a report of its own; leashes.png shows the reward of all of them
+about four minutes of processor time. Each run has a report of its own; leashes.png shows the reward of all of them
 against their KL, with best-of-n sampling from the reference. Needs kleash[train] and kleash[pictures].
 """
 

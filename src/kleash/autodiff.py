@@ -65,16 +65,6 @@ def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: 
         raise CannotRunError(f"{name} {TRANSFORMS_UNSUPPORTED}; {instead}")
 
 
-def refuse_transforms_compiled(name: str, instead: str) -> None:
-    """Raise an error for any enclosing transform while torch.compile traces, when tensors do not show it.
-
-    Raises:
-        CannotRunError: inside a transform of ``torch.func`` or ``forward_ad.dual_level``.
-    """
-    if torch._C._are_functorch_transforms_active() or dual_level_active():  # pyright: ignore
-        raise CannotRunError(f"{name} {TRANSFORMS_UNSUPPORTED}; {instead}")
-
-
 def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: run ``function`` uncompiled inside forward mode or a transform of ``torch.func``.
 

@@ -254,13 +254,11 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
     """All hypotheses, the free one last. Those of the models stand for what the columns alone can only resemble."""
     side = None if scores is None else wrong_side(scores)
     for hypothesis in (*noise_hypotheses(table, limit), *break_hypotheses(table, limit)):
-        if (
-            side == "trainer" and hypothesis.cause == "weights"
-        ):  # its errors would repeat themselves in many tokens
+        # Errors of the trainer's weights would repeat themselves in many tokens.
+        if side == "trainer" and hypothesis.cause == "weights":
             hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS)
         yield hypothesis
-    for hypothesis in prediction_hypotheses(table, limit):
-        yield hypothesis
+    yield from prediction_hypotheses(table, limit)
     yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
     yield from unexplained(table)
 

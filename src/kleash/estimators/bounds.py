@@ -106,9 +106,8 @@ def kl_bounds(
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)
-        if (
-            tail is not None and upper.isnan().any()
-        ):  # a tail whose bounds contradict its mass by their rounding
+        # The bounds of a tail can contradict its mass by their rounding.
+        if tail is not None and upper.isnan().any():
             widened = _widened(tail, head_logp.dtype, error_nats)
             _, widened_upper = bounds_of_intervals(p, q, divergence=record, tail=widened)
             upper = torch.where(upper.isnan(), widened_upper, upper)

@@ -165,8 +165,9 @@ def chunks(
 def keep_freed_memory() -> None:
     """Have the C library keep the memory of freed blocks of rows for the next ones.
 
-    glibc gives freed tensors of a block's size back to the system, which then clears each page again: two thirds of the
-    time of the elementwise work. It keeps what is smaller than the largest mapping of at most 32 MiB that was freed.
+    glibc gives freed tensors of a block's size back to the system, which clears each page again for the next block, and
+    this can take longer than the elementwise work. It keeps what is smaller than the largest mapping of at most 32 MiB
+    that was freed before.
     """
     bytearray(2**25 - 2**16)
 
@@ -190,15 +191,14 @@ def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
 def compute_rows(
     pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Tensor
 ) -> tuple[Any, ...]:
-    """The results of ``fast`` for rows of finite logits, and of ``general`` for the unbounded."""
+    """The results of ``fast`` for rows of finite logits, and of ``general`` for all others."""
     finite = row_functions.are_finite(zp, zq, pair.vocab_shards)
     results = fast(zp, zq, *columns, pair.vocab_shards)
-    unbounded = (~finite).nonzero()[:, 0]
-    size = max(
-        1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1]
-    )  # of which all ranks have one
-    for start in range(0, len(unbounded), size):
-        some = unbounded[start : start + size]
+    not_finite = (~finite).nonzero()[:, 0]
+    # Ranks that share the words have different numbers of them, and must take as many rows together.
+    size = max(1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1])
+    for start in range(0, len(not_finite), size):
+        some = not_finite[start : start + size]
         replacements = general(zp[some], zq[some], *(x[some] for x in columns), pair.vocab_shards)
         for result, replacement in zip(results, replacements, strict=True):
             if result is not None:

@@ -302,9 +302,8 @@ def statistics_rows(
     log_ratio = x.logp.sub_(x.logq)
     kls = dot(x.p, log_ratio), dot(x.q, log_ratio).neg()
     total_variation = (x.p - x.q).abs_().sum(-1, keepdim=True).mul_(0.5)
-    both = x.p.add_(
-        x.q
-    )  # the logarithm of a positive float64 is above -746, and that of 0 is multiplied by 0
+    both = x.p.add_(x.q)
+    # The logarithm of a positive float64 is above -746, and that of 0 is multiplied by 0.
     mixed = dot(both, both.log().clamp_(min=-800)).mul_(-0.5)
     sums = *picked, *kls, mixed, total_variation, *entropies
     return finished_statistics(zp, zq, tokens, sums, (x.log_sum_p, x.log_sum_q), vocab_shards)

@@ -256,9 +256,8 @@ def _write_scored(run: OpenRun, engine: RayEngine, shards: Iterator[Shard], runn
             if running.stop is not None:
                 break
         _count_written(run, running, writer.written(wait_for_all=True))
-    deque(
-        shards, maxlen=0
-    )  # to the end of the plan, since the checks of the source count finished shards too
+    # To the end of the plan, since the checks of the source count finished shards too.
+    deque(shards, maxlen=0)
     for sentence in describe_costs(engine.pool.workers, time.monotonic() - start):
         run.reporter.note(sentence)
 

@@ -32,6 +32,7 @@ from kleash.sources.records import (
     source_label,
 )
 from kleash.sources.tables import ARROW_FILE, ARROW_STREAM, read_arrow, read_json_array, read_parquet
+from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import hash_watched, watch_files
 
 STANDARD_INPUT = "-"
@@ -92,7 +93,7 @@ class Source:
 
     def sha256(self) -> str:
         """The SHA-256 of the file's bytes; of several files, that of their hashes in order."""
-        hashes = [hash_watched(path, _hash_file) for path in self.paths]
+        hashes = [hash_watched(path, lambda path: file_checksum(path).sha256) for path in self.paths]
         return hashes[0] if len(hashes) == 1 else sha256("\n".join(hashes).encode()).hexdigest()
 
 
@@ -183,15 +184,6 @@ def _copy_of_standard_input() -> Path:
     except OSError as error:
         raise SourceError(f"standard input cannot be read: {error.strerror or error}") from error
     return path
-
-
-def _hash_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    digest = sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def read_records(path: Path, kind: SourceKind, named: Collection[str] = ()) -> Iterator[SourceRecord]:

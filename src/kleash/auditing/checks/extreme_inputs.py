@@ -143,9 +143,8 @@ def extreme_findings(rows: Sequence[EdgeRow], *, is_claimed: bool, is_random: bo
 def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
     """Value and largest gradient entry: in the token's log-probability if the function reads it, else in the logits."""
     p, q = (torch.tensor(side).double() for side in (case.p, case.q))
-    if (
-        audited.convention.sees == "tokens"
-    ):  # a single token determines the divergence only where it is infinite
+    # A single token determines the divergence only where it is infinite.
+    if audited.convention.sees == "tokens":
         p, q = two_token_logp(p), two_token_logp(q)
         exact = inf if -inf in case.q and audited.convention.claims == "kl" else nan
     else:
