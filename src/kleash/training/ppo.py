@@ -306,18 +306,12 @@ def score(run: Run, sequences: Sequence[TokenSequence], batches: Sequence[list[i
         columns = {"token_logp": terms.token_logp, "token_logq": terms.token_logq, "token_kl": terms.kl}
         columns |= {"entropy": terms.entropy, "values": networks.values(hidden).detach()}
         for name, flat in columns.items():
-            tensors.setdefault(name, flat.new_zeros(mask.shape))[rows] = spread(flat, mask[rows])
+            whole_step = tensors.setdefault(name, flat.new_zeros(mask.shape))
+            whole_step[rows] = whole_step[rows].masked_scatter(mask[rows], flat)
         for name, of_batch in (("hidden", hidden), ("hidden_reference", hidden_q)):
             for row, part in zip(rows, of_batch.split(lengths[rows].tolist()), strict=True):
                 states[name][row] = part
     return {"mask": mask, **tensors, **states}
-
-
-def spread(
-    flat: Float[Tensor, " tokens"], mask: Bool[Tensor, "responses steps"]
-) -> Float[Tensor, "responses steps"]:
-    """Unpack concatenated per-token values to a row for each response, 0 beyond its end."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
 @dataclass(frozen=True, kw_only=True)
