@@ -10,7 +10,9 @@ from tiny_models import SENTENCES, save_tiny
 
 from kleash.models import read_prompts
 from kleash.records import PPOJob
-from kleash.training.ppo.setup import TrainingSetup, set_up
+from kleash.training.ppo import Rollout, roll_out
+from kleash.training.ppo_setup import Run, set_up
+from kleash.training.run_log import NullDisplay
 
 
 def vowels(prompts: list[str], responses: list[str]) -> list[float]:
@@ -61,7 +63,12 @@ def _end_often(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": list(range(1, 320, 7))}))
 
 
-def ready(job: PPOJob) -> tuple[TrainingSetup, list[Any]]:
+def ready(job: PPOJob) -> tuple[Run, list[Any]]:
     """What a run works with, and its prompts."""
-    setting = set_up(job)
-    return setting, read_prompts(job.source, setting.actor_critic.pair)
+    run = set_up(job)
+    return run, read_prompts(job.source, run.networks.pair)
+
+
+def rollout_of(run: Run, prompts: list[Any], step: int = 1) -> Rollout:
+    """The rollout of a step, of which nothing is shown."""
+    return roll_out(run, prompts, step, NullDisplay())

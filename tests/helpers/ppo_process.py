@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from ppo_cases import tiny_job
 
-from kleash.training.ppo import rollout, train_ppo
+from kleash.training import ppo
 
-genuine = rollout._draw
+genuine = ppo.draw
 
 
 def two_steps(folder: Path, out: Path, **more: Any) -> None:
     """Train; what was drawn at step 1 lies beside ``out``, "replay.json" in ``folder`` is what step 2 is given."""
 
-    def draw(setting, asked, places, step, *more):
-        drawn = genuine(setting, asked, places, step, *more)
+    def draw(run, asked, places, step, *more):
+        drawn = genuine(run, asked, places, step, *more)
         if step == 1:
             said = {str(place): one.response_ids for one, place in zip(drawn, places, strict=True)}
-            out.with_name(f"{out.name}-drawn-{setting.group.rank}.json").write_text(json.dumps(said))
+            out.with_name(f"{out.name}-drawn-{run.group.rank}.json").write_text(json.dumps(said))
             return drawn
         given = [tuple(json.loads((folder / "replay.json").read_text())[place]) for place in places]
         return [
@@ -30,11 +30,11 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
             for one, ids in zip(drawn, given, strict=True)
         ]
 
-    rollout._draw = draw
+    ppo.draw = draw
     try:
-        train_ppo(job_of(folder, out, **more))
+        ppo.train_ppo(job_of(folder, out, **more))
     finally:
-        rollout._draw = genuine
+        ppo.draw = genuine
 
 
 def job_of(folder: Path, out: Path, **more: Any) -> Any:
@@ -55,26 +55,7 @@ def job_of(folder: Path, out: Path, **more: Any) -> Any:
     )
 
 
-def shard(accelerator: Any, policy: Any, optimizer: Any) -> tuple[Any, Any]:
-    """What Accelerate does under FSDP2, which it refuses to do on a CPU."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
-    for module in policy.modules():
-        if type(module).__name__ in policy._no_split_modules:
-            fully_shard(module, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
-    return policy, torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0)
-
-
 if __name__ == "__main__":
-    from accelerate import Accelerator
-
     where, to = map(Path, sys.argv[1:])
     two_steps(where, to)
-    Accelerator.prepare = shard
-    sharded = to.with_name(f"{to.name}-sharded")
-    two_steps(where, sharded, steps=1)
-    two_steps(where, sharded, steps=2, resume=True)
     torch.distributed.destroy_process_group()

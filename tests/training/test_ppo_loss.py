@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from ppo_cases import ready, tiny_job
+from ppo_cases import ready, rollout_of, tiny_job
 from transformers import AutoModelForCausalLM
 
-from kleash.training.ppo.rollout import roll_out
-from kleash.training.ppo.shaping import learning_signals
-from kleash.training.ppo.step import _reward_signals
-from kleash.training.ppo.update import _learn
+from kleash.training.ppo import learn
+from kleash.training.ppo_loss import learning_signals
 
 KINDS = [
     ("exact", "loss", "token"),
@@ -153,12 +151,12 @@ def test_minibatch_gradient_matches_plain_formulas(folder, kl, place, scope):
         samples_per_prompt=2,
         seed=3,
     )
-    setting, prompts = ready(job)
-    policy = setting.actor_critic.policy
+    run, prompts = ready(job)
+    policy = run.networks
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         policy.value.weight.copy_(torch.randn(policy.value.weight.shape, generator=generator) * 0.1)
-    rollout = roll_out(setting, prompts, step=1)
+    rollout = rollout_of(run, prompts)
     lengths = {len(one.response_ids) for one in rollout.sequences}
     assert len(lengths) > 1, "responses of one length have no padding to be confused by"
     plain = Plain(job, rollout.sequences, rollout.scores, job.minibatches)
@@ -166,14 +164,14 @@ def test_minibatch_gradient_matches_plain_formulas(folder, kl, place, scope):
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(0.01 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
-    shaped = learning_signals(_reward_signals(rollout), job, job.beta)
+    shaped = learning_signals(rollout, job, job.beta)
     assert shaped.scaled_beta == pytest.approx(plain.price, rel=1e-9)
     tokens = rollout.mask.sum().item()
-    found = _learn(setting, rollout, shaped, rollout.micro_batches[0], job.minibatches / tokens)
+    found = learn(run, rollout, shaped, rollout.minibatches[0], job.minibatches / tokens)
     ours = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
     policy.zero_grad()
-    rows = [row for micro in rollout.micro_batches[0] for row in micro.rows]
-    assert len(rollout.micro_batches[0]) > 1 and len(rows) == 4
+    rows = [row for micro in rollout.minibatches[0] for row in micro]
+    assert len(rollout.minibatches[0]) > 1 and len(rows) == 4
     plain.loss(policy.network, policy.value, rows).backward()
     for name, value in plain.told.items():
         assert found[name] == pytest.approx(value, rel=1e-7, abs=1e-12), name

@@ -8,27 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from ppo_cases import tiny_job
 from ppo_process import two_steps
 from safetensors.torch import load_file
-from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
-from kleash.linear import Head
 from kleash.records import read_steps
-from kleash.training.ppo.policy import Policy
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-TWICE = ("two", "two-sharded")
-takes_the_mean = pytest.mark.skipif(
-    torch.__version__ < "2.9", reason="over gloo, FSDP of torch 2.8 adds up the gradients of the ranks"
-)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same run in this process; in two that Accelerate launched; and in those two with sharded weights."""
+    """The same run in this process, and in two that Accelerate launched."""
     folder = tmp_path_factory.mktemp("ppo-processes")
     tiny_job(folder, "llama")
     draw = random.Random(0)
@@ -56,33 +48,15 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_accelerate_shards_the_head_as_a_unit_of_its_own(tmp_path):
-    """Its forward is never called, so FSDP never gathers it."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-
-    for kind, has_unit in (("llama", True), ("qwen3", False)):  # tied weights are one unit with the embedding
-        network = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / kind, kind))
-        policy = Policy(network, Head(network.lm_head.weight))
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        plugin.set_auto_wrap_policy(policy)
-        is_unit = fsdp2_prepare_auto_wrap_policy(plugin, policy)
-        assert is_unit(network.lm_head) == has_unit
-        assert all(map(is_unit, network.model.layers)) and not is_unit(network.model.layers[0].mlp.up_proj)
-
-
-@pytest.mark.parametrize("name", TWICE)
-def test_first_rollout_is_identical_for_any_number_of_processes(runs, name):
+def test_first_rollout_is_identical_for_any_number_of_processes(runs):
     alone = json.loads((runs / "one-drawn-0.json").read_text())
-    parts = [json.loads((runs / f"{name}-drawn-{rank}.json").read_text()) for rank in (0, 1)]
+    parts = [json.loads((runs / f"two-drawn-{rank}.json").read_text()) for rank in (0, 1)]
     assert len(alone) == 10 and [len(part) for part in parts] == [4, 6]
     assert {**parts[0], **parts[1]} == alone
 
 
-@pytest.mark.parametrize("name", ["two", pytest.param("two-sharded", marks=takes_the_mean)])
-def test_metrics_agree_for_any_number_of_processes(runs, name):
-    """With sharded weights, step 2 is taken by a run that goes on from the checkpoint of step 1."""
-    alone, together = read_steps(runs / "one"), read_steps(runs / name)
+def test_metrics_agree_for_any_number_of_processes(runs):
+    alone, together = read_steps(runs / "one"), read_steps(runs / "two")
     assert len(alone) == len(together) == 2
     for one, other in zip(alone, together, strict=True):
         names = [key for key in one.metrics if not key.startswith("time/")]
@@ -93,10 +67,9 @@ def test_metrics_agree_for_any_number_of_processes(runs, name):
             assert other.metrics[key] == expected, key
 
 
-@pytest.mark.parametrize("name", TWICE)
-def test_final_weights_agree_for_any_number_of_processes(runs, name):
+def test_final_weights_agree_for_any_number_of_processes(runs):
     one, other = (
-        load_file(runs / run / "checkpoints/step-000002/state.safetensors") for run in ("one", name)
+        load_file(runs / run / "checkpoints/step-000002/state.safetensors") for run in ("one", "two")
     )
     weights = [key for key in one if key.startswith("weight/")]
     assert one.keys() == other.keys() and len(weights) > 20
@@ -104,5 +77,5 @@ def test_final_weights_agree_for_any_number_of_processes(runs, name):
     moved = max((one[f"weight/network.{key}"] - x).abs().max().item() for key, x in first.items())
     apart = max((one[key] - other[key]).abs().max().item() for key in weights)
     assert apart < 0.1 * moved, "Adam divides rounding by rounding: a weight without a gradient may differ"
-    left = AutoModelForCausalLM.from_pretrained(runs / name / "policy").state_dict()
+    left = AutoModelForCausalLM.from_pretrained(runs / "two" / "policy").state_dict()
     assert all((left[key] == other[f"weight/network.{key}"]).all() for key in first)

@@ -22,8 +22,9 @@ from kleash.errors import RunFolderError
 from kleash.records import read_steps
 from kleash.reports.folder_report import write_report_of
 from kleash.store.checksums import seal_folder
-from kleash.training.ppo import checkpointing, train_ppo
-from kleash.training.ppo.checkpointing import last_checkpoint, load_progress
+from kleash.training import checkpoints
+from kleash.training.checkpoints import last_checkpoint, load_progress
+from kleash.training.ppo import train_ppo
 from kleash.training.run_log import RunLog
 
 WORKER = """
@@ -32,20 +33,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from ppo_cases import tiny_job
 from kleash.training.run_log import RunLog
-from kleash.training.ppo import checkpointing, train_ppo
-from kleash.training.ppo.training_loop import save
+from kleash.training import checkpoints
+from kleash.training.ppo import train_ppo
 
-genuine, count = checkpointing._write, [0]
+genuine, count = checkpoints._write, [0]
 
-def dying(setting, folder, tensors, notes):
-    genuine(setting, folder, tensors, notes)
+def dying(folder, run, notes):
+    genuine(folder, run, notes)
     count[0] += 1
     if count[0] == 3:  # all of the third checkpoint is there, under the name that it is written under
         (folder / "state.safetensors").write_bytes(b"half")
         print("writing", flush=True)
         time.sleep(600)
 
-checkpointing._write = dying
+checkpoints._write = dying
 train_ppo(tiny_job(Path(sys.argv[1]), **eval(sys.argv[2])))
 """
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -105,7 +106,7 @@ def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread):
     killed_while_writing(folder, broken)
     assert len(read_steps(broken)) == 3, "the third step is in the run log, and in no checkpoint"
     found = last_checkpoint(broken)
-    assert found.name == "step-000002" and load_progress(found).step == 2
+    assert found.name == "step-000002" and load_progress(found).progress.step == 2
     uninterrupted = train_ppo(tiny_job(folder, **settings(whole)))
     resumed = train_ppo(tiny_job(folder, **settings(broken, resume=True)))
     assert equal(whole, broken) and resumed.beta == uninterrupted.beta and resumed.steps == 4
@@ -122,14 +123,14 @@ def test_resumed_adapter_run_is_identical(folder, tmp_path, one_thread):
 
 def test_random_generators_are_restored():
     """Python's is left out of the runs above: the checks of shapes and types draw from it."""
-    kept = json.loads(json.dumps(checkpointing._generators()))
+    kept = json.loads(json.dumps(checkpoints._generators()))
 
     def draws():
         return random.gauss(0, 1), np.random.normal(), torch.rand(()).item()  # noqa: NPY002
 
     first = draws()
     assert draws() != first
-    checkpointing._set_generators(kept)
+    checkpoints._set_generators(kept)
     assert draws() == first
 
 
@@ -189,7 +190,7 @@ def test_resuming_with_an_edited_reward_function_is_refused(folder, tmp_path, mo
 
 def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch):
     job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
-    genuine, count = checkpointing._write, []
+    genuine, count = checkpoints._write, []
 
     def full(*given):
         genuine(*given)
@@ -197,11 +198,11 @@ def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch):
         if len(count) == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointing, "_write", full)
+    monkeypatch.setattr(checkpoints, "_write", full)
     with pytest.raises(RunFolderError, match=r"no space is left to write .*step-000002"):
         train_ppo(job)
     assert last_checkpoint(tmp_path).name == "step-000001"
-    assert load_progress(last_checkpoint(tmp_path)).step == 1
+    assert load_progress(last_checkpoint(tmp_path)).progress.step == 1
 
 
 def test_damaged_checkpoint_is_named(folder, tmp_path):
@@ -242,7 +243,7 @@ def test_other_files_among_checkpoints_are_ignored(copied):
     (folder / "step-000001").mkdir()  # half deleted when the run was killed
     (folder / ".writing-step-000003").mkdir()  # half written, by an older kleash
     assert last_checkpoint(Path(copied.out)).name == "step-000002"
-    assert checkpointing.step_of(folder / "step-999999") is None
+    assert checkpoints.step_of(folder / "step-999999") is None
     (folder / "step-1000000").mkdir()
     assert last_checkpoint(Path(copied.out)).name == "step-1000000", "compared as numbers"
     (folder / "step-1000000").rmdir()

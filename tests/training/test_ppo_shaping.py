@@ -10,11 +10,13 @@ from kleash.divergences import entropy, kl
 from kleash.divergences.enumeration import MarkovModel, random_markov
 from kleash.linear import TokenTerms
 from kleash.records import PPOJob
-from kleash.training.ppo.ppo_losses import RolloutTokens, policy_objective, value_losses
-from kleash.training.ppo.shaping import (
-    RewardSignals,
+from kleash.training.ppo_loss import (
+    PastTokens,
+    Scored,
     learning_signals,
     minus_leave_one_out_mean,
+    policy_objective,
+    value_losses,
     whiten_with_scale,
 )
 
@@ -79,16 +81,15 @@ class World:
         logp, logq, exact = (x[rows] for x in (self.token_logp, self.token_logq, self.token_kl))
         mask = MASK[rows]
         poison = torch.where(mask, 0.0, torch.nan)  # what stands in the padding is not to be read
-        said = RewardSignals(
+        said = scored(
             self.scores[rows], *((x + poison).detach() for x in (logp, logq, exact, self.values[rows])), mask
         )
         shaped = learning_signals(said, job, BETA)
-        past = RolloutTokens(
+        past = PastTokens(
             said.token_logp[mask],
             said.values[mask],
             shaped.advantages[mask],
             shaped.returns[mask],
-            torch.ones(int(mask.sum()), dtype=torch.bool),
         )
         whole = self.policy.next_logp(TOKENS[rows])
         terms = TokenTerms(*(x[mask] for x in (logp, logq, exact, entropy(whole))))
@@ -102,6 +103,10 @@ class World:
             for i, j in itertools.product(range(len(TOKENS)), repeat=2)
         )
         return -self.gradient(total)
+
+
+def scored(scores, logp, logq, exact, values, mask):
+    return Scored(scores=scores, token_logp=logp, token_logq=logq, token_kl=exact, values=values, mask=mask)
 
 
 def job_of(kl_name, place, scope, **more):
@@ -141,7 +146,7 @@ def test_gae_lambda_below_1_biases_the_update():
 def test_whitening_scales_beta_with_the_advantages(kl_name, place, scope):
     """Beta in the loss is divided by the standard deviation that the advantages were divided by."""
     world = World()
-    said = RewardSignals(
+    said = scored(
         world.scores,
         *(x.detach() for x in (world.token_logp, world.token_logq, world.token_kl)),
         world.values,
@@ -179,29 +184,15 @@ def test_beta_0_reads_no_kl():
     mask = torch.ones(1, 2, dtype=torch.bool)
     zeros, forbidden = torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])
     for kind in [*RIGHT, ("exact", "loss", "token")]:
-        said = RewardSignals(torch.ones(1), zeros, forbidden, -forbidden, zeros, mask)
+        said = scored(torch.ones(1), zeros, forbidden, -forbidden, zeros, mask)
         shaped = learning_signals(said, job_of(*kind), 0.0)
         torch.testing.assert_close(shaped.advantages, torch.ones(1, 2))
-        past = RolloutTokens(zeros[0], zeros[0], shaped.advantages[0], shaped.returns[0], mask[0])
+        past = PastTokens(zeros[0], zeros[0], shaped.advantages[0], shaped.returns[0])
         terms = TokenTerms(zeros[0], forbidden[0], -forbidden[0], zeros[0])
         assert policy_objective(past, job_of(*kind), shaped.scaled_beta)(terms, slice(0, 2)).tolist() == [
             -1.0,
             -1.0,
         ]
-
-
-def test_uncounted_nan_tokens_have_zero_loss_and_gradient():
-    """A micro-batch that only keeps processes in step adds nothing, even if its numbers are NaN."""
-    broken = torch.full((2,), torch.nan)
-    logp = broken.clone().requires_grad_()
-    past = RolloutTokens(broken, broken, broken, broken, torch.tensor([False, False]))
-    loss = policy_objective(past, job_of("exact", "loss", "sequence"), 1.0)(
-        TokenTerms(logp, broken, broken, broken), slice(0, 2)
-    )
-    values = broken.clone().requires_grad_()
-    total = loss.sum() + value_losses(values, past, 0.2).sum()
-    total.backward()
-    assert total.item() == 0.0 and (logp.grad == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -214,5 +205,5 @@ def test_uncounted_nan_tokens_have_zero_loss_and_gradient():
     ],
 )
 def test_clipped_value_loss_is_the_larger_of_two_errors(value, old, target, clip, loss):
-    past = RolloutTokens(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)), torch.tensor([True]))
+    past = PastTokens(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)))
     assert value_losses(torch.tensor([value]), past, clip).item() == pytest.approx(loss, rel=1e-6)

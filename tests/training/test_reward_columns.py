@@ -230,7 +230,7 @@ def test_missing_column_is_refused_before_models_are_loaded(
     here: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = {
-        "ppo": "kleash.training.ppo.training_loop.set_up",
+        "ppo": "kleash.training.ppo.set_up",
         "grpo": "kleash.training.with_trl.online.load_networks",
     }
     monkeypatch.setattr(place[algorithm], lambda *_: pytest.fail("a model was loaded"))

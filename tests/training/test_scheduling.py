@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from kleash.errors import CannotRunError
 from kleash.models import Prompt
-from kleash.training.ppo.rollout import MicroBatch, micro_batches
-from kleash.training.process_group import ProcessGroup
 from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of, shuffled
 
 
@@ -69,15 +67,3 @@ def test_minibatches_differ_by_key_and_mix_blocks():
     assert one != other
     for minibatch in one:
         assert Counter(place // 3 for place in minibatch) == Counter(range(4)), "one of each block"
-
-
-def test_process_with_fewer_micro_batches_repeats_one_without_learning():
-    """It reads its shortest response again, without a gradient from it."""
-
-    class OneOfTwo(ProcessGroup):
-        def all_gather_object(self, own):
-            return [own, [2, 3]]
-
-    found = micro_batches([[0, 2, 8], [1, 3, 9]], [0, 1, 2, 3], [5, 3, 9, 4], 10, OneOfTwo(0, 2))
-    idle = MicroBatch([1], False)
-    assert found == [[MicroBatch([2], True), MicroBatch([0], True)], [MicroBatch([3, 1], True), idle, idle]]

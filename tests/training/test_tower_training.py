@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from ppo_cases import ready, write_prompts
+from ppo_cases import ready, rollout_of, write_prompts
 from scipy.special import log_softmax
 from tiny_towers import load_composite, save_tower
 
@@ -15,7 +15,6 @@ from kleash.models import load_pair
 from kleash.records import GRPOJob, PPOJob
 from kleash.training import train
 from kleash.training.ppo import train_ppo
-from kleash.training.ppo.rollout import roll_out
 
 
 def tower_job(folder, family, kind, **settings):
@@ -48,8 +47,7 @@ def exact_kl(folder, sequence):
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "llama4"])
 def test_exact_kl_of_a_rollout_is_that_of_the_composite_models(tmp_path, family):
     job = tower_job(tmp_path, family, PPOJob, dtype="float64", lora_rank=2)
-    setting, prompts = ready(job)
-    rollout = roll_out(setting, prompts, 1)
+    rollout = rollout_of(*ready(job))
     kl = np.concatenate([exact_kl(tmp_path, sequence) for sequence in rollout.sequences])
     assert kl.max() > 0.01
     np.testing.assert_allclose(rollout.token_kl[rollout.mask].numpy(), kl, rtol=1e-6, atol=1e-6)

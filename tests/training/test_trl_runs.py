@@ -17,9 +17,10 @@ from kleash.models import load_pair
 from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.store.metrics import METRICS, PART
 from kleash.training import train
+from kleash.training.checkpoints import last_checkpoint
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.runs import last_checkpoint, verify_checkpoint
+from kleash.training.with_trl.runs import STATE, verify_checkpoint
 from kleash.training.with_trl.trl_config import largest_divisor
 
 pytestmark = [
@@ -101,7 +102,7 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     for folder in ("checkpoint-zzz", "checkpoint-99.old"):
         (tmp_path / "parts/checkpoints" / folder).mkdir()
         (tmp_path / "parts/checkpoints" / folder / "trainer_state.json").write_text("{}")
-    newest = last_checkpoint(tmp_path / "parts")
+    newest = last_checkpoint(tmp_path / "parts", STATE)
     assert newest.name == "checkpoint-4" and verify_checkpoint(newest) == ()
     damaged = newest / "optimizer.pt"
     content = bytearray(damaged.read_bytes())

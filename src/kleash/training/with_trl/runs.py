@@ -1,7 +1,6 @@
 """Runs a trainer of TRL to the end, from the last checkpoint when resuming."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -15,14 +14,12 @@ from kleash.models.text_towers import copy_other_parts
 from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import CHECKSUMS, Checksums
+from kleash.training.checkpoints import POLICY, advice_if_damaged, last_checkpoint, step_of
 from kleash.training.run_log import RunLog
 from kleash.training.runner import Trainer, run_job
 from kleash.training.with_trl.step_logger import StepLogger
-from kleash.training.with_trl.trl_config import CHECKPOINTS
 from kleash.version import __version__
 
-POLICY = "policy"
-NAME = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 STATE = "trainer_state.json"
 """The last file that transformers writes to a checkpoint."""
 
@@ -70,11 +67,13 @@ def run_trainer(
     A run that has taken all its steps, or that the hacking monitor has stopped, takes no further step.
     """
     root = Path(str(job.out))
-    checkpoint = last_checkpoint(root) if job.resume else None
+    checkpoint = last_checkpoint(root, STATE) if job.resume else None
     if checkpoint is not None:
         step_logger.notes = (*step_logger.notes, *verify_checkpoint(checkpoint))
-        stopped, taken = step_logger.was_stopped(step_of(checkpoint)), step_of(checkpoint)
-        if stopped or taken >= trainer.args.max_steps:  # transformers would take one more
+        taken = step_of(checkpoint) or 0
+        if (
+            step_logger.was_stopped(taken) or taken >= trainer.args.max_steps
+        ):  # transformers would take one more
             trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
@@ -96,33 +95,14 @@ def run_trainer(
     )
 
 
-def last_checkpoint(root: Path) -> Path | None:
-    """The newest finished checkpoint; None if there is none."""
-    return max(_finished_checkpoints(root / CHECKPOINTS), key=step_of, default=None)
-
-
 def verify_checkpoint(checkpoint: Path) -> tuple[str, ...]:
     """Check the checksums of a checkpoint; returns notes about it.
 
     Raises:
         RunFolderError: if it is damaged.
     """
-    other_checkpoints = [path for path in _finished_checkpoints(checkpoint.parent) if path != checkpoint]
-    advice = "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
-    if other_checkpoints:
-        advice = f"delete {checkpoint}, and --resume goes on from {max(other_checkpoints, key=step_of).name}"
     checksums = Checksums.read(checkpoint, declared_by=CHECKSUMS)
     if not checksums.exists:
         return (f"{checkpoint} carries no checksums, so damage to it would not be noticed",)
-    checksums.check_all(advice=advice)
+    checksums.check_all(advice=advice_if_damaged(checkpoint))
     return ()
-
-
-def step_of(checkpoint: Path) -> int:
-    """The number of TRL's steps before a checkpoint."""
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def _finished_checkpoints(folder: Path) -> list[Path]:
-    folders = (path.parent for path in folder.glob(f"checkpoint-*/{STATE}"))
-    return [path for path in folders if NAME.fullmatch(path.name)]
