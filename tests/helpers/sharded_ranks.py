@@ -88,7 +88,7 @@ def run_two_ranks(script: str, folder: Path, **environment: str) -> list[dict[st
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # of a machine with other work
     )
     assert all(out.exists() for out in reported), done.stderr[-4000:]
     return [json.loads(out.read_text()) for out in reported]
