@@ -2,20 +2,17 @@
 
 import asyncio
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
 from kleash.arguments import check_reward_order
-from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeError
+from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeError, summarise_error
 from kleash.training.reward_models import Dialogue
 
 RESPONSES = ("responses", "completions")
@@ -173,12 +170,11 @@ def reward_values(
         CannotRunError: if the reward raises, or returns anything but numbers.
         ShapeError: if there is not one number for each response.
         NonFiniteError: if a number is NaN or infinite.
-        KeyboardInterrupt: if the reward does not catch it.
     """
     returned = _call_reward(spec, function, dialogues)
     if len(returned) != len(dialogues):
         raise ShapeError(
-            f"the reward {spec} returned {_count(returned, len(dialogues))} numbers for {len(dialogues)} responses; "
+            f"the reward {spec} returned {len(returned)} numbers for {len(dialogues)} responses; "
             "it must return one each"
         )
     numbers = [_number(spec, dialogue, value) for dialogue, value in zip(dialogues, returned, strict=True)]
@@ -192,52 +188,21 @@ def reward_values(
     return values
 
 
-def describe_exception(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of its message."""
-    try:
-        message = str(error).strip()
-    except Exception:
-        message = ""
-    kind = type(error).__name__
-    return f"{kind}: {message.splitlines()[0]}" if message else kind
-
-
-class _TruncatedValues(list[Any]):
-    """The first values of an iterator that has more values than there are responses."""
-
-
-def _count(returned: list[Any], expected: int) -> str:
-    return f"more than {expected}" if isinstance(returned, _TruncatedValues) else str(len(returned))
-
-
 def _call_reward(
     spec: str, function: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
 ) -> list[Any]:
     """Call a reward; returns its values as a list."""
-    process = os.getpid()
     try:
         returned = function(dialogues)
         check_reward_order(spec, returned)
-        values = (
-            returned.tolist() if hasattr(returned, "tolist") else returned
-        )  # a tensor may carry a gradient
-        if hasattr(values, "__len__"):
-            return list(values)
-        first = list(islice(values, len(dialogues) + 1))  # an iterator may never end
-        return _TruncatedValues(first) if len(first) > len(dialogues) else first
-    except (CannotRunError, NonFiniteError, KeyboardInterrupt):
+        return list(returned.tolist() if hasattr(returned, "tolist") else returned)
+    except (CannotRunError, NonFiniteError):
         raise
     except OptionError as error:
         raise CannotRunError(f"the reward {spec} cannot be called: {error}") from error
-    except BaseException as error:  # a reward may raise anything
-        raise CannotRunError(f"the reward {spec} raises {describe_exception(error)}") from error
-    finally:
-        if os.getpid() != process:  # two processes must not write one run
-            sys.stderr.write(
-                f"kleash: the reward {spec} forked this process, and the copy came back; the copy ends here\n"
-            )
-            sys.stderr.flush()
-            os._exit(1)
+    except Exception as error:  # a reward may raise anything
+        reason = f"{type(error).__name__}: {summarise_error(error)}"
+        raise CannotRunError(f"the reward {spec} raises {reason}") from error
 
 
 def _number(spec: str, dialogue: Dialogue, value: Any) -> float | None:
@@ -248,9 +213,7 @@ def _number(spec: str, dialogue: Dialogue, value: Any) -> float | None:
             return float(value.item() if hasattr(value, "item") else value)
         except OverflowError:
             return float("inf")
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # not a number
+        except (TypeError, ValueError, RuntimeError):  # not a number
             pass
     raise CannotRunError(
         f"the reward {spec} returned a {type(value).__name__} for {dialogue.name}; it must return numbers"
