@@ -14,7 +14,7 @@ from kleash.models.quantised import unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.packed_modules import TensorReader
 
-NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "torchao": 3, "hqq": 10, "quanto": 1, "mlx": 9}
+NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "mlx": 9}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from kleash.models.quantised.auto_round import (
 from kleash.models.quantised.awq import find_awq_modules
 from kleash.models.quantised.bitsandbytes import find_bitsandbytes_modules
 from kleash.models.quantised.gptq import GPTQSettings, find_gptq_modules
-from kleash.models.quantised.hqq import find_hqq_modules
 from kleash.models.quantised.mlx import arrange_tensors, find_mlx_modules
 from kleash.models.quantised.packed_modules import (
     PackedModule,
@@ -26,7 +25,6 @@ from kleash.models.quantised.packed_modules import (
     group_by_module,
     read_headers,
 )
-from kleash.models.quantised.quanto import find_quanto_modules
 from kleash.models.quantised.scaled_weights import BLOCK_SCALES, WeightScheme, find_scaled_modules
 from kleash.models.quantised.settings import (
     UnsupportedLayoutError,
@@ -41,7 +39,6 @@ from kleash.models.quantised.settings import (
     read_object,
     read_quantisation_settings,
 )
-from kleash.models.quantised.torchao import find_torchao_modules, rounds_activations
 
 GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
 """``checkpoint_format`` → whether zero points are stored less one."""
@@ -135,7 +132,7 @@ def find_packed_modules(folder: Path, subject: str) -> PackedCheckpoint | None:
                 subject=subject, headers=headers, settings=settings, reader=reader, model_type=model_type
             )
             modules = FORMATS[method](tensors)
-            rounded = _rounds_activations(settings, headers, reader)
+            rounded = _rounds_activations(settings)
     except UnsupportedLayoutError as error:
         raise ModelError(
             f"{subject} is quantised ({method}) in a layout that is not read: {error}; quantise or convert it to "
@@ -324,34 +321,15 @@ def _bitsandbytes_modules(tensors: _PackedTensors) -> list[PackedModule]:
     return find_bitsandbytes_modules(modules, tensors.headers, tensors.reader)
 
 
-def _torchao_modules(tensors: _PackedTensors) -> list[PackedModule]:
-    """The modules of a torchao checkpoint."""
-    return find_torchao_modules(tensors.subject, tensors.headers, tensors.reader)
-
-
-def _hqq_modules(tensors: _PackedTensors) -> list[PackedModule]:
-    """The modules of an HQQ checkpoint."""
-    return find_hqq_modules(group_by_module(tensors.subject, tensors.headers), tensors.reader)
-
-
-def _quanto_modules(tensors: _PackedTensors) -> list[PackedModule]:
-    """The modules of an optimum-quanto checkpoint."""
-    return find_quanto_modules(tensors.subject, tensors.headers, tensors.reader)
-
-
 def _mlx_modules(tensors: _PackedTensors) -> list[PackedModule]:
     """The modules of an MLX checkpoint."""
     modules = group_by_module(tensors.subject, tensors.headers)
     return find_mlx_modules(modules, tensors.settings, tensors.model_type)
 
 
-def _rounds_activations(
-    settings: Mapping[str, Any], headers: Mapping[str, TensorHeader], reader: TensorReader
-) -> bool:
+def _rounds_activations(settings: Mapping[str, Any]) -> bool:
     """Whether a format quantises activations when the model is served."""
     method = str(settings.get("quant_method")).lower()
-    if method == "torchao":
-        return rounds_activations(headers, reader)
     if method == "mlx":
         return settings.get("quantize_activations") is True
     if method == "bitsandbytes":
@@ -382,9 +360,6 @@ FORMATS: Mapping[str, Callable[[_PackedTensors], list[PackedModule]]] = {
     "fbgemm_fp8": _scaled_float_modules,
     "modelopt": _scaled_float_modules,
     "bitsandbytes": _bitsandbytes_modules,
-    "torchao": _torchao_modules,
-    "hqq": _hqq_modules,
-    "quanto": _quanto_modules,
     "mlx": _mlx_modules,
     "metal": _mlx_modules,
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +66,6 @@ class TensorReader:
         """Tensors of a module by the last parts of their names."""
         return (self.read(tensors.full_name(part)) for part in parts)
 
-    def read_metadata(self, path: Path) -> dict[str, str]:
-        """The metadata of a file."""
-        return self._open(path).metadata() or {}
-
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             file = import_extra("safetensors", "models").safe_open(path, framework="pt")
@@ -106,14 +102,10 @@ class ModuleTensors:
     """The model, for errors."""
     name: str
     headers: Mapping[str, TensorHeader]
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Names of tensors in the files, where they are not the module's and the part's."""
-    parameter: str = ""
-    """Name of the matrix in an ordinary checkpoint; "" for the module's ``weight``."""
 
     def full_name(self, part: str) -> str:
         """The name of a tensor in the files."""
-        return self.names.get(part, f"{self.name}.{part}")
+        return f"{self.name}.{part}"
 
     def shape(self, part: str, dtypes: Sequence[str], dimensions: Sequence[int] = (2,)) -> tuple[int, ...]:
         """The shape of a tensor.
@@ -153,27 +145,6 @@ class ModuleTensors:
         return ModelError(
             f"{self.subject} cannot be unpacked: its module {name} {explanation}; fetch or quantise the model again"
         )
-
-
-def renamed_tensors(
-    subject: str,
-    name: str,
-    names: Mapping[str, str],
-    headers: Mapping[str, TensorHeader],
-    parameter: str = "",
-) -> ModuleTensors:
-    """The tensors of one module in a format that has names of its own for them.
-
-    Args:
-        subject: the model, for errors.
-        name: of the module.
-        names: of the tensors in the files, by the last parts that the decoders know; those that are missing are left
-            out.
-        headers: of all tensors of the checkpoint.
-        parameter: name of the matrix in an ordinary checkpoint; "" for the module's ``weight``.
-    """
-    stored = {part: headers[stored_name] for part, stored_name in names.items() if stored_name in headers}
-    return ModuleTensors(subject=subject, name=name, headers=stored, names=names, parameter=parameter)
 
 
 def group_by_module(subject: str, headers: Mapping[str, TensorHeader]) -> dict[str, ModuleTensors]:

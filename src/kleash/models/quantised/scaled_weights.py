@@ -121,7 +121,7 @@ def describe_scaled_module(
     parts = (codes, _scale_part(tensors), *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
-        parameter=tensors.parameter or f"{tensors.name}.weight",
+        parameter=f"{tensors.name}.weight",
         shape=shape,
         kind=f"{' '.join(dict.fromkeys((method, kind)))}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),

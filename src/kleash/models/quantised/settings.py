@@ -15,7 +15,7 @@ MLX_SETTINGS, ACTIVATIONS = "quantization", "quantize_activations"
 """Settings in the config.json of MLX, which do not name the format; others of its name stand beside them."""
 SCALE_MEANING = "weight_scale_semantics"
 """Setting of GPTQModel's FP8."""
-MODELOPT_SETTINGS, QUANTO_SETTINGS = "hf_quant_config.json", "quanto_qmap.json"
+MODELOPT_SETTINGS = "hf_quant_config.json"
 ROTATION_SETTINGS = re.compile(r"rotation|hadamard|quarot|spinquant|transform_config")
 """Names of settings of formats that also change activations while the model runs."""
 MODELOPT_ALGORITHMS = frozenset(
@@ -57,8 +57,6 @@ def read_quantisation_settings(folder: Path) -> dict[str, Any] | None:
     for name, method in OLD_SETTINGS.items():
         if (folder / name).is_file():
             return {"quant_method": method, **read_json(folder / name)}
-    if (folder / QUANTO_SETTINGS).is_file():
-        return {"quant_method": "quanto"}
     if (folder / MODELOPT_SETTINGS).is_file():
         value = read_json(folder / MODELOPT_SETTINGS).get("quantization")
         return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
@@ -72,7 +70,7 @@ def describe_settings_place(folder: Path) -> str:
     for name in ("quantization_config", "compression_config", MLX_SETTINGS):
         if any(part.get(name) for part in parts):
             return f"{name} from config.json"
-    files = (*OLD_SETTINGS, QUANTO_SETTINGS, MODELOPT_SETTINGS)
+    files = (*OLD_SETTINGS, MODELOPT_SETTINGS)
     return next((name for name in files if (folder / name).is_file()), "its settings")
 
 

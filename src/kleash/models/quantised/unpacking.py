@@ -19,7 +19,7 @@ GENERATION_CONFIG = "generation_config.json"
 ACTIVATION_TENSORS = frozenset(
     (
         *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
-        *("activation_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point"),
+        *("activation_scale",),
         *("q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
     )
 )
