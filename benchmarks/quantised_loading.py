@@ -45,7 +45,6 @@ from kleash.models.gguf.network import read_attributes
 from kleash.models.gguf.tensor_decoding import read_parameters
 from kleash.models.network_loading import load_networks
 from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.quantised.unpacking import unpack
 
 HIDDEN, MLP, HEADS, VOCABULARY, GROUP = 4096, 14336, 32, 8192, 128
@@ -222,12 +221,12 @@ def decode(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         name, architecture = find_architecture(files.settings, [tensor.name for tensor in files.tensors])
         attributes, _ = read_attributes(files, name, architecture)
         return read_parameters(files.tensors, architecture, attributes, dtype)[0]
-    packed = find_packed_modules(Path(model), "the benchmark")
+    packed = find_packed_modules(find_checkpoint(model))
     assert packed is not None
     used = {part for module in packed.modules for part in module.parts}
-    with TensorReader(packed.headers) as reader:
-        tensors = {name: reader.read(name).to(dtype) for name in packed.headers if name not in used}
-        return tensors | {module.parameter: unpack(module, reader, dtype) for module in packed.modules}
+    stored = packed.checkpoint.safetensors
+    tensors = {name: stored.read(name).to(dtype) for name in stored if name not in used}
+    return tensors | {module.parameter: unpack(module, dtype) for module in packed.modules}
 
 
 def read_plain(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -342,8 +342,8 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
     ("damage", "message"),
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-40]), "let the engine save it again, or wait until it is written"),
-        (lambda p: p.write_bytes(b""), "is not a safetensors file"),
-        (lambda p: p.write_bytes(b"\x1b[31m" * 40), "is not a safetensors file"),
+        (lambda p: p.write_bytes(b""), "is not a whole safetensors file"),
+        (lambda p: p.write_bytes(b"\x1b[31m" * 40), "is not a whole safetensors file"),
         (lambda p: save(p, torch.zeros(9, 2, 16), torch.arange(9)), "layers of 16 numbers in float32 and"),
         (lambda p: save(p, torch.zeros(9, 3, 32), torch.arange(9)), "holds 3 layers of 32 numbers"),
         (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16 and"),

@@ -216,8 +216,8 @@ def test_an_adapter_that_changes_another_adapters_output_is_detected(made, ids, 
     put_on = shared_base.attach_adapter
     (policy, base), (reference, _) = made("lora"), made("dora")
 
-    def meddling(network, wrapper, side, role):
-        done = put_on(network, wrapper, side, role)
+    def meddling(network, wrapper, side):
+        done = put_on(network, wrapper, side)
         if wrapper is not None:
             with torch.no_grad():
                 next(p for name, p in done.named_parameters() if "lora_B.policy" in name).mul_(1.5)

@@ -166,7 +166,7 @@ def test_damaged_files_are_errors(copied, unhooked):
     (copied / "config.json").write_text(config)
     weights = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(weights[:100])
-    refuse(copied, "model.safetensors is not a safetensors file; fetch or make it again")
+    refuse(copied, "model.safetensors is not a whole safetensors file")
     (copied / "model.safetensors").write_bytes(weights[:-100])
     refuse(copied, f"should be {len(weights)} bytes long and is {len(weights) - 100}; fetch or make it again")
 
@@ -217,7 +217,7 @@ def test_shards_need_their_index_and_beside_one_file_have_the_same_tensors(copie
     shard(copied, stored)
     refuse(
         copied,
-        "the tensor model.norm.weight in model.safetensors and in model-0000.-of-00002.safetensors, with",
+        "model.safetensors and model-0000.-of-00002.safetensors hold the tensor model.norm.weight with",
     )
     (copied / "model.safetensors").unlink()
     (copied / "model.safetensors.index.json").unlink()
@@ -259,7 +259,7 @@ def test_weights_with_mismatched_shapes_are_an_error(copied, unhooked):
     shapes = "" if transformers.__version__.startswith("4.") else r": \(320, 32\), and not \(310, 32\)"
     refuse(
         copied,
-        rf"has 2 weights of other shapes than its config.json says, such as lm_head.weight{shapes}; correct config",
+        rf"has 2 weights of other shapes than its configuration says, such as lm_head.weight{shapes}; correct it",
     )
 
 
@@ -276,7 +276,7 @@ def test_encoder_decoders_and_composite_models_without_weights_are_refused(tmp_p
     tiny_tokenizer().save_pretrained(picture)
     (picture / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
     save_file({"x": torch.zeros(1)}, picture / "model.safetensors")
-    refuse(picture, r"describes in its config.json a network of \d+ weights")
+    refuse(picture, r"describes in its settings a network of \d+ weights")
 
 
 def test_an_unknown_architecture_is_an_error(copied, unhooked):

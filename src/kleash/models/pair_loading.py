@@ -15,7 +15,7 @@ from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
-from kleash.models.network_loading import PARALLEL_MAPS, load_networks, read_config
+from kleash.models.network_loading import PARALLEL_MAPS, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_tokenizers import load_tokenizers
@@ -96,8 +96,8 @@ def load_pair(
         tokenizer=tokenizer,
     )
     checkpoints = {
-        "policy": find_checkpoint(policy, revision_policy),
-        "reference": find_checkpoint(reference, revision_reference),
+        "policy": find_checkpoint(policy, revision_policy, "policy"),
+        "reference": find_checkpoint(reference, revision_reference, "reference"),
     }
     with suppress_library_output():
         tokenizers, tokenizer_notes = load_tokenizers(checkpoints, trust_remote_code, tokenizer)
@@ -159,10 +159,9 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        config = None if checkpoint.gguf else read_config(checkpoint, loading.trust_remote_code)
         model = replace(
             model,
-            weights=describe_weights(checkpoint, loaded.base_parameters, config),
+            weights=describe_weights(checkpoint, loaded.base),
             base=None if checkpoint.adapter is None else checkpoint.base,
         )
         models[role] = with_storage(model, view.storage)
@@ -307,7 +306,7 @@ def load_alone(role: str, name: str, revision: str | None, loading: Loading) -> 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
     """
-    checkpoints = {role: find_checkpoint(name, revision)}
+    checkpoints = {role: find_checkpoint(name, revision, role)}
     with suppress_library_output():
         tokenizers, tokenizer_notes = load_tokenizers(
             checkpoints, loading.trust_remote_code, loading.tokenizer
@@ -337,7 +336,7 @@ def load_beside(
     """
     dtype = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
     stored.check_reference(reference, revision_reference, str(dtype).removeprefix("torch."))
-    checkpoints = {"policy": find_checkpoint(policy, revision_policy)}
+    checkpoints = {"policy": find_checkpoint(policy, revision_policy, "policy")}
     with suppress_library_output():
         stored_tokenizer = stored.tokenizer(loading.trust_remote_code)
         tokenizers, tokenizer_notes = load_tokenizers(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kleash.errors import KleashError, ModelError, RunFolderError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import read_safetensors_header
+from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.sources.sequences import TokenSequence
 from kleash.store.atomic import write_atomically
 from kleash.store.cache import REMAKE_CACHE, cache_checksums
@@ -113,10 +113,10 @@ class HiddenStateStore:
             ModelError: if the file is damaged.
         """
         try:
-            header = read_safetensors_header(path)
+            header = SafetensorsFiles([path])
             tensors = read_tensors(path, ("keys", "lengths"))
             lengths = tensors["lengths"].tolist()
-            rows = header["hidden"]["shape"][0]
+            rows = header["hidden"].shape[0]
             keys = tensors["keys"].numpy()
             if sum(lengths) != rows or min(lengths) < 0 or keys.shape != (len(lengths), KEY_BYTES):
                 raise ModelError(f"{path} holds {rows} hidden states and a list of {sum(lengths)}")

@@ -20,7 +20,7 @@ from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderErro
 from kleash.extras import import_extra
 from kleash.models.cache.hidden_states import KEY_BYTES, read_tensors
 from kleash.models.cache.saved_records import SavedRecord, SavedRequest, parse_record
-from kleash.models.checkpoints.files import read_safetensors_header
+from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.sources.sequences import TokenSequence
 from kleash.store.file_hashes import watch_files
 
@@ -164,7 +164,7 @@ class SavedStates:
     def _add_safetensors(self, path: Path) -> None:
         """Index a file of vLLM."""
         try:
-            header = read_safetensors_header(path)
+            header = SafetensorsFiles([path])
         except ModelError as error:
             raise ModelError(
                 f"{summarise_error(error).replace('; fetch or make it again', '')}: let the engine save it again, or "
@@ -176,10 +176,10 @@ class SavedStates:
                 f"{path} has no tensor {missing[0]!r}; expected the files of vLLM's ExampleHiddenStatesConnector"
             )
         states, tokens = header[STATES], header[TOKENS]
-        shape, token_shape = states["shape"], tokens["shape"]
-        if states["dtype"] not in FLOAT_DTYPES or tokens["dtype"] not in TOKEN_DTYPES:
+        shape, token_shape = list(states.shape), list(tokens.shape)
+        if states.kind not in FLOAT_DTYPES or tokens.kind not in TOKEN_DTYPES:
             raise ModelError(
-                f"{path} holds hidden states of dtype {states['dtype']} and token ids of dtype {tokens['dtype']}; "
+                f"{path} holds hidden states of dtype {states.kind} and token ids of dtype {tokens.kind}; "
                 "expected BF16, F16, F32 or F64, and I64 or I32"
             )
         if len(shape) != 3 or len(token_shape) != 1:
@@ -193,7 +193,7 @@ class SavedStates:
                 "engine save it again, as [tokens, layers, dim] and without chunked prefill"
             )
         request = SavedRequest(path=path, line=None, offset=0, rows=shape[0])
-        self._add(request, self.token_ids(request), FLOAT_DTYPES[states["dtype"]], *shape[1:])
+        self._add(request, self.token_ids(request), FLOAT_DTYPES[states.kind], *shape[1:])
 
     def _add_jsonl(self, path: Path, has_safetensors: bool) -> None:
         """Index a file of SGLang's responses, or of log-probabilities."""

@@ -110,7 +110,7 @@ class StoredReference:
                 raise ModelError(
                     f"{path} was not written by kleash cache and would change the tokenizer; delete it"
                 )
-        return load_tokenizer(checkpoint, "reference", trust_remote_code)
+        return load_tokenizer(checkpoint, trust_remote_code)
 
     def as_model(self, device: torch.device, tokenizer: Any) -> Model:
         """The reference as a ``Model`` without a network, with its head on ``device``.

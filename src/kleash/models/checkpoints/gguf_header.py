@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
+from kleash.models.checkpoints.files import StoredTensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -39,26 +40,6 @@ NUMBERS = {
     12: "d",
 }
 """Type of a value in the file → its format of ``struct``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """Where a tensor is in its file, and how it is stored."""
-
-    name: str
-    path: Path
-    kind: str
-    """Name of the ggml type: "F32", "Q4_K" …"""
-    shape: tuple[int, ...]
-    """In the order of torch: rows before columns."""
-    offset: int
-    """Of its first byte in the file."""
-    num_bytes: int
-
-    @property
-    def elements(self) -> int:
-        """Number of weights."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

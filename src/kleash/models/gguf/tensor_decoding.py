@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.gguf_header import StoredTensor
+from kleash.models.checkpoints.files import StoredTensor
 from kleash.models.gguf.architectures import (
     FUSED_EXPERTS,
     FUSED_PROJECTIONS,
