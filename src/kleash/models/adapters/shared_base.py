@@ -22,8 +22,6 @@ from kleash.models.checkpoints.files import StoredTensor
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.packed_modules import PackedModule
 
-UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BaseNetwork:
@@ -100,7 +98,7 @@ def load_over_one_base(
         networks |= _load_on_one_base({role: checkpoints[role] for role in roles}, load_base)
     parameters = networks[next(iter(checkpoints))].network.parameters()
     size = sum(p.numel() * p.element_size() for p in parameters)
-    times = f"{len(roles_by_adapter)} times ({len(roles_by_adapter)} x {_format_bytes(size)})"
+    times = f"{len(roles_by_adapter)} times ({len(roles_by_adapter)} x {size / 1e9:.3g} GB)"
     return networks, f"policy and reference have one base, which is in memory {times}, since {reason}"
 
 
@@ -201,9 +199,3 @@ def _check_unchanged(
     wrapper.set_adapter(active)
     if change is not None:
         raise _ChangedBaseError(f"the adapter {checkpoint.name} {change}")
-
-
-def _format_bytes(size_bytes: int) -> str:
-    """A number of bytes in words, such as "1.23 GB"."""
-    unit = next((unit for unit, size in UNITS.items() if size_bytes >= size), "kB")
-    return f"{size_bytes / UNITS[unit]:.3g} {unit}"

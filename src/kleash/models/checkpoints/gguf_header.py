@@ -109,14 +109,9 @@ class _Parser:
             raise _DamagedError("it does not begin with GGUF")
         (version,) = self._unpack("I", "its version")
         if version not in VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            if swapped in VERSIONS:
-                raise ModelError(
-                    f"{self._path} is a big-endian GGUF file; convert it with gguf-convert-endian of the package gguf"
-                )
             raise ModelError(
-                f"{self._path} is of GGUF version {version}, and versions 2 and 3 are read; make it again with a "
-                "current llama.cpp"
+                f"{self._path} is of GGUF version {version}, and versions 2 and 3 in little-endian order are read; "
+                "make it again with a current llama.cpp, or convert it with gguf-convert-endian of the package gguf"
             )
         num_tensors, num_settings = self._unpack("QQ", "its counts")
         if num_settings > MAX_SETTINGS or num_tensors > MAX_TENSORS:
@@ -213,12 +208,6 @@ class _Parser:
         """The next ``count`` bytes; checked before they are allocated."""
         end = self._position + count
         if end > min(self._size, MAX_HEADER_BYTES):
-            reason = (
-                f"it ends within {what[:80]!r}" if end > self._size else "its header is longer than 256 MiB"
-            )
-            raise _DamagedError(reason)
-        data = self._file.read(count)
-        if len(data) != count:
-            raise _DamagedError(f"it ends within {what[:80]!r}")
+            raise _DamagedError(f"it ends within {what[:80]!r}, or its header is longer than 256 MiB")
         self._position = end
-        return data
+        return self._file.read(count)

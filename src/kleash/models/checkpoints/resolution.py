@@ -33,8 +33,6 @@ from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-SERVER_NAME = re.compile(r"\s*(https?\W|[a-z]{2,}:/|[\w.-]+:\d)")
-"""The beginning of a server's address that lacks http://, or has another scheme: localhost:8000, ws://host."""
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
@@ -378,9 +376,9 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if exists:
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
-        server = "; a server's address begins with http:// or https://" if SERVER_NAME.match(name) else ""
         raise ModelError(
-            f"there is no folder {name}, and it cannot be a hub id either; give one of the two{server}"
+            f"there is no folder {name}, and it cannot be a hub id either; give one of the two, or the address of a "
+            "server, which begins with http:// or https://"
         )
     return _fetch(name, revision)
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from kleash.errors import ModelError
-from kleash.models.gguf.block_tensors import BLOCK_TENSOR, OLD_EXPERT, OUTSIDE_BLOCKS
 from kleash.models.gguf.family_settings import Settings, TensorSummary
 
 SHAPE_SETTINGS = {
@@ -80,13 +79,8 @@ class GGUFArchitecture:
 
     model_type: str
     """transformers' name of the configuration."""
-    block: Mapping[str, str]
-    """Part of a block → module of a layer, or part with its suffix → parameter; "{expert}" stands for the number of an
-    expert, and without it the experts of a layer are one parameter."""
-    outside: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Modules or tensors outside of blocks → modules or parameters, where they are not those of ``OUTSIDE_BLOCKS``."""
-    layers: str = "model.layers"
-    """Name of the list of layers."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Names of parameters that do not follow from the table of the package gguf: ``ParameterNames.exceptions``."""
     shapes: Mapping[str, str] = field(default_factory=lambda: SHAPE_SETTINGS)
     """Settings that a file must have, as numbers above 0 → attribute of the configuration."""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -249,35 +243,3 @@ def _rope(values: Settings, attributes: Mapping[str, Any]) -> dict[str, Any]:
     elif kind not in ("none", "linear"):
         raise ModelError(f"its positions are scaled by {str(kind)[:40]!r}, which is not read from GGUF files")
     return rope
-
-
-def parameter_name(name: str, architecture: GGUFArchitecture) -> str | None:
-    """The parameter that a tensor of a file stands for; None if there is none.
-
-    Args:
-        name: of the tensor, such as "blk.3.attn_q.weight".
-        architecture: of its file.
-
-    Returns:
-        Its name in a checkpoint, in which "{expert}" stands for the number of an expert.
-    """
-    if name in architecture.outside:
-        return architecture.outside[name]
-    stem, _, suffix = name.rpartition(".")
-    outside = OUTSIDE_BLOCKS | dict(architecture.outside)
-    if suffix in ("weight", "bias") and stem in outside:
-        return f"{outside[stem]}.{suffix}"
-    match = BLOCK_TENSOR.fullmatch(name)
-    if match is None:
-        return None
-    number, part, suffix = match.groups()
-    expert = OLD_EXPERT.fullmatch(part)
-    if expert is not None and f"{expert[1]}_exps" in architecture.block:
-        module = architecture.block[f"{expert[1]}_exps"].replace("{expert}", expert[2])
-        return f"{architecture.layers}.{number}.{module}.{suffix}"
-    layer = f"{architecture.layers}.{number}."
-    if f"{part}.{suffix}" in architecture.block:
-        return layer + architecture.block[f"{part}.{suffix}"]
-    if part not in architecture.block or suffix == "scale":
-        return None
-    return layer + architecture.block[part] + (f".{suffix}" if suffix else "")

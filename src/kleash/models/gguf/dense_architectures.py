@@ -9,22 +9,6 @@ from kleash.models.gguf.architectures import (
     SHAPE_SETTINGS,
     GGUFArchitecture,
 )
-from kleash.models.gguf.block_tensors import (
-    DENSE_BLOCK,
-    GEMMA3N_BLOCK,
-    GEMMA3N_OUTSIDE,
-    GLM4_BLOCK,
-    GPT2_BLOCK,
-    GPT2_OUTSIDE,
-    GPT_NEOX_BLOCK,
-    GPT_NEOX_OUTSIDE,
-    NORMS_AFTER,
-    NORMS_AROUND,
-    PHI_BLOCK,
-    POST_NORM,
-    QK_NORMS,
-    STABLELM_NORMS,
-)
 from kleash.models.gguf.family_settings import (
     adjust_cohere,
     adjust_cohere2,
@@ -42,6 +26,7 @@ from kleash.models.gguf.family_settings import (
     adjust_stablelm,
     refuse_sliding_window,
 )
+from kleash.models.gguf.names import GEMMA3N_NAMES, STABLELM_NAMES
 from kleash.models.gguf.parameter_layouts import (
     drop_shared_kv,
     interleave_neox_heads,
@@ -70,29 +55,25 @@ STATE_SPACE_SIZES = frozenset(
 )
 EXPERT_SIZES = frozenset(("expert_count", "expert_used_count", "expert_shared_feed_forward_length"))
 """With ``STATE_SPACE_SIZES``, settings that files of Granite 4 have without having such layers, too."""
-LLAMA = GGUFArchitecture(model_type="llama", block=DENSE_BLOCK, biases=LLAMA_BIASES, interleaved_rope=True)
-QWEN2 = GGUFArchitecture(model_type="qwen2", block=DENSE_BLOCK)
+LLAMA = GGUFArchitecture(model_type="llama", biases=LLAMA_BIASES, interleaved_rope=True)
+QWEN2 = GGUFArchitecture(model_type="qwen2")
 QWEN3 = GGUFArchitecture(
     model_type="qwen3",
-    block=DENSE_BLOCK | QK_NORMS,
     biases={"attention_bias": PROJECTIONS},
     adjusted=frozenset(("n_deepstack_layers",)),
 )
 """Qwen 3, and the language model of Qwen 3-VL: text has one position for all sections of the rotary embedding."""
 OLMO2 = GGUFArchitecture(
     model_type="olmo2",
-    block={name: module for name, module in DENSE_BLOCK.items() if not name.endswith("_norm")} | NORMS_AFTER,
     biases={"attention_bias": PROJECTIONS},
     adjust=refuse_sliding_window,
 )
 GLM4 = GGUFArchitecture(
     model_type="glm4",
-    block=GLM4_BLOCK,
     biases={"attention_bias": PROJECTIONS},
 )
 COHERE = GGUFArchitecture(
     model_type="cohere",
-    block=DENSE_BLOCK | QK_NORMS,
     shapes=layer_norm_shapes("layer_norm_eps"),
     settings={"logit_scale": "logit_scale"},
     biases={"attention_bias": PROJECTIONS},
@@ -100,7 +81,6 @@ COHERE = GGUFArchitecture(
 )
 GEMMA2 = GGUFArchitecture(
     model_type="gemma2",
-    block=DENSE_BLOCK | NORMS_AROUND,
     settings={
         "attention.sliding_window": "sliding_window",
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -115,7 +95,6 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "smollm3": replace(LLAMA, model_type="smollm3"),
     "granite": GGUFArchitecture(
         model_type="granite",
-        block=DENSE_BLOCK,
         settings=GRANITE_SCALES,
         adjusted=STATE_SPACE_SIZES | EXPERT_SIZES,
         biases=LLAMA_BIASES,
@@ -136,7 +115,6 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "gemma2": GEMMA2,
     "gemma3": GGUFArchitecture(
         model_type="gemma3_text",
-        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS,
         settings={
             "attention.sliding_window": "sliding_window",
             "final_logit_softcapping": "final_logit_softcapping",
@@ -146,16 +124,14 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",
-        block=DENSE_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         settings={"attention.sliding_window": "sliding_window"},
         adjust=adjust_phi3,
         has_long_rope=True,
     ),
-    "gemma": GGUFArchitecture(model_type="gemma", block=DENSE_BLOCK, norm_offset=1.0),
+    "gemma": GGUFArchitecture(model_type="gemma", norm_offset=1.0),
     "gemma3n": GGUFArchitecture(
         model_type="gemma3n_text",
-        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS | GEMMA3N_BLOCK,
-        outside=GEMMA3N_OUTSIDE,
+        names=GEMMA3N_NAMES,
         settings={
             "attention.sliding_window": "sliding_window",
             "attention.shared_kv_layers": "num_kv_shared_layers",
@@ -172,14 +148,12 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "glm4v": replace(GLM4, arrange=restore_glm4v_heads),
     "ministral3": GGUFArchitecture(
         model_type="ministral3",
-        block=DENSE_BLOCK,
         adjust=adjust_ministral3,
         interleaved_rope=True,
     ),
     "arcee": replace(LLAMA, model_type="arcee"),
     "seed_oss": GGUFArchitecture(
         model_type="seed_oss",
-        block=DENSE_BLOCK | POST_NORM,
         biases={
             "attention_bias": PROJECTIONS[:3],
             "attention_out_bias": PROJECTIONS[3:],
@@ -187,23 +161,19 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         },
     ),
     "ernie4_5": GGUFArchitecture(
-        model_type="ernie4_5", block=DENSE_BLOCK, biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)}
+        model_type="ernie4_5", biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)}
     ),
     "hunyuan-dense": GGUFArchitecture(
         model_type="hunyuan_v1_dense",
-        block=DENSE_BLOCK
-        | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
         biases={"attention_bias": PROJECTIONS},
     ),
     "chatglm": GGUFArchitecture(
         model_type="glm",
-        block=DENSE_BLOCK | {"ffn_up": "mlp.gate_up_proj"},
         biases={"attention_bias": PROJECTIONS[:3]},
         adjust=adjust_partial_rope,
     ),
     "exaone4": GGUFArchitecture(
         model_type="exaone4",
-        block=OLMO2.block,
         settings={"attention.sliding_window": "sliding_window"},
         adjust=adjust_exaone4,
     ),
@@ -216,7 +186,6 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "olmo": GGUFArchitecture(
         model_type="olmo",
-        block=DENSE_BLOCK,
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"attention.clamp_kqv": "clip_qkv"},
         adjust=adjust_olmo,
@@ -224,7 +193,6 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "nemotron": GGUFArchitecture(
         model_type="nemotron",
-        block=DENSE_BLOCK,
         shapes=layer_norm_shapes("norm_eps"),
         biases=LLAMA_BIASES,
         adjusted=frozenset((RMS_NORM,)),
@@ -233,14 +201,13 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "starcoder2": GGUFArchitecture(
         model_type="starcoder2",
-        block=DENSE_BLOCK | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         shapes=layer_norm_shapes("norm_epsilon"),
         constants={"sliding_window": None},
         biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)},
     ),
     "stablelm": GGUFArchitecture(
         model_type="stablelm",
-        block=DENSE_BLOCK | STABLELM_NORMS,
+        names=STABLELM_NAMES,
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": PROJECTIONS[:3]},
@@ -248,25 +215,17 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "phi2": GGUFArchitecture(
         model_type="phi",
-        block=PHI_BLOCK,
-        outside={"output_norm": "model.final_layernorm"},
         shapes=layer_norm_shapes("layer_norm_eps"),
         adjust=adjust_partial_rope,
     ),
     "gpt2": GGUFArchitecture(
         model_type="gpt2",
-        block=GPT2_BLOCK,
-        outside=GPT2_OUTSIDE,
-        layers="transformer.h",
         shapes=layer_norm_shapes("layer_norm_epsilon"),
         adjust=adjust_gpt2,
         arrange=transpose_gpt2,
     ),
     "gptneox": GGUFArchitecture(
         model_type="gpt_neox",
-        block=GPT_NEOX_BLOCK,
-        outside=GPT_NEOX_OUTSIDE,
-        layers="gpt_neox.layers",
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"use_parallel_residual": "use_parallel_residual"},
         adjust=adjust_partial_rope,

@@ -4,29 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kleash.models.gguf.architectures import PROJECTIONS, SHAPE_SETTINGS, GGUFArchitecture
-from kleash.models.gguf.block_tensors import (
-    DENSE_BLOCK,
-    EXPERTS,
-    FALCON_H1_BLOCK,
-    GEMMA4_BLOCK,
-    GEMMA4_OUTSIDE,
-    GPT_OSS_BLOCK,
-    GRANITE_EXPERTS,
-    GRANITE_HYBRID_BLOCK,
-    LATENT_ATTENTION,
-    LFM2_BLOCK,
-    LFM2_EXPERTS,
-    LINEAR_ATTENTION,
-    LLAMA4_BLOCK,
-    MIXTRAL_EXPERTS,
-    NEMOTRON_H_BLOCK,
-    NEMOTRON_H_OUTSIDE,
-    NORMS_AROUND,
-    POST_NORM,
-    QK_NORMS,
-    ROUTED_EXPERTS,
-    SHARED_EXPERT,
-)
 from kleash.models.gguf.dense_architectures import GRANITE_SCALES, LLAMA_BIASES, RMS_NORM, STATE_SPACE_SIZES
 from kleash.models.gguf.expert_settings import (
     adjust_deepseek2,
@@ -47,6 +24,22 @@ from kleash.models.gguf.family_settings import (
     adjust_granite,
     adjust_qwen3_next,
     adjust_qwen35,
+)
+from kleash.models.gguf.names import (
+    EXPERTS,
+    FALCON_H1_NAMES,
+    GEMMA4_NAMES,
+    GPT_OSS_NAMES,
+    GRANITE_EXPERTS,
+    GRANITE_HYBRID_NAMES,
+    LATENT_ATTENTION,
+    LFM2_EXPERTS,
+    LINEAR_ATTENTION,
+    LLAMA4_NAMES,
+    MIXTRAL_EXPERTS,
+    NEMOTRON_H_NAMES,
+    QWEN3_NEXT_NAMES,
+    ROUTED_EXPERTS,
 )
 from kleash.models.gguf.parameter_layouts import (
     drop_shared_kv,
@@ -92,7 +85,7 @@ GEMMA4_SETTINGS = {
 QWEN_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN3_MOE = GGUFArchitecture(
     model_type="qwen3_moe",
-    block=DENSE_BLOCK | QK_NORMS | EXPERTS,
+    names=EXPERTS,
     settings=EXPERT_SETTINGS,
     constants={"norm_topk_prob": True, **QWEN_EXPERTS},
     biases={"attention_bias": PROJECTIONS},
@@ -100,7 +93,7 @@ QWEN3_MOE = GGUFArchitecture(
 )
 QWEN35 = GGUFArchitecture(
     model_type="qwen3_5_text",
-    block=DENSE_BLOCK | QK_NORMS | {"post_attention_norm": "post_attention_layernorm"} | LINEAR_ATTENTION,
+    names=LINEAR_ATTENTION,
     settings={
         "ssm.conv_kernel": "linear_conv_kernel_dim",
         "ssm.state_size": "linear_key_head_dim",
@@ -115,7 +108,7 @@ QWEN35 = GGUFArchitecture(
 )
 DEEPSEEK2 = GGUFArchitecture(
     model_type="deepseek_v2",
-    block=DENSE_BLOCK | ROUTED_EXPERTS | LATENT_ATTENTION,
+    names=LATENT_ATTENTION,
     settings=ROUTED_SETTINGS,
     biases={"attention_bias": ("attn_q_a", "attn_kv_a_mqa", "attn_output")},
     adjusted=frozenset(
@@ -130,8 +123,6 @@ DEEPSEEK2 = GGUFArchitecture(
 )
 LFM2 = GGUFArchitecture(
     model_type="lfm2",
-    block=LFM2_BLOCK,
-    outside={"token_embd_norm": "model.embedding_norm"},
     shapes={key: "norm_eps" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
     settings={"shortconv.l_cache": "conv_L_cache"},
     adjust=adjust_lfm2,
@@ -146,8 +137,7 @@ MAMBA_SETTINGS = {
 }
 NEMOTRON_H = GGUFArchitecture(
     model_type="nemotron_h",
-    block=NEMOTRON_H_BLOCK,
-    outside=NEMOTRON_H_OUTSIDE,
+    names=NEMOTRON_H_NAMES,
     shapes={key: "layer_norm_epsilon" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
     settings={
         **ROUTED_SETTINGS,
@@ -168,14 +158,14 @@ NEMOTRON_H = GGUFArchitecture(
 EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "mixtral": GGUFArchitecture(
         model_type="mixtral",
-        block=DENSE_BLOCK | MIXTRAL_EXPERTS,
+        names=MIXTRAL_EXPERTS,
         settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
         constants={"sliding_window": None},
         interleaved_rope=True,
     ),
     "qwen2moe": GGUFArchitecture(
         model_type="qwen2_moe",
-        block=DENSE_BLOCK | EXPERTS | SHARED_EXPERT,
+        names=EXPERTS,
         settings=EXPERT_SETTINGS,
         constants={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
@@ -183,8 +173,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "qwen3vlmoe": QWEN3_MOE,
     "gemma4": GGUFArchitecture(
         model_type="gemma4_text",
-        block=DENSE_BLOCK | NORMS_AROUND | QK_NORMS | GEMMA4_BLOCK,
-        outside=GEMMA4_OUTSIDE,
+        names=GEMMA4_NAMES,
         settings=GEMMA4_SETTINGS,
         adjust=adjust_gemma4,
         listed=frozenset(("feed_forward_length", "attention.head_count_kv")),
@@ -193,7 +182,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "gpt-oss": GGUFArchitecture(
         model_type="gpt_oss",
-        block=GPT_OSS_BLOCK,
+        names=GPT_OSS_NAMES,
         settings={
             "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok",
@@ -206,14 +195,14 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "qwen35moe": replace(
         QWEN35,
         model_type="qwen3_5_moe_text",
-        block={**QWEN35.block, **EXPERTS, **SHARED_EXPERT},
+        names=LINEAR_ATTENTION | EXPERTS,
         settings={**QWEN35.settings, **EXPERT_SETTINGS},
     ),
     "qwen35": QWEN35,
     "qwen3next": replace(
         QWEN35,
         model_type="qwen3_next",
-        block={**QWEN35.block, "ssm_ba": "linear_attn.in_proj_ba", **EXPERTS, **SHARED_EXPERT},
+        names=QWEN3_NEXT_NAMES,
         settings={**QWEN35.settings, **EXPERT_SETTINGS},
         constants={"norm_topk_prob": True, **QWEN_EXPERTS},
         adjust=adjust_qwen3_next,
@@ -223,7 +212,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "deepseek3": replace(DEEPSEEK2, model_type="deepseek_v3", adjust=adjust_deepseek3),
     "glm4moe": GGUFArchitecture(
         model_type="glm4_moe",
-        block=DENSE_BLOCK | QK_NORMS | POST_NORM | ROUTED_EXPERTS,
+        names=ROUTED_EXPERTS,
         settings=ROUTED_SETTINGS,
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS[:3]},
@@ -231,7 +220,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "dots1": GGUFArchitecture(
         model_type="dots1",
-        block=DENSE_BLOCK | QK_NORMS | ROUTED_EXPERTS,
+        names=ROUTED_EXPERTS,
         settings=ROUTED_SETTINGS,
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS},
@@ -239,7 +228,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "ernie4_5-moe": GGUFArchitecture(
         model_type="ernie4_5_moe",
-        block=DENSE_BLOCK | ROUTED_EXPERTS | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        names=EXPERTS | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
         settings={
             "expert_count": "moe_num_experts",
             "expert_used_count": "moe_k",
@@ -254,7 +243,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "olmoe": GGUFArchitecture(
         model_type="olmoe",
-        block=DENSE_BLOCK | QK_NORMS | EXPERTS,
+        names=EXPERTS,
         settings={
             "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok",
@@ -264,7 +253,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "granitemoe": GGUFArchitecture(
         model_type="granitemoeshared",
-        block=DENSE_BLOCK | GRANITE_EXPERTS,
+        names=GRANITE_EXPERTS,
         settings={
             **GRANITE_SCALES,
             "expert_count": "num_local_experts",
@@ -279,7 +268,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "granitehybrid": GGUFArchitecture(
         model_type="granitemoehybrid",
-        block=GRANITE_HYBRID_BLOCK,
+        names=GRANITE_HYBRID_NAMES,
         settings={
             **GRANITE_SCALES,
             **MAMBA_SETTINGS,
@@ -296,8 +285,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "falcon-h1": GGUFArchitecture(
         model_type="falcon_h1",
-        block=FALCON_H1_BLOCK,
-        outside={"output_norm": "model.final_layernorm"},
+        names=FALCON_H1_NAMES,
         settings=MAMBA_SETTINGS,
         biases=LLAMA_BIASES,
         adjust=adjust_falcon_h1,
@@ -308,7 +296,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "nemotron_h_moe": NEMOTRON_H,
     "llama4": GGUFArchitecture(
         model_type="llama4_text",
-        block=LLAMA4_BLOCK,
+        names=LLAMA4_NAMES,
         settings={
             "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok",
@@ -322,7 +310,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "lfm2moe": replace(
         LFM2,
         model_type="lfm2_moe",
-        block={**LFM2_BLOCK, **LFM2_EXPERTS},
+        names=LFM2_EXPERTS,
         settings={
             **LFM2.settings,
             "expert_count": "num_experts",

@@ -15,8 +15,8 @@ from kleash.models.compat import find_backbone
 from kleash.models.filling import check_complete, fill_network
 from kleash.models.gguf.architecture_table import find_architecture
 from kleash.models.gguf.architectures import DRAFT_LAYERS, POOLING, GGUFArchitecture, config_attributes
-from kleash.models.gguf.block_tensors import BLOCK_NUMBER
 from kleash.models.gguf.family_settings import TensorSummary
+from kleash.models.gguf.names import BLOCK_NUMBER, ParameterNames
 from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_parameters, rope_factors
 from kleash.models.gguf.vocabulary import END_TOKENS
 
@@ -49,10 +49,11 @@ def load_gguf_network(
         attributes, unmapped = read_attributes(files, name, architecture)
     except ModelError as error:
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
-    config, network_class = _build_config(checkpoint, architecture, attributes)
+    config, skeleton = _build_config(checkpoint, architecture, attributes)
     resolved = torch.bfloat16 if isinstance(dtype, str) else dtype
     tensors = [tensor for tensor in files.tensors if not _is_draft(tensor.name, name, files)]
-    parameters, unused = read_parameters(tensors, architecture, attributes, resolved)
+    names = ParameterNames.of(name, architecture.names, skeleton)
+    parameters, unused = read_parameters(tensors, architecture, names, attributes, resolved)
     if unused:
         raise ModelError(
             f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "
@@ -60,7 +61,7 @@ def load_gguf_network(
         )
     try:
         network, report = fill_network(
-            network_class.from_pretrained, config, parameters, resolved, device_map
+            type(skeleton).from_pretrained, config, parameters, resolved, device_map
         )
     except Exception as error:  # the exception type depends on the configuration
         raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}") from error
@@ -165,7 +166,7 @@ def _special_tokens(files: GGUFFiles) -> dict[str, Any]:
 def _build_config(
     checkpoint: Checkpoint, architecture: GGUFArchitecture, attributes: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The configuration, and transformers' class of the network; checks the network's size."""
+    """The configuration, and the network on the meta device; checks its size."""
     transformers = import_extra("transformers", "models")
     try:
         config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
@@ -175,7 +176,7 @@ def _build_config(
         raise
     except Exception as error:  # the exception type depends on the configuration
         raise ModelError(f"{checkpoint} cannot be loaded: {summarise_error(error)}") from error
-    return config, type(skeleton)
+    return config, skeleton
 
 
 def _divide_rope(network: Any, files: GGUFFiles, subject: str) -> None:
