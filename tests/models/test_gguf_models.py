@@ -694,7 +694,7 @@ def load_tokenizers_of(path: Path, folder: Path) -> Any:
     ("layout", "offset", "value", "reason"),
     [
         ("<4s", 0, b"GGML", "it does not begin with GGUF"),
-        ("<I", 4, 1, "is of GGUF version 1, and versions 2 and 3 are read"),
+        ("<I", 4, 1, "is of GGUF version 1, and versions 2 and 3"),
         ("<I", 4, 3 << 24, "little-endian order are read"),
         ("<Q", 8, 2**40, "it claims 22 settings and 1099511627776 tensors"),
         ("<Q", 16, 2**63, "it claims 9223372036854775808 settings and 21 tensors"),

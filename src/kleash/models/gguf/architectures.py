@@ -89,6 +89,10 @@ class GGUFArchitecture:
     """Further settings that have no effect here, or one that ``adjust`` checks by the tensors."""
     biases: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
     """Attribute of the configuration → parts of a block; it is whether one of them has a bias."""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Attributes of the configuration where a file has no setting for them."""
+    present: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Attribute of the configuration → end of a tensor's name; it is whether a layer has that tensor."""
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Attributes of the configuration that the architecture implies."""
     adjust: Callable[[dict[str, Any], Settings, TensorSummary], None] | None = None
@@ -159,7 +163,10 @@ def config_attributes(
         with_bias.update(PROJECTIONS[:3])
     for attribute, parts in architecture.biases.items():
         attributes[attribute] = not with_bias.isdisjoint(parts)
+    for attribute, end in architecture.present.items():
+        attributes[attribute] = any(key.endswith(f".{end}") for key in tensors.shapes)
     attributes |= _rope(values, attributes) | dict(architecture.constants)
+    attributes = {**architecture.defaults, **attributes}
     if architecture.adjust is not None:
         try:
             architecture.adjust(attributes, values, tensors)

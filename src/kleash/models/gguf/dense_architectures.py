@@ -10,7 +10,6 @@ from kleash.models.gguf.architectures import (
     GGUFArchitecture,
 )
 from kleash.models.gguf.family_settings import (
-    adjust_cohere,
     adjust_cohere2,
     adjust_exaone4,
     adjust_gemma2,
@@ -23,7 +22,6 @@ from kleash.models.gguf.family_settings import (
     adjust_olmo3,
     adjust_partial_rope,
     adjust_phi3,
-    adjust_stablelm,
     refuse_sliding_window,
 )
 from kleash.models.gguf.names import GEMMA3N_NAMES, STABLELM_NAMES
@@ -43,6 +41,8 @@ def layer_norm_shapes(attribute: str) -> dict[str, str]:
     return shapes | {"attention.layer_norm_epsilon": attribute}
 
 
+ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
+"""Caps of Gemma 2 and 3n, which llama.cpp applies if a file has none, as those of June 2024."""
 LLAMA_BIASES = {"attention_bias": PROJECTIONS, "mlp_bias": MLP_PROJECTIONS}
 GRANITE_SCALES = {
     "attention.scale": "attention_multiplier",
@@ -77,7 +77,7 @@ COHERE = GGUFArchitecture(
     shapes=layer_norm_shapes("layer_norm_eps"),
     settings={"logit_scale": "logit_scale"},
     biases={"attention_bias": PROJECTIONS},
-    adjust=adjust_cohere,
+    present={"use_qk_norm": "attn_q_norm.weight"},
 )
 GEMMA2 = GGUFArchitecture(
     model_type="gemma2",
@@ -86,6 +86,7 @@ GEMMA2 = GGUFArchitecture(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
+    defaults={"attn_logit_softcapping": ATTENTION_CAP, "final_logit_softcapping": LOGIT_CAP},
     adjust=adjust_gemma2,
     norm_offset=1.0,
 )
@@ -140,6 +141,7 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
             "altup.active_idx": "altup_active_idx",
             "altup.num_inputs": "altup_num_inputs",
         },
+        defaults={"final_logit_softcapping": LOGIT_CAP},
         adjust=adjust_gemma3n,
         listed=frozenset(("feed_forward_length",)),
         arrange=drop_shared_kv,
@@ -182,6 +184,7 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         COHERE,
         model_type="cohere2",
         settings={**COHERE.settings, "attention.sliding_window": "sliding_window"},
+        present={},
         adjust=adjust_cohere2,
     ),
     "olmo": GGUFArchitecture(
@@ -211,7 +214,8 @@ DENSE_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": PROJECTIONS[:3]},
-        adjust=adjust_stablelm,
+        present={"qk_layernorm": "attn_q_norm.weight"},
+        adjust=adjust_partial_rope,
     ),
     "phi2": GGUFArchitecture(
         model_type="phi",

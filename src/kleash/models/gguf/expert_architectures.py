@@ -72,6 +72,13 @@ ROUTED_SETTINGS = {
     "expert_group_used_count": "topk_group",
 }
 """Settings of experts that are chosen by scores with a bias."""
+ROUTED_DEFAULTS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+}
 GATING, LEADING_DENSE = "expert_gating_func", "leading_dense_block_count"
 GEMMA4_SETTINGS = {
     "attention.sliding_window": "sliding_window",
@@ -110,6 +117,7 @@ DEEPSEEK2 = GGUFArchitecture(
     model_type="deepseek_v2",
     names=LATENT_ATTENTION,
     settings=ROUTED_SETTINGS,
+    defaults=ROUTED_DEFAULTS,
     biases={"attention_bias": ("attn_q_a", "attn_kv_a_mqa", "attn_output")},
     adjusted=frozenset(
         (
@@ -149,6 +157,7 @@ NEMOTRON_H = GGUFArchitecture(
     },
     adjusted=frozenset(("ssm.time_step_rank", "attention.layer_norm_epsilon", GATING)),
     biases={"attention_bias": PROJECTIONS, "mlp_bias": ("ffn_up", "ffn_down")},
+    defaults={"n_group": 1, "topk_group": 1},
     adjust=adjust_nemotron_h,
     listed=frozenset(("attention.head_count_kv", "feed_forward_length")),
     interleaved_rope=True,
@@ -175,6 +184,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         model_type="gemma4_text",
         names=GEMMA4_NAMES,
         settings=GEMMA4_SETTINGS,
+        defaults={"hidden_size_per_layer_input": 0},
         adjust=adjust_gemma4,
         listed=frozenset(("feed_forward_length", "attention.head_count_kv")),
         arrange=drop_shared_kv,
@@ -214,14 +224,17 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         model_type="glm4_moe",
         names=ROUTED_EXPERTS,
         settings=ROUTED_SETTINGS,
+        defaults=ROUTED_DEFAULTS,
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS[:3]},
+        present={"use_qk_norm": "attn_q_norm.weight"},
         adjust=adjust_glm4_experts,
     ),
     "dots1": GGUFArchitecture(
         model_type="dots1",
         names=ROUTED_EXPERTS,
         settings=ROUTED_SETTINGS,
+        defaults=ROUTED_DEFAULTS,
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS},
         adjust=adjust_routed_experts,
@@ -239,6 +252,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         },
         adjusted=frozenset(("expert_shared_feed_forward_length", GATING)),
         biases={"use_bias": PROJECTIONS},
+        defaults={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
         adjust=adjust_ernie_experts,
     ),
     "olmoe": GGUFArchitecture(
@@ -277,6 +291,7 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
         biases={"attention_bias": PROJECTIONS},
+        defaults={"num_local_experts": 0},
         adjust=adjust_granite_hybrid,
         listed=frozenset(("attention.head_count_kv",)),
         interleaved_rope=True,
@@ -288,6 +303,8 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         names=FALCON_H1_NAMES,
         settings=MAMBA_SETTINGS,
         biases=LLAMA_BIASES,
+        constants={"mamba_norm_before_gate": False},
+        present={"mamba_rms_norm": "ssm_norm.weight"},
         adjust=adjust_falcon_h1,
         functions={"ssm_a": log_of_negated},
         arrange=restore_state_space,
@@ -319,6 +336,8 @@ EXPERT_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
             LEADING_DENSE: "num_dense_layers",
         },
         adjusted=frozenset((GATING,)),
+        constants={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        present={"use_expert_bias": "exp_probs_b.bias"},
         adjust=adjust_lfm2_experts,
     ),
 }

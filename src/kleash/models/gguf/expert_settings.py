@@ -17,11 +17,8 @@ LLAMA4_CHUNK, LLAMA4_ROPE_INTERVAL, MAVERICK_EXPERTS = 8192, 4, 128
 
 
 def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Experts are chosen by sigmoids; what is not stated is the value that changes nothing."""
+    """Experts are chosen by sigmoids, and the first layers have none."""
     _check_gating(settings, SIGMOID)
-    defaults = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0}
-    for name, value in {**defaults, "routed_scaling_factor": 1.0, "norm_topk_prob": False}.items():
-        attributes.setdefault(name, value)
     # Not by leading_dense_block_count, which is 0 in some files of GLM-4.7 Flash.
     layers = range(attributes["num_hidden_layers"])
     routed = [number for number in layers if f"blk.{number}.ffn_gate_inp.weight" in tensors.shapes]
@@ -41,10 +38,9 @@ def _check_gating(settings: Settings, expected: int) -> None:
 
 
 def adjust_glm4_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Half of a head is rotated, and large models have norms of queries and keys."""
+    """Half of a head is rotated."""
     adjust_routed_experts(attributes, settings, tensors)
     adjust_partial_rope(attributes, settings, tensors)
-    attributes["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors.shapes
 
 
 def adjust_deepseek3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -96,8 +92,6 @@ def _set_latent_attention(attributes: dict[str, Any], settings: Settings) -> Non
 def adjust_ernie_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """All layers from the first on, or every second or third of them, have experts."""
     attributes["moe_layer_end_index"] = attributes["num_hidden_layers"] - 1
-    attributes.setdefault("moe_layer_start_index", 0)
-    attributes.setdefault("moe_num_shared_experts", 0)
 
 
 def adjust_lfm2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -111,8 +105,6 @@ def adjust_lfm2_experts(attributes: dict[str, Any], settings: Settings, tensors:
     """Experts are chosen by sigmoids with a bias."""
     _check_gating(settings, SIGMOID)
     adjust_lfm2(attributes, settings, tensors)
-    attributes["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in tensors.shapes)
-    attributes |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
 
 
 def adjust_llama4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -139,7 +131,6 @@ def adjust_granite_hybrid(attributes: dict[str, Any], settings: Settings, tensor
     _set_state_space(attributes, settings)
     has_positions = settings.get("rope.scaling.finetuned", True)
     attributes["position_embedding_type"] = "rope" if has_positions else "nope"
-    attributes.setdefault("num_local_experts", 0)
     if not attributes["num_local_experts"]:
         attributes["shared_intermediate_size"] = tensors.shapes["blk.0.ffn_gate.weight"][0]
 
@@ -148,8 +139,6 @@ def adjust_falcon_h1(attributes: dict[str, Any], settings: Settings, tensors: Te
     """Each layer has both attention and Mamba 2; multipliers are part of the weights."""
     _set_state_space(attributes, settings)
     attributes["mamba_d_ssm"] = settings["ssm.inner_size"]
-    attributes["mamba_rms_norm"] = "blk.0.ssm_norm.weight" in tensors.shapes
-    attributes["mamba_norm_before_gate"] = False
 
 
 def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -170,8 +159,6 @@ def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: T
     attributes["num_key_value_heads"] = max(keys) if isinstance(keys, list) else keys
     heads = settings["ssm.time_step_rank"]
     attributes |= {"mamba_num_heads": heads, "mamba_head_dim": settings["ssm.inner_size"] // heads}
-    attributes.setdefault("n_group", 1)
-    attributes.setdefault("topk_group", 1)
     for name in ("rope_theta", "partial_rotary_factor", "rope_scaling"):
         attributes.pop(name, None)
 

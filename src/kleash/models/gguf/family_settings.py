@@ -12,8 +12,6 @@ from kleash.errors import ModelError
 
 Settings = Mapping[str, Any]
 OLMO_EPSILON = 1e-5
-ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
-"""Caps of Gemma 2 and 3n, which llama.cpp applies if a file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +26,16 @@ class TensorSummary:
     """Divisors of the rotary frequencies for short and for long texts, if the file has them."""
 
 
-def _gemma_scale(attributes: dict[str, Any], settings: Settings) -> None:
-    """Scale of Gemma's attention: by the head's size, and in the 27B models by hidden size / heads."""
+def adjust_gemma2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Attention is scaled by the head's size, and in the 27B models by hidden size / heads."""
     is_27b = attributes["num_hidden_layers"] in (46, 62)
     per_head = attributes["hidden_size"] // attributes["num_attention_heads"]
     attributes["query_pre_attn_scalar"] = per_head if is_27b else attributes["head_dim"]
 
 
-def adjust_gemma2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Caps of logits that a file lacks, as those of June 2024 do, are the model's."""
-    _gemma_scale(attributes, settings)
-    attributes.setdefault("attn_logit_softcapping", ATTENTION_CAP)
-    attributes.setdefault("final_logit_softcapping", LOGIT_CAP)
-
-
 def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Layers with a window have another base of the rotary embedding."""
-    _gemma_scale(attributes, settings)
+    adjust_gemma2(attributes, settings, tensors)
     attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
     attributes["rope_local_base_freq"] = settings.get("rope.freq_base_swa", 10_000.0)
     if not attributes.get("sliding_window"):
@@ -84,12 +75,6 @@ def adjust_partial_rope(attributes: dict[str, Any], settings: Settings, tensors:
     _set_rope(attributes)
 
 
-def adjust_stablelm(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Norms of queries and keys are in some models."""
-    _set_rope(attributes)
-    attributes["qk_layernorm"] = "blk.0.attn_q_norm.weight" in tensors.shapes
-
-
 def adjust_gpt2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Positions are embeddings."""
     attributes["n_inner"] = attributes.pop("intermediate_size")
@@ -125,11 +110,6 @@ def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: Tens
     attributes["layer_types"] = (
         _layer_types(settings, count, 4) if window is not None else ["full_attention"] * count
     )
-
-
-def adjust_cohere(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Norms of queries and keys are in some models."""
-    attributes["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors.shapes
 
 
 def adjust_cohere2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -231,7 +211,6 @@ def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: Tens
     attributes["layer_types"] = _layer_types(settings, count, 5)
     attributes["laurel_rank"] = tensors.shapes["blk.0.laurel_l.weight"][0]
     attributes["vocab_size_per_layer_input"] = tensors.shapes["per_layer_token_embd.weight"][0]
-    attributes.setdefault("final_logit_softcapping", LOGIT_CAP)
     scales = settings.get("activation_sparsity_scale")
     if scales is not None:
         # A file has quantiles of the normal distribution, in float32; transformers has their probabilities.
@@ -264,7 +243,6 @@ def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
     _gemma4_mlp(attributes)
     attributes["enable_moe_block"] = bool(attributes.get("num_experts"))
     attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
-    attributes.setdefault("hidden_size_per_layer_input", 0)
     per_layer = tensors.shapes.get("per_layer_token_embd.weight", (attributes["vocab_size"],))
     attributes["vocab_size_per_layer_input"] = per_layer[0]
     if "rope_scaling" in attributes or attributes.pop("partial_rotary_factor", 1) != 1:
