@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from kleash.errors import ModelError
-from kleash.models.gguf.family_settings import Settings, TensorSummary
 
+Settings = Mapping[str, Any]
 SHAPE_SETTINGS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -71,6 +71,18 @@ class RecordedSettings(dict[str, Any]):
         """The value of a setting, or ``default``."""
         self.read.add(name)
         return super().get(name, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSummary:
+    """What a configuration follows from beside the settings."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all tensors."""
+    rope_factors: tuple[float, ...] | None
+    """Divisors of the rotary frequencies, if the file has them."""
+    long_rope: tuple[tuple[float, ...], ...] | None = None
+    """Divisors of the rotary frequencies for short and for long texts, if the file has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,13 @@ from kleash.models.checkpoints.size_checks import check_network_size
 from kleash.models.compat import find_backbone
 from kleash.models.filling import check_complete, fill_network
 from kleash.models.gguf.architecture_table import find_architecture
-from kleash.models.gguf.architectures import DRAFT_LAYERS, POOLING, GGUFArchitecture, config_attributes
-from kleash.models.gguf.family_settings import TensorSummary
+from kleash.models.gguf.architectures import (
+    DRAFT_LAYERS,
+    POOLING,
+    GGUFArchitecture,
+    TensorSummary,
+    config_attributes,
+)
 from kleash.models.gguf.names import BLOCK_NUMBER, ParameterNames
 from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_parameters, rope_factors
 from kleash.models.gguf.vocabulary import END_TOKENS
