@@ -167,18 +167,7 @@ def _load_base(
                 packed, network_class, skeleton, dtype=dtype, device_map=device_map
             )
         else:
-            # some formats unpack weights by compiled functions
-            with torch.compiler.set_stance("force_eager"):
-                network, report = network_class.from_pretrained(
-                    checkpoint.folder,
-                    config=network_class.config,
-                    dtype=dtype,
-                    **_placement(device_map),
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # reported by check_complete instead
-                )
-            run_uncompiled(network)
+            network, report = _load_stored(network_class, checkpoint, dtype, device_map)
     except ModelError:
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
@@ -188,12 +177,7 @@ def _load_base(
         ) from error
     check_complete(report, str(checkpoint), advice)
     notes = (packed.describe(),) if packed is not None else describe_quantisation(checkpoint, network)
-    unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
-    packed_modules = () if packed is None else [module.name for module in packed.modules]
-    check_unused_parts(unused_tensors, checkpoint, packed_modules)
-    if unused_tensors:
-        count, first = len(unused_tensors), unused_tensors[0]
-        notes += (f"{count} tensors of {checkpoint} are not used by its architecture, such as {first}",)
+    notes += _describe_unused(checkpoint, config, report, packed)
     if not trust_remote_code and not has_other_parts(config):
         notes += _describe_replaced_class(config, network, str(checkpoint))
     counted = skeleton if is_packed(network) else network
@@ -204,6 +188,41 @@ def _load_base(
         tensors=tuple(x for name, x in checkpoint.tensors.items() if not is_of_other_part(config, name)),
         packed=() if packed is None else packed.modules,
     )
+
+
+def _load_stored(
+    network_class: NetworkClass, checkpoint: Checkpoint, dtype: torch.dtype | str, device_map: str | None
+) -> tuple[Any, Any]:
+    """The network with the weights as transformers reads them, and transformers' report of how they fit."""
+    with torch.compiler.set_stance("force_eager"):  # some formats unpack weights by compiled functions
+        network, report = network_class.from_pretrained(
+            checkpoint.folder,
+            config=network_class.config,
+            dtype=dtype,
+            **_placement(device_map),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by check_complete instead
+        )
+    run_uncompiled(network)
+    return network, report
+
+
+def _describe_unused(
+    checkpoint: Checkpoint, config: Any, report: Any, packed: PackedCheckpoint | None
+) -> tuple[str, ...]:
+    """A note on tensors that the architecture does not use.
+
+    Raises:
+        ModelError: if they are of a quantisation.
+    """
+    unused = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
+    check_unused_parts(
+        unused, checkpoint, () if packed is None else [module.name for module in packed.modules]
+    )
+    if not unused:
+        return ()
+    return (f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",)
 
 
 def _choose_class(

@@ -17,10 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderError, summarise_error
-from kleash.extras import import_extra
-from kleash.models.cache.hidden_states import KEY_BYTES, read_tensors
+from kleash.models.cache.hidden_states import KEY_BYTES
 from kleash.models.cache.saved_records import SavedRecord, SavedRequest, parse_record
-from kleash.models.checkpoints.files import SafetensorsFiles
+from kleash.models.checkpoints.files import SafetensorsFiles, open_safetensors
 from kleash.sources.sequences import TokenSequence
 from kleash.store.file_hashes import watch_files
 
@@ -123,7 +122,7 @@ class SavedStates:
     def token_ids(self, request: SavedRequest) -> tuple[int, ...]:
         """The token ids of a request's rows."""
         if request.line is None:
-            return tuple(read_tensors(request.path, (TOKENS,))[TOKENS].tolist())
+            return tuple(SafetensorsFiles([request.path]).read(TOKENS).tolist())
         return self._read_record(request).token_ids
 
     def read(self, request: SavedRequest, start: int, stop: int) -> Float[Tensor, "tokens layers dim"]:
@@ -136,14 +135,7 @@ class SavedStates:
             states = self._read_record(request).states
             assert states is not None
             return states[start:stop].to(self.dtype)
-        safetensors = import_extra("safetensors", "models")
-        try:
-            with safetensors.safe_open(request.path, framework="pt") as file:
-                return file.get_slice(STATES)[start:stop]
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ModelError(
-                f"{request} cannot be read: {summarise_error(error)}; let the engine save it again"
-            ) from error
+        return open_safetensors(request.path).get_slice(STATES)[start:stop]
 
     def token_logps(self, sequence: TokenSequence) -> Float[np.ndarray, " response"] | None:
         """The engine's log-probability of each response token, NaN where unknown; None if none was saved."""

@@ -1,6 +1,6 @@
 """Decoding the tensors of GGUF files into parameters, a few rows at a time and in several threads."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import gcd
@@ -249,16 +249,10 @@ def _decode(
             tile = tile * factors[start:stop]
         values[slice(start, stop) if rows is None or num_rows == 1 else rows[start:stop]] = tile.to(dtype)
 
-    _run_all(threads.map(fill, range(0, num_rows, step)))
+    list(threads.map(fill, range(0, num_rows, step)))  # raises the first error
     if rows is not None and num_rows == 1:  # a bias
         return torch.empty_like(values[0]).index_copy_(0, rows, values[0])
     return values.reshape(tensor.shape)
-
-
-def _run_all(results: Iterable[None]) -> None:
-    """Wait for all results; raises the first error."""
-    for _ in results:
-        pass
 
 
 def rope_factors(tensors: Sequence[StoredTensor], name: str = ROPE_FACTORS) -> Tensor | None:
