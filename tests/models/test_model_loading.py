@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
 from kleash.models import Model, Pair, load_pair, score
+from kleash.models.checkpoints import files, resolution
 from kleash.models.checkpoints.resolution import find_checkpoint
 
 
@@ -45,6 +46,16 @@ def test_a_model_records_its_name_size_and_dtype(folders):
     stored = load_file(policy / "model.safetensors")
     assert model.parameters == sum(values.numel() for values in stored.values())
     assert not model.network.training
+
+
+def test_settings_and_headers_are_read_once(folders, monkeypatch):
+    opened: list[str] = []
+    for module, name in ((resolution, "read_json"), (files, "open_safetensors")):
+        read = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda path, read=read: opened.append(path.name) or read(path))
+    policy, reference = folders("llama")
+    load_pair(str(policy), str(reference))
+    assert sorted(opened) == sorted(2 * ["config.json", "model.safetensors"])
 
 
 def test_loading_prints_nothing_and_restores_logging(folders, capfd):
