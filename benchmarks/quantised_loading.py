@@ -35,17 +35,18 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from harness import RESULTS, peak_of, ratio, write_result
 from safetensors.torch import load_file, save_file
 
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.gguf.architecture_table import find_architecture
+from kleash.models.gguf.names import ParameterNames
 from kleash.models.gguf.network import read_attributes
 from kleash.models.gguf.tensor_decoding import read_parameters
 from kleash.models.network_loading import load_networks
 from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.quantised.unpacking import unpack
 
 HIDDEN, MLP, HEADS, VOCABULARY, GROUP = 4096, 14336, 32, 8192, 128
@@ -221,13 +222,17 @@ def decode(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         files = open_gguf((Path(model),))
         name, architecture = find_architecture(files.settings, [tensor.name for tensor in files.tensors])
         attributes, _ = read_attributes(files, name, architecture)
-        return read_parameters(files.tensors, architecture, attributes, dtype)[0]
-    packed = find_packed_modules(Path(model), "the benchmark")
+        with torch.device("meta"):
+            config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
+            network = transformers.AutoModelForCausalLM.from_config(config)
+        names = ParameterNames.of(name, architecture.names, network)
+        return read_parameters(files.tensors, architecture, names, attributes, dtype)[0]
+    packed = find_packed_modules(find_checkpoint(model))
     assert packed is not None
     used = {part for module in packed.modules for part in module.parts}
-    with TensorReader(packed.headers) as reader:
-        tensors = {name: reader.read(name).to(dtype) for name in packed.headers if name not in used}
-        return tensors | {module.parameter: unpack(module, reader, dtype) for module in packed.modules}
+    stored = packed.checkpoint.safetensors
+    tensors = {name: stored.read(name).to(dtype) for name in stored if name not in used}
+    return tensors | {module.parameter: unpack(module, dtype) for module in packed.modules}
 
 
 def read_plain(model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

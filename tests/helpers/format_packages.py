@@ -94,45 +94,6 @@ def bitsandbytes(weight: Tensor) -> Iterator[FormatCase]:
     )
 
 
-def torchao(weight: Tensor) -> Iterator[FormatCase]:
-    """Weights of 8 and 4 bits of torchao."""
-    from torchao import quantization
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-
-    for name in ("Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"):
-        layer = linear_layer(weight)
-        options = {"weight_dtype": torch.int4, "granularity": quantization.PerGroup(32)}
-        quantization.quantize_(layer, getattr(quantization, name)(**(options if "Intx" in name else {})))
-        tensors, metadata = flatten_tensor_state_dict({"m.weight": layer.weight})
-        config = {"quantization_config": {"quant_method": "torchao"}}
-        yield FormatCase(f"torchao-{name}", tensors, config, layer.weight.dequantize(), metadata)
-
-
-def hqq(weight: Tensor) -> Iterator[FormatCase]:
-    """All bits of HQQ along both axes."""
-    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-
-    for bits in (1, 2, 3, 4, 8):
-        for axis in (0, 1):
-            settings = BaseQuantizeConfig(nbits=bits, group_size=32, axis=axis)
-            packed = HQQLinear(linear_layer(weight), settings, compute_dtype=torch.float32, device="cpu")
-            tensors = {f"m.{part}": tensor for part, tensor in packed.state_dict().items()}
-            config = {"quantization_config": {"quant_method": "hqq"}}
-            yield FormatCase(f"hqq-{bits}-{axis}", tensors, config, packed.dequantize())
-
-
-def quanto(weight: Tensor) -> Iterator[FormatCase]:
-    """Weights of 8 bits of optimum-quanto."""
-    from optimum import quanto
-
-    network = torch.nn.Sequential()
-    network.add_module("m", linear_layer(weight))
-    quanto.quantize(network, weights=quanto.qint8)
-    quanto.freeze(network)
-    config = {"quantization_config": {"quant_method": "quanto"}}
-    yield FormatCase("quanto-int8", network.state_dict(), config, network.m.weight.dequantize())
-
-
 def mlx(weight: Tensor) -> Iterator[FormatCase]:
     """All modes of MLX."""
     import mlx.core as mx
@@ -151,13 +112,6 @@ def mlx(weight: Tensor) -> Iterator[FormatCase]:
         )
 
 
-def linear_layer(weight: Tensor) -> torch.nn.Linear:
-    """A layer without a bias."""
-    layer = torch.nn.Linear(COLUMNS, ROWS, bias=False)
-    layer.weight.data.copy_(weight)
-    return layer
-
-
 def write_case(folder: Path, case: FormatCase) -> None:
     """Write the files of a case."""
     path = folder / case.name
@@ -171,6 +125,6 @@ def write_case(folder: Path, case: FormatCase) -> None:
 
 if __name__ == "__main__":
     matrix = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-    for quantise in (compressed_tensors, bitsandbytes, torchao, hqq, quanto, mlx):
+    for quantise in (compressed_tensors, bitsandbytes, mlx):
         for made in quantise(matrix):
             write_case(Path(sys.argv[1]), made)

@@ -239,6 +239,10 @@ MODELS |= {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek3 without groups": (
+        "deepseek_v3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    ),
     "glm4moe": (
         "glm4_moe",
         {

@@ -10,8 +10,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from kleash.models.checkpoints.resolution import Checkpoint
+
 Packer = Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 """Packs a float64 matrix; returns the tensors of a module, and the matrix that they stand for in float64."""
+
+
+def packed_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, as the policy; its files may be those of one matrix alone."""
+    return Checkpoint(role="policy", name=str(folder), folder=folder)
 
 
 def bit_string(values: np.ndarray, bits: int) -> np.ndarray:

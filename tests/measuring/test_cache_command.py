@@ -122,9 +122,9 @@ def test_a_finished_cache_replaces_loading_the_reference(
     roles: list[str] = []
     load = networks._load_base
 
-    def counting(side: Any, role: str, *rest: Any) -> Any:
-        roles.append(role)
-        return load(side, role, *rest)
+    def counting(checkpoint: Any, *rest: Any) -> Any:
+        roles.append(checkpoint.role)
+        return load(checkpoint, *rest)
 
     monkeypatch.setattr(networks, "_load_base", counting)
     measured(pair, text, tmp_path / "run", reference_cache=str(cached))
@@ -349,7 +349,7 @@ def test_damaged_files_are_reported_by_name(
     models = options(policy=pair[0], reference=pair[1], text=text, **WINDOWS)
     for name, expected in (
         ("part", "is damaged; delete"),
-        ("head", "the head in"),
+        ("head", "head.safetensors is damaged"),
         ("contents", "cannot be read as a part of a reference cache"),
         ("reference", "cannot be read as a part of a reference cache"),
         ("noise", "give the kleash cache command again"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import bit_string
+from packed_checkpoints import bit_string, packed_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_architectures import tiny_config
 from tiny_models import save_tiny, tiny_tokenizer
@@ -21,7 +21,6 @@ from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.quantised import unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.packed_modules import TensorReader
 from kleash.sources.sequences import TokenSequence
 
 AFFINE = {"group_size": 32, "bits": 4}
@@ -76,10 +75,9 @@ def unpack(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> tuple[to
     """The matrix and the kind of the module "m" that the tensors are of."""
     save_file({f"m.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization": settings}))
-    packed = find_packed_modules(folder, "the policy")
+    packed = find_packed_modules(packed_checkpoint(folder))
     assert packed is not None
-    with TensorReader(packed.headers) as reader:
-        return unpacking.unpack(packed.modules[0], reader, torch.float64), packed.modules[0].kind
+    return unpacking.unpack(packed.modules[0], torch.float64), packed.modules[0].kind
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
@@ -240,4 +238,4 @@ def test_an_architecture_whose_weights_mlx_changes_is_refused(tmp_path: Path) ->
     save_file({"m.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="mlx-lm changes weights of falcon_h1"):
-        find_packed_modules(tmp_path, "the policy")
+        find_packed_modules(packed_checkpoint(tmp_path))

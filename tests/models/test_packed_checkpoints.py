@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import Packer, pack_awq, pack_gptq, save_packed
+from packed_checkpoints import Packer, pack_awq, pack_gptq, packed_checkpoint, save_packed
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_adapter
@@ -20,7 +20,6 @@ from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.quantised import transformers_formats, unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.packed_modules import TensorReader
 from kleash.models.quantised.transformers_formats import has_kernels
 from kleash.sources.sequences import TokenSequence
 
@@ -124,12 +123,11 @@ def test_a_matrix_is_unpacked_in_tiles_to_the_numbers_that_were_packed(
         tmp_path / "model.safetensors",
     )
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    packed = find_packed_modules(tmp_path, "the policy")
+    packed = find_packed_modules(packed_checkpoint(tmp_path))
     assert packed is not None
     (module,) = packed.modules
     assert (module.shape, module.kind) == ((160, 96), kind)
-    with TensorReader(packed.headers) as reader:
-        weight = unpacking.unpack(module, reader, dtype)
+    weight = unpacking.unpack(module, dtype)
     assert weight.dtype == dtype
     assert torch.equal(weight.double(), torch.from_numpy(values))
 
@@ -396,7 +394,7 @@ def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Pat
     assert np.all(score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"] == 0)
     save_file({"model.norm.weight": norm, "lm_head.weight": 2 * head}, folder / files[1])
     with pytest.raises(
-        ModelError, match=r"tensor lm_head\.weight in a\.safetensors and in b\.safetensors, with"
+        ModelError, match=r"a\.safetensors and b\.safetensors hold the tensor lm_head\.weight with"
     ):
         load_pair(str(folder), str(source))
 
@@ -471,11 +469,11 @@ def test_settings_that_do_not_fit_are_refused(
 def test_packed_weights_run_on_an_accelerator_that_has_the_package(
     gptq: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not has_kernels(gptq[0], torch.device("cuda"))
+    assert not has_kernels(packed_checkpoint(gptq[0]), torch.device("cuda"))
     monkeypatch.setitem(transformers_formats.KERNEL_PACKAGES, "gptq", "json")
-    assert has_kernels(gptq[0], torch.device("cuda"))
-    assert not has_kernels(gptq[0], torch.device("cpu"))
-    assert not has_kernels(gptq[1], torch.device("cuda"))
+    assert has_kernels(packed_checkpoint(gptq[0]), torch.device("cuda"))
+    assert not has_kernels(packed_checkpoint(gptq[0]), torch.device("cpu"))
+    assert not has_kernels(packed_checkpoint(gptq[1]), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", ["m", ".*"])
@@ -496,12 +494,11 @@ def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_all
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     if name == ".*" and not with_groups:
         with pytest.raises(ModelError, match="2 groups of scales for 192 inputs, which may be of 128 or 96"):
-            find_packed_modules(tmp_path, "the policy")
+            find_packed_modules(packed_checkpoint(tmp_path))
         return
-    packed = find_packed_modules(tmp_path, "the policy")
+    packed = find_packed_modules(packed_checkpoint(tmp_path))
     assert packed is not None
-    with TensorReader(packed.headers) as reader:
-        weight = unpacking.unpack(packed.modules[0], reader, torch.float64)
+    weight = unpacking.unpack(packed.modules[0], torch.float64)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
 
 

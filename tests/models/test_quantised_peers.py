@@ -8,13 +8,13 @@ from pathlib import Path
 import format_packages
 import pytest
 import torch
+from packed_checkpoints import packed_checkpoint
 from safetensors.torch import load_file
 
 from kleash.models.quantised import unpacking
 from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.packed_modules import TensorReader
 
-NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "torchao": 3, "hqq": 10, "quanto": 1, "mlx": 9}
+NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "mlx": 9}
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,9 @@ def test_matrices_are_unpacked_as_their_package_dequantises_them(cases: list[Pat
     folders = [folder for folder in cases if folder.name.startswith(package)]
     assert len(folders) == NUM_CASES[package]
     for folder in folders:
-        packed = find_packed_modules(folder, "the policy")
+        packed = find_packed_modules(packed_checkpoint(folder))
         assert packed is not None
-        with TensorReader(
-            {n: h for n, h in packed.headers.items() if h.path.name == "model.safetensors"}
-        ) as reader:
-            weight = unpacking.unpack(packed.modules[0], reader, torch.float32)
+        weight = unpacking.unpack(packed.modules[0], torch.float32)
         expected = load_file(folder / "expected.safetensors")["weight"]
         # LLM.int8() multiplies by the scale and 1 / 127 in another order.
         rtol = 2e-7 if folder.name == "bitsandbytes-int8" else 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import bit_string, save_packed
+from packed_checkpoints import bit_string, packed_checkpoint, save_packed
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
@@ -18,7 +18,6 @@ from kleash.models import load_pair, score
 from kleash.models.quantised import transformers_formats, unpacking
 from kleash.models.quantised.integers import decode_float_8
 from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.packed_modules import TensorReader
 from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 80, 96
@@ -250,15 +249,12 @@ def test_a_matrix_is_unpacked_in_tiles_to_the_product_of_codes_and_scales(
 ) -> None:
     monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 24 * COLUMNS)
     tensors, settings, expected, kind = CASES[case]()
-    packed = find_packed_modules(write_module(tmp_path, tensors, settings), "the policy")
+    packed = find_packed_modules(packed_checkpoint(write_module(tmp_path, tensors, settings)))
     assert packed is not None
     (module,) = packed.modules
     kind_of_method = kind if settings["quant_method"] == "fp8" else f"{settings['quant_method']} {kind}"
     assert (module.shape, module.kind) == ((ROWS, COLUMNS), kind_of_method)
-    with TensorReader(packed.headers) as reader:
-        in_float64, in_float32 = (
-            unpacking.unpack(module, reader, dtype) for dtype in (torch.float64, torch.float32)
-        )
+    in_float64, in_float32 = (unpacking.unpack(module, dtype) for dtype in (torch.float64, torch.float32))
     np.testing.assert_allclose(in_float64.numpy(), expected, rtol=1e-15, atol=0)
     np.testing.assert_allclose(in_float32.numpy(), expected, rtol=3e-7, atol=0)
 
@@ -327,11 +323,10 @@ def test_damaged_tensors_are_refused_with_their_module(
     if change is not None:
         tensors[part] = change(tensor).contiguous()
     folder = write_module(tmp_path, tensors, settings)
-    with pytest.raises(ModelError, match=f"the policy cannot be unpacked: its module m {reason}"):
-        packed = find_packed_modules(folder, "the policy")
+    with pytest.raises(ModelError, match=f"cannot be unpacked: its module m {reason}"):
+        packed = find_packed_modules(packed_checkpoint(folder))
         assert packed is not None
-        with TensorReader(packed.headers) as reader:
-            unpacking.unpack(packed.modules[0], reader, torch.float32)
+        unpacking.unpack(packed.modules[0], torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -379,10 +374,8 @@ def test_damaged_tensors_are_refused_with_their_module(
 def test_settings_that_are_not_read_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     tensors, settings, _, _ = CASES["int4"]()
     folder = write_module(tmp_path, tensors, settings | change)
-    with pytest.raises(
-        ModelError, match=f"the policy is quantised .* in a layout that is not read: {reason}"
-    ):
-        find_packed_modules(folder, "the policy")
+    with pytest.raises(ModelError, match=f"is quantised .* in a layout that is not read: {reason}"):
+        find_packed_modules(packed_checkpoint(folder))
 
 
 def test_scales_of_gptqmodel_are_read_by_no_kernel_and_no_other_meaning(
@@ -393,20 +386,23 @@ def test_scales_of_gptqmodel_are_read_by_no_kernel_and_no_other_meaning(
     with pytest.raises(
         ModelError, match="in a layout that is not read: its weight_scale_semantics is 'other'"
     ):
-        find_packed_modules(folder, "the policy")
+        find_packed_modules(packed_checkpoint(folder))
     monkeypatch.setitem(transformers_formats.KERNEL_PACKAGES, "fp8", "json")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for meaning, is_run_packed in (("inverse", False), (None, True)):
         write_module(tmp_path, tensors, settings | {"weight_scale_semantics": meaning})
-        assert transformers_formats.has_kernels(tmp_path, torch.device("cuda")) == is_run_packed
+        assert (
+            transformers_formats.has_kernels(packed_checkpoint(tmp_path), torch.device("cuda"))
+            == is_run_packed
+        )
 
 
 def test_settings_without_packed_tensors_are_refused(tmp_path: Path) -> None:
     folder = write_module(
         tmp_path, {"weight": torch.ones(2, 2)}, {"quant_method": "gptq", "bits": 4, "group_size": 2}
     )
-    with pytest.raises(ModelError, match=r"and none of its tensors is packed; remove quantization_config"):
-        find_packed_modules(folder, "the policy")
+    with pytest.raises(ModelError, match=r"and none of its tensors is packed; remove the settings"):
+        find_packed_modules(packed_checkpoint(folder))
 
 
 def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path: Path) -> None:

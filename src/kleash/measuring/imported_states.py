@@ -50,7 +50,7 @@ class ImportedStates:
             saved: the engine's files.
 
         Raises:
-            ModelError: if a sequence is in no file, or hidden states are not the reference's, with the cause.
+            ModelError: if a sequence is in no file, or hidden states are not the reference's.
             NonFiniteError: if hidden states are NaN or infinite, naming file and row.
             OptionError: if ``--layers`` is not the list of the files.
         """
@@ -132,9 +132,8 @@ class ImportedStates:
     ) -> tuple[list[tuple[TokenSequence, SavedRequest]], tuple[str, ...]]:
         """Evenly spaced probes of the source with their requests, and notes about files that are not used."""
         spaced: list[tuple[TokenSequence, SavedRequest]] = []
-        missing: list[TokenSequence] = []
         matched: set[SavedRequest] = set()
-        stride, num_sequences, num_missing, num_tokens = 1, 0, 0, 0
+        stride, num_sequences, num_missing, num_tokens, missing = 1, 0, 0, 0, ""
         for sequence in source_sequences(job.measurement(), pair):
             requests = self._saved.find(sequence)
             if requests:
@@ -145,15 +144,16 @@ class ImportedStates:
                     spaced, stride = spaced[::2], 2 * stride
             else:
                 num_missing += 1
-                missing += [sequence] if len(missing) < NOISE_SEQUENCES else []
+                missing = missing or sequence.name
             num_sequences += 1
             num_tokens += len(sequence.response_ids)
-        if missing:
+        if num_missing:
             kind, path = job.measurement().source
             raise ModelError(
                 f"{self._saved.folder} holds no hidden states of {num_missing} of the {num_sequences} sequences of "
-                f"--{kind} {path}, the first being {missing[0].name}{self._saved.explain_missing(missing)}; send the "
-                "tokens of each sequence to the engine as one prompt"
+                f"--{kind} {path}, the first being {missing}; send the "
+                "token ids of each sequence, and not its text, to the engine as one prompt, without prefix caching and "
+                "chunked prefill"
             )
         unused = [request for request in self._saved.requests() if request not in matched]
         notes = ()

@@ -111,7 +111,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     local, notes = getattr(loaded, local_role), loaded.notes
     tokenizer = loaded.tokenizer
     if job.tokenizer is not None:
-        tokenizer = load_tokenizer(find_checkpoint(job.tokenizer), "tokenizer", job.trust_remote_code)
+        tokenizer = load_tokenizer(find_checkpoint(job.tokenizer, role="tokenizer"), job.trust_remote_code)
         notes += compare_tokenizers(tokenizer, loaded.tokenizer)
     endpoint = connect(
         client, listed_model, tokenizer=tokenizer, vocab_size=local.vocab_size, top=job.top_logprobs

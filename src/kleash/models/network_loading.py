@@ -1,6 +1,5 @@
 """Loading networks from checkpoints, with checks of their configuration and weights."""
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,19 @@ import torch
 from kleash.errors import CannotRunError, ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
-from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
-from kleash.models.checkpoints.files import (
-    check_repeated_tensors,
-    list_weight_files,
-    read_safetensors_header,
-)
 from kleash.models.checkpoints.resolution import Checkpoint
+from kleash.models.checkpoints.size_checks import check_network_size
 from kleash.models.compat import run_uncompiled, use_exact_experts
+from kleash.models.filling import check_complete
 from kleash.models.gguf.network import load_gguf_network
 from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
 from kleash.models.quantised.transformers_formats import (
     check_stored_types,
     check_unused_parts,
     describe_quantisation,
-    explain_refusal,
     has_kernels,
     is_packed,
+    quantisation_advice,
 )
 from kleash.models.quantised.unpacking import load_unpacked_network
 from kleash.models.text_towers import (
@@ -70,25 +65,19 @@ def load_networks(
     networks: dict[str, LoadedNetwork] = {}
     notes: list[str] = []
 
-    def load_base(role: str) -> BaseNetwork:
-        checkpoint = checkpoints[role]
+    def load_base(checkpoint: Checkpoint) -> BaseNetwork:
         if device_map in PARALLEL_MAPS:
-            _require_ranks(checkpoint, role, device_map)
+            _require_ranks(checkpoint, device_map)
         if checkpoint.gguf:
-            network, base_notes = load_gguf_network(
-                checkpoint.gguf, f"the {role} {checkpoint.name}", dtype=dtype, device_map=device_map
-            )
-            parameters = _count(network)
+            base = load_gguf_network(checkpoint, dtype=dtype, device_map=device_map)
         else:
-            network, base_notes, parameters = _load_base(
-                checkpoint, role, dtype, device, device_map, trust_remote_code
-            )
+            base = _load_base(checkpoint, dtype, device, device_map, trust_remote_code)
         if device_map is None:
-            network.to(device)
-        network.eval()
-        if network.dtype == torch.float64:
-            use_exact_experts(network)
-        return BaseNetwork(network=network, parameters=parameters, notes=base_notes)
+            base.network.to(device)
+        base.network.eval()
+        if base.network.dtype == torch.float64:
+            use_exact_experts(base.network)
+        return base
 
     for checkpoints_of_folder in checkpoints_by_folder.values():
         networks_of_folder, note = load_over_one_base(checkpoints_of_folder, load_base)
@@ -100,7 +89,7 @@ def load_networks(
     return networks, tuple(notes)
 
 
-def _require_ranks(checkpoint: Checkpoint, role: str, device_map: str) -> None:
+def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
     """Check that a checkpoint can be spread over the ranks of torch.distributed.
 
     Raises:
@@ -115,7 +104,7 @@ def _require_ranks(checkpoint: Checkpoint, role: str, device_map: str) -> None:
     if checkpoint.adapter is not None or checkpoint.gguf:
         kind = "an adapter" if checkpoint.adapter is not None else "a GGUF file"
         raise ModelError(
-            f"the {role} {checkpoint.name} is {kind}, which --device-map {device_map} does not take; merge or convert "
+            f"{checkpoint} is {kind}, which --device-map {device_map} does not take; merge or convert "
             "it into a folder of safetensors"
         )
     import_extra("transformers.distributed.configuration_utils", "models")
@@ -130,93 +119,114 @@ def _placement(device_map: str | None) -> dict[str, Any]:
     return {"distributed_config": configuration(**size)}
 
 
-def _count(network: Any) -> int:
-    """The number of a network's parameters."""
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 def _find_unpacked(
-    checkpoint: Checkpoint, subject: str, device: torch.device, device_map: str | None
+    checkpoint: Checkpoint, device: torch.device, device_map: str | None
 ) -> PackedCheckpoint | None:
     """The packed modules of a checkpoint that is unpacked when it is loaded; None for any other.
 
     Raises:
         ModelError: if they are damaged, or would have to be spread over ranks.
     """
-    if has_kernels(checkpoint.folder, device):
+    if has_kernels(checkpoint, device):
         return None
-    packed = find_packed_modules(checkpoint.folder, subject)
+    packed = find_packed_modules(checkpoint)
     if packed is not None and device_map in PARALLEL_MAPS:
         raise ModelError(
-            f"{subject} is quantised ({packed.method}) and unpacked when it is loaded, which --device-map {device_map} "
-            "does not take; save it dequantised"
+            f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
+            f"--device-map {device_map} does not take; save it dequantised"
         )
     return packed
 
 
 def _load_base(
     checkpoint: Checkpoint,
-    role: str,
     dtype: torch.dtype | str,
     device: torch.device,
     device_map: str | None,
     trust_remote_code: bool,
-) -> tuple[Any, tuple[str, ...], int]:
-    """Load a transformers network without adapters, with notes on it and the number of its parameters."""
-    subject = f"the {role} {checkpoint.name}"
-    check_config_sizes(subject, checkpoint.folder)
-    check_repeated_tensors(subject, checkpoint.folder)
-    packed = _find_unpacked(checkpoint, subject, device, device_map)
+) -> BaseNetwork:
+    """Load the network of a folder, without adapters."""
+    packed = _find_unpacked(checkpoint, device, device_map)
+    advice = "" if packed is not None else quantisation_advice(checkpoint)
     try:
-        config = read_config(checkpoint, trust_remote_code)
-        _check_decoder_only(config, subject)
-        if not has_kernels(checkpoint.folder, device):
+        config = import_extra("transformers", "models").AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=trust_remote_code
+        )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(
+                f"{checkpoint} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
+            )
+        if not has_kernels(checkpoint, device):
             decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
-            check_stored_types(checkpoint.folder, config, subject, decoded)
+            check_stored_types(checkpoint, config, decoded)
         network_class, skeleton = _choose_class(
-            checkpoint, config, subject, trust_remote_code, is_packed=packed is not None
+            checkpoint, config, trust_remote_code, is_packed=packed is not None
         )
         if packed is not None:
             network, report = load_unpacked_network(
-                packed, network_class, skeleton, checkpoint.folder, dtype=dtype, device_map=device_map
+                packed, network_class, skeleton, dtype=dtype, device_map=device_map
             )
         else:
-            # some formats unpack weights by compiled functions
-            with torch.compiler.set_stance("force_eager"):
-                network, report = network_class.from_pretrained(
-                    checkpoint.folder,
-                    config=network_class.config,
-                    dtype=dtype,
-                    **_placement(device_map),
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # reported by _check_shapes instead
-                )
-            run_uncompiled(network)
+            network, report = _load_stored(network_class, checkpoint, dtype, device_map)
     except ModelError:
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        hint = ("" if packed is not None else explain_refusal(checkpoint.folder)) or hint
-        raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}{hint}") from error
-    _check_complete(report, subject, "" if packed is not None else explain_refusal(checkpoint.folder))
-    if packed is not None:
-        notes = (packed.describe(subject),)
-    else:
-        notes = describe_quantisation(checkpoint.folder, network, subject)
-    unused_tensors = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
-    packed_modules = () if packed is None else [module.name for module in packed.modules]
-    check_unused_parts(unused_tensors, checkpoint.folder, subject, packed_modules)
-    if unused_tensors:
-        count, first = len(unused_tensors), unused_tensors[0]
-        notes += (f"{count} tensors of {subject} are not used by its architecture, such as {first}",)
+        raise ModelError(
+            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
+        ) from error
+    check_complete(report, str(checkpoint), advice)
+    notes = (packed.describe(),) if packed is not None else describe_quantisation(checkpoint, network)
+    notes += _describe_unused(checkpoint, config, report, packed)
     if not trust_remote_code and not has_other_parts(config):
-        notes += _describe_replaced_class(config, network, subject)
-    return network, notes, _count(skeleton if is_packed(network) else network)
+        notes += _describe_replaced_class(config, network, str(checkpoint))
+    counted = skeleton if is_packed(network) else network
+    return BaseNetwork(
+        network=network,
+        parameters=sum(parameter.numel() for parameter in counted.parameters()),
+        notes=notes,
+        tensors=tuple(x for name, x in checkpoint.tensors.items() if not is_of_other_part(config, name)),
+        packed=() if packed is None else packed.modules,
+    )
+
+
+def _load_stored(
+    network_class: NetworkClass, checkpoint: Checkpoint, dtype: torch.dtype | str, device_map: str | None
+) -> tuple[Any, Any]:
+    """The network with the weights as transformers reads them, and transformers' report of how they fit."""
+    with torch.compiler.set_stance("force_eager"):  # some formats unpack weights by compiled functions
+        network, report = network_class.from_pretrained(
+            checkpoint.folder,
+            config=network_class.config,
+            dtype=dtype,
+            **_placement(device_map),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by check_complete instead
+        )
+    run_uncompiled(network)
+    return network, report
+
+
+def _describe_unused(
+    checkpoint: Checkpoint, config: Any, report: Any, packed: PackedCheckpoint | None
+) -> tuple[str, ...]:
+    """A note on tensors that the architecture does not use.
+
+    Raises:
+        ModelError: if they are of a quantisation.
+    """
+    unused = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
+    check_unused_parts(
+        unused, checkpoint, () if packed is None else [module.name for module in packed.modules]
+    )
+    if not unused:
+        return ()
+    return (f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",)
 
 
 def _choose_class(
-    checkpoint: Checkpoint, config: Any, subject: str, trust_remote_code: bool, *, is_packed: bool
+    checkpoint: Checkpoint, config: Any, trust_remote_code: bool, *, is_packed: bool
 ) -> tuple[NetworkClass, Any]:
     """The first class for a configuration that fits the files and whose forward pass on text needs nothing but text.
 
@@ -225,16 +235,13 @@ def _choose_class(
     Raises:
         ModelError: if there is none, with the reason of the first.
     """
-    names = {name for path in list_weight_files(checkpoint.folder) for name in read_safetensors_header(path)}
     refusal: ModelError | None = None
-    for network_class in list_network_classes(config, names, trust_remote_code=trust_remote_code):
+    for network_class in list_network_classes(
+        config, checkpoint.tensors, trust_remote_code=trust_remote_code
+    ):
         try:
             skeleton = check_network_size(
-                subject,
-                checkpoint.folder,
-                network_class.config,
-                network_class.from_config,
-                is_quantised=is_packed,
+                checkpoint, network_class.config, network_class.from_config, is_quantised=is_packed
             )
         except ModelError as error:
             refusal = refusal or error
@@ -242,35 +249,9 @@ def _choose_class(
         if not has_other_parts(config) or not needs_other_parts(skeleton):
             return network_class, skeleton
     raise refusal or ModelError(
-        f"{subject} ({config.model_type}) runs more than its language model on text, and transformers has no class of "
-        "its text part alone; kleash measures language models"
+        f"{checkpoint} ({config.model_type}) runs more than its language model on text, and transformers has no class "
+        "of its text part alone; kleash measures language models"
     )
-
-
-def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """The configuration of a checkpoint, as transformers reads it."""
-    transformers = import_extra("transformers", "models")
-    return transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
-
-
-def _check_complete(report: Any, subject: str, explanation: str) -> None:
-    """Check that all weights were in the files, in the shapes of the configuration."""
-    mismatches = sorted(report.get("mismatched_keys", ()))
-    if mismatches:
-        # transformers 5 reports each name with two shapes, transformers 4 names alone.
-        name, *shapes = [mismatches[0]] if isinstance(mismatches[0], str) else mismatches[0]
-        difference = ": {}, and not {}".format(*map(tuple, shapes)) if shapes else ""
-        raise ModelError(
-            f"{subject} has {len(mismatches)} weights of other shapes than its config.json says, such as "
-            f"{name}{difference}; correct config.json, or fetch the checkpoint again"
-        )
-    missing_weights = sorted(report["missing_keys"])
-    if missing_weights:
-        advice = explanation or _explain_missing(missing_weights, report["unexpected_keys"])
-        raise ModelError(
-            f"{subject} lacks {len(missing_weights)} of its weights, which would be random: "
-            f"{', '.join(missing_weights[:3])}{advice}"
-        )
 
 
 def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:
@@ -283,27 +264,3 @@ def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[s
         "is measured; --trust-remote-code runs that code"
     )
     return (note,)
-
-
-def _explain_missing(missing: Sequence[str], unused: Collection[str]) -> str:
-    """What to do about weights that are missing: by a prefix that all tensors have, or since there is no head."""
-    prefixes = {name.removesuffix(missing[0]) for name in unused if name.endswith(f".{missing[0]}")}
-    for prefix in sorted(prefixes):
-        if all(f"{prefix}{name}" in unused for name in missing):
-            return (
-                f"; all of them are there with the prefix {prefix[:60]!r}, so save the model without its wrapper "
-                "(torch.compile, DistributedDataParallel, a value head)"
-            )
-    if list(missing) == ["lm_head.weight"]:
-        return (
-            "; fetch the checkpoint again, unless it is a model of embeddings or rewards, which have no head"
-        )
-    return "; fetch the checkpoint again, or save it whole"
-
-
-def _check_decoder_only(config: Any, subject: str) -> None:
-    """Check that a configuration is of a decoder-only model."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{subject} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
-        )

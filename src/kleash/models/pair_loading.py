@@ -1,8 +1,8 @@
 """Loading policy and reference, and checking that they can be compared."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -10,12 +10,13 @@ from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.models.adapters.shared_base import LoadedNetwork
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
-from kleash.models.network_loading import PARALLEL_MAPS, load_networks, read_config
+from kleash.models.network_loading import PARALLEL_MAPS, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_tokenizers import load_tokenizers
@@ -96,14 +97,11 @@ def load_pair(
         tokenizer=tokenizer,
     )
     checkpoints = {
-        "policy": find_checkpoint(policy, revision_policy),
-        "reference": find_checkpoint(reference, revision_reference),
+        "policy": find_checkpoint(policy, revision_policy, "policy"),
+        "reference": find_checkpoint(reference, revision_reference, "reference"),
     }
-    with suppress_library_output():
-        tokenizers, tokenizer_notes = load_tokenizers(checkpoints, trust_remote_code, tokenizer)
-        notes = [*tokenizer_notes, *_adapter_notes(checkpoints)]
-        models, loading_notes = _load_models(checkpoints, tokenizers, loading)
-    return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *loading_notes])))
+    models, notes = _load_models(checkpoints, loading)
+    return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
 
 
 def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob) -> Pair:
@@ -126,11 +124,20 @@ def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob)
 
 
 def _load_models(
-    checkpoints: dict[str, Checkpoint], tokenizers: dict[str, Any], loading: Loading
+    checkpoints: dict[str, Checkpoint], loading: Loading, stored_tokenizer: Any = None
 ) -> tuple[dict[str, Model], list[str]]:
-    """Load the model of each role; also return notes for the user."""
-    device = resolve_device(loading.device, loading.device_map)
-    with without_zero3_loading():
+    """Load the model of each role, with its tokenizer; also return notes for the user.
+
+    Args:
+        checkpoints: by role.
+        loading: how they are loaded.
+        stored_tokenizer: of a reference that is not loaded, with which the tokenizers are compared.
+    """
+    with suppress_library_output(), without_zero3_loading():
+        tokenizers, tokenizer_notes = load_tokenizers(
+            checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
+        )
+        device = resolve_device(loading.device, loading.device_map)
         networks, sharing_notes = load_networks(
             checkpoints,
             dtype=resolve_dtype(loading.dtype, device),
@@ -138,16 +145,35 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
+        models, model_notes = _build_models(checkpoints, networks, tokenizers, loading)
+    adapter_notes = [
+        f"the {checkpoint.role} is the adapter {checkpoint.name} over {checkpoint.base}"
+        for checkpoint in checkpoints.values()
+        if checkpoint.adapter is not None
+    ]
+    return models, [*tokenizer_notes, *adapter_notes, *sharing_notes, *model_notes]
+
+
+def _build_models(
+    checkpoints: Mapping[str, Checkpoint],
+    networks: Mapping[str, LoadedNetwork],
+    tokenizers: Mapping[str, Any],
+    loading: Loading,
+) -> tuple[dict[str, Model], list[str]]:
+    """The model of each network, and notes on it."""
     models: dict[str, Model] = {}
-    notes = list(sharing_notes)
-    views: dict[int, ShardedView] = {}
+    notes: list[str] = []
+    views: dict[int, tuple[Any, ShardStorage | None]] = {}
     for role, checkpoint in checkpoints.items():
         loaded = networks[role]
         if id(loaded.network) not in views:
-            views[id(loaded.network)] = _view(loaded.network, role, loading.device_map)
-        view = views[id(loaded.network)]
+            is_sharded = loading.device_map == "fsdp"
+            storage = shard_storage(loaded.network, f"the {role}") if is_sharded else None
+            view = loaded.network if storage is None else view_of_shards(loaded.network, storage)
+            views[id(loaded.network)] = view, storage
+        view, storage = views[id(loaded.network)]
         model, model_notes = build_model(
-            view.network,
+            view,
             tokenizers[role],
             role=role,
             path=checkpoint.name,
@@ -159,29 +185,14 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        config = None if checkpoint.gguf else read_config(checkpoint, loading.trust_remote_code)
         model = replace(
             model,
-            weights=describe_weights(checkpoint, loaded.base_parameters, config),
+            weights=describe_weights(checkpoint, loaded.base),
             base=None if checkpoint.adapter is None else checkpoint.base,
         )
-        models[role] = with_storage(model, view.storage)
+        models[role] = with_storage(model, storage)
         notes += [*loaded.notes, *model_notes]
     return models, notes
-
-
-class ShardedView(NamedTuple):
-    """A network as it is run."""
-
-    network: Any
-    storage: ShardStorage | None
-    """The ranks that store its weights between them; None if they are whole here, or split for the same tokens."""
-
-
-def _view(network: Any, role: str, device_map: str | None) -> ShardedView:
-    """A loaded network, without FSDP's hooks if it is sharded."""
-    storage = shard_storage(network, f"the {role}") if device_map == "fsdp" else None
-    return ShardedView(network if storage is None else view_of_shards(network, storage), storage)
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
@@ -249,15 +260,6 @@ def _truncate(model: Model, tokens: int) -> Model:
     return replace(model, head=truncate_head(model.head, tokens), vocab_size=tokens)
 
 
-def _adapter_notes(checkpoints: dict[str, Checkpoint]) -> list[str]:
-    """A note for each role whose model is an adapter, with the name of its base."""
-    return [
-        f"the {role} is the adapter {checkpoint.name} over {checkpoint.base}"
-        for role, checkpoint in checkpoints.items()
-        if checkpoint.adapter is not None
-    ]
-
-
 def resolve_device(device: str, device_map: str | None) -> torch.device:
     """The device that the options ``--device`` and ``--device-map`` name.
 
@@ -307,16 +309,10 @@ def load_alone(role: str, name: str, revision: str | None, loading: Loading) -> 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
     """
-    checkpoints = {role: find_checkpoint(name, revision)}
-    with suppress_library_output():
-        tokenizers, tokenizer_notes = load_tokenizers(
-            checkpoints, loading.trust_remote_code, loading.tokenizer
-        )
-        models, loading_notes = _load_models(checkpoints, tokenizers, loading)
+    models, notes = _load_models({role: find_checkpoint(name, revision, role)}, loading)
     model = models[role]
     check_vocab_size(model, model.vocab_size, "logits")
-    notes = (*tokenizer_notes, *_adapter_notes(checkpoints), *loading_notes)
-    pair = Pair(policy=model, reference=model, tokenizer=tokenizers[role], notes=notes)
+    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes))
     return _with_kept_rows(pair, f"the {role}'s head has")
 
 
@@ -337,17 +333,13 @@ def load_beside(
     """
     dtype = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
     stored.check_reference(reference, revision_reference, str(dtype).removeprefix("torch."))
-    checkpoints = {"policy": find_checkpoint(policy, revision_policy)}
+    checkpoint = find_checkpoint(policy, revision_policy, "policy")
     with suppress_library_output():
         stored_tokenizer = stored.tokenizer(loading.trust_remote_code)
-        tokenizers, tokenizer_notes = load_tokenizers(
-            checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
-        )
-        notes = [*tokenizer_notes, *_adapter_notes(checkpoints)]
-        models, loading_notes = _load_models(checkpoints, tokenizers, loading)
+    models, notes = _load_models({"policy": checkpoint}, loading, stored_tokenizer)
     notes.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
     reference_model = stored.as_model(models["policy"].device, stored_tokenizer)
-    pair = pair_models(models["policy"], reference_model, (*notes, *loading_notes, *stored.contents.notes))
+    pair = pair_models(models["policy"], reference_model, (*notes, *stored.contents.notes))
     if stored.checksums.exists:
         return pair
     return replace(pair, warnings=(*pair.warnings, f"{stored.folder}: {UNCHECKED}"))

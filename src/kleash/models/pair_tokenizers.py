@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
-from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.gguf.vocabulary import compare_with_tokenizer, read_vocabulary
 from kleash.models.tokenizers import (
@@ -42,14 +41,14 @@ def load_tokenizers(
         TokenizerMismatchError: if they are not interchangeable, with the first differences.
     """
     tokenizers = {
-        role: load_tokenizer(checkpoint, role, trust_remote_code)
+        role: load_tokenizer(checkpoint, trust_remote_code)
         for role, checkpoint in checkpoints.items()
         if not checkpoint.gguf
     }
     notes: list[str] = []
     stated_tokenizer = None
     if tokenizer is not None and len(tokenizers) < len(checkpoints):
-        stated_tokenizer = load_tokenizer(_find_tokenizer(tokenizer), "tokenizer", trust_remote_code)
+        stated_tokenizer = load_tokenizer(_find_tokenizer(tokenizer), trust_remote_code)
     if stored_reference is not None:
         tokenizers["reference"] = stored_reference
     available = dict(tokenizers)
@@ -62,8 +61,8 @@ def load_tokenizers(
             other = next(iter(available))
             owner, loaded = f"the {other}'s tokenizer", available[other]
         else:
-            owner, loaded = "the tokenizer beside it", _load_beside(checkpoint, role, trust_remote_code)
-        notes += _compare_gguf(checkpoint, role, loaded, owner)
+            owner, loaded = "the tokenizer beside it", _load_beside(checkpoint, trust_remote_code)
+        notes += _compare_gguf(checkpoint, loaded, owner)
         tokenizers[role] = loaded
     if len(tokenizers) == 2:
         notes += compare_tokenizers(tokenizers["policy"], tokenizers["reference"])
@@ -74,24 +73,23 @@ def _find_tokenizer(name: str) -> Checkpoint:
     """The folder of a tokenizer; it needs no weights if it is a folder on disk."""
     folder = Path(name).expanduser()
     if folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        return Checkpoint(name=name, folder=folder)
-    return find_checkpoint(name)
+        return Checkpoint(role="tokenizer", name=name, folder=folder)
+    return find_checkpoint(name, role="tokenizer")
 
 
-def _load_beside(checkpoint: Checkpoint, role: str, trust_remote_code: bool) -> Any:
+def _load_beside(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     """The tokenizer in the folder of a GGUF file."""
     if not any(next(checkpoint.folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise ModelError(
-            f"the {role} {checkpoint.name} is a GGUF file, and no other model has a tokenizer for it; give "
+            f"{checkpoint} is a GGUF file, and no other model has a tokenizer for it; give "
             "--tokenizer, the folder or hub id of the model that it was made from"
         )
-    return load_tokenizer(checkpoint, role, trust_remote_code)
+    return load_tokenizer(checkpoint, trust_remote_code)
 
 
-def _compare_gguf(checkpoint: Checkpoint, role: str, tokenizer: Any, owner: str) -> tuple[str, ...]:
+def _compare_gguf(checkpoint: Checkpoint, tokenizer: Any, owner: str) -> tuple[str, ...]:
     """Check a tokenizer against the vocabulary of a GGUF file; returns notes."""
-    subject = f"the {role} {checkpoint.name}"
-    vocabulary = read_vocabulary(open_gguf(checkpoint.gguf).settings, subject)
+    vocabulary = read_vocabulary(checkpoint.gguf_files.settings, str(checkpoint))
 
     def mismatch(difference: str) -> ModelError:
         return TokenizerMismatchError(

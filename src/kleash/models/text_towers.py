@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import INDEX, list_weight_files, read_safetensors_header
+from kleash.models.checkpoints.files import INDEX, open_model_files
 from kleash.models.compat import class_of_config, forget_renaming, loaded_from
 
 OTHER_CONFIG_NAMES = re.compile(
@@ -241,20 +241,18 @@ def copy_other_parts(network: Any, folder: Path) -> None:
     source = Path(loaded_from(network))
     if not has_other_parts(network.config) or not source.is_dir() or not (folder / "config.json").is_file():
         return
-    safetensors = import_extra("safetensors", "models")
-    tensors: dict[str, torch.Tensor] = {}
-    for path in list_weight_files(source):
-        names = [name for name in read_safetensors_header(path) if is_of_other_part(network.config, name)]
-        with safetensors.safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in names}
-    headers = {path: read_safetensors_header(path) for path in list_weight_files(folder)}
+    stored = open_model_files(source)
+    tensors = {name: stored.read(name) for name in stored if is_of_other_part(network.config, name)}
     if not tensors:
         return
+    paths: dict[Path, list[str]] = {}
+    for name, tensor in open_model_files(folder).items():
+        paths.setdefault(tensor.path, []).append(name)
     shards: dict[str, str] = {}
-    for number, (path, header) in enumerate(headers.items(), start=1):
-        shard = path.rename(folder / f"model-{number:05}-of-{len(headers) + 1:05}.safetensors")
-        shards |= dict.fromkeys(header, shard.name)
-    last = folder / f"model-{len(headers) + 1:05}-of-{len(headers) + 1:05}.safetensors"
+    for number, (path, names) in enumerate(paths.items(), start=1):
+        shard = path.rename(folder / f"model-{number:05}-of-{len(paths) + 1:05}.safetensors")
+        shards |= dict.fromkeys(names, shard.name)
+    last = folder / f"model-{len(paths) + 1:05}-of-{len(paths) + 1:05}.safetensors"
     import_extra("safetensors.torch", "models").save_file(tensors, last, metadata={"format": "pt"})
     shards |= dict.fromkeys(tensors, last.name)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}), encoding="utf-8")

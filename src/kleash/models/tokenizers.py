@@ -152,7 +152,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def load_tokenizer(checkpoint: Checkpoint, role: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     """Load the tokenizer of a checkpoint: the adapter's if its folder has one, else the base's.
 
     Raises:
@@ -172,11 +172,11 @@ def load_tokenizer(checkpoint: Checkpoint, role: str, trust_remote_code: bool) -
     except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
         if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
             raise ModelError(
-                f"the {role} {checkpoint.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
+                f"{checkpoint} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
                 "tokenizer's files of the model it was made from into that folder"
             ) from error
         raise ModelError(
-            f"the tokenizer of the {role} {checkpoint.name} cannot be loaded from {folder}: {summarise_error(error)}"
+            f"the tokenizer of {checkpoint} cannot be loaded from {folder}: {summarise_error(error)}"
         ) from error
 
 

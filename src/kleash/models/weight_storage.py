@@ -1,23 +1,11 @@
 """How a checkpoint stores its weights: bytes, bits a weight, and the type of each module."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from kleash.errors import ModelError
-from kleash.models.checkpoints.files import (
-    ADAPTER_WEIGHTS,
-    list_weight_files,
-    read_json,
-    read_safetensors_header,
-)
-from kleash.models.checkpoints.gguf_files import open_gguf
+from kleash.models.adapters.shared_base import BaseNetwork
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.text_towers import is_of_other_part
 from kleash.store.measurement import StoredWeights
 
 PACKED_NAMES = ("qweight", "weight_packed", "blocks")
@@ -28,76 +16,25 @@ DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def describe_weights(checkpoint: Checkpoint, parameters: int, config: Any) -> StoredWeights:
-    """How the weights of a checkpoint's text part, and of an adapter over it, are stored.
+def describe_weights(checkpoint: Checkpoint, base: BaseNetwork) -> StoredWeights:
+    """How the weights of a network and of the adapter over it are stored.
 
     Args:
-        checkpoint: the checkpoint.
-        parameters: number of weights of its network, without the adapter.
-        config: of the checkpoint; None if it is a GGUF file, which has a text part only.
-
-    Raises:
-        ModelError: if a header is damaged.
+        checkpoint: with the adapter, if any.
+        base: the network, as it was loaded.
     """
-    adapter = _AdapterSize.of(checkpoint)
+    adapter = checkpoint.adapter_tensors.values()
     if checkpoint.gguf:
-        files = open_gguf(checkpoint.gguf)
-        modules = {
-            tensor.name.rpartition(".")[0]: tensor.kind for tensor in files.tensors if len(tensor.shape) > 1
-        }
-        return _stored_weights(files.num_bytes, files.elements, modules, adapter)
-    entries = {
-        name: entry
-        for path in list_weight_files(checkpoint.folder)
-        for name, entry in read_safetensors_header(path).items()
-        if not is_of_other_part(config, name)
-    }
-    num_bytes = _bytes_of(entries)
-    try:
-        packed = find_packed_modules(checkpoint.folder, checkpoint.name)
-    except ModelError:  # a layout that the format's own kernels read, or the model would not have been loaded
-        packed = None
-    packed_modules = [
-        module for module in (() if packed is None else packed.modules) if entries.keys() & set(module.parts)
-    ]
-    packed_parts = {part for module in packed_modules for part in module.parts}
-    types = {
-        name: entry["dtype"]
-        for name, entry in entries.items()
-        if len(entry["shape"]) > 1 and name not in packed_parts
-    }
-    modules = {module.name: module.kind for module in packed_modules}
-    modules |= dict(_module_types(checkpoint.folder, types, set(entries)))
-    is_dense = all(kind in DENSE_TYPES for kind in modules.values())
-    # Packed weights and their scales are other numbers than the network's; tensors that are not loaded count here.
-    elements = sum(prod(entry["shape"]) for entry in entries.values()) if is_dense else parameters
-    return _stored_weights(num_bytes, elements, modules, adapter)
-
-
-class _AdapterSize(NamedTuple):
-    """The size of an adapter's weights, 0 without one."""
-
-    num_bytes: int
-    elements: int
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "_AdapterSize":
-        """The size of a checkpoint's adapter."""
-        if checkpoint.adapter is None:
-            return cls(0, 0)
-        entries = read_safetensors_header(checkpoint.adapter / ADAPTER_WEIGHTS)
-        return cls(_bytes_of(entries), sum(prod(entry["shape"]) for entry in entries.values()))
-
-
-def _bytes_of(entries: Mapping[str, Mapping[str, Any]]) -> int:
-    """The bytes of tensors in safetensors files."""
-    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-
-
-def _stored_weights(
-    num_bytes: int, elements: int, modules: Mapping[str, str], adapter: _AdapterSize
-) -> StoredWeights:
-    num_bytes, elements = num_bytes + adapter.num_bytes, elements + adapter.elements
+        matrices = [tensor for tensor in base.tensors if len(tensor.shape) > 1]
+        modules = {tensor.name.rpartition(".")[0]: tensor.kind for tensor in matrices}
+        elements = sum(tensor.elements for tensor in base.tensors)
+    else:
+        modules = _types_of_modules(checkpoint, base)
+        is_dense = all(kind in DENSE_TYPES for kind in modules.values())
+        # Packed weights and their scales are other numbers than the network's; tensors that are not loaded count here.
+        elements = sum(tensor.elements for tensor in base.tensors) if is_dense else base.parameters
+    elements += sum(tensor.elements for tensor in adapter)
+    num_bytes = sum(tensor.num_bytes for tensor in (*base.tensors, *adapter))
     return StoredWeights(
         bytes=num_bytes,
         bits_per_weight=8 * num_bytes / elements if elements else 0.0,
@@ -105,19 +42,24 @@ def _stored_weights(
     )
 
 
-def _module_types(folder: Path, types: Mapping[str, str], names: set[str]) -> Iterator[tuple[str, str]]:
-    """Each module with a matrix, and the type of its weights: "BF16", "gptq (I32)"."""
-    settings = read_json(folder / "config.json").get("quantization_config")
-    method = str(settings.get("quant_method", "quantised")) if isinstance(settings, dict) else "quantised"
-    for name, dtype in types.items():
-        module, _, part = name.rpartition(".")
-        if part not in ("weight", *PACKED_NAMES) and not part.endswith(("_blocks", "_proj")):
-            continue
-        is_quantised = dtype not in DENSE_TYPES or any(f"{module}.{scale}" in names for scale in SCALE_NAMES)
-        yield (
-            module if part == "weight" else f"{module}.{part}",
-            f"{method} ({dtype})" if is_quantised else dtype,
-        )
+def _types_of_modules(checkpoint: Checkpoint, base: BaseNetwork) -> dict[str, str]:
+    """The type of the weights of each module with a matrix: "BF16", "gptq int4, groups of 128", "mxfp4 (U8)"."""
+    names = {tensor.name for tensor in base.tensors}
+    packed = [module for module in base.packed if not names.isdisjoint(module.parts)]
+    packed_parts = {part for module in packed for part in module.parts}
+    method = checkpoint.quant_method or "quantised"
+
+    kinds = {module.name: module.kind for module in packed}
+    for tensor in base.tensors:
+        module, _, part = tensor.name.rpartition(".")
+        is_weight = part in ("weight", *PACKED_NAMES) or part.endswith(("_blocks", "_proj"))
+        if len(tensor.shape) > 1 and tensor.name not in packed_parts and is_weight:
+            is_quantised = tensor.kind not in DENSE_TYPES or any(
+                f"{module}.{scale}" in names for scale in SCALE_NAMES
+            )
+            name = module if part == "weight" else tensor.name
+            kinds[name] = f"{method} ({tensor.kind})" if is_quantised else tensor.kind
+    return kinds
 
 
 def _by_layers(modules: Mapping[str, str]) -> dict[str, str]:

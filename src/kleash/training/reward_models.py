@@ -8,8 +8,8 @@ import torch
 
 from kleash.errors import CannotRunError, ModelError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
-from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.checkpoints.size_checks import check_network_size
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.quantised.transformers_formats import check_stored_types
 from kleash.models.tokenizers import load_tokenizer
@@ -116,19 +116,18 @@ class _RewardModel:
 
 def _load(name: str, device: str, dtype: str) -> _RewardModel:
     transformers = import_extra("transformers", "models")
-    checkpoint = find_checkpoint(name)
+    checkpoint = find_checkpoint(name, role="reward model")
     title = f"the reward model {name}"
     if checkpoint.adapter is not None:
         raise ModelError(f"{title} is an adapter; merge it into its base, and save that")
     resolved_device = resolve_device(device, None)
     with suppress_library_output():
-        tokenizer = load_tokenizer(checkpoint, "reward model", False)
+        tokenizer = load_tokenizer(checkpoint, False)
         kind = transformers.AutoModelForSequenceClassification
-        check_config_sizes(title, checkpoint.folder)
         try:
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-            check_stored_types(checkpoint.folder, config, title, None)
-            check_network_size(title, checkpoint.folder, config, kind.from_config)
+            check_stored_types(checkpoint, config, None)
+            check_network_size(checkpoint, config, kind.from_config)
             network, report = kind.from_pretrained(
                 checkpoint.folder,
                 dtype=resolve_dtype(dtype, resolved_device),

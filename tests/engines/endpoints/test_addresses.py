@@ -48,7 +48,7 @@ def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["measure", "--policy", name, "--text", "shipped:text", "--quiet"]) == 2
-    assert "a server's address begins with http://" in capsys.readouterr().err
+    assert "the address of a server, which begins with http://" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

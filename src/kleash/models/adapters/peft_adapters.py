@@ -1,53 +1,46 @@
 """Attaching PEFT adapters to a base network, and checks of adapters on disk and in memory."""
 
 import re
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.network_state import bitwise_equal, make_probe, probe_logits
 from kleash.models.adapters.rules import find_rule, peft_type
-from kleash.models.checkpoints.config_checks import check_adapter_sizes
-from kleash.models.checkpoints.files import ADAPTER_WEIGHTS, read_json, read_safetensors_header
 from kleash.models.checkpoints.resolution import Checkpoint
+from kleash.models.checkpoints.size_checks import check_adapter_sizes
 from kleash.models.compat import has_adapter_on_one_embedding
 from kleash.sandbox.process import check_patterns
 
 MAX_SHOWN_NAMES = 4
 
 
-def read_adapter_settings(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
-    """Read the adapter_config.json of a checkpoint and check that the adapter can be measured.
+def check_adapter(checkpoint: Checkpoint) -> None:
+    """Check that the adapter of a checkpoint can be measured.
 
     Raises:
-        ModelError: if a rule refuses the adapter, or its settings describe tensors larger than its files.
+        ModelError: if a rule refuses it, or its settings describe tensors larger than its files.
     """
-    assert checkpoint.adapter is not None
-    settings = read_json(checkpoint.adapter / "adapter_config.json")
-    rule = find_rule(settings)
+    rule = find_rule(checkpoint.adapter_settings)
     if rule is not None and rule.treatment == "refused":
-        kind = peft_type(settings)[:40]
-        raise ModelError(f"the adapter {checkpoint.name} of the {role} ({kind}) {rule.reason}; {rule.advice}")
-    check_adapter_sizes(f"the adapter {checkpoint.name} of the {role}", checkpoint.adapter, checkpoint.folder)
-    return settings
+        kind = peft_type(checkpoint.adapter_settings)[:40]
+        raise ModelError(f"{checkpoint.adapter_subject} ({kind}) {rule.reason}; {rule.advice}")
+    check_adapter_sizes(checkpoint)
 
 
-def describe_unknown_settings(checkpoint: Checkpoint, role: str) -> tuple[str, ...]:
+def describe_unknown_settings(checkpoint: Checkpoint) -> tuple[str, ...]:
     """A note on the settings of an adapter that the installed PEFT does not know and leaves out.
 
     A newer PEFT wrote them, and may compute the adapter otherwise.
     """
-    assert checkpoint.adapter is not None
-    peft = import_extra("peft", "models")
-    settings = read_json(checkpoint.adapter / "adapter_config.json")
+    peft, settings = import_extra("peft", "models"), checkpoint.adapter_settings
     known = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type(settings)].__dataclass_fields__
     unknown = sorted(str(name)[:60] for name, value in settings.items() if name not in known and value)
     if not unknown:
         return ()
     note = (
-        f"the adapter {checkpoint.name} of the {role} has settings that PEFT {peft.__version__} does not know and "
+        f"{checkpoint.adapter_subject} has settings that PEFT {peft.__version__} does not know and "
         f"leaves out: {', '.join(unknown[:MAX_SHOWN_NAMES])}; with a newer PEFT it may be another model"
     )
     return (note,)
@@ -89,14 +82,13 @@ def trainable_base_parameters(wrapper: Any) -> list[str]:
     ]
 
 
-def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint, role: str) -> Any:
+def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
     """Attach an adapter to a network under the name of its role, and activate it.
 
     Args:
         network: the base.
         wrapper: the PEFT model around the base; None before the first adapter.
         checkpoint: of the adapter.
-        role: "policy" or "reference".
 
     Returns:
         The PEFT model around the base.
@@ -105,7 +97,7 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint, role: str
         ModelError: if a pattern of the adapter does not end, or its tensors do not fit the base.
     """
     peft = import_extra("peft", "models")
-    subject = f"the adapter {checkpoint.name} of the {role}"
+    subject, role = checkpoint.adapter_subject, checkpoint.role
     check_patterns(subject, _patterns(checkpoint), (name for name, _ in network.named_modules()))
     try:
         if wrapper is None:
@@ -113,7 +105,7 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint, role: str
         else:
             wrapper.load_adapter(str(checkpoint.adapter), adapter_name=role)
             wrapper.set_adapter(role)
-        _check_fits(wrapper, checkpoint, role, subject)
+        _check_fits(wrapper, checkpoint)
     except ModelError:
         raise
     except Exception as error:  # the exception type depends on the settings, down to re.error
@@ -123,8 +115,7 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint, role: str
 
 def _patterns(checkpoint: Checkpoint) -> list[str]:
     """The regular expressions that PEFT matches module names against."""
-    assert checkpoint.adapter is not None
-    settings = read_json(checkpoint.adapter / "adapter_config.json")
+    settings = checkpoint.adapter_settings
     candidates: list[Any] = []
     for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
         value = settings.get(name)
@@ -143,37 +134,41 @@ def _is_pattern(text: Any) -> TypeGuard[str]:
     return isinstance(text, str) and re.fullmatch(r"[\w.]*", text) is None
 
 
-def _check_fits(wrapper: Any, checkpoint: Checkpoint, role: str, subject: str) -> None:
+def _check_fits(wrapper: Any, checkpoint: Checkpoint) -> None:
     """Check that the tensors of the adapter's file are exactly those of the attached adapter."""
     peft = import_extra("peft", "models")
-    stored_names = set(_header(checkpoint))
+    stored_names = set(checkpoint.adapter_tensors)
     accepted_names, required_names = (
-        set(peft.get_peft_model_state_dict(wrapper, adapter_name=role, save_embedding_layers=embeddings))
+        set(
+            peft.get_peft_model_state_dict(
+                wrapper, adapter_name=checkpoint.role, save_embedding_layers=embeddings
+            )
+        )
         for embeddings in (True, False)
     )
     unexpected_names = sorted(stored_names - accepted_names)
     missing_names = sorted(required_names - stored_names)
     if unexpected_names or missing_names:
         raise ModelError(
-            f"{subject} does not fit {checkpoint.base}: {len(unexpected_names)} of its {len(stored_names)} tensors "
-            f"have no place there and {len(missing_names)} places no tensor, such as "
+            f"{checkpoint.adapter_subject} does not fit {checkpoint.base}: {len(unexpected_names)} of its "
+            f"{len(stored_names)} tensors have no place there and {len(missing_names)} places no tensor, such as "
             f"{(unexpected_names + missing_names)[0]}; give it the base it was trained on"
         )
 
 
-def check_acts_by_weights(wrapper: Any, network: Any, checkpoint: Checkpoint, role: str, tied: bool) -> None:
+def check_acts_by_weights(wrapper: Any, network: Any, checkpoint: Checkpoint, tied: bool) -> None:
     """Check that the base network, run without PEFT's wrapper, applies the adapter in full and deterministically.
 
     Raises:
         ModelError: if the adapter needs PEFT's own forward pass, is random, or changes one of two tied embeddings.
     """
-    subject = f"the adapter {checkpoint.name} of the {role}"
+    subject = checkpoint.adapter_subject
     if tied and has_adapter_on_one_embedding(network.get_input_embeddings(), network.get_output_embeddings()):
         raise ModelError(
             f"{subject} is on an embedding whose tensor is also the other embedding, so that running it and merging it "
             "give two models; leave both embeddings out of the adapter, or merge it and give that folder"
         )
-    probe = make_probe(network, trained_token_ids({role: checkpoint}))
+    probe = make_probe(network, trained_token_ids([checkpoint]))
     try:
         inner_logits, outer_logits = probe_logits(network, probe), probe_logits(wrapper, probe)
     except Exception as error:
@@ -192,29 +187,15 @@ def has_tied_embeddings(network: Any) -> bool:
     return weights[0] is not None and weights[0] is weights[1]
 
 
-def trained_token_ids(checkpoints: Mapping[str, Checkpoint]) -> tuple[int, ...]:
+def trained_token_ids(checkpoints: Iterable[Checkpoint]) -> tuple[int, ...]:
     """Token ids whose embeddings the adapters train individually."""
     tokens: list[Any] = []
-    for checkpoint in checkpoints.values():
-        settings = {} if checkpoint.adapter is None else read_json(checkpoint.adapter / "adapter_config.json")
+    for checkpoint in checkpoints:
         for name in ("trainable_token_indices", "token_indices"):
-            value = settings.get(name)
+            value = checkpoint.adapter_settings.get(name)
             tokens += (
                 [token for part in value.values() for token in part]
                 if isinstance(value, dict)
                 else value or []
             )
     return tuple(token for token in tokens if type(token) is int)
-
-
-def count_adapter_parameters(checkpoint: Checkpoint) -> int:
-    """Elements in the adapter's file; 0 without an adapter."""
-    if checkpoint.adapter is None:
-        return 0
-    return sum(prod(entry["shape"]) for entry in _header(checkpoint).values())
-
-
-def _header(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The header of the adapter's weights file."""
-    assert checkpoint.adapter is not None
-    return read_safetensors_header(checkpoint.adapter / ADAPTER_WEIGHTS)

@@ -11,17 +11,16 @@ from kleash.models.adapters.network_state import NetworkState, bitwise_equal, pr
 from kleash.models.adapters.peft_adapters import (
     attach_adapter,
     check_acts_by_weights,
-    count_adapter_parameters,
+    check_adapter,
     describe_unknown_settings,
     has_tied_embeddings,
-    read_adapter_settings,
     trained_token_ids,
 )
 from kleash.models.adapters.rules import AdapterSettings, find_rule, is_plain_lora
 from kleash.models.adapters.tensor_names import fit_adapter_names
+from kleash.models.checkpoints.files import StoredTensor
 from kleash.models.checkpoints.resolution import Checkpoint
-
-UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+from kleash.models.quantised.packed_modules import PackedModule
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,6 +30,10 @@ class BaseNetwork:
     network: Any
     parameters: int
     notes: tuple[str, ...]
+    tensors: tuple[StoredTensor, ...]
+    """Its tensors in the files."""
+    packed: tuple[PackedModule, ...] = ()
+    """The modules that were unpacked."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,7 +45,7 @@ class LoadedNetwork:
     """The PEFT model around the network; None if no role has an adapter on it."""
     adapter: str | None
     """Name of this role's adapter in the PEFT model; None for the base."""
-    base_parameters: int
+    base: BaseNetwork
     parameters: int
     notes: tuple[str, ...]
 
@@ -52,7 +55,7 @@ class _ChangedBaseError(Exception):
 
 
 def load_over_one_base(
-    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[str], BaseNetwork]
+    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], BaseNetwork]
 ) -> tuple[dict[str, LoadedNetwork], str]:
     """Load checkpoints that have the same base, with the base in memory once if it can be shared.
 
@@ -62,7 +65,7 @@ def load_over_one_base(
 
     Args:
         checkpoints: by role.
-        load_base: loads the base for a role, in evaluation mode.
+        load_base: loads the base of a checkpoint, in evaluation mode.
 
     Returns:
         The networks by role, and a note on how often the base is in memory ("" for a single adapter or base).
@@ -71,10 +74,12 @@ def load_over_one_base(
         ModelError: if an adapter cannot be attached to its base, or is of a kind that cannot be measured.
     """
     settings = {
-        role: read_adapter_settings(checkpoint, role)
+        role: checkpoint.adapter_settings
         for role, checkpoint in checkpoints.items()
         if checkpoint.adapter is not None
     }
+    for role in settings:
+        check_adapter(checkpoints[role])
     roles_by_adapter = _roles_by_adapter(checkpoints)
     if len(roles_by_adapter) == 1:
         return _load_on_one_base(checkpoints, load_base), ""
@@ -93,7 +98,7 @@ def load_over_one_base(
         networks |= _load_on_one_base({role: checkpoints[role] for role in roles}, load_base)
     parameters = networks[next(iter(checkpoints))].network.parameters()
     size = sum(p.numel() * p.element_size() for p in parameters)
-    times = f"{len(roles_by_adapter)} times ({len(roles_by_adapter)} x {_format_bytes(size)})"
+    times = f"{len(roles_by_adapter)} times ({len(roles_by_adapter)} x {size / 1e9:.3g} GB)"
     return networks, f"policy and reference have one base, which is in memory {times}, since {reason}"
 
 
@@ -123,7 +128,7 @@ def _reason_from_settings(
 
 
 def _load_on_one_base(
-    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[str], BaseNetwork]
+    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], BaseNetwork]
 ) -> dict[str, LoadedNetwork]:
     """Load one base and attach the adapters of all these checkpoints to it.
 
@@ -131,9 +136,11 @@ def _load_on_one_base(
         _ChangedBaseError: if an adapter changes the base, or the output of another.
     """
     roles_by_adapter = _roles_by_adapter(checkpoints)
-    base = load_base(next(iter(checkpoints)))
+    base = load_base(next(iter(checkpoints.values())))
     network, is_tied = base.network, has_tied_embeddings(base.network)
-    before = record_state(network, trained_token_ids(checkpoints)) if len(roles_by_adapter) > 1 else None
+    before = (
+        record_state(network, trained_token_ids(checkpoints.values())) if len(roles_by_adapter) > 1 else None
+    )
     wrapper: Any = None
     names: dict[Path | None, str] = {None: ""}
     parameters: dict[Path | None, int] = {None: 0}
@@ -145,11 +152,11 @@ def _load_on_one_base(
         role = names[folder] = roles[0]
         with TemporaryDirectory(prefix="kleash-adapter-") as scratch:
             checkpoint, notes[folder] = fit_adapter_names(network, checkpoints[role], Path(scratch))
-            notes[folder] += describe_unknown_settings(checkpoints[role], role)
-            parameters[folder] = count_adapter_parameters(checkpoint)
-            wrapper = attach_adapter(network, wrapper, checkpoint, role)
+            notes[folder] += describe_unknown_settings(checkpoints[role])
+            parameters[folder] = sum(tensor.elements for tensor in checkpoint.adapter_tensors.values())
+            wrapper = attach_adapter(network, wrapper, checkpoint)
             wrapper.eval()
-            check_acts_by_weights(wrapper, network, checkpoint, role, is_tied)
+            check_acts_by_weights(wrapper, network, checkpoint, is_tied)
         if before is not None:
             _check_unchanged(before, wrapper, network, checkpoint, adapter_logits)
             adapter_logits[role] = probe_logits(network, before.probe)
@@ -160,7 +167,7 @@ def _load_on_one_base(
             network=network,
             adapters=wrapper,
             adapter=names[folder] or None,
-            base_parameters=base.parameters,
+            base=base,
             parameters=base.parameters + parameters[folder],
             notes=(*base.notes, *notes[folder]),
         )
@@ -192,9 +199,3 @@ def _check_unchanged(
     wrapper.set_adapter(active)
     if change is not None:
         raise _ChangedBaseError(f"the adapter {checkpoint.name} {change}")
-
-
-def _format_bytes(size_bytes: int) -> str:
-    """A number of bytes in words, such as "1.23 GB"."""
-    unit = next((unit for unit, size in UNITS.items() if size_bytes >= size), "kB")
-    return f"{size_bytes / UNITS[unit]:.3g} {unit}"

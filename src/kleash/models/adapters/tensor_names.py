@@ -9,7 +9,7 @@ from typing import Any
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import ADAPTER_WEIGHTS, read_json, read_safetensors_header
+from kleash.models.checkpoints.files import ADAPTER_WEIGHTS
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import adapter_tensor_prefixes
 from kleash.models.text_towers import OTHER_PART_NAMES
@@ -43,9 +43,8 @@ def fit_adapter_names(
     Raises:
         ModelError: if all tensors of the adapter belong to parts that are not loaded.
     """
-    assert checkpoint.adapter is not None
     modules = {name for name, _ in network.named_modules()}
-    stored = list(read_safetensors_header(checkpoint.adapter / ADAPTER_WEIGHTS))
+    stored = list(checkpoint.adapter_tensors)
     names = [name.removeprefix(WRAPPER_PREFIX) for name in stored if name.startswith(WRAPPER_PREFIX)]
     if len(names) < len(stored) or all(_module_of(name, modules) for name in names):
         return checkpoint, ()
@@ -58,7 +57,7 @@ def fit_adapter_names(
     rename = _find_renaming(text_names, modules)
     if rename is None:
         return checkpoint, ()
-    _write_renamed(checkpoint.adapter, scratch, text_names, rename, modules)
+    _write_renamed(checkpoint, scratch, text_names, rename, modules)
     num_left_out = len(names) - len(text_names)
     note = (
         f"{num_left_out} of {len(names)} tensors of the adapter {checkpoint.name} belong to parts of "
@@ -98,18 +97,24 @@ def _find_renaming(names: list[str], modules: Collection[str]) -> Callable[[str]
 
 
 def _write_renamed(
-    adapter: Path, folder: Path, names: list[str], rename: Callable[[str], str], modules: Collection[str]
+    checkpoint: Checkpoint,
+    folder: Path,
+    names: list[str],
+    rename: Callable[[str], str],
+    modules: Collection[str],
 ) -> None:
     """Write an adapter with renamed tensors and settings."""
     safetensors = import_extra("safetensors.torch", "models")
-    tensors = safetensors.load_file(adapter / ADAPTER_WEIGHTS)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.save_file(
-        {WRAPPER_PREFIX + rename(name): tensors[WRAPPER_PREFIX + name] for name in names},
+        {
+            WRAPPER_PREFIX + rename(name): checkpoint.adapter_tensors.read(WRAPPER_PREFIX + name)
+            for name in names
+        },
         folder / ADAPTER_WEIGHTS,
         metadata={"format": "pt"},
     )
-    settings = read_json(adapter / "adapter_config.json")
+    settings = dict(checkpoint.adapter_settings)
     targets = settings.get("target_modules")
     is_by_suffix = isinstance(targets, list) and not any("." in str(target) for target in targets)
     saved = settings.get("modules_to_save") or []

@@ -5,16 +5,15 @@ import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import KleashError, ModelError, RunFolderError, summarise_error
+from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import read_safetensors_header
+from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.sources.sequences import TokenSequence
 from kleash.store.atomic import write_atomically
 from kleash.store.cache import REMAKE_CACHE, cache_checksums
@@ -84,7 +83,7 @@ class HiddenStateStore:
         entry = self._index[key]
         number, start = entry >> START_BITS, entry & ((1 << START_BITS) - 1)
         if self._open_file is None or self._open_file[0] != number:
-            self._open_file = number, read_tensors(self._paths[number], ("hidden",))["hidden"]
+            self._open_file = number, SafetensorsFiles([self._paths[number]]).read("hidden")
         return self._open_file[1][start : start + length]
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
@@ -113,11 +112,9 @@ class HiddenStateStore:
             ModelError: if the file is damaged.
         """
         try:
-            header = read_safetensors_header(path)
-            tensors = read_tensors(path, ("keys", "lengths"))
-            lengths = tensors["lengths"].tolist()
-            rows = header["hidden"]["shape"][0]
-            keys = tensors["keys"].numpy()
+            stored = SafetensorsFiles([path])
+            lengths, keys = stored.read("lengths").tolist(), stored.read("keys").numpy()
+            rows = stored["hidden"].shape[0]
             if sum(lengths) != rows or min(lengths) < 0 or keys.shape != (len(lengths), KEY_BYTES):
                 raise ModelError(f"{path} holds {rows} hidden states and a list of {sum(lengths)}")
         except (KleashError, KeyError, ValueError, TypeError, IndexError) as error:
@@ -160,13 +157,3 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
         write_atomically(path, save)
     else:
         write_checked(root, path, save)
-
-
-def read_tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """Some tensors of a safetensors file, on the CPU."""
-    safetensors = import_extra("safetensors", "models")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in names}
-    except (OSError, safetensors.SafetensorError) as error:
-        raise RunFolderError(f"{path} cannot be read: {summarise_error(error)}") from error

@@ -1,4 +1,4 @@
-"""The hidden states of a model after each of its layers, its final norm, and the comparison of rows."""
+"""The final norm of a model, its final hidden states, and the comparison of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,16 +36,6 @@ class FinalNorm:
             return self.module(states.to(weight.device, weight.dtype))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LayerStates:
-    """The hidden states of a model after each layer, for the input tokens of a sequence."""
-
-    layers: tuple[Float[Tensor, "tokens dim"], ...]
-    """After 0, 1, … layers, before the final norm."""
-    final: Float[Tensor, "tokens dim"]
-    """After the final norm."""
-
-
 def num_hidden_layers(model: Model) -> int:
     """The number of layers that a model's configuration states.
 
@@ -79,7 +69,7 @@ def find_final_norm(model: Model, token_ids: Sequence[int]) -> FinalNorm:
         if name and not any(part.isdigit() for part in name.split(".")) and not list(module.children())
     ]
     try:
-        final = _run(model, token_ids, output_hidden_states=False).last_hidden_state
+        final = final_states(model, token_ids)
     finally:
         for handle in handles:
             handle.remove()
@@ -97,51 +87,11 @@ def find_final_norm(model: Model, token_ids: Sequence[int]) -> FinalNorm:
     )
 
 
-def layer_states(model: Model, norm: FinalNorm, token_ids: Sequence[int]) -> LayerStates:
-    """Run a model on one sequence and return the hidden states after each layer."""
-    norm_inputs: list[Tensor] = []
-    first_layer: list[tuple[Any, Any]] = []
-
-    def record(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
-        norm_inputs.append(inputs[0])
-
-    def record_first(_module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        first_layer.append(
-            (inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output)
-        )
-
-    handles = [] if norm.module is None else [norm.module.register_forward_hook(record)]
-    handles += [layer.register_forward_hook(record_first) for layer in _first_layer(model)]
-    try:
-        output = _run(model, token_ids, output_hidden_states=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    final = output.last_hidden_state
-    last = norm_inputs[-1] if norm_inputs else final
-    before = output.hidden_states[:-1]
-    for first_input, first_output in first_layer[:1]:
-        if _is(first_output, before[0]) and not _is(first_input, before[0]):
-            before = (first_input, *before[:-1])  # the network leaves the embeddings out, as Mamba does
-    return LayerStates(layers=tuple(layer[0] for layer in (*before, last)), final=final[0])
-
-
-def _first_layer(model: Model) -> list[Any]:
-    """The first of a network's layers, in a list; none if they are in no list of modules of their number."""
-    depth = num_hidden_layers(model)
-    lists = [module for module in model.backbone.modules() if isinstance(module, torch.nn.ModuleList)]
-    return [module[0] for module in lists if len(module) == depth][:1]
-
-
-def _is(value: Any, states: Tensor) -> bool:
-    return isinstance(value, Tensor) and torch.equal(value, states)
-
-
-def _run(model: Model, token_ids: Sequence[int], *, output_hidden_states: bool) -> Any:
-    """The backbone's output for one sequence."""
+def final_states(model: Model, token_ids: Sequence[int]) -> Float[Tensor, "1 tokens dim"]:
+    """The final hidden states of a model for the input tokens of one sequence."""
     ids = torch.tensor([list(token_ids)], device=model.device)
     with torch.inference_mode(), model.activate_adapter(), suppress_library_output():
-        return model.backbone(input_ids=ids, use_cache=False, output_hidden_states=output_hidden_states)
+        return model.backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 def row_errors(rows: Tensor, expected: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ engine's configuration only. SGLang: responses of ``/generate`` with ``return_hi
 norm.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderError, summarise_error
-from kleash.extras import import_extra
-from kleash.models.cache.hidden_states import KEY_BYTES, read_tensors
+from kleash.models.cache.hidden_states import KEY_BYTES
 from kleash.models.cache.saved_records import SavedRecord, SavedRequest, parse_record
-from kleash.models.checkpoints.files import read_safetensors_header
+from kleash.models.checkpoints.files import SafetensorsFiles, open_safetensors
 from kleash.sources.sequences import TokenSequence
 from kleash.store.file_hashes import watch_files
 
@@ -31,8 +29,6 @@ FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 TOKEN_DTYPES = ("I64", "I32")
 JSON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Tried in this order for numbers in JSON: the first that holds all of them exactly."""
-EXPLAINED_REQUESTS = 64
-"""Requests whose tokens are compared with those of a missing sequence."""
 
 
 class SavedStates:
@@ -62,7 +58,6 @@ class SavedStates:
         self.num_rows = 0
         self.token_range: tuple[int, int] = (0, 0)
         """Smallest and largest token id."""
-        self.token_range_files: tuple[str, str] = ("", "")
         self._requests: dict[bytes, list[SavedRequest]] = {}
         self._logps: dict[bytes, SavedRequest] = {}
         self._first: SavedRequest | None = None
@@ -106,46 +101,28 @@ class SavedStates:
         keys = dict.fromkeys(_keys_of(sequence))
         return [request for key in keys for request in self._requests.get(key, ())]
 
-    def explain_missing(self, sequences: Iterable[TokenSequence]) -> str:
-        """A clause saying how the tokens of a request differ from those of a sequence; "" if none is alike."""
-        saved = [self.token_ids(request) for request in islice(self.requests(), EXPLAINED_REQUESTS)]
-        for sequence in sequences:
-            token_ids = (*sequence.prompt_ids, *sequence.response_ids)
-            if any(_key(ids) in self._requests for ids in (token_ids[1:], token_ids[1:-1])):
-                return (
-                    f"; it holds them without their first token, {token_ids[0]}: send token ids and not text"
-                )
-            for request_ids in saved:
-                if clause := _compare_tokens(token_ids, request_ids):
-                    return clause
-        return ""
-
     def check_shape(self, dim: int, vocab_size: int, name: str) -> None:
         """Check the width of the rows and the token ids against a model.
 
         Raises:
             ModelError: if they cannot be of that model.
         """
-        if self.dim != dim and self.num_layers == dim:
-            raise ModelError(
-                f"{self._first} holds hidden states of shape [tokens, dim, layers]; expected [tokens, layers, dim]"
-            )
         if self.dim != dim:
             raise ModelError(
                 f"{self._first} holds hidden states of {self.dim} numbers and those of {name} have {dim}; give the "
                 "model that the engine served as --reference"
             )
-        for token_id, file in zip(self.token_range, self.token_range_files, strict=True):
+        for token_id in self.token_range:
             if not 0 <= token_id < vocab_size:
                 raise ModelError(
-                    f"{file} holds the token id {token_id} and {name} has the ids 0 to {vocab_size - 1}; give the "
-                    "model that the engine served as --reference"
+                    f"{self.folder} holds the token id {token_id} and {name} has the ids 0 to {vocab_size - 1}; give "
+                    "the model that the engine served as --reference"
                 )
 
     def token_ids(self, request: SavedRequest) -> tuple[int, ...]:
         """The token ids of a request's rows."""
         if request.line is None:
-            return tuple(read_tensors(request.path, (TOKENS,))[TOKENS].tolist())
+            return tuple(SafetensorsFiles([request.path]).read(TOKENS).tolist())
         return self._read_record(request).token_ids
 
     def read(self, request: SavedRequest, start: int, stop: int) -> Float[Tensor, "tokens layers dim"]:
@@ -158,14 +135,7 @@ class SavedStates:
             states = self._read_record(request).states
             assert states is not None
             return states[start:stop].to(self.dtype)
-        safetensors = import_extra("safetensors", "models")
-        try:
-            with safetensors.safe_open(request.path, framework="pt") as file:
-                return file.get_slice(STATES)[start:stop]
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ModelError(
-                f"{request} cannot be read: {summarise_error(error)}; let the engine save it again"
-            ) from error
+        return open_safetensors(request.path).get_slice(STATES)[start:stop]
 
     def token_logps(self, sequence: TokenSequence) -> Float[np.ndarray, " response"] | None:
         """The engine's log-probability of each response token, NaN where unknown; None if none was saved."""
@@ -186,7 +156,7 @@ class SavedStates:
     def _add_safetensors(self, path: Path) -> None:
         """Index a file of vLLM."""
         try:
-            header = read_safetensors_header(path)
+            header = SafetensorsFiles([path])
         except ModelError as error:
             raise ModelError(
                 f"{summarise_error(error).replace('; fetch or make it again', '')}: let the engine save it again, or "
@@ -198,10 +168,10 @@ class SavedStates:
                 f"{path} has no tensor {missing[0]!r}; expected the files of vLLM's ExampleHiddenStatesConnector"
             )
         states, tokens = header[STATES], header[TOKENS]
-        shape, token_shape = states["shape"], tokens["shape"]
-        if states["dtype"] not in FLOAT_DTYPES or tokens["dtype"] not in TOKEN_DTYPES:
+        shape, token_shape = list(states.shape), list(tokens.shape)
+        if states.kind not in FLOAT_DTYPES or tokens.kind not in TOKEN_DTYPES:
             raise ModelError(
-                f"{path} holds hidden states of dtype {states['dtype']} and token ids of dtype {tokens['dtype']}; "
+                f"{path} holds hidden states of dtype {states.kind} and token ids of dtype {tokens.kind}; "
                 "expected BF16, F16, F32 or F64, and I64 or I32"
             )
         if len(shape) != 3 or len(token_shape) != 1:
@@ -209,18 +179,13 @@ class SavedStates:
                 f"{path} holds hidden states of shape {shape} and token ids of shape {token_shape}; expected "
                 "[tokens, layers, dim] and [tokens]"
             )
-        if shape[0] != token_shape[0] == shape[1]:
-            raise ModelError(
-                f"{path} holds hidden states of shape {shape}, which is [layers, tokens, dim] for "
-                f"{token_shape[0]} tokens; expected [tokens, layers, dim]"
-            )
         if shape[0] != token_shape[0]:
             raise ModelError(
                 f"{path} holds {shape[0]} rows of hidden states (shape {shape}) for {token_shape[0]} tokens; let the "
                 "engine save it again, as [tokens, layers, dim] and without chunked prefill"
             )
         request = SavedRequest(path=path, line=None, offset=0, rows=shape[0])
-        self._add(request, self.token_ids(request), FLOAT_DTYPES[states["dtype"]], *shape[1:])
+        self._add(request, self.token_ids(request), FLOAT_DTYPES[states.kind], *shape[1:])
 
     def _add_jsonl(self, path: Path, has_safetensors: bool) -> None:
         """Index a file of SGLang's responses, or of log-probabilities."""
@@ -276,22 +241,13 @@ class SavedStates:
         if self._first is None:
             self._first = request
             self.dtype, self.num_layers, self.dim = dtype, num_layers, dim
-            self.token_range, self.token_range_files = (
-                (token_ids[0], token_ids[0]),
-                (str(request), str(request)),
-            )
+            self.token_range = token_ids[0], token_ids[0]
         elif (dtype, num_layers, dim) != (self.dtype, self.num_layers, self.dim):
             raise ModelError(
                 f"{request} holds {num_layers} layers of {dim} numbers in {_dtype_name(dtype)} and {self._first} "
                 f"{self.num_layers} of {self.dim} in {_dtype_name(self.dtype)}; give a folder of one engine's run"
             )
-        low, high = min(token_ids), max(token_ids)
-        (lowest, highest), (low_file, high_file) = self.token_range, self.token_range_files
-        self.token_range = min(low, lowest), max(high, highest)
-        self.token_range_files = (
-            str(request) if low < lowest else low_file,
-            str(request) if high > highest else high_file,
-        )
+        self.token_range = min(*self.token_range, *token_ids), max(*self.token_range, *token_ids)
         self.num_rows += len(token_ids)
         self._requests.setdefault(_key(token_ids), []).append(request)
 
@@ -323,31 +279,6 @@ def _keys_of(sequence: TokenSequence) -> tuple[bytes, bytes]:
     """The hashes of all tokens of a sequence and of its input tokens."""
     token_ids = (*sequence.prompt_ids, *sequence.response_ids)
     return _key(token_ids), _key(token_ids[:-1])
-
-
-def _compare_tokens(token_ids: Sequence[int], saved: Sequence[int]) -> str:
-    """A clause saying how a request's tokens differ from a sequence's; "" if neither holds the other."""
-    inputs, rows = token_ids[:-1], len(saved)
-    if rows < 2:
-        return ""
-    if saved[1:] in (token_ids, inputs):
-        return "; it holds them with one more token in front: send token ids and not text"
-    if rows > len(token_ids) and saved[: len(token_ids)] == token_ids:
-        return (
-            f"; it holds them with {rows - len(token_ids)} more at the end, such as an end token: send the tokens of "
-            "the source alone"
-        )
-    if rows < len(inputs) and saved == token_ids[:rows]:
-        return (
-            f"; it holds the first {rows} of {len(token_ids)} tokens alone, as with chunked prefill or a limit of the "
-            "length"
-        )
-    if saved in (token_ids[len(token_ids) - rows :], inputs[len(inputs) - rows :]):
-        return (
-            "; it holds them without the first tokens, as with prefix caching: run the engine without prefix caching "
-            "and chunked prefill"
-        )
-    return ""
 
 
 def check_rows(states: Tensor, request: SavedRequest, start: int) -> None:

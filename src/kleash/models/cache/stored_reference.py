@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, RunFolderError, summarise_error
-from kleash.extras import import_extra
+from kleash.errors import ModelError, RunFolderError
 from kleash.linear import Head
 from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
 from kleash.models.cache.reference_cache import check_same_model
+from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.models.checkpoints.resolution import (
     HUB_ID,
     Checkpoint,
@@ -110,7 +110,7 @@ class StoredReference:
                 raise ModelError(
                     f"{path} was not written by kleash cache and would change the tokenizer; delete it"
                 )
-        return load_tokenizer(checkpoint, "reference", trust_remote_code)
+        return load_tokenizer(checkpoint, trust_remote_code)
 
     def as_model(self, device: torch.device, tokenizer: Any) -> Model:
         """The reference as a ``Model`` without a network, with its head on ``device``.
@@ -119,22 +119,14 @@ class StoredReference:
             ModelError: if the head is damaged.
         """
         cached, contents = self.label.reference, self.contents
-        safetensors = import_extra("safetensors", "models")
-        load_file = import_extra("safetensors.torch", "models").load_file
         watch_files([self.folder / HEAD])
-        try:
-            tensors = load_file(self.folder / HEAD, device=str(device))
-            weight = tensors["weight"]
-        except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
-            raise ModelError(
-                f"the head in {self.folder} cannot be read ({summarise_error(error)}); give the kleash cache command "
-                "again"
-            ) from error
         self.checksums.check(self.folder / HEAD, REMAKE_CACHE)
+        tensors = SafetensorsFiles([self.folder / HEAD])
+        parts = {name: tensors.read(name).to(device) for name in tensors}
         self._device = device
         head = Head(
-            weight=weight,
-            bias=tensors.get("bias"),
+            weight=parts["weight"],
+            bias=parts.get("bias"),
             scale=contents.scale,
             softcap=contents.softcap,
         )
@@ -194,15 +186,9 @@ class StoredReference:
         checksums = self.checksums
         if not path.is_file() and not checksums.expects(path):
             return None
-        safetensors = import_extra("safetensors", "models")
-        try:
-            columns = dict(import_extra("safetensors.numpy", "models").load_file(path))
-        except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
-            raise ModelError(
-                f"{path} cannot be read ({summarise_error(error)}); give the kleash cache command again"
-            ) from error
         checksums.check(path, REMAKE_CACHE)
-        return columns
+        columns = SafetensorsFiles([path])
+        return {name: columns.read(name).numpy() for name in columns}
 
 
 def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:

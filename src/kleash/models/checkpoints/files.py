@@ -1,13 +1,17 @@
-"""Reading the files of an untrusted checkpoint: JSON settings and safetensors headers, within limits."""
+"""Reading the files of an untrusted checkpoint: settings in JSON, and tensors in safetensors files."""
 
 import json
-from collections.abc import Iterable
-from hashlib import sha256
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kleash.errors import ModelError, summarise_error
+from kleash.extras import import_extra
 
 POINTER_START = b"version https://git-lfs"
 SINGLE_FILE = "model.safetensors"
@@ -15,12 +19,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_JSON_BYTES = 1 << 26
 """Size limit for settings files; the largest index of shards known is a tenth of it."""
-MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library refuses longer headers."""
 MAX_NAME_CHARACTERS = 200
-MAX_READ_BYTES = 1 << 24
-MAX_DIMENSIONS = 64
-"""PyTorch's limit on the dimensions of a tensor."""
 BITS = {
     name: bits
     for bits, names in {
@@ -33,7 +32,27 @@ BITS = {
     }.items()
     for name in names.split()
 }
-"""Bits per element for each dtype name of the format."""
+"""Bits per element for each dtype name of safetensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file: where it is, and how it is stored."""
+
+    name: str
+    path: Path
+    kind: str
+    """Name of the type in its format: "BF16", "F8_E4M3"; in GGUF files "F32", "Q4_K"."""
+    shape: tuple[int, ...]
+    """In the order of torch: rows before columns."""
+    num_bytes: int
+    offset: int = 0
+    """Of the first byte in a GGUF file."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 def check_pointers(paths: Iterable[Path]) -> None:
@@ -54,91 +73,81 @@ def check_pointers(paths: Iterable[Path]) -> None:
             )
 
 
-def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """Read and validate the header of a safetensors file, before any library acts on it.
-
-    Checks the header's length, that names are unique, that dtypes and shapes are valid, and that the tensors fill the
-    file without gaps or overlaps: in order of offsets, each begins where the previous one ends and has exactly the
-    bytes of its shape and dtype.
-
-    Returns:
-        Tensor name → dtype, shape and data_offsets.
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file, whose header the library checks: dtypes, shapes, and offsets without gaps or overlaps.
 
     Raises:
-        ModelError: if a check fails, naming the file.
+        ModelError: if it is damaged or cannot be read.
     """
-    entries, size, start = _parse_header(path)
-    end = 0
-    for name, begin, stop in sorted(
-        ((name, *_offsets(path, name, entry)) for name, entry in entries.items()), key=lambda row: row[1:]
-    ):
-        if begin != end:
-            raise _damaged_error(
-                path, f"the bytes of {name[:MAX_NAME_CHARACTERS]!r} begin at {begin} and not at {end}"
-            )
-        end = stop
-    if start + end != size:
-        raise ModelError(f"{path} should be {start + end} bytes long and is {size}; fetch or make it again")
-    return entries
-
-
-def _parse_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Entries of the header, size of the file, and offset of the first tensor."""
+    safetensors = import_extra("safetensors", "models")
     try:
-        if not path.is_file():
+        if path.exists() and not path.is_file():
             raise ModelError(f"{path} is not a regular file; fetch or make it again")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            raw = file.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
+        return safetensors.safe_open(path, framework="pt")
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-    try:
-        header = json.loads(raw, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _damaged_error(path) from error
-    if not isinstance(header, dict):
-        raise _damaged_error(path)
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}, size, 8 + length
+        raise ModelError(f"{path} cannot be read: {summarise_error(error)}") from error
+    except safetensors.SafetensorError as error:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({summarise_error(error)}); fetch or make it again"
+        ) from error
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a JSON's pairs; raises ``ValueError`` if a key is repeated."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name is there twice")
-    return table
+class SafetensorsFiles(Mapping[str, StoredTensor]):
+    """The tensors of several safetensors files by name, each read from its mapped file when it is asked for."""
+
+    def __init__(self, paths: Iterable[Path], beside: Iterable[Path] = ()) -> None:
+        """Read the headers of the files.
+
+        Args:
+            paths: the files.
+            beside: further files, whose tensors must be the same where they have the same names.
+
+        Raises:
+            ModelError: if a file is damaged, or two files hold different contents under one name.
+        """
+        self._files: dict[Path, Any] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+        own_paths = list(paths)
+        for path in dict.fromkeys((*own_paths, *beside)):
+            file = self._files[path] = open_safetensors(path)
+            for name in file.keys():  # noqa: SIM118  no mapping
+                first = self._tensors.get(name)
+                if first is not None and not _is_equal(self.read(name), file.get_tensor(name)):
+                    raise ModelError(
+                        f"{first.path} and {path.name} hold the tensor {name[:MAX_NAME_CHARACTERS]} with different "
+                        "contents; remove the file that does not belong to it, or fetch the checkpoint again"
+                    )
+                if first is None and path in own_paths:
+                    self._tensors[name] = _stored_tensor(name, path, file.get_slice(name))
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Where a tensor is."""
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the CPU, in the dtype that it is stored in."""
+        return self._files[self._tensors[name].path].get_tensor(name)
 
 
-def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """First and last byte offset of a tensor, after validating its entry."""
-    shown = repr(name[:MAX_NAME_CHARACTERS])
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise _damaged_error(path, f"{shown} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise _damaged_error(path, f"{shown} has an unknown dtype")
-    if not _is_list_of_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _damaged_error(path, f"the shape of {shown} is no list of sizes")
-    if not _is_list_of_sizes(offsets) or len(offsets) != 2:
-        raise _damaged_error(path, f"{shown} has no two offsets from 0 on")
-    begin, end = offsets
-    if (end - begin) * 8 != prod(shape) * BITS[dtype]:
-        raise _damaged_error(
-            path, f"{shown} has {end - begin} bytes, which are not those of {dtype} {shape}"[:400]
-        )
-    return begin, end
+def _stored_tensor(name: str, path: Path, part: Any) -> StoredTensor:
+    """A tensor by its slice in an open file."""
+    kind, shape = part.get_dtype(), tuple(part.get_shape())
+    return StoredTensor(name=name, path=path, kind=kind, shape=shape, num_bytes=prod(shape) * BITS[kind] // 8)
 
 
-def _is_list_of_sizes(values: Any) -> bool:
-    """Whether a value is a list of integers from 0 below 2^63."""
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
-
-
-def _damaged_error(path: Path, reason: str = "") -> ModelError:
-    """The error about a damaged safetensors file."""
-    explanation = f" ({reason})" if reason else ""
-    return ModelError(f"{path} is not a safetensors file{explanation}; fetch or make it again")
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have one dtype, shape and content."""
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(
+        *(tensor.reshape(-1).view(torch.uint8) for tensor in (first, second))
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -161,53 +170,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def list_weight_files(folder: Path) -> list[Path]:
-    """The files from which transformers would read the weights of a model."""
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    return _list_shards(folder) or sorted(folder.glob("*.safetensors"))
+def open_model_files(folder: Path) -> SafetensorsFiles:
+    """The tensors that transformers would read of a model's folder: of one file, of the files of its index, or of all.
 
-
-def _list_shards(folder: Path) -> list[Path]:
-    """The files that the index of a checkpoint names; none without an index."""
-    if not (folder / INDEX).is_file():
-        return []
-    return [folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
-
-
-def check_repeated_tensors(subject: str, folder: Path) -> None:
-    """Refuse a checkpoint of which two files hold a tensor of one name with different contents.
-
-    Where a folder has both a single file and the shards of an index, programs differ in which of them they read.
-
-    Args:
-        subject: the model, for errors.
-        folder: of the checkpoint.
+    Where a folder has both a single file and the files of an index, programs differ in which of them they read.
 
     Raises:
-        ModelError: naming the tensor and the files.
+        ModelError: if a file is damaged, or two files hold different contents under one name.
     """
-    paths_by_name: dict[str, Path] = {}
-    for path in dict.fromkeys([*list_weight_files(folder), *_list_shards(folder)]):
-        for name in read_safetensors_header(path):
-            first = paths_by_name.setdefault(name, path)
-            if first != path and not _are_equal(name, first, path):
-                raise ModelError(
-                    f"{subject} has the tensor {name[:MAX_NAME_CHARACTERS]} in {first.name} and in {path.name}, with "
-                    "different contents; remove the file that does not belong to it, or fetch the checkpoint again"
-                )
-
-
-def _are_equal(name: str, *paths: Path) -> bool:
-    """Whether two files hold the same type, shape and bytes of a tensor."""
-    contents: list[tuple[Any, ...]] = []
-    for path in paths:
-        entries, _, start = _parse_header(path)
-        begin, end = entries[name]["data_offsets"]
-        digest = sha256()
-        with path.open("rb") as file:
-            file.seek(start + begin)
-            for offset in range(begin, end, MAX_READ_BYTES):
-                digest.update(file.read(min(MAX_READ_BYTES, end - offset)))
-        contents.append((entries[name]["dtype"], entries[name]["shape"], digest.digest()))
-    return contents[0] == contents[1]
+    single, indexed = folder / SINGLE_FILE, list[Path]()
+    if (folder / INDEX).is_file():
+        indexed = [
+            folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        ]
+    if single.is_file():
+        return SafetensorsFiles([single], beside=indexed)
+    return SafetensorsFiles(indexed or sorted(folder.glob("*.safetensors")))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
-from kleash.models.checkpoints.gguf_header import GGUFHeader, StoredTensor, read_gguf_header
+from kleash.models.checkpoints.files import StoredTensor
+from kleash.models.checkpoints.gguf_header import GGUFHeader, read_gguf_header
 
 SUFFIX = ".gguf"
 HUB_FILE = re.compile(r"([\w][\w.-]*/[\w][\w.-]*):([^\\:]+\.gguf)", re.IGNORECASE)

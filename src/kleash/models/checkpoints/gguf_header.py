@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
+from kleash.models.checkpoints.files import StoredTensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -39,26 +40,6 @@ NUMBERS = {
     12: "d",
 }
 """Type of a value in the file → its format of ``struct``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """Where a tensor is in its file, and how it is stored."""
-
-    name: str
-    path: Path
-    kind: str
-    """Name of the ggml type: "F32", "Q4_K" …"""
-    shape: tuple[int, ...]
-    """In the order of torch: rows before columns."""
-    offset: int
-    """Of its first byte in the file."""
-    num_bytes: int
-
-    @property
-    def elements(self) -> int:
-        """Number of weights."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +109,9 @@ class _Parser:
             raise _DamagedError("it does not begin with GGUF")
         (version,) = self._unpack("I", "its version")
         if version not in VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            if swapped in VERSIONS:
-                raise ModelError(
-                    f"{self._path} is a big-endian GGUF file; convert it with gguf-convert-endian of the package gguf"
-                )
             raise ModelError(
-                f"{self._path} is of GGUF version {version}, and versions 2 and 3 are read; make it again with a "
-                "current llama.cpp"
+                f"{self._path} is of GGUF version {version}, and versions 2 and 3 in little-endian order are read; "
+                "make it again with a current llama.cpp, or convert it with gguf-convert-endian of the package gguf"
             )
         num_tensors, num_settings = self._unpack("QQ", "its counts")
         if num_settings > MAX_SETTINGS or num_tensors > MAX_TENSORS:
@@ -232,12 +208,6 @@ class _Parser:
         """The next ``count`` bytes; checked before they are allocated."""
         end = self._position + count
         if end > min(self._size, MAX_HEADER_BYTES):
-            reason = (
-                f"it ends within {what[:80]!r}" if end > self._size else "its header is longer than 256 MiB"
-            )
-            raise _DamagedError(reason)
-        data = self._file.read(count)
-        if len(data) != count:
-            raise _DamagedError(f"it ends within {what[:80]!r}")
+            raise _DamagedError(f"it ends within {what[:80]!r}, or its header is longer than 256 MiB")
         self._position = end
-        return data
+        return self._file.read(count)

@@ -1,10 +1,12 @@
-"""Resolving a model's name to a checkpoint: a folder with configuration and safetensors, and one of an adapter."""
+"""A checkpoint with what was read of its files, and how a model's name is resolved to one."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
@@ -15,20 +17,22 @@ from kleash.models.checkpoints.config_checks import (
     check_model_settings,
 )
 from kleash.models.checkpoints.files import (
+    ADAPTER_WEIGHTS,
     INDEX,
     SINGLE_FILE,
+    SafetensorsFiles,
+    StoredTensor,
     check_pointers,
+    open_model_files,
+    open_safetensors,
     read_json,
-    read_safetensors_header,
 )
-from kleash.models.checkpoints.gguf_files import HUB_FILE, list_part_names, open_gguf
+from kleash.models.checkpoints.gguf_files import HUB_FILE, GGUFFiles, list_part_names, open_gguf
 from kleash.shipped import shipped_folder
 from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-SERVER_NAME = re.compile(r"\s*(https?\W|[a-z]{2,}:/|[\w.-]+:\d)")
-"""The beginning of a server's address that lacks http://, or has another scheme: localhost:8000, ws://host."""
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
@@ -44,6 +48,12 @@ FETCHED_BESIDE_GGUF = [
 """Files that are fetched beside a GGUF file."""
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
+OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files with the settings of checkpoints that were written before config.json had them, and their formats."""
+MLX_SETTINGS, ACTIVATIONS = "quantization", "quantize_activations"
+"""Settings in the config.json of MLX, which do not name the format; others of its name stand beside them."""
+MODELOPT_SETTINGS = "hf_quant_config.json"
+MAX_METHOD_CHARACTERS = 40
 NON_INPUT_FILES = re.compile(
     r"(all|train|eval|test|predict)_results\.json|trainer_state\.json|training_args.*|LICENSE.*|NOTICE.*|README.*"
     r"|checksums\.jsonl|consolidated.*"
@@ -53,8 +63,13 @@ NON_INPUT_FILES = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model on disk: the folder of its weights, and the folder of an adapter over it, if any."""
+    """A model on disk: the folder of its weights, and the folder of an adapter over it, if any.
 
+    What is read of the files is kept: the settings, and the headers of the tensors.
+    """
+
+    role: str = "model"
+    """What the model is in a comparison, for errors: "policy"."""
     name: str
     """The name that was resolved."""
     folder: Path
@@ -67,6 +82,69 @@ class Checkpoint:
     """The base's name in adapter_config.json."""
     gguf: tuple[Path, ...] = ()
     """The files of a GGUF model, in order; empty for safetensors."""
+
+    def __str__(self) -> str:
+        """The role and the name, for errors: "the policy NAME"."""
+        return f"the {self.role} {self.name}"
+
+    @property
+    def adapter_subject(self) -> str:
+        """The adapter, for errors."""
+        return f"the adapter {self.name} of the {self.role}"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; empty for a GGUF model."""
+        return {} if self.gguf else read_json(self.folder / "config.json")
+
+    @cached_property
+    def quantisation(self) -> Mapping[str, Any] | None:
+        """How the weights are quantised, by config.json or older files, with ``quant_method``; None if they are not.
+
+        Raises:
+            ModelError: if a file is not JSON, or the settings are no object.
+        """
+        return read_quantisation(self.folder, self.config)
+
+    @cached_property
+    def quant_method(self) -> str | None:
+        """The name of the format of a quantised checkpoint; None if it is not quantised."""
+        if self.quantisation is None:
+            return None
+        return str(self.quantisation.get("quant_method", "unknown")).lower()[:MAX_METHOD_CHARACTERS]
+
+    @cached_property
+    def safetensors(self) -> SafetensorsFiles:
+        """The tensors of the folder of the weights.
+
+        Raises:
+            ModelError: if a file is damaged.
+        """
+        return open_model_files(self.folder)
+
+    @cached_property
+    def gguf_files(self) -> GGUFFiles:
+        """The settings and tensors of a GGUF model.
+
+        Raises:
+            ModelError: if a header is damaged.
+        """
+        return open_gguf(self.gguf)
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Where each tensor is, by its name in the files; without those of an adapter."""
+        return {tensor.name: tensor for tensor in self.gguf_files.tensors} if self.gguf else self.safetensors
+
+    @cached_property
+    def adapter_settings(self) -> dict[str, Any]:
+        """adapter_config.json; empty without an adapter."""
+        return {} if self.adapter is None else read_json(self.adapter / "adapter_config.json")
+
+    @cached_property
+    def adapter_tensors(self) -> SafetensorsFiles:
+        """The tensors of the adapter's file; none without an adapter."""
+        return SafetensorsFiles([] if self.adapter is None else [self.adapter / ADAPTER_WEIGHTS])
 
     def fingerprint(self) -> str:
         """Hash of every byte of weights, configuration, tokenizer and adapter: "sha256:" and 32 hex digits.
@@ -113,6 +191,31 @@ class Checkpoint:
         return [(role, folder) for role, folder in folders if folder is not None]
 
 
+def read_quantisation(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the weights in a folder are quantised, by its config.json, or by older files beside it."""
+    mlx_settings = config.get(MLX_SETTINGS)
+    if isinstance(mlx_settings, dict) and {"bits", "group_size"} <= set(mlx_settings):
+        return {**mlx_settings, "quant_method": "mlx", ACTIVATIONS: config.get(ACTIVATIONS)}
+    text_config = config.get("text_config")
+    for settings in (config, text_config if isinstance(text_config, dict) else {}):
+        for name in ("quantization_config", "compression_config"):
+            value = settings.get(name)
+            if value is not None and not isinstance(value, dict):
+                raise ModelError(
+                    f"{folder / 'config.json'} has a {name} that is a {type(value).__name__}, and not an object; "
+                    "correct it"
+                )
+            if value:
+                return value
+    for name, method in OLD_SETTINGS.items():
+        if (folder / name).is_file():
+            return {"quant_method": method, **read_json(folder / name)}
+    if (folder / MODELOPT_SETTINGS).is_file():
+        value = read_json(folder / MODELOPT_SETTINGS).get("quantization")
+        return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
+    return None
+
+
 def list_input_files(folder: Path) -> list[Path]:
     """The files of a checkpoint's folder that can change a model's computation or its tokenisation."""
     paths = {path for pattern in FETCHED_FILES for path in folder.glob(pattern)}
@@ -133,7 +236,7 @@ def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
     return f"{KIND_OF_FINGERPRINT}{digest.hexdigest()[:32]}"
 
 
-def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
+def find_checkpoint(name: str, revision: str | None = None, role: str = "model") -> Checkpoint:
     """Resolve ``name`` to a checkpoint: a folder, a hub id, a shipped model, an adapter's folder, or a GGUF file.
 
     Its files are watched from then on, where ``watching_files`` is active.
@@ -141,6 +244,7 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     Args:
         name: path or hub id, "shipped:policy", or "owner/name:file.gguf" for a file of the hub.
         revision: branch, tag or commit, for a hub id.
+        role: what the model is in a comparison, for errors.
 
     Raises:
         ModelError: if it is a server's address, there is no configuration or no safetensors, or a check of the
@@ -151,23 +255,24 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
             f"{shown_endpoint(name)} is the address of a server, and the model itself is needed here; name its folder "
             "or hub id"
         )
-    checkpoint = _resolve(name, revision)
+    checkpoint = _resolve(name, revision, role)
     checkpoint.watch()
     return checkpoint
 
 
-def _resolve(name: str, revision: str | None) -> Checkpoint:
+def _resolve(name: str, revision: str | None, role: str) -> Checkpoint:
     """``find_checkpoint`` of a name that is no address."""
     if is_gguf(name):
-        return _find_gguf(name, revision)
+        return _find_gguf(name, revision, role)
     folder, commit = _find_folder(name, revision)
     check_pointers(list_input_files(folder))
     if not (folder / "adapter_config.json").is_file():
-        _check_model_folder(name, folder)
-        return Checkpoint(name=name, folder=folder, revision=commit)
+        checkpoint = Checkpoint(role=role, name=name, folder=folder, revision=commit)
+        _check_model_folder(name, checkpoint)
+        return checkpoint
     settings = read_json(folder / "adapter_config.json")
     check_adapter_files(name, folder, settings)
-    _check_weights(name, folder)
+    open_safetensors(folder / ADAPTER_WEIGHTS)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
@@ -178,16 +283,19 @@ def _resolve(name: str, revision: str | None) -> Checkpoint:
             raise ModelError(
                 f"{base} is an adapter itself; merge that into its base, and name the folder here"
             )
-        _check_model_folder(base, base_folder)
+        checkpoint = Checkpoint(
+            role=role, name=name, folder=base_folder, revision=commit, adapter=folder, base=base
+        )
+        _check_model_folder(base, checkpoint)
     except ModelError as error:
         raise ModelError(
             f"the adapter {name} lies over the base {base}, but {error} (adapter_config.json names the base as "
             "base_model_name_or_path)"
         ) from error
-    return Checkpoint(name=name, folder=base_folder, revision=commit, adapter=folder, base=base)
+    return checkpoint
 
 
-def _find_gguf(name: str, revision: str | None) -> Checkpoint:
+def _find_gguf(name: str, revision: str | None, role: str) -> Checkpoint:
     """The checkpoint of a GGUF file on disk or on the hub, with all files of a split model.
 
     Raises:
@@ -212,7 +320,7 @@ def _find_gguf(name: str, revision: str | None) -> Checkpoint:
             )
     check_pointers(paths)
     open_gguf(paths)
-    return Checkpoint(name=name, folder=paths[0].parent, revision=commit, gguf=paths)
+    return Checkpoint(role=role, name=name, folder=paths[0].parent, revision=commit, gguf=paths)
 
 
 def resolve_commit(name: str, revision: str | None) -> str:
@@ -268,9 +376,9 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if exists:
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
-        server = "; a server's address begins with http:// or https://" if SERVER_NAME.match(name) else ""
         raise ModelError(
-            f"there is no folder {name}, and it cannot be a hub id either; give one of the two{server}"
+            f"there is no folder {name}, and it cannot be a hub id either; give one of the two, or the address of a "
+            "server, which begins with http:// or https://"
         )
     return _fetch(name, revision)
 
@@ -304,8 +412,9 @@ def _fetch(name: str, revision: str | None, gguf_names: Sequence[str] = ()) -> t
     return folder, folder.name
 
 
-def _check_model_folder(name: str, folder: Path) -> None:
-    """Check that a folder has a configuration and safetensors, and that the settings pass the checks."""
+def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
+    """Check that the folder of a model has a configuration and safetensors, and that the settings pass the checks."""
+    folder = checkpoint.folder
     if not (folder / "config.json").is_file():
         gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)
         if gguf_file is not None:
@@ -313,7 +422,7 @@ def _check_model_folder(name: str, folder: Path) -> None:
         raise ModelError(
             f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
         )
-    check_model_settings(folder / "config.json", read_json(folder / "config.json"))
+    check_model_settings(folder / "config.json", checkpoint.config)
     if (folder / INDEX).is_file():
         check_index(folder / INDEX, read_json(folder / INDEX))
     elif not (folder / SINGLE_FILE).is_file():
@@ -326,11 +435,8 @@ def _check_model_folder(name: str, folder: Path) -> None:
 
 
 def _check_weights(name: str, folder: Path) -> None:
-    """Check that a folder has valid safetensors files."""
-    weights = sorted(folder.glob("*.safetensors"))
-    for path in weights:
-        read_safetensors_header(path)
-    if weights:
+    """Check that a folder has safetensors files."""
+    if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ModelError(

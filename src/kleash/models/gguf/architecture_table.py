@@ -3,17 +3,26 @@
 from collections.abc import Collection, Mapping
 
 from kleash.errors import ModelError
-from kleash.models.gguf.architectures import GGUFArchitecture
-from kleash.models.gguf.dense_architectures import DENSE_ARCHITECTURES
-from kleash.models.gguf.expert_architectures import EXPERT_ARCHITECTURES
-from kleash.models.gguf.family_settings import Settings
+from kleash.models.gguf.architectures import GGUFArchitecture, Settings
+from kleash.models.gguf.families.dense import DENSE_FAMILIES
+from kleash.models.gguf.families.gemma import GEMMA_FAMILY
+from kleash.models.gguf.families.hybrids import HYBRID_FAMILIES
+from kleash.models.gguf.families.llama import LLAMA_FAMILY
+from kleash.models.gguf.families.qwen import QWEN_FAMILY
+from kleash.models.gguf.families.routed import ROUTED_FAMILIES
+from kleash.models.gguf.families.shared import SIGMOID
 
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = {**DENSE_ARCHITECTURES, **EXPERT_ARCHITECTURES}
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    **LLAMA_FAMILY,
+    **QWEN_FAMILY,
+    **GEMMA_FAMILY,
+    **HYBRID_FAMILIES,
+    **ROUTED_FAMILIES,
+    **DENSE_FAMILIES,
+}
 """``general.architecture``, or the kind of it that ``find_architecture`` tells apart → mapping."""
 KINDS = ("mixtral", "ministral3", "olmo3", "deepseek3", "glm4v")
 """Entries that are no ``general.architecture``."""
-SIGMOID = 2
-"""``expert_gating_func`` of scores that are sigmoids."""
 SCORE_BIAS = ".exp_probs_b.bias"
 
 

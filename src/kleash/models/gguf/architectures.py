@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from kleash.errors import ModelError
-from kleash.models.gguf.block_tensors import BLOCK_TENSOR, OLD_EXPERT, OUTSIDE_BLOCKS
-from kleash.models.gguf.family_settings import Settings, TensorSummary
 
+Settings = Mapping[str, Any]
 SHAPE_SETTINGS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -75,18 +74,25 @@ class RecordedSettings(dict[str, Any]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorSummary:
+    """What a configuration follows from beside the settings."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all tensors."""
+    rope_factors: tuple[float, ...] | None
+    """Divisors of the rotary frequencies, if the file has them."""
+    long_rope: tuple[tuple[float, ...], ...] | None = None
+    """Divisors of the rotary frequencies for short and for long texts, if the file has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
     """How a GGUF architecture is mapped to a transformers model."""
 
     model_type: str
     """transformers' name of the configuration."""
-    block: Mapping[str, str]
-    """Part of a block → module of a layer, or part with its suffix → parameter; "{expert}" stands for the number of an
-    expert, and without it the experts of a layer are one parameter."""
-    outside: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Modules or tensors outside of blocks → modules or parameters, where they are not those of ``OUTSIDE_BLOCKS``."""
-    layers: str = "model.layers"
-    """Name of the list of layers."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Names of parameters that do not follow from the table of the package gguf: ``ParameterNames.exceptions``."""
     shapes: Mapping[str, str] = field(default_factory=lambda: SHAPE_SETTINGS)
     """Settings that a file must have, as numbers above 0 → attribute of the configuration."""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -95,6 +101,10 @@ class GGUFArchitecture:
     """Further settings that have no effect here, or one that ``adjust`` checks by the tensors."""
     biases: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
     """Attribute of the configuration → parts of a block; it is whether one of them has a bias."""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Attributes of the configuration where a file has no setting for them."""
+    present: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Attribute of the configuration → end of a tensor's name; it is whether a layer has that tensor."""
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Attributes of the configuration that the architecture implies."""
     adjust: Callable[[dict[str, Any], Settings, TensorSummary], None] | None = None
@@ -165,7 +175,10 @@ def config_attributes(
         with_bias.update(PROJECTIONS[:3])
     for attribute, parts in architecture.biases.items():
         attributes[attribute] = not with_bias.isdisjoint(parts)
+    for attribute, end in architecture.present.items():
+        attributes[attribute] = any(key.endswith(f".{end}") for key in tensors.shapes)
     attributes |= _rope(values, attributes) | dict(architecture.constants)
+    attributes = {**architecture.defaults, **attributes}
     if architecture.adjust is not None:
         try:
             architecture.adjust(attributes, values, tensors)
@@ -249,35 +262,3 @@ def _rope(values: Settings, attributes: Mapping[str, Any]) -> dict[str, Any]:
     elif kind not in ("none", "linear"):
         raise ModelError(f"its positions are scaled by {str(kind)[:40]!r}, which is not read from GGUF files")
     return rope
-
-
-def parameter_name(name: str, architecture: GGUFArchitecture) -> str | None:
-    """The parameter that a tensor of a file stands for; None if there is none.
-
-    Args:
-        name: of the tensor, such as "blk.3.attn_q.weight".
-        architecture: of its file.
-
-    Returns:
-        Its name in a checkpoint, in which "{expert}" stands for the number of an expert.
-    """
-    if name in architecture.outside:
-        return architecture.outside[name]
-    stem, _, suffix = name.rpartition(".")
-    outside = OUTSIDE_BLOCKS | dict(architecture.outside)
-    if suffix in ("weight", "bias") and stem in outside:
-        return f"{outside[stem]}.{suffix}"
-    match = BLOCK_TENSOR.fullmatch(name)
-    if match is None:
-        return None
-    number, part, suffix = match.groups()
-    expert = OLD_EXPERT.fullmatch(part)
-    if expert is not None and f"{expert[1]}_exps" in architecture.block:
-        module = architecture.block[f"{expert[1]}_exps"].replace("{expert}", expert[2])
-        return f"{architecture.layers}.{number}.{module}.{suffix}"
-    layer = f"{architecture.layers}.{number}."
-    if f"{part}.{suffix}" in architecture.block:
-        return layer + architecture.block[f"{part}.{suffix}"]
-    if part not in architecture.block or suffix == "scale":
-        return None
-    return layer + architecture.block[part] + (f".{suffix}" if suffix else "")

@@ -1,7 +1,5 @@
 """Building a transformers network from the files of a GGUF model."""
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,13 +7,21 @@ from torch import Tensor
 
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.config_checks import ALWAYS_ALLOWED_SIZE, check_built_size
-from kleash.models.checkpoints.gguf_files import GGUFFiles, open_gguf
+from kleash.models.adapters.shared_base import BaseNetwork
+from kleash.models.checkpoints.gguf_files import GGUFFiles
+from kleash.models.checkpoints.resolution import Checkpoint
+from kleash.models.checkpoints.size_checks import check_network_size
 from kleash.models.compat import find_backbone
+from kleash.models.filling import check_complete, fill_network
 from kleash.models.gguf.architecture_table import find_architecture
-from kleash.models.gguf.architectures import DRAFT_LAYERS, POOLING, GGUFArchitecture, config_attributes
-from kleash.models.gguf.block_tensors import BLOCK_NUMBER
-from kleash.models.gguf.family_settings import TensorSummary
+from kleash.models.gguf.architectures import (
+    DRAFT_LAYERS,
+    POOLING,
+    GGUFArchitecture,
+    TensorSummary,
+    config_attributes,
+)
+from kleash.models.gguf.names import BLOCK_NUMBER, ParameterNames
 from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_parameters, rope_factors
 from kleash.models.gguf.vocabulary import END_TOKENS
 
@@ -26,43 +32,50 @@ SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
 def load_gguf_network(
-    paths: tuple[Path, ...], subject: str, *, dtype: torch.dtype | str, device_map: str | None
-) -> tuple[Any, tuple[str, ...]]:
+    checkpoint: Checkpoint, *, dtype: torch.dtype | str, device_map: str | None
+) -> BaseNetwork:
     """Load a GGUF model as a transformers network with its weights decoded into ``dtype``.
 
     The network is that of the same architecture in transformers, so its matrix products are done on decoded weights
     with unrounded activations, where llama.cpp rounds them to 8 bits.
 
     Args:
-        paths: all files of the model.
-        subject: the model, for errors.
+        checkpoint: of a GGUF model.
         dtype: of the parameters; "auto" is bfloat16.
         device_map: how transformers spreads the model over devices; None for the CPU.
-
-    Returns:
-        The network in evaluation mode, and notes on how it is quantised and which settings are not mapped.
 
     Raises:
         ModelError: if the architecture is not supported, the settings contradict the tensors, a parameter is missing,
             or a tensor has no parameter.
     """
-    files = open_gguf(paths)
+    files, subject = checkpoint.gguf_files, str(checkpoint)
     try:
         name, architecture = find_architecture(files.settings, [tensor.name for tensor in files.tensors])
         attributes, unmapped = read_attributes(files, name, architecture)
     except ModelError as error:
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
-    config, network_class = _build_config(files, architecture, attributes, subject)
+    config, skeleton = _build_config(checkpoint, architecture, attributes)
     resolved = torch.bfloat16 if isinstance(dtype, str) else dtype
     tensors = [tensor for tensor in files.tensors if not _is_draft(tensor.name, name, files)]
-    parameters, unused = read_parameters(tensors, architecture, attributes, resolved)
+    names = ParameterNames.of(name, architecture.names, skeleton)
+    parameters, unused = read_parameters(tensors, architecture, names, attributes, resolved)
     if unused:
         raise ModelError(
             f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "
             f"{', '.join(unused[:MAX_SHOWN_NAMES])}; give the model as a folder of safetensors"
         )
-    network, report = _fill_network(network_class, config, parameters, resolved, device_map, subject)
-    _check_complete(report, subject)
+    try:
+        network, report = fill_network(
+            type(skeleton).from_pretrained, config, parameters, resolved, device_map
+        )
+    except Exception as error:  # the exception type depends on the configuration
+        raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}") from error
+    check_complete(report, subject)
+    if report["unexpected_keys"]:
+        names = ", ".join(sorted(report["unexpected_keys"])[:MAX_SHOWN_NAMES])
+        raise ModelError(
+            f"{subject} has tensors that its architecture does not use: {names}; convert it again"
+        )
     if not architecture.config_has_rope_factors:
         _divide_rope(network, files, subject)
     for setting, value in files.settings.items():
@@ -81,7 +94,10 @@ def load_gguf_network(
             f"{subject} has {len(unmapped)} settings that are not mapped to transformers and may matter: "
             f"{', '.join(unmapped[:MAX_SHOWN_NAMES])}"
         )
-    return network, tuple(notes)
+    parameters_in_all = sum(parameter.numel() for parameter in network.parameters())
+    return BaseNetwork(
+        network=network, parameters=parameters_in_all, notes=tuple(notes), tensors=files.tensors
+    )
 
 
 def describe_types(files: GGUFFiles, subject: str) -> str:
@@ -111,11 +127,6 @@ def read_attributes(
         long_rope=_read_long_rope(files, architecture),
     )
     attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
-    largest = max(ALWAYS_ALLOWED_SIZE, files.elements)
-    for attribute, value in attributes.items():
-        is_size = attribute not in ("rope_theta", "max_position_embeddings")
-        if is_size and isinstance(value, int | float) and not abs(value) <= largest:
-            raise ModelError(f"its {attribute} is {value:.6g}, and it has {files.elements} weights")
     return attributes | _special_tokens(files), unmapped
 
 
@@ -158,50 +169,19 @@ def _special_tokens(files: GGUFFiles) -> dict[str, Any]:
 
 
 def _build_config(
-    files: GGUFFiles, architecture: GGUFArchitecture, attributes: dict[str, Any], subject: str
+    checkpoint: Checkpoint, architecture: GGUFArchitecture, attributes: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The configuration, and transformers' class of the network; checks the network's size."""
+    """The configuration, and the network on the meta device; checks its size."""
     transformers = import_extra("transformers", "models")
     try:
         config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
         build = transformers.AutoModelForCausalLM.from_config
-        skeleton = check_built_size(subject, len(files.tensors), files.elements, config, build)
+        skeleton = check_network_size(checkpoint, config, build)
     except ModelError:
         raise
     except Exception as error:  # the exception type depends on the configuration
-        raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}") from error
-    return config, type(skeleton)
-
-
-def _fill_network(
-    network_class: Any,
-    config: Any,
-    parameters: dict[str, Tensor],
-    dtype: torch.dtype,
-    device_map: str | None,
-    subject: str,
-) -> tuple[Any, Any]:
-    """The network with the parameters, and transformers' report of how they fit."""
-    load = partial(network_class.from_pretrained, None, config=config, state_dict=parameters, dtype=dtype)
-    try:
-        return load(device_map=device_map, output_loading_info=True, ignore_mismatched_sizes=True)
-    except Exception as error:  # the exception type depends on the configuration
-        raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}") from error
-
-
-def _check_complete(report: Any, subject: str) -> None:
-    """Check that the file's tensors are the parameters of the network: all of them, in its shapes, and no others."""
-    for key, what in (
-        ("mismatched_keys", "have other shapes than its settings say"),
-        ("missing_keys", "are missing and would be random"),
-        ("unexpected_keys", "are not used by its architecture"),
-    ):
-        names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in report.get(key, ()))
-        if names:
-            raise ModelError(
-                f"{subject} cannot be loaded: {len(names)} of its weights {what}, such as "
-                f"{', '.join(names[:MAX_SHOWN_NAMES])}; fetch or convert the model again"
-            )
+        raise ModelError(f"{checkpoint} cannot be loaded: {summarise_error(error)}") from error
+    return config, skeleton
 
 
 def _divide_rope(network: Any, files: GGUFFiles, subject: str) -> None:

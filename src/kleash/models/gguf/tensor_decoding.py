@@ -1,6 +1,6 @@
 """Decoding the tensors of GGUF files into parameters, a few rows at a time and in several threads."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import gcd
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.gguf_header import StoredTensor
+from kleash.models.checkpoints.files import StoredTensor
 from kleash.models.gguf.architectures import (
     FUSED_EXPERTS,
     FUSED_PROJECTIONS,
     PROJECTIONS,
     GGUFArchitecture,
-    parameter_name,
 )
+from kleash.models.gguf.names import ParameterNames
 
 TILE_WEIGHTS = 1 << 20
 """Weights decoded at once by a thread: 4 MB in float32."""
@@ -36,26 +36,25 @@ FACTORS = frozenset((ROPE_FACTORS, *LONG_ROPE))
 
 
 def split_projections(
-    tensors: Sequence[StoredTensor], architecture: GGUFArchitecture, attributes: Mapping[str, Any]
+    tensors: Sequence[StoredTensor], names: ParameterNames, attributes: Mapping[str, Any]
 ) -> Iterator[StoredTensor]:
     """Iterate over the tensors of a file, with a tensor of queries, keys and values as three.
 
     Args:
         tensors: of all files of a model.
-        architecture: of the model.
+        names: of its parameters.
         attributes: of its configuration.
 
     Raises:
         ModelError: if a tensor has not the rows of these heads.
     """
-    is_split = FUSED_PROJECTIONS not in architecture.block and PROJECTIONS[0] in architecture.block
     for tensor in tensors:
-        part = tensor.name.split(".")[-2] if tensor.name.count(".") else ""
-        if not is_split or part != FUSED_PROJECTIONS:
+        first_part = tensor.name.replace(f".{FUSED_PROJECTIONS}.", f".{PROJECTIONS[0]}.")
+        if first_part == tensor.name or names.find(tensor.name) is not None or names.find(first_part) is None:
             yield tensor
             continue
-        names = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
-        sizes = [attributes[name] * attributes["head_dim"] for name in names]
+        heads = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+        sizes = [attributes[name] * attributes["head_dim"] for name in heads]
         rows = tensor.shape[0]
         if sum(sizes) != rows:
             raise ModelError(f"{tensor.path} has {rows} rows in {tensor.name}, and its heads {sum(sizes)}")
@@ -110,6 +109,7 @@ def decode_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
 def read_parameters(
     tensors: Sequence[StoredTensor],
     architecture: GGUFArchitecture,
+    parameter_names: ParameterNames,
     attributes: Mapping[str, Any],
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -120,6 +120,7 @@ def read_parameters(
     Args:
         tensors: of all files of the model.
         architecture: of the model.
+        parameter_names: of its network.
         attributes: of its configuration.
         dtype: of the parameters.
 
@@ -133,15 +134,15 @@ def read_parameters(
     unused: list[str] = []
     stored = {tensor.name: tensor for tensor in tensors}
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for tensor in split_projections(tensors, architecture, attributes):
-            names = _parameter_names(tensor, architecture)
+        for tensor in split_projections(tensors, parameter_names, attributes):
+            names = _list_parameters(tensor, parameter_names)
             if not names:
                 is_used = tensor.name in FACTORS or _weight_of_scale(tensor.name) in stored
                 unused += [] if is_used else [tensor.name]
                 continue
             rows = _row_order(tensor, architecture, attributes)
             scale = stored.get(f"{tensor.name.removesuffix('.weight')}.scale")
-            is_factor = scale is not None and parameter_name(scale.name, architecture) is None
+            is_factor = scale is not None and parameter_names.find(scale.name) is None
             factors = _row_factors(tensor, scale) if scale is not None and is_factor else None
             function = _value_function(tensor.name, architecture)
             values = _decode(tensor, rows, function, factors, dtype, threads)
@@ -153,12 +154,12 @@ def read_parameters(
     return parameters, tuple(unused)
 
 
-def _parameter_names(tensor: StoredTensor, architecture: GGUFArchitecture) -> list[str]:
+def _list_parameters(tensor: StoredTensor, parameter_names: ParameterNames) -> list[str]:
     """The parameters that a tensor stands for; two for gate and up projections of experts in one tensor."""
-    name = parameter_name(tensor.name, architecture)
+    name = parameter_names.find(tensor.name)
     if name is None and f".{FUSED_EXPERTS}." in tensor.name and len(tensor.shape) == 3:
         halves = (tensor.name.replace(FUSED_EXPERTS, part) for part in ("ffn_gate_exps", "ffn_up_exps"))
-        names = [parameter_name(half, architecture) for half in halves]
+        names = [parameter_names.find(half) for half in halves]
         return [name for name in names if name is not None] if all(names) else []
     return [] if name is None else [name]
 
@@ -248,16 +249,10 @@ def _decode(
             tile = tile * factors[start:stop]
         values[slice(start, stop) if rows is None or num_rows == 1 else rows[start:stop]] = tile.to(dtype)
 
-    _run_all(threads.map(fill, range(0, num_rows, step)))
+    list(threads.map(fill, range(0, num_rows, step)))  # raises the first error
     if rows is not None and num_rows == 1:  # a bias
         return torch.empty_like(values[0]).index_copy_(0, rows, values[0])
     return values.reshape(tensor.shape)
-
-
-def _run_all(results: Iterable[None]) -> None:
-    """Wait for all results; raises the first error."""
-    for _ in results:
-        pass
 
 
 def rope_factors(tensors: Sequence[StoredTensor], name: str = ROPE_FACTORS) -> Tensor | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.errors import ModelError
-from kleash.models.gguf.architecture_table import find_architecture
 from kleash.models.tokenizers import puts_begin_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -73,10 +72,6 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
         raise ModelError(f"{subject} is {OTHER_KINDS[name]}")
     tokens = _list_of(settings, "tokens", str, subject)
     if not tokens:
-        try:
-            find_architecture(settings, ())
-        except ModelError as error:
-            raise ModelError(f"{subject} cannot be loaded: {error}") from error
         raise ModelError(
             f"{subject} has no tokenizer.ggml.tokens; convert the model again with its tokenizer"
         )

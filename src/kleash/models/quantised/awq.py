@@ -11,13 +11,16 @@ Source: AutoAWQ, ``awq/modules/linear/gemm.py`` and ``gemv.py``.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.gptq import SCALE_TYPES
 from kleash.models.quantised.integers import WORD_BITS, scale_groups, unpack_words
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
+from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, modules_with
+from kleash.models.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
 
 PARTS = ("qweight", "qzeros", "scales")
 """Last parts of the names of a module's tensors."""
@@ -26,27 +29,40 @@ GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output at each of the eight places in a word."""
 
 
-def find_awq_modules(
-    modules: Mapping[str, ModuleTensors], method: str, group_size: int, *, is_gemv: bool
-) -> list[PackedModule]:
-    """The modules that are stored in a layout of AWQ: those with a tensor ``qweight``.
+AWQ_LAYOUTS = {"gemm": False, "exllama": False, "ipex": False, "gemv": True}
+"""``version`` → whether the files have the layout "gemv"; the others are kernels for files in the layout "gemm"."""
 
-    Args:
-        modules: the tensors of the checkpoint.
-        method: name in records.
-        group_size: inputs in a group; -1 for all.
-        is_gemv: whether the layout is "gemv", not "gemm".
+
+def find_awq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of an AWQ checkpoint.
 
     Raises:
-        ModelError: if the tensors of one do not fit together.
+        UnsupportedLayoutError: if its layout is none of ``AWQ_LAYOUTS``, or has other bits.
+        ModelError: if the tensors of a module do not fit together.
     """
-    describe = _describe_gemv if is_gemv else _describe_gemm
-    return [
-        describe(tensors, method, group_size) for tensors in modules.values() if "qweight" in tensors.headers
-    ]
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    layout = str(settings.get("version") or settings.get("checkpoint_format") or "gemm").lower()
+    bits = read_integer(settings, "bits", "w_bit")
+    if bits != BITS:
+        raise UnsupportedLayoutError(f"it has {bits} bits, and AWQ's layouts 4")
+    if layout not in AWQ_LAYOUTS:
+        raise UnsupportedLayoutError(f"its version is {layout!r:.60}, and not gemm or gemv")
+    describe = _describe_gemv if AWQ_LAYOUTS[layout] else _describe_gemm
+    group_size = read_group_size(settings)
+    return [describe(tensors, group_size) for tensors in modules_with(checkpoint, "qweight")]
 
 
-def _describe_gemm(tensors: ModuleTensors, method: str, group_size: int) -> PackedModule:
+def find_gemm_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The modules of an AutoRound checkpoint in the layout "gemm" of AWQ.
+
+    Raises:
+        ModelError: if the tensors of a module do not fit together.
+    """
+    group_size = read_group_size(checkpoint.quantisation or {})
+    return [_describe_gemm(tensors, group_size) for tensors in modules_with(checkpoint, "qweight")]
+
+
+def _describe_gemm(tensors: ModuleTensors, group_size: int) -> PackedModule:
     """A module in the layout "gemm", after checking the headers of its tensors."""
     columns, words = tensors.shape("qweight", ("I32",))
     rows = words * WEIGHTS_OF_WORD
@@ -59,10 +75,10 @@ def _describe_gemm(tensors: ModuleTensors, method: str, group_size: int) -> Pack
         f"has scales of {list(groups)} and qzeros of {list(zeros)} for {rows} outputs and {columns} inputs in groups "
         f"of {group_size}",
     )
-    return _module(tensors, method, rows, columns, size, is_gemv=False)
+    return _module(tensors, rows, columns, size, is_gemv=False)
 
 
-def _describe_gemv(tensors: ModuleTensors, method: str, group_size: int) -> PackedModule:
+def _describe_gemv(tensors: ModuleTensors, group_size: int) -> PackedModule:
     """A module in the layout "gemv", after checking the headers of its tensors."""
     rows, words = tensors.shape("qweight", ("I32",))
     columns = words * WEIGHTS_OF_WORD
@@ -78,28 +94,26 @@ def _describe_gemv(tensors: ModuleTensors, method: str, group_size: int) -> Pack
         f"has scales of {[scale_rows, scale_columns]} and qzeros of {[zero_rows, zero_words]} for {rows} outputs and "
         f"{columns} inputs in groups of {group_size}",
     )
-    return _module(tensors, method, rows, columns, size, is_gemv=True)
+    return _module(tensors, rows, columns, size, is_gemv=True)
 
 
 def _module(
-    tensors: ModuleTensors, method: str, rows: int, columns: int, group_size: int, *, is_gemv: bool
+    tensors: ModuleTensors, rows: int, columns: int, group_size: int, *, is_gemv: bool
 ) -> PackedModule:
     return PackedModule(
         name=tensors.name,
         parameter=tensors.full_name("weight"),
         shape=(rows, columns),
-        kind=f"{method} int4, " + ("rows" if group_size == columns else f"groups of {group_size}"),
+        kind=f"{tensors.method} int4, " + ("rows" if group_size == columns else f"groups of {group_size}"),
         parts=tuple(map(tensors.full_name, PARTS)),
         row_multiple=1 if is_gemv else WEIGHTS_OF_WORD,
         open=partial(_open_gemv if is_gemv else _open_gemm, tensors, columns, group_size),
     )
 
 
-def _open_gemm(
-    tensors: ModuleTensors, columns: int, group_size: int, reader: TensorReader, dtype: torch.dtype
-) -> RowDecoder:
+def _open_gemm(tensors: ModuleTensors, columns: int, group_size: int, dtype: torch.dtype) -> RowDecoder:
     """The decoder of rows in the layout "gemm"."""
-    qweight, qzeros, scales = reader.read_parts(tensors, PARTS)
+    qweight, qzeros, scales = tensors.read_parts(*PARTS)
     groups = torch.arange(columns) // group_size
 
     def unpack(words: Tensor, start: int, stop: int) -> Tensor:
@@ -118,11 +132,9 @@ def _open_gemm(
     return decode
 
 
-def _open_gemv(
-    tensors: ModuleTensors, columns: int, group_size: int, reader: TensorReader, dtype: torch.dtype
-) -> RowDecoder:
+def _open_gemv(tensors: ModuleTensors, columns: int, group_size: int, dtype: torch.dtype) -> RowDecoder:
     """The decoder of rows in the layout "gemv"."""
-    qweight, qzeros, scales = reader.read_parts(tensors, PARTS)
+    qweight, qzeros, scales = tensors.read_parts(*PARTS)
     groups = torch.arange(columns) // group_size
     count = columns // group_size
 

@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kleash.models.checkpoints.files import StoredTensor
+from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.integers import look_up_halves
 from kleash.models.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     RowDecoder,
-    TensorHeader,
-    TensorReader,
+    group_by_module,
+    modules_with,
 )
 
 QUANT_STATE = re.compile(r"(.+)\.(weight\.quant_state\.bitsandbytes__\w+)")
@@ -53,30 +55,22 @@ class BlockCodes:
     nested_offset: float = 0.0
 
 
-def find_bitsandbytes_modules(
-    modules: Mapping[str, ModuleTensors], headers: Mapping[str, TensorHeader], reader: TensorReader
-) -> list[PackedModule]:
-    """The modules that are stored in a layout of bitsandbytes.
-
-    Args:
-        modules: the tensors of the checkpoint by module.
-        headers: of all its tensors.
-        reader: of the checkpoint, for the tensors that hold settings.
+def find_bitsandbytes_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of a bitsandbytes checkpoint.
 
     Raises:
         ModelError: if the tensors of a module do not fit together.
     """
-    packed_modules = [
-        _describe_integers(tensors, reader) for tensors in modules.values() if "SCB" in tensors.headers
+    matches = (QUANT_STATE.fullmatch(name) for name in checkpoint.safetensors)
+    codes = [(match[1], match[2]) for match in matches if match is not None]
+    modules = group_by_module(checkpoint)
+    return [
+        *(_describe_integers(tensors) for tensors in modules_with(checkpoint, "SCB")),
+        *(_describe_codes(modules, name, state) for name, state in codes),
     ]
-    for name in headers:
-        match = QUANT_STATE.fullmatch(name)
-        if match is not None:
-            packed_modules.append(_describe_codes(modules, match[1], match[2], reader))
-    return packed_modules
 
 
-def _describe_integers(tensors: ModuleTensors, reader: TensorReader) -> PackedModule:
+def _describe_integers(tensors: ModuleTensors) -> PackedModule:
     """A module of 8 bits, after checking the headers of its tensors."""
     rows, columns = tensors.shape("weight", ("I8",))
     tensors.require(min(rows, columns) > 0, "has an empty weight")
@@ -87,7 +81,7 @@ def _describe_integers(tensors: ModuleTensors, reader: TensorReader) -> PackedMo
         parts.append("weight_format")
         shape = tensors.shape("weight_format", ("U8", "I32", "I64"), (0, 1))
         tensors.require(shape in ((), (1,)), f"has a weight_format of shape {list(shape)}")
-        stored_format = int(reader.read(tensors.full_name("weight_format")))
+        stored_format = int(tensors.read("weight_format"))
         tensors.require(
             stored_format == 0, f"has the weight_format {stored_format}, which only a GPU kernel reads"
         )
@@ -101,35 +95,26 @@ def _describe_integers(tensors: ModuleTensors, reader: TensorReader) -> PackedMo
     )
 
 
-def _open_integers(tensors: ModuleTensors, reader: TensorReader, dtype: torch.dtype) -> RowDecoder:
+def _open_integers(tensors: ModuleTensors, dtype: torch.dtype) -> RowDecoder:
     """The decoder of the rows of a module of 8 bits."""
-    codes, scales = reader.read_parts(tensors, ("weight", "SCB"))
+    codes, scales = tensors.read_parts("weight", "SCB")
     factors = scales.to(dtype) / INTEGER_MAX
     return lambda start, stop: codes[start:stop].to(dtype) * factors[start:stop, None]
 
 
-def _describe_codes(
-    modules: Mapping[str, ModuleTensors], name: str, state: str, reader: TensorReader
-) -> PackedModule:
+def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str) -> PackedModule:
     """A module of 4 bits, after checking the headers of its tensors and its settings."""
-    subject = next(iter(modules.values())).subject
-    own_parts = modules[name].headers if name in modules else {}
-    weight_parts = modules[f"{name}.weight"].headers if f"{name}.weight" in modules else {}
-    state_parts = modules[f"{name}.weight.quant_state"].headers
-    tensors = ModuleTensors(
-        subject=subject,
-        name=name,
-        headers={
-            **own_parts,
-            **{f"weight.{part}": header for part, header in weight_parts.items()},
-            **{f"weight.quant_state.{part}": header for part, header in state_parts.items()},
-        },
-    )
-    codes = _read_settings(tensors, state, reader)
+    headers: dict[str, StoredTensor] = {}
+    for prefix in ("", "weight.", "weight.quant_state."):
+        module = modules.get(f"{name}.{prefix}".removesuffix("."))
+        headers |= {} if module is None else {f"{prefix}{part}": x for part, x in module.headers.items()}
+    state_tensors = modules[f"{name}.weight.quant_state"]
+    tensors = ModuleTensors(checkpoint=state_tensors.checkpoint, name=name, headers=headers)
+    codes = _read_settings(tensors, state)
     parts = ["weight", "weight.absmax", "weight.quant_map", state]
     count = codes.shape[0] * codes.shape[1]
     stored = tensors.shape("weight", ("U8", "I8", "BF16", "F16", "F32"), (1, 2))
-    item_bytes = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}[tensors.headers["weight"].dtype]
+    item_bytes = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}[tensors.headers["weight"].kind]
     size = torch.Size(stored).numel() * item_bytes
     tensors.require(size == -(-count // 2), f"has {size} bytes for {count} weights of 4 bits")
     blocks = -(-count // codes.block_size)
@@ -161,7 +146,7 @@ def _refuse_transposed_scales(tensors: ModuleTensors, codes: BlockCodes) -> None
     rows, columns = codes.shape
     header = tensors.headers.get("weight.absmax")
     tensors.require(
-        header is None or (header.dtype, header.shape) != ("BF16", (columns // codes.block_size, rows)),
+        header is None or (header.kind, header.shape) != ("BF16", (columns // codes.block_size, rows)),
         "was saved after a forward pass on a CPU, in which bitsandbytes transposed its scales (absmax) and rounded "
         "them to bfloat16; bitsandbytes itself loads other weights from this file. Call save_pretrained before the "
         "first forward pass",
@@ -174,7 +159,7 @@ def _require_size(tensors: ModuleTensors, part: str, size: int, dtypes: tuple[st
     tensors.require(shape == (size,), f"has {shape[0]} numbers in {part}, and not {size}")
 
 
-def _read_settings(tensors: ModuleTensors, state: str, reader: TensorReader) -> BlockCodes:
+def _read_settings(tensors: ModuleTensors, state: str) -> BlockCodes:
     """The settings of a module of 4 bits, from the JSON in its tensor ``quant_state``.
 
     Raises:
@@ -183,7 +168,7 @@ def _read_settings(tensors: ModuleTensors, state: str, reader: TensorReader) -> 
     (length,) = tensors.shape(state, ("U8",), (1,))
     tensors.require(length <= MAX_STATE_BYTES, f"has a quant_state of {length} bytes")
     try:
-        values = json.loads(bytes(reader.read(tensors.full_name(state)).tolist()))
+        values = json.loads(bytes(tensors.read(state).tolist()))
     except (ValueError, RecursionError) as error:
         raise tensors.error("has a quant_state that is not JSON") from error
     settings: dict[str, Any] = values if isinstance(values, dict) else {}
@@ -210,16 +195,14 @@ def _read_settings(tensors: ModuleTensors, state: str, reader: TensorReader) -> 
     )
 
 
-def _open_codes(
-    tensors: ModuleTensors, codes: BlockCodes, reader: TensorReader, dtype: torch.dtype
-) -> RowDecoder:
+def _open_codes(tensors: ModuleTensors, codes: BlockCodes, dtype: torch.dtype) -> RowDecoder:
     """The decoder of the rows of a module of 4 bits."""
-    packed = reader.read(tensors.full_name("weight")).reshape(-1).view(torch.uint8)
-    table = reader.read(tensors.full_name("weight.quant_map")).to(dtype)
-    scales = reader.read(tensors.full_name("weight.absmax"))
+    packed = tensors.read("weight").reshape(-1).view(torch.uint8)
+    table = tensors.read("weight.quant_map").to(dtype)
+    scales = tensors.read("weight.absmax")
     if codes.nested_block_size is not None:
-        nested_table = reader.read(tensors.full_name("weight.nested_quant_map")).to(dtype)
-        nested_scales = reader.read(tensors.full_name("weight.nested_absmax")).to(dtype)
+        nested_table = tensors.read("weight.nested_quant_map").to(dtype)
+        nested_scales = tensors.read("weight.nested_absmax").to(dtype)
         blocks = torch.arange(len(scales)) // codes.nested_block_size
         scales = nested_table[scales.long()] * nested_scales[blocks] + codes.nested_offset
     scales = scales.to(dtype)

@@ -10,57 +10,94 @@ Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kleash.errors import ModelError
+from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.integers import WORD_BITS, scale_groups, unpack_words
 from kleash.models.quantised.packed_modules import (
     MAX_SHOWN_CHARACTERS,
     ModuleTensors,
     PackedModule,
     RowDecoder,
-    TensorReader,
+    modules_with,
+)
+from kleash.models.quantised.settings import (
+    UnsupportedLayoutError,
+    read_group_size,
+    read_integer,
+    read_module_group_sizes,
 )
 
 BITS = (2, 3, 4, 8)
 SCALE_TYPES = ("F16", "BF16", "F32")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GPTQSettings:
-    """What the configuration says of a GPTQ checkpoint."""
+GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
+"""``checkpoint_format`` → whether zero points are stored less one."""
 
-    method: str
-    """Name in records: "gptq" or "auto-round"."""
+
+def find_gptq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of a GPTQ checkpoint.
+
+    Raises:
+        UnsupportedLayoutError: if its layout is none of ``GPTQ_LAYOUTS``.
+        ModelError: if the tensors of a module do not fit together or contradict the settings.
+    """
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+    if layout not in GPTQ_LAYOUTS or settings.get("is_marlin_format") is True:
+        raise UnsupportedLayoutError(f"its checkpoint_format is {layout!r:.60}, and not gptq or gptq_v2")
+    return find_word_modules(checkpoint, has_shifted_zeros=GPTQ_LAYOUTS[layout])
+
+
+def find_word_modules(checkpoint: Checkpoint, *, has_shifted_zeros: bool) -> list[PackedModule]:
+    """The modules that are stored in the layout of GPTQ, which AutoRound shares: those with a tensor ``qweight``.
+
+    Args:
+        checkpoint: of GPTQ or AutoRound.
+        has_shifted_zeros: whether zero points are stored less one (version 1).
+
+    Raises:
+        ModelError: if the tensors of a module do not fit together or contradict the settings.
+    """
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    overrides = ("dynamic",) if checkpoint.quant_method == "gptq" else ("extra_config", "dynamic")
+    values = _GPTQSettings(
+        bits=read_integer(settings, "bits"),
+        group_size=read_group_size(settings),
+        has_shifted_zeros=has_shifted_zeros,
+        has_overrides=any(settings.get(name) for name in overrides),
+        group_sizes={
+            module: size
+            for name in overrides
+            for module, size in read_module_group_sizes(settings, name).items()
+        },
+        is_symmetric=settings.get("sym") is True,
+    )
+    return [_describe_module(tensors, values) for tensors in modules_with(checkpoint, "qweight")]
+
+
+class _GPTQSettings(NamedTuple):
+    """What the settings say of the modules."""
+
     bits: int
     group_size: int
     """Inputs in a group; -1 for all."""
     has_shifted_zeros: bool
-    """Whether zero points are stored less one (version 1)."""
     has_overrides: bool
     """Whether some modules have other bits or groups."""
-    group_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    group_sizes: Mapping[str, int]
     """Group sizes of single modules, by their names or the patterns of them that the settings have."""
-    is_symmetric: bool = False
+    is_symmetric: bool
     """Whether all zero points are 2^(bits - 1)."""
 
 
-def find_gptq_modules(modules: Mapping[str, ModuleTensors], settings: GPTQSettings) -> list[PackedModule]:
-    """The modules that are stored in the layout of GPTQ: those with a tensor ``qweight``.
-
-    Raises:
-        ModelError: if the tensors of one do not fit together or contradict the settings.
-    """
-    return [
-        _describe_module(tensors, settings) for tensors in modules.values() if "qweight" in tensors.headers
-    ]
-
-
-def _describe_module(tensors: ModuleTensors, settings: GPTQSettings) -> PackedModule:
+def _describe_module(tensors: ModuleTensors, settings: _GPTQSettings) -> PackedModule:
     """A module, after checking the headers of its tensors."""
     words, rows = tensors.shape("qweight", ("I32",))
     groups, scale_rows = tensors.shape("scales", SCALE_TYPES)
@@ -90,14 +127,14 @@ def _describe_module(tensors: ModuleTensors, settings: GPTQSettings) -> PackedMo
         name=tensors.name,
         parameter=tensors.full_name("weight"),
         shape=(rows, columns),
-        kind=f"{settings.method} int{bits:.0f}, " + ("rows" if groups == 1 else f"groups of {group_size}"),
+        kind=f"{tensors.method} int{bits:.0f}, " + ("rows" if groups == 1 else f"groups of {group_size}"),
         parts=tuple(tensors.full_name(name) for name in names),
         row_multiple=WORD_BITS,
         open=partial(_open, tensors, int(bits), group_size, settings),
     )
 
 
-def _group_size(tensors: ModuleTensors, columns: int, groups: int, settings: GPTQSettings) -> int:
+def _group_size(tensors: ModuleTensors, columns: int, groups: int, settings: _GPTQSettings) -> int:
     """The number of inputs in a group; the last group may be smaller.
 
     Raises:
@@ -125,16 +162,15 @@ def _open(
     tensors: ModuleTensors,
     bits: int,
     group_size: int,
-    settings: GPTQSettings,
-    reader: TensorReader,
+    settings: _GPTQSettings,
     dtype: torch.dtype,
 ) -> RowDecoder:
     """The decoder of a module's rows."""
-    qweight, qzeros, scales = reader.read_parts(tensors, ("qweight", "qzeros", "scales"))
+    qweight, qzeros, scales = tensors.read_parts("qweight", "qzeros", "scales")
     if settings.is_symmetric:
         _check_symmetric_zeros(tensors, qzeros, bits, scales.shape[1], settings.has_shifted_zeros)
     columns = len(qweight) * WORD_BITS // bits
-    groups = _read_groups(tensors, reader, columns, group_size, len(scales))
+    groups = _read_groups(tensors, columns, group_size, len(scales))
     mask = (1 << bits) - 1
 
     def decode(start: int, stop: int) -> Tensor:
@@ -163,15 +199,13 @@ def _check_symmetric_zeros(
         names = "gptq (AutoRound: packing_format to auto_round:auto_gptq)"
     if bool((unpack_words(qzeros.contiguous(), bits, rows) == other).all()):
         raise ModelError(
-            f"{tensors.subject} is symmetric (sym) by its quantization_config, whose layout stores its zero points as "
-            f"{stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format to "
-            f"{names}"
+            f"{tensors.checkpoint} is symmetric (sym) by its quantization_config, whose layout stores its zero points "
+            f"as {stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format "
+            f"to {names}"
         )
 
 
-def _read_groups(
-    tensors: ModuleTensors, reader: TensorReader, columns: int, group_size: int, groups: int
-) -> Tensor:
+def _read_groups(tensors: ModuleTensors, columns: int, group_size: int, groups: int) -> Tensor:
     """The group of each input, [columns].
 
     Raises:
@@ -179,7 +213,7 @@ def _read_groups(
     """
     if "g_idx" not in tensors.headers:
         return torch.arange(columns) // group_size
-    indices = reader.read(tensors.full_name("g_idx")).long()
+    indices = tensors.read("g_idx").long()
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= groups:
         raise tensors.error(f"has a g_idx from {low} to {high}, and groups from 0 to {groups - 1}")

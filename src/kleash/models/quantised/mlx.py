@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.integers import (
     WORD_BITS,
     decode_float_8,
@@ -38,8 +39,7 @@ from kleash.models.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     RowDecoder,
-    TensorHeader,
-    TensorReader,
+    modules_with,
 )
 from kleash.models.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
 
@@ -75,27 +75,22 @@ class MLXSettings:
     mode: str
 
 
-def find_mlx_modules(
-    modules: Mapping[str, ModuleTensors], settings: Mapping[str, Any], model_type: str
-) -> list[PackedModule]:
-    """The modules that are stored in a layout of MLX: those with a tensor ``scales``.
-
-    Args:
-        modules: the tensors of the checkpoint.
-        settings: ``quantization`` of config.json.
-        model_type: of config.json.
+def find_mlx_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of an MLX checkpoint: those with a tensor ``scales``.
 
     Raises:
         UnsupportedLayoutError: if a mode is not one of ``MODES``, or mlx-lm changes the weights of the architecture.
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    model_type = str(checkpoint.config.get("model_type", ""))
     if model_type.startswith(CHANGED_ARCHITECTURES):
         raise UnsupportedLayoutError(f"mlx-lm changes weights of {model_type:.40} when it converts them")
-    packed_modules: list[PackedModule] = []
-    for tensors in modules.values():
-        if "scales" in tensors.headers:
-            packed_modules += _describe_module(tensors, _read_settings(settings, tensors.name))
-    return packed_modules
+    return [
+        module
+        for tensors in modules_with(checkpoint, "scales")
+        for module in _describe_module(tensors, _read_settings(settings, tensors.name))
+    ]
 
 
 def _read_settings(settings: Mapping[str, Any], name: str) -> MLXSettings:
@@ -166,13 +161,12 @@ def _open(
     tensors: ModuleTensors,
     settings: MLXSettings,
     expert: int | None,
-    reader: TensorReader,
     dtype: torch.dtype,
 ) -> RowDecoder:
     """The decoder of a module's rows."""
 
     def read(part: str) -> Tensor:
-        tensor = reader.read(tensors.full_name(part))
+        tensor = tensors.read(part)
         return tensor if expert is None else tensor[expert]
 
     words = read("weight").view(torch.int32)
@@ -208,16 +202,10 @@ def _decode_scales(stored: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
     return decode_float_8(stored.contiguous().view(torch.float8_e4m3fn), dtype)
 
 
-def arrange_tensors(
-    headers: Mapping[str, TensorHeader], model_type: str
-) -> Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]:
-    """The function that gives transformers' tensors for one that is not packed, by the name and the tensor in the file.
-
-    Args:
-        headers: of all tensors of the checkpoint.
-        model_type: of config.json.
-    """
-    has_moved_kernels = any(_is_moved_kernel(name, header.shape) for name, header in headers.items())
+def arrange_tensors(checkpoint: Checkpoint) -> Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """The function that gives transformers' tensors for one that is not packed, by its name and content in the file."""
+    model_type = str(checkpoint.config.get("model_type", ""))
+    has_moved_kernels = any(_is_moved_kernel(name, x.shape) for name, x in checkpoint.safetensors.items())
     is_shifted = has_moved_kernels and model_type.startswith(SHIFTED_ARCHITECTURES)
 
     def arrange(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,80 +1,18 @@
 """A matrix that a checkpoint stores packed: its tensors, checked by their headers, and how its rows are unpacked."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kleash.errors import ModelError
-from kleash.extras import import_extra
-from kleash.models.checkpoints.files import list_weight_files, read_safetensors_header
+from kleash.models.checkpoints.files import StoredTensor
+from kleash.models.checkpoints.resolution import Checkpoint
 
 MAX_SHOWN_CHARACTERS = 120
 RowDecoder = Callable[[int, int], Tensor]
 """Unpacks rows ``start`` to ``stop`` of a matrix into [rows, columns]."""
-
-
-class TensorHeader(NamedTuple):
-    """What the header of a safetensors file says of a tensor."""
-
-    path: Path
-    dtype: str
-    """Name in the format: "I32", "F16"."""
-    shape: tuple[int, ...]
-
-
-def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The headers of all tensors of a checkpoint by their names.
-
-    Raises:
-        ModelError: if a file is damaged.
-    """
-    return {
-        name: TensorHeader(path, entry["dtype"], tuple(entry["shape"]))
-        for path in list_weight_files(folder)
-        for name, entry in read_safetensors_header(path).items()
-    }
-
-
-class TensorReader:
-    """Reads tensors of a checkpoint from its memory-mapped files; a context manager, which closes them."""
-
-    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
-        """``headers``: of all tensors, by name."""
-        self._headers = headers
-        self._files: dict[Path, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "TensorReader":
-        """Return the reader; files are opened when a tensor is read."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close the files."""
-        self._files.clear()
-        self._stack.close()
-
-    def read(self, name: str) -> Tensor:
-        """A tensor by its name, on the CPU and in the dtype that it is stored in."""
-        return self._open(self._headers[name].path).get_tensor(name)
-
-    def read_parts(self, tensors: "ModuleTensors", parts: Sequence[str]) -> Iterator[Tensor]:
-        """Tensors of a module by the last parts of their names."""
-        return (self.read(tensors.full_name(part)) for part in parts)
-
-    def read_metadata(self, path: Path) -> dict[str, str]:
-        """The metadata of a file."""
-        return self._open(path).metadata() or {}
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            file = import_extra("safetensors", "models").safe_open(path, framework="pt")
-            self._files[path] = self._stack.enter_context(file)
-        return self._files[path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +23,15 @@ class PackedModule:
     """Of the module or parameter: "model.layers.0.self_attn.q_proj"."""
     parameter: str
     """Of the matrix in an ordinary checkpoint: "model.layers.0.self_attn.q_proj.weight"."""
-    shape: tuple[int, ...]
-    """Of the unpacked matrix; leading dimensions (experts) count as rows."""
+    shape: tuple[int, int]
+    """Of the unpacked matrix."""
     kind: str
     """The type of its weights for records: "gptq int4, groups of 128"."""
     parts: tuple[str, ...]
     """Names of the tensors that it is stored as."""
     row_multiple: int = 1
     """Rows that are packed together: tiles begin at multiples of it."""
-    open: Callable[[TensorReader, torch.dtype], RowDecoder]
+    open: Callable[[torch.dtype], RowDecoder]
     """Reads the tensors, checks their values, and returns the decoder of rows, which computes in the given dtype.
     Raises ``ModelError``."""
 
@@ -102,36 +40,44 @@ class PackedModule:
 class ModuleTensors:
     """The tensors of one module, by the last part of their names."""
 
-    subject: str
-    """The model, for errors."""
+    checkpoint: Checkpoint
     name: str
-    headers: Mapping[str, TensorHeader]
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Names of tensors in the files, where they are not the module's and the part's."""
-    parameter: str = ""
-    """Name of the matrix in an ordinary checkpoint; "" for the module's ``weight``."""
+    headers: Mapping[str, StoredTensor]
+
+    @property
+    def method(self) -> str:
+        """Name of the format in records."""
+        return str(self.checkpoint.quant_method).removeprefix("intel/")
 
     def full_name(self, part: str) -> str:
         """The name of a tensor in the files."""
-        return self.names.get(part, f"{self.name}.{part}")
+        return f"{self.name}.{part}"
 
-    def shape(self, part: str, dtypes: Sequence[str], dimensions: Sequence[int] = (2,)) -> tuple[int, ...]:
+    def read(self, part: str) -> Tensor:
+        """A tensor on the CPU, in the dtype that it is stored in."""
+        return self.checkpoint.safetensors.read(self.full_name(part))
+
+    def read_parts(self, *parts: str) -> Iterator[Tensor]:
+        """Several tensors."""
+        return map(self.read, parts)
+
+    def shape(self, part: str, kinds: Sequence[str], dimensions: Sequence[int] = (2,)) -> tuple[int, ...]:
         """The shape of a tensor.
 
         Args:
             part: last part of its name.
-            dtypes: those that it may have, as the format calls them.
+            kinds: the types that it may have, as safetensors calls them.
             dimensions: the numbers of dimensions that it may have.
 
         Raises:
-            ModelError: if it is missing, or has another dtype or number of dimensions.
+            ModelError: if it is missing, or has another type or number of dimensions.
         """
         header = self.headers.get(part)
         if header is None:
             raise self.error(f"has no tensor {part}")
-        if header.dtype not in dtypes or len(header.shape) not in dimensions:
-            expected = f"{' or '.join(dtypes)} of {' or '.join(map(str, dimensions))} dimensions"
-            raise self.error(f"has {part} as {header.dtype} {list(header.shape)}, and not as {expected}")
+        if header.kind not in kinds or len(header.shape) not in dimensions:
+            expected = f"{' or '.join(kinds)} of {' or '.join(map(str, dimensions))} dimensions"
+            raise self.error(f"has {part} as {header.kind} {list(header.shape)}, and not as {expected}")
         return header.shape
 
     def require(self, condition: bool, explanation: str) -> None:
@@ -151,35 +97,24 @@ class ModuleTensors:
         """The error about this module; ``explanation`` completes "the packed module NAME …"."""
         name = self.name[:MAX_SHOWN_CHARACTERS]
         return ModelError(
-            f"{self.subject} cannot be unpacked: its module {name} {explanation}; fetch or quantise the model again"
+            f"{self.checkpoint} cannot be unpacked: its module {name} {explanation}; fetch or quantise the model again"
         )
 
 
-def renamed_tensors(
-    subject: str,
-    name: str,
-    names: Mapping[str, str],
-    headers: Mapping[str, TensorHeader],
-    parameter: str = "",
-) -> ModuleTensors:
-    """The tensors of one module in a format that has names of its own for them.
-
-    Args:
-        subject: the model, for errors.
-        name: of the module.
-        names: of the tensors in the files, by the last parts that the decoders know; those that are missing are left
-            out.
-        headers: of all tensors of the checkpoint.
-        parameter: name of the matrix in an ordinary checkpoint; "" for the module's ``weight``.
-    """
-    stored = {part: headers[stored_name] for part, stored_name in names.items() if stored_name in headers}
-    return ModuleTensors(subject=subject, name=name, headers=stored, names=names, parameter=parameter)
-
-
-def group_by_module(subject: str, headers: Mapping[str, TensorHeader]) -> dict[str, ModuleTensors]:
+def group_by_module(checkpoint: Checkpoint) -> dict[str, ModuleTensors]:
     """The tensors of a checkpoint by module, which is all of a name but its last part."""
-    modules: dict[str, dict[str, TensorHeader]] = {}
-    for name, header in headers.items():
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, header in checkpoint.safetensors.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = header
-    return {name: ModuleTensors(subject=subject, name=name, headers=parts) for name, parts in modules.items()}
+    return {
+        name: ModuleTensors(checkpoint=checkpoint, name=name, headers=parts)
+        for name, parts in modules.items()
+    }
+
+
+def modules_with(checkpoint: Checkpoint, *parts: str) -> Iterator[ModuleTensors]:
+    """Iterate over the modules of a checkpoint that have a tensor with one of these last parts of its name."""
+    for tensors in group_by_module(checkpoint).values():
+        if not tensors.headers.keys().isdisjoint(parts):
+            yield tensors

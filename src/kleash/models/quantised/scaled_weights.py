@@ -23,11 +23,12 @@ Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_ut
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.integers import (
     decode_float_8,
     decode_powers_of_two,
@@ -36,7 +37,17 @@ from kleash.models.quantised.integers import (
     unpack_words,
     words_of,
 )
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, TensorReader
+from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, modules_with
+from kleash.models.quantised.settings import (
+    UnsupportedLayoutError,
+    check_modelopt_algorithms,
+    has_reciprocal_scales,
+    read_block,
+    read_group_size,
+    read_integer,
+    read_object,
+    read_weight_groups,
+)
 
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
 SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "U8")
@@ -44,6 +55,22 @@ SCALES, BLOCK_SCALES = "weight_scale", "weight_scale_inv"
 DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
 COLUMN_FACTORS = "pre_quant_scale"
 PACKED_BITS = range(1, 9)
+COMPRESSED_FORMATS = frozenset(
+    (
+        *(
+            "pack-quantized",
+            "int-quantized",
+            "float-quantized",
+            "naive-quantized",
+            "dense",
+            "mixed-precision",
+        ),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    )
+)
+"""Formats of compressed-tensors that are read."""
+FP8_BLOCK = (128, 128)
+"""Rows and columns of the blocks of fine-grained FP8 whose settings do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,43 +98,79 @@ class BlockValues(NamedTuple):
         return self.values[torch.arange(start, stop) // self.block_rows]
 
 
-def find_scaled_modules(
-    modules: Mapping[str, ModuleTensors], method: str, schemes: Sequence[WeightScheme], reader: TensorReader
-) -> list[PackedModule]:
-    """The modules of a checkpoint that are stored with scales: those with ``weight_scale`` or ``weight_scale_inv``.
+def find_compressed_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of a compressed-tensors checkpoint.
 
-    Args:
-        modules: the tensors of the checkpoint.
-        method: name of the format in records.
-        schemes: of the settings.
-        reader: of the checkpoint, for the tensors that hold a shape.
+    Raises:
+        UnsupportedLayoutError: if a format is none of ``COMPRESSED_FORMATS``.
+        ModelError: if the tensors of a module do not fit together or contradict the settings.
+    """
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    groups = read_weight_groups(settings)
+    formats = [
+        settings.get("format", "dense"),
+        *(group.get("format") or "dense" for group in groups),
+        read_object(settings, "sparsity_config").get("format", "dense"),
+    ]
+    unknown = sorted(set(map(str, formats)) - COMPRESSED_FORMATS)
+    if unknown:
+        raise UnsupportedLayoutError(f"its format is {unknown[0]!r:.60}")
+    schemes = [
+        WeightScheme(
+            bits=read_integer(weights, "num_bits"),
+            group_size=None if weights.get("group_size") is None else read_group_size(weights),
+            block=read_block(weights, "block_structure"),
+        )
+        for weights in (read_object(group, "weights") for group in groups)
+        if weights
+    ]
+    return find_scaled_modules(checkpoint, schemes)
+
+
+def find_scaled_float_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of an FP8 or NVFP4 checkpoint of AutoFP8, FBGEMM, ModelOpt, or with the blocks of DeepSeek-V3.
+
+    None of fine-grained FP8 in which all experts of a layer are one tensor, which transformers decodes.
+
+    Raises:
+        UnsupportedLayoutError: if a setting is not supported.
+        ModelError: if the tensors of a module do not fit together or contradict the settings.
+    """
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    if checkpoint.quant_method == "modelopt":
+        check_modelopt_algorithms(settings)
+    ends = [name.rpartition(".")[2] for name in checkpoint.tensors]
+    if any(end.endswith("_scale_inv") and end != BLOCK_SCALES for end in ends):
+        return []
+    block = read_block(settings, "weight_block_size") or FP8_BLOCK
+    schemes = [WeightScheme(bits=8, block=block, divides=has_reciprocal_scales(settings))]
+    return find_scaled_modules(checkpoint, schemes if BLOCK_SCALES in ends else [])
+
+
+def find_scaled_modules(checkpoint: Checkpoint, schemes: Sequence[WeightScheme]) -> list[PackedModule]:
+    """The modules of a checkpoint that are stored with scales, by the schemes of its settings.
 
     Raises:
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
-    return [
-        describe_scaled_module(tensors, method, schemes, reader)
-        for tensors in modules.values()
-        if not tensors.headers.keys().isdisjoint((SCALES, BLOCK_SCALES, "weight_packed"))
-    ]
+    modules = modules_with(checkpoint, SCALES, BLOCK_SCALES, "weight_packed")
+    return [_describe_module(tensors, schemes) for tensors in modules]
 
 
-def describe_scaled_module(
-    tensors: ModuleTensors, method: str, schemes: Sequence[WeightScheme], reader: TensorReader
-) -> PackedModule:
-    """A module that is stored with scales; arguments and errors as in ``find_scaled_modules``."""
+def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) -> PackedModule:
+    """A module that is stored with scales, after checking the headers of its tensors."""
     codes = "weight_packed" if "weight_packed" in tensors.headers else "weight"
     stored = tensors.shape(
         codes, ("I32", "U8") if codes == "weight_packed" else (*INTEGER_TYPES, *FLOAT_TYPES, "U8")
     )
-    dtype = tensors.headers[codes].dtype
+    dtype = tensors.headers[codes].kind
     tensors.require(min(stored) > 0, f"has an empty tensor {codes}")
     bits, kind = 8, "int8" if dtype in INTEGER_TYPES else "fp8"
     shape = (stored[0], stored[1])
     if dtype == "U8":
         bits, kind, shape = 4, "fp4", (stored[0], 2 * stored[1])
     elif dtype == "I32":
-        shape = _read_shape(tensors, reader, stored[0])
+        shape = _read_shape(tensors, stored[0])
         bits = _integer_bits(tensors, stored[1], shape[1], schemes)
         kind = f"int{bits}"
     scales = tensors.shape(_scale_part(tensors), SCALE_TYPES, (0, 1, 2))
@@ -121,9 +184,9 @@ def describe_scaled_module(
     parts = (codes, _scale_part(tensors), *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
-        parameter=tensors.parameter or f"{tensors.name}.weight",
+        parameter=f"{tensors.name}.weight",
         shape=shape,
-        kind=f"{' '.join(dict.fromkeys((method, kind)))}, {_block_words(shape, block)}",
+        kind=f"{' '.join(dict.fromkeys((tensors.method, kind)))}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),
         open=partial(_open, tensors, codes, shape, bits, block, any(scheme.divides for scheme in schemes)),
     )
@@ -148,7 +211,7 @@ def _block_words(shape: tuple[int, ...], block: tuple[int, int]) -> str:
     return "rows" if columns == shape[1] else f"groups of {columns}"
 
 
-def _read_shape(tensors: ModuleTensors, reader: TensorReader, rows: int) -> tuple[int, int]:
+def _read_shape(tensors: ModuleTensors, rows: int) -> tuple[int, int]:
     """The shape of the matrix, which ``weight_shape`` holds.
 
     Raises:
@@ -156,7 +219,7 @@ def _read_shape(tensors: ModuleTensors, reader: TensorReader, rows: int) -> tupl
     """
     length = tensors.shape("weight_shape", ("I32", "I64"), (1,))
     tensors.require(length == (2,), f"has a weight_shape of {length} numbers")
-    stored_rows, columns = (int(size) for size in reader.read(tensors.full_name("weight_shape")))
+    stored_rows, columns = (int(size) for size in tensors.read("weight_shape"))
     tensors.require(
         stored_rows == rows and columns > 0,
         f"has a weight_shape of {[stored_rows, columns]} and {rows} packed rows",
@@ -227,26 +290,25 @@ def _open(
     bits: int,
     block: tuple[int, int],
     divides: bool,
-    reader: TensorReader,
     dtype: torch.dtype,
 ) -> RowDecoder:
     """The decoder of a module's rows."""
     rows, columns = shape
-    codes = reader.read(tensors.full_name(codes_part))
-    column_blocks = _column_blocks(tensors, reader, columns, block[1])
+    codes = tensors.read(codes_part)
+    column_blocks = _column_blocks(tensors, columns, block[1])
 
     def by_block(values: Tensor) -> BlockValues:
         return BlockValues(values.reshape(-(-rows // block[0]), -1), block[0])
 
-    stored_scales = _read_scales(tensors, reader, dtype)
+    stored_scales = _read_scales(tensors, dtype)
     scales = by_block(stored_scales.reciprocal() if divides else stored_scales)
     zeros = None
     if "weight_zero_point" in tensors.headers:
-        zeros = by_block(_read_zeros(tensors, reader, scales.values, bits, codes.dtype).to(dtype))
+        zeros = by_block(_read_zeros(tensors, scales.values, bits, codes.dtype).to(dtype))
 
     column_factors = None
     if COLUMN_FACTORS in tensors.headers:
-        column_factors = reader.read(tensors.full_name(COLUMN_FACTORS)).to(dtype)
+        column_factors = tensors.read(COLUMN_FACTORS).to(dtype)
 
     def decode(start: int, stop: int) -> Tensor:
         tile = codes[start:stop]
@@ -265,7 +327,7 @@ def _open(
     return decode
 
 
-def _column_blocks(tensors: ModuleTensors, reader: TensorReader, columns: int, block_columns: int) -> Tensor:
+def _column_blocks(tensors: ModuleTensors, columns: int, block_columns: int) -> Tensor:
     """The block of each column: consecutive, or as ``weight_g_idx`` says.
 
     Raises:
@@ -275,7 +337,7 @@ def _column_blocks(tensors: ModuleTensors, reader: TensorReader, columns: int, b
         return torch.arange(columns) // block_columns
     (length,) = tensors.shape("weight_g_idx", ("I32", "I64"), (1,))
     tensors.require(length == columns, f"has a weight_g_idx of {length} columns, and {columns} columns")
-    indices = reader.read(tensors.full_name("weight_g_idx")).long()
+    indices = tensors.read("weight_g_idx").long()
     if bool((indices == -1).all()):  # how compressed-tensors fills one that has no meaning
         return torch.arange(columns) // block_columns
     low, high, groups = int(indices.min()), int(indices.max()), columns // block_columns
@@ -286,22 +348,20 @@ def _column_blocks(tensors: ModuleTensors, reader: TensorReader, columns: int, b
     return indices
 
 
-def _read_scales(tensors: ModuleTensors, reader: TensorReader, dtype: torch.dtype) -> Tensor:
+def _read_scales(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
     """The scales of a module in ``dtype``, with the factor of the whole matrix."""
-    stored = reader.read(tensors.full_name(_scale_part(tensors)))
+    stored = tensors.read(_scale_part(tensors))
     scales = decode_powers_of_two(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
     for part in (DIVISOR, FACTOR):
         if part in tensors.headers:
             shape = tensors.shape(part, ("F32", "F16", "BF16"), (0, 1))
             tensors.require(shape in ((), (1,)), f"has {part} of shape {list(shape)}, and not one number")
-            factor = reader.read(tensors.full_name(part)).to(dtype).reshape(())
+            factor = tensors.read(part).to(dtype).reshape(())
             scales = scales / factor if part == DIVISOR else scales * factor
     return scales
 
 
-def _read_zeros(
-    tensors: ModuleTensors, reader: TensorReader, scales: Tensor, bits: int, codes: torch.dtype
-) -> Tensor:
+def _read_zeros(tensors: ModuleTensors, scales: Tensor, bits: int, codes: torch.dtype) -> Tensor:
     """The zero points of the blocks, in the shape of their scales; those of packed weights are packed along rows.
 
     Raises:
@@ -309,15 +369,15 @@ def _read_zeros(
     """
     blocks, groups = scales.shape
     header = tensors.headers["weight_zero_point"]
-    if codes != torch.int32 or header.dtype != "I32":
+    if codes != torch.int32 or header.kind != "I32":
         shape = tensors.shape("weight_zero_point", ("I8", "U8", "I32", *FLOAT_TYPES), (0, 1, 2))
         size = header.shape[0] * (header.shape[1] if len(shape) > 1 else 1) if shape else 1
         tensors.require(size == blocks * groups, f"has a weight_zero_point of shape {list(shape)}")
-        return reader.read(tensors.full_name("weight_zero_point")).reshape(blocks, groups).float()
+        return tensors.read("weight_zero_point").reshape(blocks, groups).float()
     shape = tensors.shape("weight_zero_point", ("I32",))
     tensors.require(
         shape == (words_of(blocks, bits), groups),
         f"has a weight_zero_point of shape {list(shape)} for scales of {[blocks, groups]}",
     )
-    words = reader.read(tensors.full_name("weight_zero_point")).T.contiguous()
+    words = tensors.read("weight_zero_point").T.contiguous()
     return unpack_words(words, bits, blocks).T.to(torch.int16) - (1 << (bits - 1))

@@ -1,21 +1,12 @@
-"""The settings of quantised checkpoints: where they stand, and values that are checked before they are used."""
+"""Values of the settings of quantised checkpoints, checked before they are used."""
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from kleash.errors import ModelError
-from kleash.models.checkpoints.files import read_json
-
 MAX_GROUP_SIZE = 1 << 24
-OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files with the settings of checkpoints that were written before config.json had them, and their formats."""
-MLX_SETTINGS, ACTIVATIONS = "quantization", "quantize_activations"
-"""Settings in the config.json of MLX, which do not name the format; others of its name stand beside them."""
 SCALE_MEANING = "weight_scale_semantics"
 """Setting of GPTQModel's FP8."""
-MODELOPT_SETTINGS, QUANTO_SETTINGS = "hf_quant_config.json", "quanto_qmap.json"
 ROTATION_SETTINGS = re.compile(r"rotation|hadamard|quarot|spinquant|transform_config")
 """Names of settings of formats that also change activations while the model runs."""
 MODELOPT_ALGORITHMS = frozenset(
@@ -28,52 +19,6 @@ MODELOPT_MIXED = "MIXED_PRECISION"
 
 class UnsupportedLayoutError(Exception):
     """A layout that no decoder reads; the message says which."""
-
-
-def read_quantisation_settings(folder: Path) -> dict[str, Any] | None:
-    """How the weights in a folder are quantised: ``quantization_config`` of its config.json, or of older files.
-
-    Returns:
-        The settings with ``quant_method``; None if the checkpoint is not quantised.
-
-    Raises:
-        ModelError: if a file is not JSON, or the settings are no object.
-    """
-    config = read_json(folder / "config.json")
-    mlx_settings = config.get(MLX_SETTINGS)
-    if isinstance(mlx_settings, dict) and {"bits", "group_size"} <= set(mlx_settings):
-        return {**mlx_settings, "quant_method": "mlx", ACTIVATIONS: config.get(ACTIVATIONS)}
-    text_config = config.get("text_config")
-    for settings in (config, text_config if isinstance(text_config, dict) else {}):
-        for name in ("quantization_config", "compression_config"):
-            value = settings.get(name)
-            if value is not None and not isinstance(value, dict):
-                raise ModelError(
-                    f"{folder / 'config.json'} has a {name} that is a {type(value).__name__}, and not an object; "
-                    "correct it"
-                )
-            if value:
-                return value
-    for name, method in OLD_SETTINGS.items():
-        if (folder / name).is_file():
-            return {"quant_method": method, **read_json(folder / name)}
-    if (folder / QUANTO_SETTINGS).is_file():
-        return {"quant_method": "quanto"}
-    if (folder / MODELOPT_SETTINGS).is_file():
-        value = read_json(folder / MODELOPT_SETTINGS).get("quantization")
-        return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
-    return None
-
-
-def describe_settings_place(folder: Path) -> str:
-    """Where the settings of ``read_quantisation_settings`` stand, for errors."""
-    config = read_json(folder / "config.json")
-    parts = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
-    for name in ("quantization_config", "compression_config", MLX_SETTINGS):
-        if any(part.get(name) for part in parts):
-            return f"{name} from config.json"
-    files = (*OLD_SETTINGS, QUANTO_SETTINGS, MODELOPT_SETTINGS)
-    return next((name for name in files if (folder / name).is_file()), "its settings")
 
 
 def check_rotations(settings: Mapping[str, Any]) -> None:
@@ -165,6 +110,16 @@ def read_object(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise UnsupportedLayoutError(f"its {name} is a {type(value).__name__}")
     return value or {}
+
+
+def read_weight_groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of modules in the settings of compressed-tensors.
+
+    Raises:
+        UnsupportedLayoutError: if one is no object.
+    """
+    groups = read_object(settings, "config_groups")
+    return [read_object(groups, name) for name in groups]
 
 
 def check_modelopt_algorithms(settings: Mapping[str, Any]) -> None:

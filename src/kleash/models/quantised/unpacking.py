@@ -2,24 +2,24 @@
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kleash.extras import import_extra
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.models.filling import fill_network
 from kleash.models.quantised.packed_formats import PackedCheckpoint
-from kleash.models.quantised.packed_modules import PackedModule, TensorReader
+from kleash.models.quantised.packed_modules import PackedModule
 from kleash.models.text_towers import NetworkClass, is_of_other_part
 
 TILE_WEIGHTS = 1 << 20
 """Weights unpacked at once: 4 MB in float32, and as much for the integers and the scales of each."""
-GENERATION_CONFIG = "generation_config.json"
 ACTIVATION_TENSORS = frozenset(
     (
         *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
-        *("activation_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point"),
+        *("activation_scale",),
         *("q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
     )
 )
@@ -30,7 +30,6 @@ def load_unpacked_network(
     packed: PackedCheckpoint,
     network_class: NetworkClass,
     skeleton: Any,
-    folder: Path,
     *,
     dtype: torch.dtype | str,
     device_map: str | None,
@@ -44,7 +43,6 @@ def load_unpacked_network(
         packed: its packed modules.
         network_class: of the network.
         skeleton: the network on the meta device.
-        folder: of the checkpoint.
         dtype: of the parameters; "auto" for that of config.json, or else bfloat16.
         device_map: how transformers spreads the model over devices; None for the CPU.
 
@@ -59,18 +57,11 @@ def load_unpacked_network(
     config = _without_quantisation(config, tied=not _has_packed_head(packed, skeleton))
     resolved = _resolve_dtype(dtype, config)
     load = network_class.from_state_dict or type(skeleton).from_pretrained
-    with TensorReader(packed.headers) as reader:
-        network, report = load(
-            None,
-            config=config,
-            state_dict=dict(_read_parameters(packed, reader, network_class.config, skeleton, resolved)),
-            dtype=resolved,
-            device_map=device_map,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        unexpected = set(report["unexpected_keys"])
-        report["unexpected_keys"] = unexpected - _zero_biases(packed, reader, unexpected)
+    parameters = dict(_read_parameters(packed, network_class.config, skeleton, resolved))
+    network, report = fill_network(load, config, parameters, resolved, device_map)
+    unexpected = set(report["unexpected_keys"])
+    report["unexpected_keys"] = unexpected - _zero_biases(packed, unexpected)
+    folder = packed.checkpoint.folder
     network.config.name_or_path = str(folder)
     if (folder / GENERATION_CONFIG).is_file() and network.can_generate():
         transformers = import_extra("transformers", "models")
@@ -79,23 +70,24 @@ def load_unpacked_network(
 
 
 def _read_parameters(
-    packed: PackedCheckpoint, reader: TensorReader, config: Any, skeleton: Any, dtype: torch.dtype
+    packed: PackedCheckpoint, config: Any, skeleton: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the ordinary checkpoint by name, without those of parts that text does not run through."""
+    stored = packed.checkpoint.safetensors
     modules = {module.parameter: module for module in packed.modules}
     used_by_modules = {part for module in packed.modules for part in module.parts}
     transposed = tuple(f".{name}" for name in _list_transposed_weights(skeleton))
-    for name in [*(name for name in packed.headers if name not in used_by_modules), *modules]:
+    for name in [*(name for name in stored if name not in used_by_modules), *modules]:
         part = name.rpartition(".")[2]
         if is_of_other_part(config, name) or part in ACTIVATION_TENSORS:
             continue
         if name in modules:
-            weight = unpack(modules[name], reader, dtype)
+            weight = unpack(modules[name], dtype)
             yield name, weight.T.contiguous() if f".{name}".endswith(transposed) else weight
         elif packed.arrange is not None:
-            yield from packed.arrange(name, reader.read(name))
+            yield from packed.arrange(name, stored.read(name))
         else:
-            yield name, reader.read(name)
+            yield name, stored.read(name)
 
 
 def _list_transposed_weights(skeleton: Any) -> list[str]:
@@ -111,39 +103,37 @@ def _list_transposed_weights(skeleton: Any) -> list[str]:
     ]
 
 
-def _zero_biases(packed: PackedCheckpoint, reader: TensorReader, names: Iterable[str]) -> set[str]:
+def _zero_biases(packed: PackedCheckpoint, names: Iterable[str]) -> set[str]:
     """The names of biases of packed modules that are all zeros, which AutoGPTQ writes for modules that have none."""
-    weights = {module.parameter for module in packed.modules}
+    stored, weights = packed.checkpoint.safetensors, {module.parameter for module in packed.modules}
     return {
         name
         for name in names
-        if name in packed.headers
+        if name in stored
         and name.endswith(".bias")
         and f"{name.removesuffix('bias')}weight" in weights
-        and not reader.read(name).any()
+        and not stored.read(name).any()
     }
 
 
-def unpack(module: PackedModule, reader: TensorReader, dtype: torch.dtype) -> Tensor:
+def unpack(module: PackedModule, dtype: torch.dtype) -> Tensor:
     """The matrix of a packed module, unpacked a tile of rows at a time.
 
     Args:
         module: the module.
-        reader: of its checkpoint.
         dtype: of the result; the arithmetic is in at least float32.
 
     Raises:
         ModelError: if a value of its tensors is invalid.
     """
-    decode = module.open(reader, torch.promote_types(dtype, torch.float32))
+    decode = module.open(torch.promote_types(dtype, torch.float32))
     columns = module.shape[-1]
-    weight = torch.empty(module.shape, dtype=dtype)
-    rows = weight.view(-1, columns)
+    rows = torch.empty(module.shape, dtype=dtype)
     step = max(1, TILE_WEIGHTS // columns // module.row_multiple) * module.row_multiple
     for start in range(0, len(rows), step):
         stop = min(start + step, len(rows))
         rows[start:stop] = decode(start, stop)
-    return weight
+    return rows
 
 
 def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:

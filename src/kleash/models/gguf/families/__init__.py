@@ -1,0 +1,1 @@
+"""Families of GGUF architectures: settings, names and layouts of each in one module."""
