@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from kleash.measuring.workers import worker_engine
 from safetensors.torch import load_file, save_file
 
 from kleash.diagnosis import doctor as doctor_module
@@ -18,7 +19,6 @@ from kleash.jobs import LogitsJob, SweepJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.measuring import cache_reference, measure, measure_base_logits, sweep, write_base_logits
 from kleash.measuring.shards import plan_shards
-from kleash.measuring.workers import worker_engine
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder
 

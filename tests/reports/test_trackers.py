@@ -20,7 +20,7 @@ from kleash import MeasureJob, measure
 from kleash.cli import main
 from kleash.errors import MissingExtraError, OptionError, TrackerWarning
 from kleash.jobs import SweepJob
-from kleash.jobs.pages import MergeJob
+from kleash.jobs.pages import ReportJob
 from kleash.measuring import sweep
 from kleash.records import Measurement, Number
 from kleash.reports import write_report
@@ -213,12 +213,10 @@ def test_a_missing_tracker_is_noticed_before_anything_is_loaded(
 
 
 def test_trackers_of_what_is_no_whole_measurement_are_refused(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(OptionError, match="give --report-to to kleash merge"):
-        MeasureJob(shard="1/2", out="o", report_to=("wandb",))
     with pytest.raises(
         OptionError, match="--report-to must be one of tensorboard, wandb, trackio, mlflow; it is 'w'"
     ):
-        MergeJob(folder=Path("o"), report_to=("w",))
+        ReportJob(folder=Path("o"), report_to=("w",))
     with pytest.raises(OptionError, match=r"--report-to must be one of .*; it is 'w'"):
         SweepJob(candidates=("q8",), text="t", reference="base", report_to=("w",))
     (tmp_path / "steps.jsonl").write_text("")

@@ -53,7 +53,6 @@ from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
 from kleash.store.measurement import EstimatorRecord, describe_storage
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
-from kleash.store.worker_log import smaller_batches_warning
 from kleash.version import __version__
 
 
@@ -316,7 +315,6 @@ def run_warnings(
                 *counts.clusters.warnings,
                 *estimand.warnings,
                 *run.checks.warnings(),
-                *smaller_batches_warning(run.folder.root, run.job.batch_tokens, counts.shards),
                 *rounding.warnings,
                 *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if has_estimators else ()),
                 *(weight_warnings(totals.terms.weight, estimand) if has_kl else ()),

@@ -3,23 +3,25 @@
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from thread_ranks import in_threads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
 from kleash.engines.endpoints.engine import UNKNOWN_COLUMNS
 from kleash.errors import OptionError, SourceError
 from kleash.jobs import MeasureJob
-from kleash.measuring import compare, measure, measure_part, merge
+from kleash.measuring import compare, measure
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, EstimatorSum, token_quantities
+from kleash.measuring.progress import NullProgressReporter
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.measurement import write_report
 from kleash.shipped import shipped_folder
@@ -331,7 +333,7 @@ def test_windows_leave_room_for_the_token_that_a_server_generates(
     assert counts.prompts == 1 and counts.sequences == 2, "cut into windows of 38 tokens and the next"
 
 
-@pytest.mark.filterwarnings("ignore")  # filters belong to the process, and ranks are threads here
+@pytest.mark.filterwarnings("ignore")  # filters belong to the process, and processes are threads here
 @pytest.mark.parametrize("role", ["policy", "reference"])
 def test_several_processes_measure_what_one_measures(
     server: str, text: Path, tmp_path: Path, role: str
@@ -339,16 +341,19 @@ def test_several_processes_measure_what_one_measures(
     models = {"policy": "shipped:policy", "reference": "shipped:reference", role: f"{server}/vllm/none/v1"}
     jobs = {
         name: MeasureJob(**models, text=str(text), batch_tokens=8, out=str(tmp_path / name))
-        for name in ("alone", "ranks", "parts")
+        for name in ("alone", "shared")
     }
     alone = measure(jobs["alone"])
     assert alone.counts.shards == 3
-    for future in in_threads(2, lambda ranks: measure(jobs["ranks"], ranks=ranks)):
-        assert future.result().per_token == alone.per_token
-    for shard in ("1/2", "2/2"):
-        measure_part(replace(jobs["parts"], shard=shard))
-    merged = merge(tmp_path / "parts")
-    assert merged.per_token == alone.per_token and merged.left_out == alone.left_out
+    begin = Barrier(2)
+
+    class Reporter(NullProgressReporter):
+        def set_total(self, sequences: int | None) -> None:
+            begin.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        for measured in threads.map(lambda _: measure(jobs["shared"], Reporter()), range(2)):
+            assert measured.per_token == alone.per_token and measured.left_out == alone.left_out
 
 
 def test_the_key_is_sent_and_written_nowhere(
