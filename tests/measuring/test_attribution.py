@@ -276,7 +276,8 @@ def test_processes_share_the_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert {name: x.total[0] for name, x in sums.items()} == {str(n): n for n in range(9)}
     assert sorted(scored) == sorted("012345678")
     with (
-        AttributionFolder(tmp_path).opened({}), pytest.raises(RunFolderError, match="another process"),
+        AttributionFolder(tmp_path).opened({}),
+        pytest.raises(RunFolderError, match="another process"),
         AttributionFolder(tmp_path).opened({"a": 1}),
     ):
         pass

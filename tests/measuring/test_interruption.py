@@ -160,7 +160,7 @@ def test_a_process_that_hangs_is_waited_for_by_name(
     """Its claim is freed when it is killed, and the other scores its shard."""
     out = tmp_path / "run"
     process = command_forks.start(words(pair, prompts, out))
-    wait_for(out / "sequences" / "part-00000.parquet", process)
+    wait_for(out / ".claims" / "shard-00000", process)
     os.kill(process.pid, signal.SIGSTOP)
     shards = len(list((undisturbed / "sequences").iterdir()))
 

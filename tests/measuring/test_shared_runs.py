@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from single_loads import load_one_at_a_time
 
 from kleash.cli import main
 from kleash.engines import LocalEngine, Shard, ShardResult
@@ -202,7 +203,7 @@ def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         running = RunningKL(run=opened(replace(job, until_relative_error=1e-9), models, folder))
         for index in range(1000):
-            running.own[index] = SequenceSums(
+            running.own_sums[index] = SequenceSums(
                 *(np.array([index]), np.array([0]), np.array([index])),
                 *(np.array([index % 7 + 1.0]), np.array([5.0])),
             )
@@ -253,8 +254,9 @@ def test_three_commands_measure_what_one_measures_though_one_is_killed(
 
 
 def test_a_second_process_needs_no_resume_and_returns_the_same(
-    job: MeasureJob, alone: Measurement, tmp_path: Path
+    job: MeasureJob, alone: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load_one_at_a_time(monkeypatch)
     job = replace(job, out=str(tmp_path / "run"))
     begin = Barrier(2)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kleash.engines import Engine
 from kleash.engines.endpoints import ServedModel
-from kleash.errors import SourceError
+from kleash.errors import RunFolderError, SourceError
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
     TOKENS,
@@ -111,6 +111,7 @@ class RunTotals:
     sums: ClusterSums
     terms: SequenceTerms
     largest: LargestDrift
+    tokens: int
 
 
 def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurement:
@@ -144,6 +145,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         statistics=statistics,
         headline=run.job.headline,
     )
+    _require_same_tokens(run.folder, totals.tokens, counts.tokens)
     sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
@@ -229,6 +231,19 @@ def device_of(pair: Pair) -> str:
     return " and ".join(dict.fromkeys(devices))
 
 
+def _require_same_tokens(folder: RunFolder, scored: int, counted: int) -> None:
+    """See that no shard has files of two processes, which may round apart on a disk without locks.
+
+    Raises:
+        RunFolderError: if tokens/ has another number of tokens than sequences/.
+    """
+    if scored != counted:
+        raise RunFolderError(
+            f"{folder.root} has {scored} tokens in tokens/ and {counted} in sequences/: some files are of different "
+            "processes; measure again into another --out, with one process"
+        )
+
+
 def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
     """Clusters and counts of a run's sequences, from its files.
 
@@ -281,7 +296,7 @@ def sum_tokens(
     """
     sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift(column=headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
-    first_sequence = 0
+    first_sequence = tokens = 0
     has_kl = "kl_policy_reference" in statistics
     for part in folder.token_parts([*columns_to_read(statistics), "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
@@ -289,6 +304,7 @@ def sum_tokens(
         first_sequence += len(starts)
         quantities = token_quantities(part, estimand.weighting, statistics, headline)
         lengths = np.diff([*starts, len(part["prompt_id"])])
+        tokens += len(part["prompt_id"])
         sums.add(np.repeat(labels, lengths), quantities.columns())
         if not has_kl:
             continue
@@ -298,6 +314,7 @@ def sum_tokens(
     return RunTotals(
         sums=sums,
         largest=largest,
+        tokens=tokens,
         terms=SequenceTerms(*(np.concatenate(column) for column in zip(*terms, strict=True))),
     )
 

@@ -112,18 +112,19 @@ def start_actors(
     amounts = reserved(job, has_gpus=any(node.get("GPU", 0) for node in nodes))
     places = sum(_places_on(node, amounts) for node in nodes)
     if not places:
-        asked = ",".join(f"{name}={amount:g}" for name, amount in amounts.items())
+        requested_amounts = ",".join(f"{name}={amount:g}" for name, amount in amounts.items())
         raise ClusterError(
-            f"no node of the Ray cluster has {asked} for a worker; change --resources-per-worker, or add a node"
+            f"no node of the Ray cluster has {requested_amounts} for a worker; change --resources-per-worker, or add "
+            "a node"
         )
     count = job.workers or places
     if count > places:
         note(f"the Ray cluster has room for {places} of {count} workers; the others join when there is more")
-    others = {name: x for name, x in amounts.items() if name not in ("CPU", "GPU", "memory")}
+    custom_resources = {name: x for name, x in amounts.items() if name not in ("CPU", "GPU", "memory")}
     options: dict[str, Any] = {
         "num_cpus": amounts.get("CPU", 0),
         "num_gpus": amounts.get("GPU", 0),
-        "resources": others,
+        "resources": custom_resources,
     }
     if "memory" in amounts:
         options["memory"] = int(amounts["memory"])

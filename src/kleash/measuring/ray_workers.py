@@ -236,19 +236,19 @@ class RayEngine:
             ClusterError: naming what differs.
             ModelError: if a model's files are not here.
         """
-        theirs, job = self.loaded.header, self.job
+        worker_header, job = self.loaded.header, self.job
         fingerprints = {"policy": find_checkpoint(job.policy, job.revision_policy).fingerprint()}
         if finished_cache(job) is None:
             reference = find_checkpoint(job.reference, job.revision_reference)
             fingerprints["reference"] = reference.fingerprint()
         versions = {f"the version of {name}": version(name) for name in PACKAGES}
-        mine = replace(
-            theirs,
+        own_header = replace(
+            worker_header,
             kleash=__version__,
-            fingerprints={**theirs.fingerprints, **fingerprints},
-            environment={**theirs.environment, **versions},
+            fingerprints={**worker_header.fingerprints, **fingerprints},
+            environment={**worker_header.environment, **versions},
         )
-        self._require_same(mine, theirs, "on a worker")
+        self._require_same(own_header, worker_header, "on a worker")
 
     def _require_same(self, first: RunHeader, other: RunHeader, where: str) -> None:
         if differences := first.differences(other, now=where):

@@ -204,7 +204,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter) -> Generator[OpenRun
 
 
 @contextmanager
-def _resumable(out: Path) -> Generator[None]:
+def _resumable(out: str | Path) -> Generator[None]:
     """Context of work that an interruption leaves resumable in ``out``."""
     try:
         yield

@@ -77,7 +77,7 @@ class RunningKL:
     stop: int | None = None
     """The number of shards at which ``until_relative_error`` is reached; None before."""
     next_index: int = 0
-    own: dict[int, SequenceSums] = field(default_factory=dict)
+    own_sums: dict[int, SequenceSums] = field(default_factory=dict)
     """The sums of shards that this process has written, until their turn has come."""
     _before: frozenset[int] = field(init=False)
     """Shards that were on disk at the start."""
@@ -108,10 +108,10 @@ class RunningKL:
             reads_all: whether to read all shards of other processes, whatever time it takes.
         """
         start = time.monotonic()
-        others = self._of_others() if reads_all or start >= self._next_reading_time else iter(())
+        read_sums = self._of_others() if reads_all or start >= self._next_reading_time else iter(())
         while self.stop is None:
-            sums = self.own.pop(self.next_index, None)
-            if sums is None and (sums := next(others, None)) is None:
+            sums = self.own_sums.pop(self.next_index, None)
+            if sums is None and (sums := next(read_sums, None)) is None:
                 break
             self._add(sums)
         self._next_reading_time = time.monotonic() + (time.monotonic() - start) / TIME_SHARE
@@ -202,7 +202,7 @@ class ShardClaims:
     """Shards of the plan so far."""
     checks: SourceChecks = field(init=False)
     """Those of all shards of the plan so far."""
-    _held: dict[int, ExitStack] = field(default_factory=dict)
+    _open_claims: dict[int, ExitStack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Begin with empty checks."""
@@ -214,12 +214,12 @@ class ShardClaims:
 
     def __exit__(self, *_: object) -> None:
         """Release the claims of shards that were not written."""
-        for index in list(self._held):
+        for index in list(self._open_claims):
             self.release(index)
 
     def release(self, index: int) -> None:
         """Release the claim of a shard."""
-        self._held.pop(index).close()
+        self._open_claims.pop(index).close()
 
     def claimed(self, shards: Iterator[Shard]) -> Iterator[Shard]:
         """Iterate over the shards that this process is to score, until none is left or the run stops."""
@@ -230,8 +230,8 @@ class ShardClaims:
             self.checks.add(shard.sequences)
             if self.run.folder.has(shard.index):
                 continue
-            held = self._held[shard.index] = ExitStack()
-            is_ours = held.enter_context(claim(self.run.folder.root, _claim_of(shard.index)))
+            shard_claim = self._open_claims[shard.index] = ExitStack()
+            is_ours = shard_claim.enter_context(claim(self.run.folder.root, _claim_of(shard.index)))
             if is_ours and not self.run.folder.has(shard.index):
                 yield shard
             else:
@@ -266,7 +266,7 @@ def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest
         if not run.folder.has(shard.index):  # as it may be where the disk knows no claims
             run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
             prompt_hash = result.sequences["prompt_hash"]
-            running.own[shard.index] = sum_sequences(result.tokens, prompt_hash, run.job.headline)
+            running.own_sums[shard.index] = sum_sequences(result.tokens, prompt_hash, run.job.headline)
         claims.release(shard.index)
         running.advance()
         if running.stop is not None:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
@@ -336,8 +337,9 @@ def test_windows_leave_room_for_the_token_that_a_server_generates(
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and processes are threads here
 @pytest.mark.parametrize("role", ["policy", "reference"])
 def test_several_processes_measure_what_one_measures(
-    server: str, text: Path, tmp_path: Path, role: str
+    server: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
+    load_one_at_a_time(monkeypatch)
     models = {"policy": "shipped:policy", "reference": "shipped:reference", role: f"{server}/vllm/none/v1"}
     jobs = {
         name: MeasureJob(**models, text=str(text), batch_tokens=8, out=str(tmp_path / name))
