@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from kleash.errors import RunFolderError
 from kleash.extras import import_extra
@@ -83,9 +84,7 @@ def taking_part(root: Path, check: Callable[[bool | None], None]) -> Generator[b
         raise cannot_write(root, error) from error
     try:
         check(is_alone)
-        if fcntl is not None and is_alone:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield is_alone is True
+        yield _shares(descriptor) if is_alone else False
     finally:
         if _try_lock(descriptor):
             shutil.rmtree(root / CLAIMS, ignore_errors=True)
@@ -112,6 +111,17 @@ def _joined(root: Path) -> tuple[int, bool | None]:
         os.close(descriptor)
 
 
+def _shares(descriptor: int) -> bool:
+    """Let other processes join the one that has a locked file; False if one came before it as if it were the first."""
+    if fcntl is None:
+        return False
+    mark = token_hex(8).encode()
+    with suppress(OSError):  # of a full disk
+        os.pwrite(descriptor, mark, 0)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # the kernel frees the exclusive lock first
+    return os.pread(descriptor, len(mark), 0) == mark
+
+
 @contextmanager
 def claim(root: Path, name: str) -> Generator[bool]:
     """Context in which this process alone does a part of a folder's work; yields False if another one does it.
@@ -129,8 +139,9 @@ def claim(root: Path, name: str) -> Generator[bool]:
     try:
         is_ours = _try_lock(descriptor) is not False
         if is_ours:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+            with suppress(OSError):  # of a full disk: the name of the process is missing then
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
         yield is_ours
     finally:
         os.close(descriptor)

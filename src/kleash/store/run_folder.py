@@ -124,9 +124,12 @@ class RunFolder(JobFolder):
             RunFolderError: if it is damaged or cannot be written.
         """
         with self.making_result(on_wait):
-            for folder in (self.root, *(self.root / kind for kind in KINDS)):
-                folder.mkdir(exist_ok=True)
-                remove_leftovers(folder)
+            try:
+                for folder in (self.root, *(self.root / kind for kind in KINDS)):
+                    folder.mkdir(exist_ok=True)
+                    remove_leftovers(folder)
+            except OSError as error:
+                raise cannot_write(self.root, error) from error
             if (self.root / HEADER).exists() or self.begun:
                 require_same(self.root, self.header(), header)
             else:
