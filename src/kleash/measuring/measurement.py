@@ -37,7 +37,7 @@ from kleash.measuring.estimates import (
     statistic_estimate,
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
-from kleash.measuring.partial_knowledge import known_estimators, reasons_left_out, with_reasons
+from kleash.measuring.partial_knowledge import reasons_left_out, with_reasons
 from kleash.measuring.rescoring import Rounding, measure_rounding
 from kleash.measuring.run_identity import PACKAGES
 from kleash.measuring.sequence_clusters import (
@@ -205,10 +205,7 @@ def _scored_sequences(run: FinishedRun, *, on_text: bool) -> SequenceCounts:
     """Clusters and counts of the run's sequences, of which at least one token was scored."""
     counts = count_sequences(run.folder, on_text=on_text)
     if counts.tokens == 0:
-        raise SourceError(
-            f"no token of {run.job.source[1]} was scored: the server gives no log-probability of the first token after "
-            "the begin token, and there are no others; give longer texts or responses"
-        )
+        raise SourceError(f"no token of {run.job.source[1]} was scored; give longer texts or responses")
     return counts
 
 
@@ -220,8 +217,7 @@ def _estimates(
     estimators = estimator_records(sums)
     if "kl_policy_reference" in statistics:
         return numbers, estimators, {}
-    left_out = reasons_left_out(run.job, run.engine.unknown_columns, estimators)
-    return with_reasons(numbers, run.job), known_estimators(estimators), left_out
+    return with_reasons(numbers, run.job), estimators, reasons_left_out(run.engine.unknown_columns)
 
 
 def device_of(pair: Pair) -> str:

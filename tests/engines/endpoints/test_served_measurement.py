@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
 from kleash.engines.endpoints.engine import UNKNOWN_COLUMNS
-from kleash.errors import OptionError, SourceError
+from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
 from kleash.measuring import compare, measure
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, EstimatorSum, token_quantities
@@ -109,7 +109,7 @@ def runs(server: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     folder = tmp_path_factory.mktemp("runs")
     jobs: dict[str, dict[str, Any]] = {
         name: {"policy": f"{server}/{name}/none/v1", "reference": "shipped:reference"}
-        for name in ("vllm", "sglang", "llama")
+        for name in ("vllm", "sglang")
     }
     jobs["reference"] = {"policy": "shipped:reference", "reference": f"{server}/vllm/none/v1/"}
     jobs["local"] = {"policy": "shipped:policy", "reference": "shipped:reference"}
@@ -118,13 +118,11 @@ def runs(server: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: folder / name for name in jobs}
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "llama"])
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_the_bounds_hold_the_exact_divergences_at_every_token(
     runs: dict[str, Path], text: Path, distributions: Any, name: str
 ) -> None:
     exact, tokens = exact_divergences(distributions, text), tokens_of(runs[name])
-    if name == "llama":  # which gives no log-probability of the first token
-        exact = {key: values[exact["position"] > 0] for key, values in exact.items()}
     np.testing.assert_array_equal(tokens["position"], exact["position"])
     np.testing.assert_allclose(tokens["logp_policy"], exact["logp_policy"], atol=1e-4)
     assert_bounds_hold(tokens, exact)
@@ -174,13 +172,6 @@ def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> N
     assert low < kl < high
 
 
-def test_an_agreement_is_unknown_where_two_listed_tokens_have_one_text(runs: dict[str, Path]) -> None:
-    agreement = Measurement.read(runs["llama"]).top1_agreement
-    assert math.isnan(agreement.value)
-    (reason,) = agreement.warnings
-    assert reason.startswith("unknown: the server names tokens by their texts")
-
-
 def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
     measurement = Measurement.read(runs["vllm"])
     by_default = gate_of_measurement(measurement, at_most=1e9)
@@ -195,15 +186,6 @@ def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
     assert gate_of_measurement(many, 0.9 * upper.ci95[1], name).verdict == "undecided"
     served_reference = Measurement.read(runs["reference"])
     assert gate_of_measurement(served_reference, 1e9, name).ci95[1] == math.inf
-
-
-def test_texts_without_a_token_that_the_server_scores(server: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("She\n\nHe")
-    job = MeasureJob(
-        policy=f"{server}/llama/none/v1", text=str(tmp_path / "text.txt"), out=str(tmp_path / "run")
-    )
-    with pytest.raises(SourceError, match=r"no token of .*text.txt was scored: the server gives no log-prob"):
-        measure(job)
 
 
 def test_report_summary_and_comparison_show_the_bounds(
