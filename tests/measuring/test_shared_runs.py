@@ -31,6 +31,7 @@ from kleash.models import Pair, TokenSequence, load_pair
 from kleash.records import MeasureJob, RunFolder
 from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
+from kleash.store.tables import TOKEN_COLUMNS, encode_table, read_columns
 from kleash.uncertainty import Estimate
 
 pytestmark = pytest.mark.filterwarnings(
@@ -364,3 +365,15 @@ def test_checks_of_a_run_that_stops_early_are_those_of_its_shards() -> None:
             ]
         )
     assert "temperature 0.7" in checks.warnings()[0] and checks.first(2).warnings() == ()
+
+
+def test_files_of_two_processes_that_do_not_fit_are_refused(
+    job: MeasureJob, alone: Measurement, tmp_path: Path
+) -> None:
+    """As where a disk knows no locks, and two machines round apart."""
+    out = shutil.copytree(Path(str(job.out)), tmp_path / "run")
+    path = out / "tokens" / "part-00000.parquet"
+    columns = {name: values[:-1] for name, values in read_columns(path, list(TOKEN_COLUMNS)).items()}
+    write_checked(out, path, encode_table(columns, TOKEN_COLUMNS))
+    with pytest.raises(RunFolderError, match="different processes"):
+        measure(replace(job, out=str(out), resume=True))
