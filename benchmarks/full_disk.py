@@ -33,7 +33,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "alone": ((), ()),
     "two ranks": (TORCHRUN, ()),
-    "one part": ((), ("--shard", "1/2")),
 }
 """What precedes ``-m kleash``, and further options."""
 SHARES = (0.0, 0.02, 0.1, 0.3, 0.6, 0.97)

@@ -1,7 +1,8 @@
-"""Rate of ``torchrun`` with two ranks, compared with two independent runs of half the prompts side by side.
+"""Rate of two processes on one folder, compared with two independent runs of half the prompts side by side.
 
     python benchmarks/processes.py --prompts 1200            # about 100 s of scoring on two cores
     python benchmarks/processes.py --prompts 40 --rounds 1   # a trial
+    python benchmarks/processes.py --way ray                 # two workers of Ray instead of two ranks of torchrun
 
 Both measure the shipped pair on the same prompts. The rate is tokens per second of ``measurement.json`` (without
 imports and loading), that of the independent runs the sum of theirs; beside it, tokens per second and processor time
@@ -24,7 +25,11 @@ from typing import Any
 from harness import write_result
 
 NEW_TOKENS = 256
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+WAYS = {
+    "torchrun": (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), ()),
+    "ray": ((), ("--engine", "ray", "--workers", "2")),
+}
+"""What precedes ``-m kleash``, and further options."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -65,7 +70,7 @@ def finish(processes: dict[Path, "subprocess.Popen[bytes]"]) -> dict[str, float]
     }
 
 
-def one_round(folder: Path, prompts: int, *, torchrun_first: bool) -> dict[str, dict[str, float]]:
+def one_round(folder: Path, prompts: int, way: str, *, shared_first: bool) -> dict[str, dict[str, float]]:
     """Both ways, one after the other, with the load average of the machine during each."""
     whole = write_prompts(folder / "whole.txt", 0, prompts)
     halves = [
@@ -74,15 +79,15 @@ def one_round(folder: Path, prompts: int, *, torchrun_first: bool) -> dict[str, 
     ]
     outs = [folder / f"apart-{number}" for number in (0, 1)]
 
-    def measure_by_torchrun() -> dict[str, float]:
-        return finish({folder / "torchrun": start(whole, folder / "torchrun", LAUNCHER)})
+    def measure_together() -> dict[str, float]:
+        return finish({folder / "shared": start(whole, folder / "shared", *WAYS[way])})
 
     def measure_apart() -> dict[str, float]:
         return finish({out: start(half, out) for out, half in zip(outs, halves, strict=True)})
 
-    ways = {"torchrun": measure_by_torchrun, "independent": measure_apart}
+    ways = {way: measure_together, "independent": measure_apart}
     figures: dict[str, dict[str, float]] = {}
-    for name in ways if torchrun_first else reversed(ways):
+    for name in ways if shared_first else reversed(ways):
         cpu_seconds = cpu_seconds_of_children()
         figures[name] = ways[name]()
         figures[name]["cpu_seconds"] = cpu_seconds_of_children() - cpu_seconds
@@ -97,27 +102,29 @@ def cpu_seconds_of_children() -> float:
 
 
 def main() -> None:
-    """Run the rounds and write ``results/processes.json`` after each."""
+    """Run the rounds and write ``results/processes.json``, or ``processes_ray.json``, after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=1200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--way", choices=tuple(WAYS), default="torchrun")
     options = parser.parse_args()
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            rounds.append(one_round(Path(folder), options.prompts, torchrun_first=number % 2 == 0))
-        print(json.dumps(rounds[-1]), flush=True)
-        write_result("processes", summary(options.prompts, rounds), packages=("torch", "transformers"))
-    print(json.dumps(summary(options.prompts, rounds), indent=2))
+            rounds.append(one_round(Path(folder), options.prompts, options.way, shared_first=number % 2 == 0))
+        name = "processes" if options.way == "torchrun" else "processes_ray"
+        figures = summary(options.prompts, options.way, rounds)
+        write_result(name, figures, packages=("torch", "transformers"))
+        print(json.dumps(figures, indent=2), flush=True)
 
 
-def summary(prompts: int, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """The ratios of torchrun to independent runs, medians over the rounds."""
+def summary(prompts: int, way: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """The ratios of the shared run to independent runs, medians over the rounds."""
 
     def ratio_of(name: str) -> float:
-        return round(median(row["torchrun"][name] / row["independent"][name] for row in rounds), 3)
+        return round(median(row[way][name] / row["independent"][name] for row in rounds), 3)
 
     return {
         "prompts": prompts,

@@ -92,7 +92,7 @@ def one_measurement(args: argparse.Namespace, rank: int) -> dict[str, float]:
     import transformers.models.llama.modeling_llama  # noqa: F401 (its import is no memory of the run)
 
     from kleash.jobs import MeasureJob
-    from kleash.measuring import launched_ranks, measure
+    from kleash.measuring import measure
 
     folder = Path(args.folder)
     prompts = folder / "prompts.txt"
@@ -105,7 +105,7 @@ def one_measurement(args: argparse.Namespace, rank: int) -> dict[str, float]:
         device_map=args.call if args.world_size > 1 else None,
         out=str(folder / f"{args.call}-{args.world_size}"),
     )
-    return {"peak": peak_of(lambda: measure(job, ranks=launched_ranks()))}
+    return {"peak": peak_of(lambda: measure(job))}
 
 
 def make_models(folder: Path, vocabulary: int, dim: int) -> float:

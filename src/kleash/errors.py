@@ -84,15 +84,7 @@ class TrackerWarning(UserWarning):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, with a message that says what was saved.
-
-    ``is_reported`` is true if another rank prints it, so that this one need not.
-    """
-
-    def __init__(self, message: str, *, is_reported: bool = False) -> None:
-        """Make the interruption with this message."""
-        super().__init__(message)
-        self.is_reported = is_reported
+    """Ctrl-C or SIGTERM, with a message that says what was saved."""
 
 
 def summarise_error(error: BaseException) -> str:

@@ -18,9 +18,14 @@ def launched_world_size() -> int:
     return max(1, _variable("WORLD_SIZE", 1))
 
 
-def launched_max_restarts() -> int:
-    """How often torchrun starts the processes again after a failure."""
-    return _variable("TORCHELASTIC_MAX_RESTARTS", 0)
+def local_rank() -> int:
+    """The place of this process among those that were started on this machine; 0 if it was started alone."""
+    return _variable("LOCAL_RANK", launched_rank()) if launched_world_size() > 1 else 0
+
+
+def local_world_size() -> int:
+    """The number of processes that were started on this machine; all of them if the launcher does not say."""
+    return max(1, _variable("LOCAL_WORLD_SIZE", launched_world_size())) if launched_world_size() > 1 else 1
 
 
 def require_one_process(command: str) -> None:

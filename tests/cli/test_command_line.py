@@ -354,15 +354,15 @@ def test_of_several_processes_the_first_prints_a_wrong_option(
     for rank, wait, code, lines in (("0", ends[0], 2, 1), ("1", ends[0], 143, 0), ("1", ends[1], 2, 1)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(entry.time, "sleep", wait)
-        assert entry.main(["measure", "--shard", "5/4"]) == code
-        assert capsys.readouterr().err.count("kleash: --shard takes i/n with i from 1 to n") == lines
+        assert entry.main(["measure", "--limit", "0"]) == code
+        assert capsys.readouterr().err.count("kleash: --limit ") == lines
     assert waits == [entry.FIRST_PRINTS_S]
 
 
 @pytest.mark.parametrize(
     "words",
-    [("merge", "OUT"), ("cache", "--out", "OUT"), ("logits", "OUT", "--policy", "P")],
-    ids=["merge", "cache", "logits"],
+    [("cache", "--out", "OUT"), ("logits", "OUT", "--policy", "P")],
+    ids=["cache", "logits"],
 )
 def test_a_command_of_one_process_is_refused_by_a_launcher(
     words: tuple[str, ...],

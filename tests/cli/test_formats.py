@@ -165,13 +165,11 @@ def test_a_training_folder_has_no_format(tmp_path: Path, capsys: Any) -> None:
         ("report x --json --format csv", "--json is --format json; give it or --format csv, not both"),
         ("measure --json --format markdown", "not both"),
         ("sweep --json --format csv --candidates a", "not both"),
-        ("merge x --json --format csv", "not both"),
         ("mismatch x --json --format csv", "not both"),
         ("doctor x --json --format csv", "not both"),
         ("logits x --json --format csv --policy p", "not both"),
         ("logits x --format model-card --policy p", "json, csv, markdown, llama.cpp"),
         ("logits x --format csv --reference p --text t", "with --reference a file is written"),
-        ("measure --shard 1/2 --out o --format csv", "give --format csv to kleash merge"),
         ("report x --output-format csv", "did you mean --format?"),
     ],
 )
@@ -191,7 +189,7 @@ def test_a_format_changes_no_setting_of_a_run() -> None:
 
 def test_the_commands_with_formats_and_their_help_agree(capsys: Any) -> None:
     have = {name for name, record in RECORDS.items() if issubclass(record, FormatOption)}
-    assert have == {"measure", "sweep", "merge", "report", "compare", "mismatch", "doctor", "logits"}
+    assert have == {"measure", "sweep", "report", "compare", "mismatch", "doctor", "logits"}
     for name in have:
         formats = RECORDS[name].formats  # type: ignore[union-attr]
         text = " ".join(printed(capsys, name, "--help").partition("--format FORMAT")[2].split())

@@ -1,4 +1,4 @@
-"""A process that holds a run folder, for tests of the lock."""
+"""A process that takes part in a run."""
 
 import time
 from multiprocessing.synchronize import Event
@@ -8,8 +8,8 @@ from kleash.records import RunFolder
 from kleash.store.job_folder import RunHeader
 
 
-def hold_folder(path: str, header: RunHeader, locked: Event) -> None:
-    """Lock the run folder at ``path``, set the event, and wait to be killed."""
+def hold_folder(path: str, header: RunHeader, begun: Event) -> None:
+    """Begin the run in ``path``, set the event, and wait to be killed."""
     with RunFolder(Path(path)).writing(header, resume=True):
-        locked.set()
+        begun.set()
         time.sleep(60)

@@ -1,4 +1,4 @@
-"""A small inference server that answers as vLLM, SGLang and llama-cpp-python do, with faults on request.
+"""A small inference server that answers as vLLM and SGLang do, with faults on request.
 
     python tests/helpers/inference_server.py MODEL_FOLDER
 
@@ -28,16 +28,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FAULTS = (
-    "truncated", "429", "500", "401", "400", "404", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
-    "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
+    "truncated", "429", "500", "401", "400", "404", "html", "counts", "nan", "logits", "drip", "hang",
+    "texts", "foreign", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
     "swapped", "retrained", "reflected", "error200", "object200", "gzip", "full", "adapter", "renamed", "float16",
-    "negative", "integer", "choices", "zeros", "chunk", "endless", "respaced", "stale",
+    "negative", "integer", "choices", "zeros", "chunk", "endless", "stale",
 )  # fmt: skip
 """What may go wrong. "later" is one failure in the sixth request, after which a server that is "retrained" has another
 model; one that is "swapped" has it from the fifth on. "models" and "nomodels" are about the list; "full" refuses what
 is longer than its context. "renamed" swaps the texts of two tokens, "zeros" leaves 30 tokens a probability, "stale" has
-a row that was not computed, and "respaced" moves a space to the token before. "gzip", "adapter" (a second model over
-the first) and "float16" are no faults."""
+a row that was not computed. "gzip", "adapter" (a second model over the first) and "float16" are no faults."""
 OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama": "me", "llamacpp": "llamacpp", "proxy": "someone"}
 ZERO = -9999.0
 RENAMED = {2001: 2002, 2002: 2001}
@@ -58,12 +57,6 @@ class Model:
     def _log_probabilities(self, ids: tuple[int, ...]) -> torch.Tensor:
         with self.lock, torch.inference_mode():
             return torch.log_softmax(self.network(torch.tensor([ids])).logits[0].float(), dim=-1)
-
-    def piece(self, token: int) -> str:
-        """The bytes of a token as llama.cpp decodes them."""
-        anchor = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        text = self.tokenizer.decode([*anchor, token], skip_special_tokens=True)
-        return text.removeprefix(self.tokenizer.decode(anchor)).replace("\ufffd", "")
 
 
 class Server(ThreadingHTTPServer):
@@ -230,8 +223,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.vllm("other" if body["model"] == "lora" else fault, body)
         if dialect == "sglang" and path == "/generate":
             return self.sglang("other" if body.get("lora_path") == "lora" else fault, body)
-        if dialect in ("llama", "llamacpp") and path == "/v1/completions":
-            return self.llama(fault, body)
         return {"choices": [{"text": ""}]}
 
     def rows(self, fault: str, ids: list[int]) -> torch.Tensor:
@@ -313,44 +304,6 @@ class Handler(BaseHTTPRequestHandler):
         meta |= {"input_token_logprobs": own, "output_token_logprobs": []}
         meta |= {"input_top_logprobs": likeliest, "output_top_logprobs": []}
         return {"text": "", "output_ids": [], "meta_info": meta}
-
-    def llama(self, fault: str, body: Mapping[str, Any]) -> Any:
-        """As llama-cpp-python: begin tokens are added, and left out of the lists; without one these are shifted."""
-        model = self.server.model
-        ids = model.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-        begin = model.tokenizer.bos_token_id
-        if fault != "shifted" and ids[:1] != [begin]:
-            ids = [begin, *ids]
-        if fault == "retokenised" and body["echo"]:
-            ids = [*ids[:-1], ids[-2]]
-        log_probabilities = self.rows(fault, ids)
-        generated = int(log_probabilities[-1].argmax())
-        if body["echo"]:
-            keeps_begin = fault == "shifted" or ids[0] != begin
-            tokens = [*ids[0 if keeps_begin else 1 :], generated]
-            rows = log_probabilities
-        else:
-            tokens, rows = [generated], log_probabilities[-1:]
-        own, likeliest, listed_tokens = [], [], []
-        for token, logp in zip(tokens, rows, strict=False):
-            if token == begin and fault != "shifted":
-                continue
-            listed_tokens.append(token)
-            own.append(self.value(fault, logp[token]))
-            best = logp.topk(min(body["logprobs"], len(logp))).indices.tolist()
-            listed = {model.piece(each): self.value(fault, logp[each]) for each in best}
-            likeliest.append(listed | {model.piece(token): own[-1]})
-        texts = [model.piece(token) for token in listed_tokens]
-        if body["echo"]:
-            own[0] = likeliest[0] = None
-        if fault == "respaced" and model.tokenizer.decode(ids).endswith(" two words"):
-            texts[-3] += " "
-            texts[-2] = texts[-2].strip()
-        if fault == "counts":
-            texts, own, likeliest = texts[:-2], own[:-2], likeliest[:-2]
-        lists = {"tokens": texts, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": []}
-        usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
-        return {"choices": [{"index": 0, "text": "x", "logprobs": lists}], "usage": usage}
 
 
 def main() -> None:

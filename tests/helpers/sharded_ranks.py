@@ -37,7 +37,6 @@ from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import MeasureJob
 from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
 from kleash.measuring import measure
-from kleash.measuring.rank_group import RankGroup
 from kleash.models import Sampling, live_model
 from kleash.store import Measurement
 
@@ -421,7 +420,7 @@ def exact_loss(
 
 @check
 def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
-    """Dealt shards and turns under FSDP; mirrored calls under tensor parallelism, with a second load in bfloat16."""
+    """Claimed shards and turns under FSDP; mirrored calls under tensor parallelism, with a second load in bfloat16."""
     prompts = ranks.folder / "prompts.txt"
     if ranks.rank == 0:
         prompts.write_text("\n".join(3 * PROMPTS))
@@ -437,8 +436,7 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
             shared = replace(
                 job, device_map=device_map, out=str(ranks.folder / MEASURED / f"{kind}-{device_map}")
             )
-            store = dist.PrefixStore(f"{kind}-{device_map}", dist.distributed_c10d._get_default_store())
-            result = measure(shared, ranks=RankGroup(ranks.rank, 2, store))
+            result = measure(shared)
             assert result.counts.shards == alone.counts.shards > 2
             if dtype == "float64":
                 assert result.counts == alone.counts

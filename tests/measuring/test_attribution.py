@@ -1,5 +1,6 @@
 """``kleash sweep --attribute``: against swaps of state dicts in float64, planted damage, resumption and failures."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from thread_ranks import in_threads
 from tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +17,7 @@ from kleash.errors import OptionError, RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring import attribution_passes, sweep
 from kleash.measuring.attribution_passes import SwapPass, choose_sequences, read_chosen, run_passes
-from kleash.measuring.rank_group import RankGroup
+from kleash.measuring.progress import NullProgressReporter
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.models import TokenSequence
 from kleash.models.weight_groups import WeightGroup
@@ -202,21 +202,22 @@ def test_a_resumed_attribution_runs_only_the_passes_that_are_missing(
 
 def test_a_damaged_pass_is_named(tmp_path: Path) -> None:
     folder = AttributionFolder(tmp_path)
-    folder.open({})
-    folder.write("all", [[0], [0], [0.25], [1.0]])
+    with folder.opened({}):
+        folder.write("all", [[0], [0], [0.25], [1.0]])
     path = tmp_path / "all.json"
     path.write_text(path.read_text().replace("0.25", "0.75"))
     with pytest.raises(RunFolderError, match=r"all.json is damaged.*--resume"):
-        folder.open({})
+        folder.read("all")
 
 
 def test_passes_of_other_settings_are_run_again(tmp_path: Path) -> None:
     folder = AttributionFolder(tmp_path / "passes")
-    assert folder.open({"tokens": 5}) == {}
-    folder.write("candidate", [[1], [0], [0.1], [7.0]])
-    assert folder.open({"tokens": 5}) == {"candidate": [[1], [0], [0.1], [7.0]]}
-    assert folder.open({"tokens": 6}) == {}
-    assert folder.open({"tokens": 6}) == {}
+    with folder.opened({"tokens": 5}):
+        folder.write("candidate", [[1], [0], [0.1], [7.0]])
+    with folder.opened({"tokens": 5}):
+        assert folder.read("candidate") == [[1], [0], [0.1], [7.0]]
+    with folder.opened({"tokens": 6}):
+        assert not folder.has("candidate")
 
 
 def test_sequences_are_drawn_until_they_have_the_tokens() -> None:
@@ -254,31 +255,32 @@ def test_a_source_with_other_sequences_is_refused(monkeypatch: pytest.MonkeyPatc
         read_chosen(job, pair, run, chosen)
 
 
-def test_ranks_share_the_passes_and_the_first_writes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[str] = []
+
     def sums_of(swap: SwapPass, *_: object) -> SequenceSums:
+        scored.append(swap.name)
         return SequenceSums.from_lists([[0, 1], [0, 0], [0, 1], [float(swap.name), 0.5], [3.0, 4.0]])
 
     models: Any = SimpleNamespace(sequences=(None, None))
-
-    class Reporter:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: None
-
     monkeypatch.setattr(attribution_passes, "score_pass", sums_of)
     passes = [SwapPass(name=str(number), groups=()) for number in range(9)]
 
-    def work(ranks: RankGroup) -> dict[str, SequenceSums]:
-        folder = AttributionFolder(tmp_path / f"rank-{ranks.rank}")
-        with ranks.running():
-            finished = {"4": sums_of(passes[4])} if ranks.is_first and folder.open({}) == {} else {}
-            return run_passes(passes, models, folder, finished, ranks, Reporter())
+    def work(_: int) -> dict[str, SequenceSums]:
+        folder = AttributionFolder(tmp_path)
+        with folder.opened({}):
+            return run_passes(passes, models, folder, NullProgressReporter())
 
-    first, _ = (future.result() for future in in_threads(2, work))
-    assert {name: sums.total[0] for name, sums in first.items()} == {str(n): n for n in range(9)}
-    written = AttributionFolder(tmp_path / "rank-0").open({})
-    assert sorted(written) == sorted(set("012345678") - {"4"}) and not (tmp_path / "rank-1").exists()
+    with ThreadPoolExecutor(2) as threads:
+        for sums in threads.map(work, range(2)):
+            assert {name: x.total[0] for name, x in sums.items()} == {str(n): n for n in range(9)}
+    assert sorted(scored) == sorted("012345678")
+    with (
+        AttributionFolder(tmp_path).opened({}),
+        pytest.raises(RunFolderError, match="another process"),
+        AttributionFolder(tmp_path).opened({"a": 1}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

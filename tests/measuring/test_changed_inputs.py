@@ -17,8 +17,9 @@ from kleash.errors import ChangedInputError, SourceError
 from kleash.jobs import LogitsJob, SweepJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.measuring import cache_reference, measure, measure_base_logits, sweep, write_base_logits
+from kleash.measuring.model_pair import load_models
+from kleash.measuring.ray_workers import ShardWorker
 from kleash.measuring.shards import plan_shards
-from kleash.measuring.workers import worker_engine
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder
 
@@ -172,14 +173,14 @@ def test_a_worker_scores_nothing_with_changed_weights(
     models: tuple[Path, Path], sources: dict[str, Path], tmp_path: Path
 ) -> None:
     job = job_of(models, sources, "text", tmp_path / "run")
-    engine = worker_engine(job, str(Path.cwd()))
-    shards = list(plan_shards(job, engine.pair).shards)
-    engine.run(shards[0])
+    worker = ShardWorker(job, str(Path.cwd()))
+    shards = list(plan_shards(job, load_models(job, None)).shards)
+    worker.run(shards[0])
     overwrite_in_place(models[1] / "model.safetensors")
     with pytest.raises(ChangedInputError, match=r"reference/model\.safetensors"):
-        engine.run(shards[1])
+        worker.run(shards[1])
     with pytest.raises(ChangedInputError, match=r"reference/model\.safetensors"):
-        engine.noise_floor_columns(shards[0].sequences)
+        worker.call("noise_floor_columns", shards[0].sequences)
 
 
 @pytest.mark.parametrize("file", ["text.txt", "reference/model.safetensors"])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -148,19 +149,34 @@ def test_resume_with_other_settings_raises_with_their_names(
     assert "holds a run already; go on with it with --resume, or give another --out" in process.stderr
 
 
-def test_a_folder_in_use_by_another_process_raises(
-    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, command_forks: CommandForks, tmp_path: Path
+def test_a_process_that_hangs_is_waited_for_by_name(
+    pair: tuple[Path, Path],
+    prompts: Path,
+    kleash: Kleash,
+    command_forks: CommandForks,
+    undisturbed: Path,
+    tmp_path: Path,
 ) -> None:
+    """Its claim is freed when it is killed, and the other scores its shard."""
     out = tmp_path / "run"
     process = command_forks.start(words(pair, prompts, out))
-    wait_for(out / "run.json", process)
+    wait_for(out / ".claims" / "shard-00000", process)
     os.kill(process.pid, signal.SIGSTOP)
-    try:
-        resumed = kleash(*words(pair, prompts, out), "--resume", expect=2)
-    finally:
+    shards = len(list((undisturbed / "sequences").iterdir()))
+
+    def kill_at_last() -> None:
+        deadline = time.monotonic() + 60
+        while len(list((out / "sequences").glob("part-*"))) < shards - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0)
         process.kill()
+
+    killer = Thread(target=kill_at_last)
+    killer.start()
+    try:
+        helper = kleash(*(word for word in words(pair, prompts, out) if word != "--quiet"))
+    finally:
+        killer.join()
         process.wait()
-    assert (
-        resumed.stderr.strip()
-        == f"kleash: another process is writing {out}; wait for it, or give another --out"
-    )
+    assert f"waiting for process {process.pid} on " in helper.stderr
+    assert len(list((out / "sequences").iterdir())) == shards and (out / "measurement.json").exists()

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from kleash.cli.sweeping import print_sweep
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
-from kleash.measuring import MeasureJob, compare, measure, sweep
+from kleash.measuring import MeasureJob, compare, measure, sweep, sweep_run
 from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
+from kleash.measuring.sweep_run import SharedSweep
 from kleash.reports.folder_report import write_report_of
 from kleash.reports.sweep import write_sweep
 from kleash.store import Number
@@ -280,17 +282,41 @@ def test_the_command_exits_with_2_if_a_candidate_failed(kleash: Kleash, job: Swe
     assert "could not be measured" in process.stderr
 
 
-@pytest.mark.parametrize(("rank", "code"), [("0", 2), ("1", 0)])
-def test_ranks_but_the_first_end_with_0(
-    result: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, code: int
+@pytest.mark.parametrize(("is_own", "code"), [(True, 2), (False, 0)])
+def test_a_process_that_another_one_ranked_for_ends_with_0(
+    result: Sweep,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_own: bool,
+    code: int,
 ) -> None:
-    """When one ends with another code, torchrun kills the first, which is still printing."""
-    monkeypatch.setattr("kleash.measuring.sweep", lambda *_: result)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sweep_run, "sweep_together", lambda *_: SharedSweep(result, is_own=is_own))
     assert result.failed
     assert main(["sweep", "--candidates", "a", "--out", "b"]) == code
-    assert bool(capsys.readouterr().out) is (rank == "0")
+    assert bool(capsys.readouterr().out) is is_own
+
+
+def test_two_commands_on_one_folder_rank_as_one_does(job: SweepJob, result: Sweep, tmp_path: Path) -> None:
+    words = [
+        "sweep",
+        "--reference",
+        str(job.reference),
+        "--text",
+        str(job.text),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    words += [str(word) for name, value in WINDOWS.items() for word in (f"--{name.replace('_', '-')}", value)]
+    command = [sys.executable, "-m", "kleash", *words, "--json", "--candidates", *job.candidates]
+    commands = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    ended = [(process.communicate(timeout=200), process.returncode) for process in commands]
+    assert sorted(code for _, code in ended) == [0, 2], ended
+    assert [bool(output) for (output, _), code in ended if code == 0] == [False]
+    shared = Sweep.read(tmp_path / "out")
+    assert [x.numbers for x in shared.candidates] == [x.numbers for x in result.candidates]
+    assert shared.pairs == result.pairs
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ from kleash import MeasureJob, measure
 from kleash.cli import main
 from kleash.errors import MissingExtraError, OptionError, TrackerWarning
 from kleash.jobs import SweepJob
-from kleash.jobs.pages import MergeJob
+from kleash.jobs.pages import ReportJob
 from kleash.measuring import sweep
+from kleash.measuring.run import SharedMeasurement
+from kleash.measuring.sweep_run import SharedSweep
 from kleash.records import Measurement, Number
 from kleash.reports import write_report
 from kleash.reports.trackers import scalars_of, send_measurement, send_sweep, sweep_scalars
-from kleash.store.sweep import Sweep
 
 
 @pytest.fixture
@@ -156,13 +157,13 @@ def test_a_tracker_that_fails_is_a_sentence_and_the_others_get_the_numbers(
     assert len(working.logged) == working.finished == 1
 
 
-def write_run(job: MeasureJob, *_: object) -> Measurement:
+def write_run(job: MeasureJob, *_: object) -> SharedMeasurement:
     """Write a small run in place of measuring one."""
     measurement = write_synthetic_run(
         Path(str(job.out)), prompts=2, samples=1, tokens=40, hostile=False, shards=1
     )
     write_report(Path(str(job.out)))
-    return measurement
+    return SharedMeasurement(measurement, is_own=True)
 
 
 def test_a_measurement_is_on_disk_whatever_a_tracker_does(
@@ -195,7 +196,7 @@ def test_a_measurement_is_on_disk_whatever_a_tracker_does(
 def test_measure_warns_of_a_tracker_and_returns_the_measurement(
     run: tuple[Path, Measurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kleash.measuring.run._measure", lambda job, reporter, ranks: run[1])
+    monkeypatch.setattr("kleash.measuring.run._measure", lambda *_: SharedMeasurement(run[1], is_own=True))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.warns(TrackerWarning, match="the tracker wandb is not installed"):
         assert measure(MeasureJob(report_to=("wandb",), out=str(tmp_path))) is run[1]
@@ -213,12 +214,10 @@ def test_a_missing_tracker_is_noticed_before_anything_is_loaded(
 
 
 def test_trackers_of_what_is_no_whole_measurement_are_refused(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(OptionError, match="give --report-to to kleash merge"):
-        MeasureJob(shard="1/2", out="o", report_to=("wandb",))
     with pytest.raises(
         OptionError, match="--report-to must be one of tensorboard, wandb, trackio, mlflow; it is 'w'"
     ):
-        MergeJob(folder=Path("o"), report_to=("w",))
+        ReportJob(folder=Path("o"), report_to=("w",))
     with pytest.raises(OptionError, match=r"--report-to must be one of .*; it is 'w'"):
         SweepJob(candidates=("q8",), text="t", reference="base", report_to=("w",))
     (tmp_path / "steps.jsonl").write_text("")
@@ -285,9 +284,9 @@ def test_a_sweep_is_on_disk_whatever_a_tracker_does(
         assert (out / "sweep.json").exists()
         raise RuntimeError("not logged in")
 
-    def write_result(*_: object) -> Sweep:
+    def write_result(*_: object) -> SharedSweep:
         result.write(out)
-        return result
+        return SharedSweep(result, is_own=True)
 
     monkeypatch.setattr(service, "init", refuse)
     monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))

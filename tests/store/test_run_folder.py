@@ -13,8 +13,7 @@ from kleash.errors import RunFolderError
 from kleash.records import Measurement, RunFolder
 from kleash.store.atomic import write_atomically
 from kleash.store.job_folder import RunHeader
-from kleash.store.run_folder import encode_shard, encode_top
-from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS, read_columns, write_table
+from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, encode_table, read_columns
 
 HEADER = RunHeader(
     kleash="1",
@@ -57,7 +56,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
     with folder.writing(HEADER, resume=False):
         folder.write_shard(0, tokens(), sequences())
         folder.write_shard(2, tokens(), sequences())
-        write_table(tmp_path / "tokens" / "part-00001.parquet", tokens(), TOKEN_COLUMNS)
+        write_atomically(tmp_path / "tokens" / "part-00001.parquet", encode_table(tokens(), TOKEN_COLUMNS))
     assert folder.finished_shards() == (0, 2)
 
 
@@ -127,23 +126,24 @@ def test_what_a_killed_write_left_is_swept_up(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def test_two_processes_cannot_write_one_folder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    locked = context.Event()
-    other = context.Process(target=hold_folder, args=(str(tmp_path), HEADER, locked))
+    begun = context.Event()
+    other = context.Process(target=hold_folder, args=(str(tmp_path), HEADER, begun))
     other.start()
+    changed = replace(HEADER, settings={"seed": 1})
     try:
-        assert locked.wait(30)
+        assert begun.wait(30)
         with (
-            pytest.raises(RunFolderError, match="another process is writing"),
-            RunFolder(tmp_path).writing(HEADER, resume=True),
+            pytest.raises(RunFolderError, match="holds another run"),
+            RunFolder(tmp_path).writing(changed, resume=True),
         ):
             pass
     finally:
         assert other.pid is not None
         os.kill(other.pid, signal.SIGKILL)
         other.join()
-    with RunFolder(tmp_path).writing(HEADER, resume=True) as folder:
+    with RunFolder(tmp_path).writing(changed, resume=False) as folder:
         assert folder.finished_shards() == ()
 
 
@@ -198,30 +198,3 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "measurement.json").write_text('{"schema": 3, "kle')
     with pytest.raises(RunFolderError, match="cannot be read as a measurement"):
         Measurement.read(tmp_path)
-
-
-def test_shards_written_together_are_those_written_one_by_one(tmp_path: Path) -> None:
-    """Also their checksums: a shard without rows of alternatives has no file of them."""
-    top = {name: [1] for name in TOP_COLUMNS}
-    encoded = encode_shard(tokens(), sequences())
-    with RunFolder(tmp_path / "together").writing(HEADER, resume=False) as together:
-        together.write_encoded_shards({3: encoded, 1: encoded._replace(top=encode_top(top))})
-    with RunFolder(tmp_path / "single").writing(HEADER, resume=False) as single:
-        single.write_shard(3, tokens(), sequences())
-        single.write_shard(1, tokens(), sequences(), top)
-    assert together.finished_shards() == single.finished_shards() == (1, 3)
-    names = sorted(path.relative_to(single.root) for path in single.root.rglob("part-*"))
-    assert sorted(path.relative_to(together.root) for path in together.root.rglob("part-*")) == names
-    for name in names:
-        assert together.checksums().read_bytes(together.root / name) == (single.root / name).read_bytes()
-    assert len(list(together.top_parts(["place"]))) == 1
-    assert encode_top({name: [] for name in TOP_COLUMNS}) is None
-
-
-def test_of_shards_that_cannot_be_written_together_nothing_is_left(tmp_path: Path) -> None:
-    encoded = encode_shard(tokens(), sequences())
-    with RunFolder(tmp_path / "run").writing(HEADER, resume=False) as folder:
-        (folder.root / "sequences").rename(folder.root / "away")
-        with pytest.raises(RunFolderError, match=r"sequences/part-00001\.parquet cannot be written: No such"):
-            folder.write_encoded_shards({1: encoded})
-        assert not list((folder.root / "tokens").iterdir())

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 import numpy as np
 import pyarrow.parquet
-from kleash.store.tables import read_columns, write_table
+from kleash.store.tables import encode_table, read_columns
 path = Path(sys.argv[1])
 columns = {"prompt_id": np.arange(9, dtype="int32"), "text": ["a"] * 9}
-write_table(path, columns, {"prompt_id": "int32", "text": "string"})
+path.write_bytes(encode_table(columns, {"prompt_id": "int32", "text": "string"}))
 
 def threads():
     # without those of the allocator of pyarrow

@@ -15,20 +15,11 @@ from kleash.jobs import (
     SweepJob,
     TrainJob,
 )
-from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
+from kleash.jobs.pages import AuditJob, CompareJob, ReportJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
 RichCommand = (
-    MeasureJob
-    | SweepJob
-    | MergeJob
-    | ReportJob
-    | CompareJob
-    | MismatchJob
-    | DoctorJob
-    | CacheJob
-    | LogitsJob
-    | TrainJob
+    MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | LogitsJob | TrainJob
 )
 """A command that prints with rich."""
 Command = RichCommand | AuditJob
@@ -37,7 +28,7 @@ ALGORITHMS: Mapping[str, type[TrainJob]] = {
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
-        *("measure", "sweep", "merge", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit"),
+        *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit"),
         "train",
     ),
     "train": tuple(ALGORITHMS),
@@ -45,7 +36,6 @@ SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
 RECORDS: Mapping[str, type[Command]] = {
     "measure": MeasureJob,
     "sweep": SweepJob,
-    "merge": MergeJob,
     "report": ReportJob,
     "compare": CompareJob,
     "mismatch": MismatchJob,

@@ -1,18 +1,17 @@
-"""Runs each command but audit: measure, merge and compare here, the rest in modules of their own."""
+"""Runs each command but audit: measure and compare here, the rest in modules of their own."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from kleash.cli.caching import run_cache
-from kleash.cli.commands import CompareJob, MergeJob, ReportJob, RichCommand
+from kleash.cli.commands import CompareJob, ReportJob, RichCommand
 from kleash.cli.formats import print_formatted
 from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
 from kleash.cli.report_command import run_report
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
-from kleash.cli.summary import print_comparison, print_measurement, print_part
+from kleash.cli.summary import print_comparison, print_measurement
 from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
 from kleash.cli.training import run_train
@@ -20,9 +19,8 @@ from kleash.errors import OptionError
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
-from kleash.launch_environment import launched_rank, require_one_process
+from kleash.launch_environment import launched_rank
 from kleash.store import Measurement
-from kleash.store.codec import to_json
 from kleash.store.gate import exit_code_of
 
 SHIPPED_PAIR = (
@@ -48,8 +46,6 @@ def run(command: RichCommand) -> int:
             return _measure(command)
         case SweepJob():
             return run_sweep(command)
-        case MergeJob():
-            return _merge(command)
         case ReportJob():
             return run_report(command)
         case CompareJob():
@@ -67,46 +63,21 @@ def run(command: RichCommand) -> int:
 
 
 def _measure(job: MeasureJob) -> int:
-    """Run ``kleash measure`` and return its exit code."""
-    from kleash.measuring import launched_ranks, measure, measure_part
-    from kleash.measuring.run import default_out
+    """Run ``kleash measure`` and return its exit code: 0 if another process of the run makes the measurement."""
+    from kleash.measuring.run import default_out, measure_together, require_folder_of_all
 
-    ranks = launched_ranks()
-    if job.out is None and ranks.world_size == 1:
+    if job.out is None:
+        require_folder_of_all("the run")
         job = replace(job, out=default_out())
-    shows_progress = ranks.is_first and not job.quiet
+    shows_progress = launched_rank() == 0 and not job.quiet
     with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
         if progress is not None and job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
             progress.note(SHIPPED_PAIR)
-        run_job = measure if job.shard is None else measure_part
-        result = run_job(job, progress, ranks)
-    if not ranks.is_first:
+        result = measure_together(job, progress)
+    if not result.is_own:
         return 0
-    if isinstance(result, Measurement):
-        _print_result(result, Path(str(job.out)), job.output_format, quiet=job.quiet)
-    elif job.output_format == "json":
-        sys.stdout.write(to_json(result))
-    elif not job.quiet:
-        print_part(result, job)
-    return _exit_code_of_gate(result) if isinstance(result, Measurement) else 0
-
-
-def _merge(command: MergeJob) -> int:
-    """Run ``kleash merge`` and return its exit code."""
-    require_one_process("kleash merge")
-    from kleash.measuring import merge
-
-    folder = command.folder.expanduser()
-    with trackers_as_sentences(), nullcontext() if command.quiet else Progress() as progress:
-        measurement = merge(
-            folder,
-            progress,
-            at_most=command.at_most,
-            direction=command.direction,
-            report_to=command.report_to,
-        )
-    _print_result(measurement, folder, command.output_format, quiet=command.quiet)
-    return _exit_code_of_gate(measurement)
+    _print_result(result.measurement, Path(str(job.out)), job.output_format, quiet=job.quiet)
+    return _exit_code_of_gate(result.measurement)
 
 
 def _exit_code_of_gate(measurement: Measurement) -> int:

@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from kleash.cli.garbage_collection import rare_garbage_collection
 from kleash.cli.signals import Termination, handling_termination
 from kleash.cli.streams import command_streams, json_escape
-from kleash.errors import Interrupted, KleashError, OptionError, RankError
+from kleash.errors import KleashError, OptionError, RankError
 from kleash.launch_environment import launched_rank
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
@@ -65,8 +65,7 @@ def _print_interruption(stop: KeyboardInterrupt, termination: Termination) -> No
 
     A library that catches the exception of the signal may raise another one, without its message, as Ray does.
     """
-    is_reported = stop.is_reported if isinstance(stop, Interrupted) else launched_rank() != 0
-    if not is_reported:
+    if launched_rank() == 0:
         _print_error(str(stop) or termination.reason)
 
 

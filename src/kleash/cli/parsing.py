@@ -42,6 +42,14 @@ SYNONYMS = {
     "--kl-coef": "--beta",
 }
 """Names of options in other programs, and kleash's names for them."""
+LOST = {
+    "demonstration": "the demonstration is now an example: python examples/leash_demonstration.py",
+    "merge": "kleash merge is gone, since nothing is left to merge: start kleash measure with the same options and one "
+    "--out in every array task, and the last one makes the measurement",
+    "--shard": "--shard is gone: start the same command with one --out in every array task, and each scores shards "
+    "that no other has",
+}
+"""Former commands and options of measure, and what to use instead."""
 COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
 """First line of a zsh script, which starts the completion system if it is not running."""
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -172,6 +180,8 @@ class CommandParser(ArgumentParser):
             return f"there is no option {option} before a command; {hint}"
         if self.name in SUBCOMMANDS:
             return f"an algorithm comes before {option}: {', '.join(ALGORITHMS)}"
+        if self.name == "measure" and option in LOST:
+            return LOST[option]
         synonym = SYNONYMS.get(option)
         nearest = synonym if synonym in self.options else None
         names = [name for name in RECORDS if option in parser_of(name).options]
@@ -233,8 +243,8 @@ def _subcommand(name: str, word: str) -> str:
         return f"{name} {word}".strip()
     if not name and word in ALGORITHMS:
         raise OptionError(f"{word} is a way to train: kleash train {word}")
-    if word == "demonstration":
-        raise OptionError("the demonstration is now an example: python examples/leash_demonstration.py")
+    if word in LOST:
+        raise OptionError(LOST[word])
     nearest = _nearest(word, words if name else (*words, *ALGORITHMS, "--version", "--help"))
     nearest = f"train {nearest}" if not name and nearest in ALGORITHMS else nearest
     hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(words)}"

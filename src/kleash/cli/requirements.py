@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
+from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
 from kleash.extras import is_installed, require_installed
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, SweepJob, TrainJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
@@ -42,8 +42,6 @@ def require_packages(command: Command) -> None:
         case LogitsJob() | DoctorJob():
             adapters = _for_adapters((command.policy, command.reference))
             require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
-        case MergeJob():
-            _require_with_trackers(["rich", *MODELS], command.report_to, "'kleash[models]'")
         case TrainJob():
             _require_for_training(command)
         case ReportJob():

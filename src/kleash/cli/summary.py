@@ -1,7 +1,6 @@
 """The summaries of a measurement and a comparison on the terminal."""
 
 import math
-import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -11,10 +10,9 @@ from rich.table import Table
 
 from kleash.cli.numbers import terminal_sentence
 from kleash.cli.terminal import Terminal, on_one_line, remark, say
-from kleash.jobs import MeasureJob
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import describe_sample_size
-from kleash.store import ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
+from kleash.store import ComparedRun, Comparison, Gate, Measurement, Number
 from kleash.store.anchors import scale_sentence
 from kleash.store.measurement_summary import (
     all_warnings,
@@ -74,13 +72,6 @@ def print_gate(gate: Gate, name: str = "") -> None:
     """
     sentence = terminal_sentence(describe_gate(gate))
     remark(Terminal(), f"gate, {name}" if name else "gate", sentence, COLOURS[gate.verdict])
-
-
-def print_part(task: ArrayTask, job: MeasureJob) -> None:
-    """Print what a part of a run holds, and the command that makes the run of all parts."""
-    scored = f"{len(task.indices):,} of {task.shards:,} shards"
-    command = shlex.join(["kleash", "merge", str(job.out)])
-    say(Terminal(), f"part {task.number} of {task.count} is finished: {scored}; when all are: {command}")
 
 
 def interval_first(number: Number) -> str:

@@ -13,7 +13,7 @@ from kleash.cli.progress import Progress
 from kleash.cli.summary import COLOURS, print_table
 from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.jobs import SweepJob
-from kleash.launch_environment import launched_rank, launched_world_size
+from kleash.launch_environment import launched_rank
 from kleash.reports.attribution import (
     added_warnings,
     describe_attribution,
@@ -43,23 +43,23 @@ def run_sweep(job: SweepJob) -> int:
     """Run ``kleash sweep`` and return its exit code: 2 if a candidate or an attribution failed, otherwise that of the
     gate of ``--at-most``, or 0.
 
-    It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
-    still be writing the page and printing.
+    It is 0 if another process makes the ranking.
 
     Raises:
         KleashError: if the sweep cannot be made.
     """
-    from kleash.measuring import launched_ranks, sweep
-    from kleash.measuring.sweep_run import default_sweep
+    from kleash.measuring.run import require_folder_of_all
+    from kleash.measuring.sweep_run import default_sweep, sweep_together
 
-    is_first = launched_rank() == 0
-    if job.out is None and launched_world_size() == 1:
+    if job.out is None:
+        require_folder_of_all("the sweep")
         job = replace(job, out=default_sweep())
-    shows_progress = is_first and not job.quiet
+    shows_progress = launched_rank() == 0 and not job.quiet
     with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
-        result = sweep(job, progress, launched_ranks)
-    if not is_first:
+        shared = sweep_together(job, progress)
+    if not shared.is_own:
         return 0
+    result = shared.sweep
     if job.output_format is not None:
         print_formatted(result, job.output_format)
     elif not job.quiet:

@@ -1,7 +1,6 @@
 """The job of ``kleash measure``."""
 
 import math
-import re
 from dataclasses import dataclass, fields
 
 from kleash.errors import OptionError
@@ -76,11 +75,8 @@ class MeasureJob(
     reference_cache: str | None = None
     """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
     or else filled by this run for later ones."""
-    shard: str | None = None
-    """Score one of n parts of the run, such as 3/8 in the third of 8 array tasks, into --out/shard-3-of-8; "kleash
-    merge" makes the run of the parts."""
     resume: bool = False
-    """Go on with an interrupted run in --out."""
+    """Go on with an interrupted run in --out. A run that other processes work on is joined without it."""
 
     def __post_init__(self) -> None:
         """Check types and values.
@@ -101,7 +97,6 @@ class MeasureJob(
         self.check_gate()
         self.check_format()
         self.check_trackers()
-        self._check_shard()
         self._check_endpoint()
 
     def _check_sources(self) -> None:
@@ -122,41 +117,6 @@ class MeasureJob(
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise OptionError(f"{flag(name)} must be above 0 and at most 1; it is {value}")
-
-    def _check_shard(self) -> None:
-        if self.shard is None:
-            return
-        match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", self.shard)
-        if match is None or int(match[1]) > int(match[2]):
-            raise OptionError(f"--shard takes i/n with i from 1 to n, such as 3/8; it is {self.shard!r}")
-        if self.until_relative_error is not None:
-            raise OptionError(
-                f"--shard {self.shard} sees a part of the run and cannot tell the error of the whole; leave "
-                "--until-relative-error out"
-            )
-        if self.at_most is not None:
-            raise OptionError(
-                f"--shard {self.shard} sees a part of the run and cannot judge the whole; give --at-most to kleash "
-                "merge"
-            )
-        if self.report_to:
-            raise OptionError(
-                f"--shard {self.shard} has no numbers of the whole run; give --report-to to kleash merge"
-            )
-        if self.output_format not in (None, "json"):
-            raise OptionError(
-                f"--shard {self.shard} has no numbers of the whole run; give --format {self.format} to kleash merge"
-            )
-        if self.out is None:
-            raise OptionError(f"--shard {self.shard} needs --out, the folder that all parts share")
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """``--shard`` as two numbers, (3, 8) for 3/8; (1, 1) for the whole run."""
-        if self.shard is None:
-            return 1, 1
-        number, _, count = self.shard.partition("/")
-        return int(number), int(count)
 
     def _check_endpoint(self) -> None:
         """Check that a model behind a server is measured as far as servers allow."""

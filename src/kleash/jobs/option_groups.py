@@ -24,7 +24,7 @@ MIN_RESOURCE = 0.0001
 """The least amount of a resource that Ray reserves, other than 0."""
 OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
-DEALING_OPTIONS = frozenset({"shard", "engine", "address", "workers", "resources_per_worker"})
+DEALING_OPTIONS = frozenset({"engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""
 REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})
 """Options of how an inference server is asked, which change no number."""
@@ -46,7 +46,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "endpoint_retries",
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "workers of a Ray cluster": "engine address workers resources_per_worker",
-    "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most direction json "
+    "running and output": "resume checkpoint_every on_hacking report_to metric_names at_most direction json "
     "format picture quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""

@@ -1,4 +1,4 @@
-"""The jobs that read finished work or make a page: ``report``, ``merge``, ``compare`` and ``audit``."""
+"""The jobs that read finished work or make a page: ``report``, ``compare`` and ``audit``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,26 +29,6 @@ class ReportJob(MeasurementFormatOption, TrackerOption, GateOptions):
             raise OptionError(
                 f"--picture takes a file that ends in {' or '.join(PICTURES)}; it is {self.picture}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeJob(MeasurementFormatOption, TrackerOption, GateOptions):
-    """Make one run of the parts that "kleash measure --shard i/n" wrote, with the numbers of a single process.
-
-    Loads the models, for the noise floor and the texts of tokens, and scores nothing that is on disk. Run it in the
-    folder in which the parts were started, since relative paths are those of the parts.
-    """
-
-    folder: Path
-    """The folder with the parts, as in --out of "kleash measure --shard"."""
-    quiet: bool = False
-    """Print nothing but errors."""
-
-    def __post_init__(self) -> None:
-        """Check the limit; raises OptionError."""
-        self.check_gate()
-        self.check_format()
-        self.check_trackers()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,9 @@ if TYPE_CHECKING:
     from kleash.measuring.comparison import compare
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
     from kleash.measuring.llama_cpp import measure_base_logits, write_base_logits
-    from kleash.measuring.merging import merge
     from kleash.measuring.progress import ProgressReporter
-    from kleash.measuring.rank_group import RankGroup
     from kleash.measuring.reference_cache import cache_reference
-    from kleash.measuring.rendezvous import launched_ranks
-    from kleash.measuring.run import measure, measure_part
+    from kleash.measuring.run import measure
     from kleash.measuring.sweep_run import sweep
 
 __all__ = [
@@ -26,16 +23,12 @@ __all__ = [
     "MeasureJob",
     "Measurement",
     "ProgressReporter",
-    "RankGroup",
     "cache_reference",
     "compare",
     "draw_drift",
     "drift_of",
-    "launched_ranks",
     "measure",
     "measure_base_logits",
-    "measure_part",
-    "merge",
     "sweep",
     "write_base_logits",
 ]
@@ -45,19 +38,24 @@ MODULES = {
     "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
     "progress": ("ProgressReporter",),
     "llama_cpp": ("measure_base_logits", "write_base_logits"),
-    "merging": ("merge",),
-    "rank_group": ("RankGroup",),
     "reference_cache": ("cache_reference",),
-    "rendezvous": ("launched_ranks",),
-    "run": ("measure", "measure_part"),
+    "run": ("measure",),
     "sweep_run": ("sweep",),
 }
 """Public names by the module that defines them."""
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
 
 
+LOST = frozenset({"RankGroup", "launched_ranks", "measure_part", "merge"})
+"""Former names of processes that share a run."""
+
+
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that comparing runs does not import torch."""
+    if name in LOST:
+        raise ImportError(
+            f"{__name__}.{name} is gone: call measure with one job in every process, and they share it"
+        )
     if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kleash.jobs import SweepJob
+from kleash.launch_environment import local_world_size
 from kleash.measuring.attribution_passes import (
     ALL,
     CANDIDATE,
@@ -19,7 +20,6 @@ from kleash.measuring.attribution_passes import (
 )
 from kleash.measuring.model_pair import load_models, loading
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of
 from kleash.models import load_reference
@@ -29,7 +29,6 @@ from kleash.reports.formatting import format_bytes
 from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.attribution_folder import AttributionFolder
-from kleash.store.codec import decode
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import PLACE_OF_CACHE
 from kleash.store.sweep import SweepCandidate
@@ -49,7 +48,6 @@ def attribute(
     run: SequenceSums,
     digest: str,
     reporter: ProgressReporter,
-    ranks: RankGroup,
 ) -> tuple[Attribution, ...]:
     """The attributions of a candidate that was measured, one for each grouping of ``job.attribute``.
 
@@ -63,46 +61,35 @@ def attribute(
         run: its sequences.
         digest: hash of the source.
         reporter: receives the progress.
-        ranks: a new group of the processes that share the passes.
 
     Raises:
         ModelError: if the two models differ in architecture.
         NonFiniteError: if a swapped network gives NaN or infinite logits.
         RunFolderError: if a finished pass is damaged, or one cannot be written.
-        RankError: if another rank fails or is lost.
     """
-    with watching_files(), ranks.running():
-        models = _load(job, out, candidate, run, ranks)
+    with watching_files():
+        models = _load(job, out, candidate, run)
         passes = plan_passes(models.groups)
         folder = AttributionFolder(out / "attribution" / Path(candidate.folder).name)
-        finished: dict[str, SequenceSums] = {}
-        if ranks.is_first:
-            columns = folder.open(_identity(job, models, digest))
-            finished = {name: SequenceSums.from_lists(lists) for name, lists in columns.items()}
-            reporter.note(_cost(candidate, models, len(run.tokens)))
-        with threads_for_scoring(models.pair, len(ranks.ranks_on_node)):
-            sums = run_passes(passes.values(), models, folder, finished, ranks, reporter)
-        if not ranks.is_first:
-            return tuple(decode(Attribution, data) for data in ranks.broadcast("attributions"))
+        reporter.note(_cost(candidate, models, len(run.tokens)))
+        identity = _identity(job, models, digest)
+        with folder.opened(identity), threads_for_scoring(models.pair, local_world_size()):
+            sums = run_passes(passes.values(), models, folder, reporter)
         by_group = {key: sums[swap.name] for key, swap in passes.items()}
-        attributions = tuple(
+        return tuple(
             attribution_of(models, candidate.number, grouping, by_group, on_text=job.responses is None)
             for grouping in job.attribute
         )
-        ranks.broadcast("attributions", [attribution.to_dict() for attribution in attributions])
-        return attributions
 
 
-def _load(
-    job: SweepJob, out: Path, candidate: SweepCandidate, run: SequenceSums, ranks: RankGroup
-) -> SwapModels:
+def _load(job: SweepJob, out: Path, candidate: SweepCandidate, run: SequenceSums) -> SwapModels:
     """Load both models, find the groups, and read the sequences.
 
     Raises:
         ModelError: if a model cannot be loaded, or they differ in architecture.
         RunFolderError: if the source has other sequences than were measured.
     """
-    measure_job = on_device_of_rank(job.measure_job(candidate.number, out), ranks)
+    measure_job = on_device_of_rank(job.measure_job(candidate.number, out))
     pair = load_models(measure_job, None)
     reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}

@@ -9,7 +9,6 @@ import numpy as np
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, sum_sequences
 from kleash.measuring.shards import group_by_cost, source_sequences
 from kleash.models import Model, Pair, TokenSequence, score
@@ -17,9 +16,12 @@ from kleash.models.weight_groups import WeightGroup, swapped_weights
 from kleash.reports.formatting import format_duration
 from kleash.store.attribution_folder import AttributionFolder
 from kleash.store.file_hashes import require_unchanged_files
+from kleash.store.locks import claim, wait_for_parts
 
 CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
 """The passes without a swap, with all groups swapped, and again without a swap at the end."""
+POLL_S = 0.2
+"""Seconds from one look at the folder to the next, while other processes score."""
 SHORT_S = 2.0
 """Seconds below which no time is estimated."""
 
@@ -116,74 +118,43 @@ def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, 
 
 
 def run_passes(
-    passes: Iterable[SwapPass],
-    models: SwapModels,
-    folder: AttributionFolder,
-    finished: Mapping[str, SequenceSums],
-    ranks: RankGroup,
-    reporter: ProgressReporter,
+    passes: Iterable[SwapPass], models: SwapModels, folder: AttributionFolder, reporter: ProgressReporter
 ) -> dict[str, SequenceSums]:
-    """The sums by sequence of each pass, by name; those of other ranks are collected by the first, which writes them.
+    """The sums by sequence of each pass, by name: this process scores those that no other has claimed.
 
     Args:
-        passes: all of them; a rank takes the next that none has taken.
-        models: loaded on every rank.
-        folder: of the first rank.
-        finished: passes that are on disk, on the first rank.
-        ranks: the processes that share the work.
+        passes: all of them.
+        models: loaded here.
+        folder: of the attribution, open.
         reporter: receives the progress.
 
     Raises:
         NonFiniteError: if a swapped network gives NaN or infinite logits.
-        RankError: if another rank fails or is lost.
+        RunFolderError: if a pass cannot be written, or is damaged.
     """
-    names: list[str] = ranks.broadcast("finished", sorted(finished))
-    todo = [swap for swap in {swap.name: swap for swap in passes}.values() if swap.name not in names]
-    collected = _Collected(dict(finished), folder, ranks, reporter)
+    by_name = {swap.name: swap for swap in passes}
+
+    def missing() -> list[str]:
+        return [name for name in by_name if not folder.has(name)]
+
+    todo = missing()
     reporter.set_total(len(todo) * len(models.sequences))
-    while (index := ranks.add("pass") - 1) < len(todo):
-        start = monotonic()
-        sums = score_pass(todo[index], models, reporter.add_scored)
-        seconds = monotonic() - start
-        if not ranks.is_first:
-            ranks.post(f"sums/{todo[index].name}", sums.to_lists())
-            continue
-        collected.add(todo[index].name, sums)
-        collected.take(todo)
-        remaining = seconds * (len(todo) - 1) / ranks.world_size
-        if index == 0 and remaining >= SHORT_S:
-            reporter.note(
-                f"the first pass took {seconds:.1f} s: about {format_duration(remaining)} for the others"
-            )
-    ranks.add("done")
-    if ranks.is_first:
-        ranks.wait_for(lambda: ranks.add("done", 0) == ranks.world_size)
-        collected.take(todo)
-    return collected.sums
-
-
-@dataclass(frozen=True)
-class _Collected:
-    """The sums of finished passes on the first rank."""
-
-    sums: dict[str, SequenceSums]
-    folder: AttributionFolder
-    ranks: RankGroup
-    reporter: ProgressReporter
-
-    def add(self, name: str, sums: SequenceSums) -> None:
-        """Write a pass."""
-        self.folder.write(name, sums.to_lists())
-        self.sums[name] = sums
-
-    def take(self, passes: Sequence[SwapPass]) -> None:
-        """Write the passes that other ranks have finished."""
-        for swap in passes if self.ranks.world_size > 1 else ():
-            columns = None if swap.name in self.sums else self.ranks.take(f"sums/{swap.name}")
-            if columns is not None:
-                sums = SequenceSums.from_lists(columns)
-                self.add(swap.name, sums)
-                self.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
+    has_noted, is_complete = False, False
+    while not is_complete:
+        for name in missing():
+            with claim(folder.root, name) as is_ours:
+                if not is_ours or folder.has(name):
+                    continue
+                start = monotonic()
+                folder.write(name, score_pass(by_name[name], models, reporter.add_scored).to_lists())
+                seconds = monotonic() - start
+            if not has_noted and (remaining := seconds * len(missing())) >= SHORT_S:
+                reporter.note(
+                    f"one pass took {seconds:.1f} s: about {format_duration(remaining)} for the others"
+                )
+            has_noted = True
+        is_complete = wait_for_parts(folder.root, missing, reporter.note, poll_seconds=POLL_S)
+    return {name: SequenceSums.from_lists(folder.read(name)) for name in by_name}
 
 
 def score_pass(swap: SwapPass, models: SwapModels, add_scored: Callable[[int, int], None]) -> SequenceSums:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kleash.engines import Engine
 from kleash.engines.endpoints import ServedModel
-from kleash.errors import SourceError
+from kleash.errors import RunFolderError, SourceError
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
     TOKENS,
@@ -37,7 +37,7 @@ from kleash.measuring.estimates import (
     statistic_estimate,
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
-from kleash.measuring.partial_knowledge import known_estimators, reasons_left_out, with_reasons
+from kleash.measuring.partial_knowledge import reasons_left_out, with_reasons
 from kleash.measuring.rescoring import Rounding, measure_rounding
 from kleash.measuring.run_identity import PACKAGES
 from kleash.measuring.sequence_clusters import (
@@ -53,7 +53,6 @@ from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
 from kleash.store.measurement import EstimatorRecord, describe_storage
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
-from kleash.store.worker_log import smaller_batches_warning
 from kleash.version import __version__
 
 
@@ -112,6 +111,7 @@ class RunTotals:
     sums: ClusterSums
     terms: SequenceTerms
     largest: LargestDrift
+    tokens: int
 
 
 def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurement:
@@ -145,6 +145,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         statistics=statistics,
         headline=run.job.headline,
     )
+    _require_same_tokens(run.folder, totals.tokens, counts.tokens)
     sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
@@ -204,10 +205,7 @@ def _scored_sequences(run: FinishedRun, *, on_text: bool) -> SequenceCounts:
     """Clusters and counts of the run's sequences, of which at least one token was scored."""
     counts = count_sequences(run.folder, on_text=on_text)
     if counts.tokens == 0:
-        raise SourceError(
-            f"no token of {run.job.source[1]} was scored: the server gives no log-probability of the first token after "
-            "the begin token, and there are no others; give longer texts or responses"
-        )
+        raise SourceError(f"no token of {run.job.source[1]} was scored; give longer texts or responses")
     return counts
 
 
@@ -219,8 +217,7 @@ def _estimates(
     estimators = estimator_records(sums)
     if "kl_policy_reference" in statistics:
         return numbers, estimators, {}
-    left_out = reasons_left_out(run.job, run.engine.unknown_columns, estimators)
-    return with_reasons(numbers, run.job), known_estimators(estimators), left_out
+    return with_reasons(numbers, run.job), estimators, reasons_left_out(run.engine.unknown_columns)
 
 
 def device_of(pair: Pair) -> str:
@@ -228,6 +225,19 @@ def device_of(pair: Pair) -> str:
     local_models = [model for model in (pair.policy, pair.reference) if not isinstance(model, ServedModel)]
     devices = [str(model.device_map or model.device) for model in local_models]
     return " and ".join(dict.fromkeys(devices))
+
+
+def _require_same_tokens(folder: RunFolder, scored: int, counted: int) -> None:
+    """See that no shard has files of two processes, which may round apart on a disk without locks.
+
+    Raises:
+        RunFolderError: if tokens/ has another number of tokens than sequences/.
+    """
+    if scored != counted:
+        raise RunFolderError(
+            f"{folder.root} has {scored} tokens in tokens/ and {counted} in sequences/: some files are of different "
+            "processes; measure again into another --out, with one process"
+        )
 
 
 def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
@@ -282,7 +292,7 @@ def sum_tokens(
     """
     sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift(column=headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
-    first_sequence = 0
+    first_sequence = tokens = 0
     has_kl = "kl_policy_reference" in statistics
     for part in folder.token_parts([*columns_to_read(statistics), "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
@@ -290,6 +300,7 @@ def sum_tokens(
         first_sequence += len(starts)
         quantities = token_quantities(part, estimand.weighting, statistics, headline)
         lengths = np.diff([*starts, len(part["prompt_id"])])
+        tokens += len(part["prompt_id"])
         sums.add(np.repeat(labels, lengths), quantities.columns())
         if not has_kl:
             continue
@@ -299,6 +310,7 @@ def sum_tokens(
     return RunTotals(
         sums=sums,
         largest=largest,
+        tokens=tokens,
         terms=SequenceTerms(*(np.concatenate(column) for column in zip(*terms, strict=True))),
     )
 
@@ -316,7 +328,6 @@ def run_warnings(
                 *counts.clusters.warnings,
                 *estimand.warnings,
                 *run.checks.warnings(),
-                *smaller_batches_warning(run.folder.root, run.job.batch_tokens, counts.shards),
                 *rounding.warnings,
                 *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if has_estimators else ()),
                 *(weight_warnings(totals.terms.weight, estimand) if has_kl else ()),

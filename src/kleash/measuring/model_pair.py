@@ -122,8 +122,6 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     )
     if endpoint.precision.name != "float32":
         note += f"; it writes log-probabilities in {endpoint.precision.name}, which loosens the bounds"
-    if endpoint.dialect.context_tokens > 1:
-        note += "; it gives no log-probability of the first token after the begin token, which is left out"
     models = {role: served_model(endpoint, role, local), local_role: local}
     return Pair(
         policy=models["policy"], reference=models["reference"], tokenizer=tokenizer, notes=(*notes, note)

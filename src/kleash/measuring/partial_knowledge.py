@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kleash.jobs import MeasureJob
-from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED
 from kleash.store import Number
-from kleash.store.measurement import EstimatorRecord
 from kleash.store.statistics import STATISTICS
 
 NEEDS_EXACT_KL = (
@@ -22,13 +20,12 @@ NEEDS_EXACT_KL = (
     "per_sequence",
 )
 """Fields of a measurement that are made of the exact KL of each token."""
-SHARED_TEXTS = "the server names tokens by their texts, and at some positions several tokens have one text"
 SECOND_MODEL = {"kl_policy_reference": "reference", "kl_reference_policy": "policy"}
 """The model whose smallest probabilities decide the upper bound of a KL."""
 
 
 def with_reasons(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Number]:
-    """The numbers, with the reason as the only warning of an infinite upper bound and of an unknown agreement.
+    """The numbers, with the reason as the only warning of an infinite upper bound.
 
     Args:
         numbers: by the names of ``ALL_STATISTICS``.
@@ -45,30 +42,14 @@ def with_reasons(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Nu
             else f"no upper bound: the {model} gives tokens that the server does not list a probability of 0"
         )
         explained[name] = replace(numbers[name], warnings=(reason,))
-    agreement = numbers["top1_agreement"]
-    if math.isnan(agreement.value):
-        explained["top1_agreement"] = replace(agreement, warnings=(f"unknown: {SHARED_TEXTS}",))
     return explained
 
 
-def known_estimators(estimators: Mapping[str, EstimatorRecord]) -> dict[str, EstimatorRecord]:
-    """The estimators whose value is known at every token."""
-    return {
-        name: record
-        for name, record in estimators.items()
-        if name != LISTED_AND_SAMPLED or not math.isnan(record.value)
-    }
-
-
-def reasons_left_out(
-    job: MeasureJob, unknown_columns: Mapping[str, str], estimators: Mapping[str, EstimatorRecord]
-) -> dict[str, str]:
+def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:
     """The reason for everything that a run without the exact KL leaves out, by the name of the number or field.
 
     Args:
-        job: of the run.
         unknown_columns: of the engine, each with its reason.
-        estimators: of the run, before ``known_estimators``.
     """
     reasons: dict[str, str] = {}
     for name, statistic in STATISTICS.items():
@@ -77,6 +58,4 @@ def reasons_left_out(
             reasons[name] = unknown_columns[missing[0]]
     reason = unknown_columns["kl_policy_reference"]
     reasons |= dict.fromkeys(NEEDS_EXACT_KL, f"made of the exact KL of each token; {reason}")
-    if LISTED_AND_SAMPLED in estimators and math.isnan(estimators[LISTED_AND_SAMPLED].value):
-        reasons[LISTED_AND_SAMPLED] = SHARED_TEXTS
     return reasons

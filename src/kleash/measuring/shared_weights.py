@@ -6,7 +6,7 @@ each call of the engine to the others, which make it, too, and drop the result.
 """
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed
 from kleash.engines import Engine, Shard, ShardResult
 from kleash.errors import OptionError, RankError
 from kleash.jobs import MeasureJob
-from kleash.measuring.rank_group import RankGroup
+from kleash.launch_environment import launched_world_size
 from kleash.models import Pair, TokenSequence
 from kleash.models.network_loading import PARALLEL_MAPS
 from kleash.models.pair_loading import resolve_device
@@ -26,40 +26,48 @@ dist: Any = torch.distributed
 END = "end"
 
 
-def is_mirrored(job: MeasureJob, ranks: RankGroup) -> bool:
+def is_mirrored(job: MeasureJob) -> bool:
     """Whether all ranks compute the same tokens."""
-    return job.device_map == "tensor" and ranks.world_size > 1
+    return job.device_map == "tensor"
+
+
+def is_first_of_weights(job: MeasureJob) -> bool:
+    """Whether this process is the first, or only, one of those that have the weights of a job's models."""
+    return job.device_map not in PARALLEL_MAPS or dist.get_rank() == 0
+
+
+def agreed(job: MeasureJob, decide: Callable[[], bool]) -> bool:
+    """What the first of the ranks decides that share weights and have tokens of their own; all of them call it."""
+    if job.device_map != "fsdp":
+        return decide()
+    message = [decide() if dist.get_rank() == 0 else False]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]
 
 
 @contextmanager
-def process_group(job: MeasureJob, ranks: RankGroup) -> Generator[None]:
+def process_group(job: MeasureJob) -> Generator[None]:
     """Context with the process group over which the models of a job are spread, if they are.
 
     Raises:
-        OptionError: if there is one process, or the run is divided into parts.
-        RankError: if another rank is gone.
+        OptionError: if there is one process.
+        RankError: if another rank cannot be reached, or is gone.
     """
     if job.device_map not in PARALLEL_MAPS:
         yield
         return
-    if ranks.world_size == 1:
+    if launched_world_size() == 1:
         raise OptionError(
             f"--device-map {job.device_map} spreads a model over several processes, and this is one; start the command "
             "by torchrun --nproc-per-node N -m kleash measure …"
         )
-    if job.shard is not None:
-        raise OptionError(
-            f"--device-map {job.device_map} cannot be given with --shard {job.shard}, since kleash merge loads the "
-            "models in one process; leave --shard out"
-        )
     started_here = not dist.is_initialized()
     if started_here:
         on_cpu = resolve_device("auto", None).type == "cpu"
-        # Not the store of the launcher itself: of an earlier start of the processes, it has addresses that are gone.
-        store = dist.PrefixStore("collectives", ranks.store) if isinstance(ranks.store, dist.Store) else None
-        dist.init_process_group(
-            "gloo" if on_cpu else None, store=store, rank=ranks.rank, world_size=ranks.world_size
-        )
+        try:
+            dist.init_process_group("gloo" if on_cpu else None)
+        except (RuntimeError, ValueError) as error:
+            raise RankError(f"the other ranks cannot be reached: {error}; start all by torchrun") from error
     try:
         yield
     except RuntimeError as error:
@@ -113,11 +121,11 @@ class MirroredEngine:
         return self._call("run", shard)
 
     def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
-        """As the engine's, on all ranks."""
+        """Token columns of the reference compared with itself in another batch layout, computed by all ranks."""
         return self._call("noise_floor_columns", sequences)
 
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
-        """As the engine's, on all ranks."""
+        """Token columns of the reference compared with itself in float32, computed by all ranks."""
         return self._call("float32_gap", sequences)
 
     def _call(self, name: str, argument: Any) -> Any:
@@ -133,9 +141,9 @@ class MirroredEngine:
 
 
 @contextmanager
-def mirrored(engine: Engine, job: MeasureJob, ranks: RankGroup) -> Generator[Engine]:
+def mirrored(engine: Engine, job: MeasureJob) -> Generator[Engine]:
     """Context with the engine of the first rank; the other ranks follow it until the context ends."""
-    if not is_mirrored(job, ranks):
+    if not is_mirrored(job):
         yield engine
         return
     mirror = MirroredEngine(engine)

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from kleash.errors import Interrupted, KleashError, ModelError, RankError, RunFolderError, TrackerWarning
+from kleash.errors import Interrupted, KleashError, ModelError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
-from kleash.measuring.rank_group import RankGroup
+from kleash.measuring.ray_cluster import kept_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
-from kleash.measuring.run import measure
+from kleash.measuring.run import measure, require_folder_of_all
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
@@ -24,7 +24,6 @@ from kleash.measuring.sweep_ranking import (
     rank_candidates,
     read_sequences,
 )
-from kleash.measuring.workers import kept_cluster
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.reports.gate_verdicts import gate_of_sweep
@@ -34,10 +33,9 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.attribution import Attribution
 from kleash.store.checksums import file_checksum
-from kleash.store.codec import decode
 from kleash.store.file_hashes import watched_files, watching_files
 from kleash.store.job_folder import require_same
-from kleash.store.locks import LOCK, folder_lock
+from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
 from kleash.version import __version__
 
@@ -52,11 +50,15 @@ def default_sweep() -> str:
     return str(Path("kleash-sweeps") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
-def sweep(
-    job: SweepJob,
-    reporter: ProgressReporter | None = None,
-    new_ranks: Callable[[], RankGroup] = RankGroup,
-) -> Sweep:
+class SharedSweep(NamedTuple):
+    """A sweep that several processes may have worked on."""
+
+    sweep: Sweep
+    is_own: bool
+    """Whether this process made it of the measurements, rather than another one."""
+
+
+def sweep(job: SweepJob, reporter: ProgressReporter | None = None) -> Sweep:
     """Measure several candidates against one reference, and rank them.
 
     Writes into ``job.out``: ``reference-cache/`` as ``cache_reference`` does, ``candidates/NN-name/`` as ``measure``
@@ -67,11 +69,12 @@ def sweep(
     With ``job.attribute``, the KL of each measured candidate is then attributed to groups of its weights, by passes
     that are kept in ``attribution/``.
 
+    Any number of processes that call this with the same job share the work: one makes the cache, each scores shards
+    of a candidate that no other has, and passes of an attribution likewise.
+
     Args:
         job: the candidates, the reference and the source.
-        reporter: receives the progress, on the first rank.
-        new_ranks: makes a new group of the processes that share a run, such as ``launched_ranks``. It is called for the
-            cache and for each step of a candidate, in the same order by all processes.
+        reporter: receives the progress.
 
     Returns:
         The sweep, as in ``sweep.json``.
@@ -81,7 +84,6 @@ def sweep(
         ModelError: if the reference cannot be loaded, or no candidate can be found.
         RunFolderError: if ``job.out`` cannot be written, or holds a sweep and ``job.resume`` is not set, or one of
             other options, or the run of another model in the folder of a candidate.
-        RankError: if another rank fails or is lost.
         ClusterError: if the Ray cluster of ``job.engine`` cannot be reached.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
         Interrupted: on Ctrl-C, with the command that resumes.
@@ -89,24 +91,30 @@ def sweep(
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
+    return sweep_together(job, reporter).sweep
+
+
+def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> SharedSweep:
+    """``sweep``, with whether this process made it."""
+    if job.out is None:
+        require_folder_of_all("the sweep")
     out = Path(job.out if job.out is not None else default_sweep()).expanduser()
     reporter = reporter if reporter is not None else NullProgressReporter()
-    try:
-        ranks = new_ranks()
-        if not ranks.is_first:
-            return _sweep(job, out, NullProgressReporter(), ranks, new_ranks)
-        require_trackers(job.report_to)
-        if not ranks.has_begun_before(str(out.absolute())):
+    require_trackers(job.report_to)
+
+    def check(is_alone: bool | None) -> None:
+        if is_alone is not False:
             _check_folder(out, resume=job.resume)
-        with folder_lock(out, ADVICE_IF_LOCKED), kept_cluster(job):
-            ranks.record_begun(str(out.absolute()))
-            result = _sweep(job, out, reporter, ranks, new_ranks)
+
+    try:
+        with taking_part(out, check), kept_cluster(job):
+            result = _sweep(job, out, reporter)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
         ) from stop
-    for sentence in send_sweep(job.report_to, result, out):
-        warnings.warn(sentence, TrackerWarning, stacklevel=2)
+    for sentence in send_sweep(job.report_to, result.sweep, out) if result.is_own else ():
+        warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result
 
 
@@ -124,21 +132,22 @@ def _check_folder(out: Path, *, resume: bool) -> None:
     if (
         not has_sweep
         and out.exists()
-        and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir()))
+        and (not out.is_dir() or any(path.name not in LOCK_FILES for path in out.iterdir()))
     ):
         raise RunFolderError(f"{out} holds other files; give another --out")
 
 
-def _sweep(
-    job: SweepJob, out: Path, reporter: ProgressReporter, ranks: RankGroup, new_ranks: Callable[[], RankGroup]
-) -> Sweep:
-    """``sweep`` in a locked folder."""
-    with ranks.running():
-        if ranks.is_first:
-            _check_runs(job, out)
-            _check_candidates(job, reporter)
-            _cache_reference(job, out, reporter)
-        ranks.broadcast("cached", True)
+def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
+    """``sweep_together`` in a folder that this process takes part in."""
+
+    def note() -> None:
+        reporter.note("another process runs the reference or writes the ranking; waiting for it")
+
+    before = _written(out)
+    with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
+        _check_runs(job, out)
+        _check_candidates(job, reporter)
+        _cache_reference(job, out, reporter)
     with watching_files():
         digest = hash_source(job.measure_job(1, out))
         source_files = watched_files()
@@ -146,28 +155,36 @@ def _sweep(
     sequences: dict[int, SequenceSums] = {}
     for number, name in enumerate(job.candidates, start=1):
         reporter.note(f"candidate {number} of {len(job.candidates)}: {name}")
-        candidates.append(_measure_candidate(job, out, number, digest, reporter, new_ranks, sequences))
+        candidates.append(_measure_candidate(job, out, number, digest, reporter, sequences))
         _free_memory()
-    ranks = new_ranks()
-    with ranks.running():
-        source_files.require_unchanged()
-        if ranks.is_first:
-            result = rank_candidates(job, out, candidates, sequences)
-            if job.at_most is not None:
-                result = gate_of_sweep(result, job.at_most)
-            _write(out, result)
-            ranks.broadcast("sweep", result.to_dict())
-        else:
-            result = decode(Sweep, ranks.broadcast("sweep"))
-    for candidate in result.ranking if job.attribute else ():
+    source_files.require_unchanged()
+    ranked = rank_candidates(job, out, candidates, sequences)
+    if job.at_most is not None:
+        ranked = gate_of_sweep(ranked, job.at_most)
+    result = ranked
+    if job.attribute:
+        with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
+            _write(out, ranked)
+    for candidate in ranked.ranking if job.attribute else ():
         attributions = _attribute_candidate(
-            job, out, candidate, sequences[candidate.number], digest, reporter, new_ranks
+            job, out, candidate, sequences[candidate.number], digest, reporter
         )
         result = replace(result, attributions=(*result.attributions, *attributions))
-        if ranks.is_first:
-            _write(out, result)
         _free_memory()
-    return result
+    with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
+        written = _written(out)
+        is_own = written in (None, before) or written != result.to_json()
+        if is_own:
+            _write(out, result)
+    return SharedSweep(result, is_own)
+
+
+def _written(out: Path) -> str | None:
+    """The text of ``sweep.json``; None if there is none yet."""
+    try:
+        return (out / SWEEP).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
 def _check_runs(job: SweepJob, out: Path) -> None:
@@ -253,7 +270,6 @@ def _measure_candidate(
     number: int,
     digest: str,
     reporter: ProgressReporter,
-    new_ranks: Callable[[], RankGroup],
     sequences: dict[int, SequenceSums],
 ) -> SweepCandidate:
     """Measure a candidate, unless its run is finished, and return it with its numbers or the reason why it has none.
@@ -262,18 +278,17 @@ def _measure_candidate(
 
     Raises:
         RunFolderError: if no space is left.
-        RankError: if another rank is lost.
     """
     candidate = SweepCandidate(
         number=number, name=job.candidates[number - 1], folder=str(job.folder_of(number))
     )
 
     def measure_and_read() -> Measurement:
-        measurement = _measure(job.measure_job(number, out), digest, reporter, new_ranks)
+        measurement = _measure(job.measure_job(number, out), digest, reporter)
         sequences[number] = read_sequences(out / candidate.folder, job.statistic)
         return measurement
 
-    measurement, failure = _attempt(measure_and_read, new_ranks)
+    measurement, failure = _attempt(measure_and_read)
     if measurement is None:
         reporter.note(f"candidate {number} failed: {failure}")
         return replace(candidate, failure=failure)
@@ -281,18 +296,13 @@ def _measure_candidate(
     return measured_candidate(replace(candidate, measurement_sha256=file_checksum(file).sha256), measurement)
 
 
-def _measure(
-    job: MeasureJob, digest: str, reporter: ProgressReporter, new_ranks: Callable[[], RankGroup]
-) -> Measurement:
+def _measure(job: MeasureJob, digest: str, reporter: ProgressReporter) -> Measurement:
     """The measurement of a candidate: that of its finished run, if there is one."""
-    ranks = new_ranks()
-    with ranks.running():
-        finished = _finished_run(job, digest) if ranks.is_first else None
-        encoded = ranks.broadcast("finished", finished.to_dict() if finished is not None else {})
-    if encoded:
+    finished = _finished_run(job, digest)
+    if finished is not None:
         reporter.note(f"{job.out} is finished, and kept")
-        return decode(Measurement, encoded)
-    return measure(replace(job, resume=RunFolder(Path(str(job.out))).begun), reporter, new_ranks())
+        return finished
+    return measure(replace(job, resume=True), reporter)
 
 
 def _attribute_candidate(
@@ -302,17 +312,13 @@ def _attribute_candidate(
     run: SequenceSums,
     digest: str,
     reporter: ProgressReporter,
-    new_ranks: Callable[[], RankGroup],
 ) -> tuple[Attribution, ...]:
     """The attributions of a candidate, or the reason why there are none.
 
     Raises:
         RunFolderError: if no space is left.
-        RankError: if another rank is lost.
     """
-    attributions, failure = _attempt(
-        lambda: attribute(job, out, candidate, run, digest, reporter, new_ranks()), new_ranks
-    )
+    attributions, failure = _attempt(lambda: attribute(job, out, candidate, run, digest, reporter))
     if attributions is not None:
         return attributions
     reporter.note(f"the attribution of candidate {candidate.number} failed: {failure}")
@@ -322,44 +328,21 @@ def _attribute_candidate(
     )
 
 
-def _attempt(action: Callable[[], T], new_ranks: Callable[[], RankGroup]) -> tuple[T | None, str]:
-    """What an action on all ranks returns; or None, and why it failed on whichever rank.
+def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """What an action returns; or None, and why it failed.
 
     Raises:
         RunFolderError: if no space is left.
-        RankError: if another rank is lost.
     """
-    result, failure, is_own = None, "", True
     try:
-        result = action()
-    except RankError as error:
-        failure, is_own = str(error), False
+        return action(), ""
     except KleashError as error:
         if is_disk_full(error.__cause__):
             raise
-        failure = str(error)
+        return None, str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:
         lines = str(error).splitlines() or ["no more can be allocated"]
-        failure = f"it does not fit into memory: {lines[0]}"
-    failure = _failure_of_all(failure, new_ranks(), is_own=is_own)
-    return (None if failure else result), failure
-
-
-def _failure_of_all(failure: str, ranks: RankGroup, *, is_own: bool) -> str:
-    """Why a candidate failed, on whichever rank; empty if it failed on none.
-
-    Args:
-        failure: why it failed on this rank; empty if it did not.
-        ranks: a new group.
-        is_own: whether the reason is this rank's own, and not that another rank stopped.
-
-    Raises:
-        RankError: if another rank is lost.
-    """
-    with ranks.running():
-        failures: list[tuple[bool, str]] = ranks.gather("failure", [not is_own, failure])
-    # False sorts before True: a rank's own reason is preferred.
-    return min(((is_of_another, text) for is_of_another, text in failures if text), default=(False, ""))[1]
+        return None, f"it does not fit into memory: {lines[0]}"
 
 
 def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:

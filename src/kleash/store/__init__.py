@@ -1,6 +1,5 @@
 """Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
 
-from kleash.store.array_task import ArrayTask
 from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit, Finding
 from kleash.store.cache import CacheContents
@@ -21,7 +20,6 @@ from kleash.store.training_folder import TrainingFolder, TrainingResult
 
 __all__ = [
     "STATISTICS",
-    "ArrayTask",
     "Attribution",
     "Audit",
     "CacheContents",

@@ -5,8 +5,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -17,8 +16,6 @@ from kleash.errors import RunFolderError
 
 TEMPORARY = ".writing-"
 """How the names of unfinished files begin; machine and process that write them follow."""
-MOST_THREADS = 8
-"""Files that are written at once."""
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC})
 """Numbers of the errors of a full disk: that of the machine, or a user's quota on a shared one."""
 DISK_FAILURES = frozenset(
@@ -72,44 +69,6 @@ def write_atomically(
                 unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, RunFolderError):
             raise cannot_write(path, error) from error
-        raise
-
-
-def write_together(files: Mapping[Path, bytes], before_rename: Callable[[], None]) -> None:
-    """Write several files, each whole or not at all, and wait for the disk once for all of them.
-
-    Args:
-        files: their bytes; the folders exist. They get their names in this order.
-        before_rename: called when all are complete, before the first gets its name.
-
-    Raises:
-        RunFolderError: if the disk is full or a folder cannot be written.
-    """
-    unfinished = {path: path.with_name(temporary_name()) for path in files}
-
-    def write(path: Path) -> None:
-        try:
-            with os.fdopen(os.open(unfinished[path], _NEW_FILE, 0o666), "wb") as file:
-                file.write(files[path])
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise cannot_write(path, error) from error
-
-    try:
-        with ThreadPoolExecutor(MOST_THREADS) as threads:
-            list(threads.map(write, files))
-        before_rename()
-        for path in files:
-            unfinished[path].replace(path)
-        for folder in dict.fromkeys(path.parent for path in files):
-            sync_folder(folder)
-    except BaseException as error:
-        for path in unfinished.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, RunFolderError):
-            raise cannot_write(next(iter(files)), error) from error
         raise
 
 

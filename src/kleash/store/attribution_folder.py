@@ -1,16 +1,18 @@
 """The folder of an attribution: the sums of each finished pass, so that an interrupted one can be resumed."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write, remove_folder
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import encode, parse_json, to_json
+from kleash.store.locks import taking_part
 
 HEADER = "attribution.json"
-"""What the passes are of, as ``open`` compares it."""
+"""What the passes are of, as ``opened`` compares it."""
 
 
 class AttributionFolder:
@@ -18,35 +20,50 @@ class AttributionFolder:
 
     def __init__(self, root: Path) -> None:
         """Name the folder; nothing is read or written."""
-        self.root = root
+        self.root, self._writer = root, token_hex(4)
         self._advice = f"remove {root} and run the sweep again with --resume"
 
-    def open(self, identity: Mapping[str, Any]) -> dict[str, list[list[Any]]]:
-        """The columns of the finished passes by name; without any if those in the folder are of something else.
+    @contextmanager
+    def opened(self, identity: Mapping[str, Any]) -> Generator[None]:
+        """Context in which this process is one of those that add passes; those of something else are removed.
 
         Args:
             identity: what decides the numbers: settings, fingerprints, the hash of the source.
 
         Raises:
-            RunFolderError: if the folder is damaged or cannot be written.
+            RunFolderError: if the folder is damaged or cannot be written, or other processes add passes of something
+                else.
         """
         header = {"checksums": True, **encode(identity)}
-        if (self.root / HEADER).exists():
-            checksums = Checksums.read(self.root, HEADER)
-            if self._parsed(checksums, self.root / HEADER) == header:
-                paths = [path for path in sorted(self.root.glob("*.json")) if path.name != HEADER]
-                return {path.stem: self._parsed(checksums, path) for path in paths}
-            try:
-                remove_folder(self.root)
-            except OSError as error:
-                raise cannot_write(self.root, error) from error
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(self.root, error) from error
-        begin_checksums(self.root)
-        write_checked(self.root, self.root / HEADER, to_json(header))
-        return {}
+
+        def check(is_alone: bool | None) -> None:
+            if (self.root / HEADER).exists():
+                if self._parsed(self.root / HEADER) == header:
+                    return
+                if not is_alone:
+                    raise RunFolderError(
+                        f"{self.root} has passes of other options or files, which another process may be adding; "
+                        "give another --out"
+                    )
+                for path in self.root.glob("*.json*"):
+                    path.unlink(missing_ok=True)
+            begin_checksums(self.root)
+            write_checked(self.root, self.root / HEADER, to_json(header))
+
+        with taking_part(self.root, check):
+            yield
+
+    def has(self, name: str) -> bool:
+        """Whether a pass is finished."""
+        return (self.root / f"{name}.json").exists()
+
+    def read(self, name: str) -> list[list[Any]]:
+        """The columns of a finished pass.
+
+        Raises:
+            RunFolderError: if its file is damaged.
+        """
+        return self._parsed(self.root / f"{name}.json")
 
     def write(self, name: str, columns: list[list[Any]]) -> None:
         """Write the columns of a finished pass.
@@ -54,10 +71,10 @@ class AttributionFolder:
         Raises:
             RunFolderError: if it cannot be written.
         """
-        write_checked(self.root, self.root / f"{name}.json", to_json(columns))
+        write_checked(self.root, self.root / f"{name}.json", to_json(columns), writer=self._writer)
 
-    def _parsed(self, checksums: Checksums, path: Path) -> Any:
-        content = checksums.read_bytes(path, self._advice)
+    def _parsed(self, path: Path) -> Any:
+        content = Checksums.read(self.root, HEADER).read_bytes(path, self._advice)
         try:
             return parse_json(content)
         except ValueError as error:

@@ -4,8 +4,8 @@
 a check of the line itself. A line is appended before the file gets its name, so that a kill at any moment leaves a
 file that is complete and has its line, or a line too many, which is harmless. Each line stands alone.
 
-If several processes write a folder, each appends to a file of its own: the first (writer 0) to ``checksums.jsonl``,
-writer 3 to ``checksums-3.jsonl``. Readers merge all of them, and ``merge_checksums`` puts all lines into the first.
+If several processes write a folder, each appends to a file of its own, such as ``checksums-3f9a21c0.jsonl``. Readers
+take the lines of all.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kleash.errors import KleashError, RunFolderError
-from kleash.store.atomic import cannot_write, sync_folder, write_atomically, write_together
+from kleash.store.atomic import cannot_write, sync_folder, write_atomically
 from kleash.store.codec import decode, parse_json
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ def damage_as_sentence(root: Path) -> Generator[None]:
 
 
 def write_checked(
-    root: Path, path: Path, content: str | bytes | Callable[[Path], None], *, writer: int = 0
+    root: Path, path: Path, content: str | bytes | Callable[[Path], None], *, writer: str = ""
 ) -> None:
     """Write a file atomically, and its checksum into the folder ``root``, in which ``path`` lies.
 
@@ -248,7 +248,7 @@ def write_checked(
         root: the folder with the checksums.
         path: the file.
         content: as for ``write_atomically``.
-        writer: the number of this process among those that write the folder.
+        writer: names this process's file of checksums; empty for the first.
 
     Raises:
         RunFolderError: if it cannot be written.
@@ -256,19 +256,6 @@ def write_checked(
     write_atomically(
         path, content, before_rename=lambda unfinished: _record(root, path, file_checksum(unfinished), writer)
     )
-
-
-def write_checked_together(root: Path, files: Mapping[Path, bytes], *, writer: int = 0) -> None:
-    """``write_checked`` of several files: their checksums are appended together.
-
-    Raises:
-        RunFolderError: if one cannot be written.
-    """
-    records = [
-        _record_of(root, path, FileChecksum(len(content), sha256(content).hexdigest()))
-        for path, content in files.items()
-    ]
-    write_together(files, before_rename=lambda: _append(root, *records, writer=writer))
 
 
 def record_checksums(root: Path, *paths: Path) -> None:
@@ -279,26 +266,6 @@ def record_checksums(root: Path, *paths: Path) -> None:
 def begin_checksums(root: Path) -> None:
     """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
-    _remove_other_checksums(root)
-
-
-def merge_checksums(root: Path) -> None:
-    """Put the lines of all writers into ``checksums.jsonl``; no other writer may be active.
-
-    A kill in between leaves lines twice, which changes nothing.
-
-    Raises:
-        RunFolderError: if a file of checksums is damaged or cannot be written.
-    """
-    if not _other_checksums(root):
-        return
-    Checksums.read(root)  # raises if a line is damaged
-    contents = [
-        _whole_lines(path.read_bytes())
-        for path in (root / CHECKSUMS, *_other_checksums(root))
-        if path.exists()
-    ]
-    write_atomically(root / CHECKSUMS, b"".join(contents))
     _remove_other_checksums(root)
 
 
@@ -326,7 +293,7 @@ def _lines_of(path: Path) -> list[ChecksumLine] | None:
     return _parsed_lines(path, content)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _parsed_lines(path: Path, content: bytes) -> list[ChecksumLine]:
     """The lines of a file of checksums with this content; a run of many shards is asked for them at every pass."""
     return [
@@ -406,7 +373,7 @@ def _bytes_of(path: Path, advice: str) -> bytes:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
 
 
-def _record(root: Path, path: Path, checksum: FileChecksum, writer: int) -> None:
+def _record(root: Path, path: Path, checksum: FileChecksum, writer: str) -> None:
     _append(root, _record_of(root, path, checksum), writer=writer)
 
 
@@ -414,9 +381,9 @@ def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]
     return {"file": path.relative_to(root).as_posix(), "bytes": checksum.size, "sha256": checksum.sha256}
 
 
-def _append(root: Path, *records: dict[str, Any], writer: int = 0) -> None:
+def _append(root: Path, *records: dict[str, Any], writer: str = "") -> None:
     """Append a line for each record to a writer's checksums."""
-    path = root / (OTHER_CHECKSUMS.replace("*", str(writer)) if writer else CHECKSUMS)
+    path = root / (OTHER_CHECKSUMS.replace("*", writer) if writer else CHECKSUMS)
     try:
         new = not path.exists()
         with path.open("r+b" if not new else "xb") as file:

@@ -26,7 +26,6 @@ SETTLED_NS = 2 * 10**9
 """Smallest age of a file's last change for its hash to be cached: a later change then shows in its times."""
 MAX_CACHED_HASHES = 4096
 MAX_THREADS = 16
-_shared_hashes: ContextVar[dict[str, str] | None] = ContextVar("shared_hashes", default=None)
 
 
 class FileStatus(NamedTuple):
@@ -143,22 +142,6 @@ def hash_watched(path: Path, hash_file: Callable[[Path], str]) -> str:
     return value
 
 
-@contextmanager
-def sharing_hashes(hashes: dict[str, str]) -> Generator[None]:
-    """Context in which ``hash_files`` takes the hashes that are in ``hashes``, and adds those that it computes.
-
-    The processes of one machine exchange them, so that each file is read by one process.
-
-    Args:
-        hashes: by ``file_key``: a file that has changed is read again.
-    """
-    token = _shared_hashes.set(hashes)
-    try:
-        yield
-    finally:
-        _shared_hashes.reset(token)
-
-
 def hash_files(paths: Sequence[Path]) -> list[str]:
     """Hash files: for each, the SHA-256 of its size and of the SHA-256 of its pieces of 64 MiB, as hex digits.
 
@@ -173,13 +156,9 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
     try:
         statuses = [FileStatus.of(path) for path in paths]
         keys = [file_key(path, status) for path, status in zip(paths, statuses, strict=True)]
-        shared = _shared_hashes.get()
         cacheable = [_is_cacheable(path) for path in paths]
         cache = _load_cache() if any(cacheable) else {}
-        hashes = [
-            (shared or {}).get(key) or (cache.get(key) if usable else None)
-            for key, usable in zip(keys, cacheable, strict=True)
-        ]
+        hashes = [cache.get(key) if usable else None for key, usable in zip(keys, cacheable, strict=True)]
         to_compute = [index for index, value in enumerate(hashes) if value is None]
         new_hashes = dict(
             zip(to_compute, _compute_hashes([paths[index] for index in to_compute]), strict=True)
@@ -191,8 +170,6 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
             for index, value in new_hashes.items()
             if cacheable[index] and file_key(paths[index]) == keys[index]
         }
-        if shared is not None:
-            shared.update({key: str(value) for key, value in zip(keys, hashes, strict=True)})
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     if new_entries:

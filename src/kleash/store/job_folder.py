@@ -14,7 +14,7 @@ from kleash.errors import RunFolderError
 from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
-from kleash.store.locks import LOCK, folder_lock
+from kleash.store.locks import folder_lock
 from kleash.store.measurement import SCHEMA, SchemaOf, require_schema
 
 HEADER = "run.json"
@@ -25,18 +25,6 @@ PLACE_OF_CACHE = "reference_cache"
 """Option that may differ: hidden states are the same wherever they lie, and a sweep with its cache can be moved."""
 KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints, which are made from every byte of the files."""
-
-
-def describe_differences(first: Mapping[str, Any], this: Mapping[str, Any], where: str) -> list[str]:
-    """What differs between two descriptions of a run, each as a clause: "NAME is 2 there and 1 WHERE".
-
-    Args:
-        first: what one has, by its name in words.
-        this: what the other has, "there".
-        where: the place of the first, such as "on rank 0".
-    """
-    names = [name for name in {**first, **this} if first.get(name) != this.get(name)]
-    return [f"{name} is {this.get(name)!r} there and {first.get(name)!r} {where}" for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +39,19 @@ class RunHeader:
     """Of the policy, the reference and other files, by what they are: "policy", "policy generation_config.json"."""
     sampler: str = ""
     """The algorithm that draws responses."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Versions of packages and dtypes of models, by names in words."""
     checksums: bool = True
     """That the folder's files have checksums: without ``checksums.jsonl`` it is damaged."""
     probes: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     """Role of a model behind a server -> log-probabilities of its probe, in nats: its weights have no fingerprint."""
 
-    def differences(self, other: "RunHeader") -> list[str]:
-        """What differs in ``other``, each as "name: mine, not yours"."""
+    def differences(self, other: "RunHeader", now: str = "now") -> list[str]:
+        """What differs in ``other``, each as "NAME was 1 and is NOW 2"."""
         mine, yours = self.described(), other.described()
         names = [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]
         return [
-            *(f"{name} was {mine.get(name)!r} and is now {yours.get(name)!r}" for name in names),
+            *(f"{name} was {mine.get(name)!r} and is {now} {yours.get(name)!r}" for name in names),
             *self.probe_differences(other),
         ]
 
@@ -89,6 +79,7 @@ class RunHeader:
             "the source's content (sha256)": self.source_sha256[:16],
             **{_described(what): mark for what, mark in self.fingerprints.items()},
             "the sampler": self.sampler,
+            **self.environment,
         }
 
 
@@ -188,7 +179,6 @@ class JobFolder(ABC):
     leftovers: ClassVar[frozenset[str]]
     """Patterns of the names that a run which was killed before its first shard or step may have left, beside
     unfinished files."""
-    subfolders: ClassVar[tuple[str, ...]] = ()
 
     @contextmanager
     def writing(self: FolderT, header: RunHeader, *, resume: bool) -> Generator[FolderT, None, None]:
@@ -199,13 +189,11 @@ class JobFolder(ABC):
                 settings or inputs, or if another process is writing it.
         """
         self.check(resume=resume)
-        with self.locked():
+        with folder_lock(self.root, ADVICE_IF_LOCKED):
             self.check(resume=resume)
             if self.begun:
                 require_same(self.root, self.header(), header)
-            for folder in (self.root, *(self.root / name for name in self.subfolders)):
-                folder.mkdir(exist_ok=True)
-                remove_leftovers(folder)
+            remove_leftovers(self.root)
             if not self.begun:
                 begin_header(self.root, header)
             yield self
@@ -222,26 +210,6 @@ class JobFolder(ABC):
             raise
         except OSError as error:  # a name that is too long, a folder that may not be read
             raise cannot_write(self.root, error) from error
-
-    @contextmanager
-    def locked(self) -> Generator[None]:
-        """Context in which the folder is locked for this process.
-
-        Raises:
-            RunFolderError: if another process is writing it.
-        """
-        with folder_lock(self.root, ADVICE_IF_LOCKED):
-            yield
-
-    def require_unlocked(self) -> None:
-        """Check that no other process is writing the folder, before models are loaded.
-
-        Raises:
-            RunFolderError: if one is.
-        """
-        if (self.root / LOCK).exists():
-            with folder_lock(self.root, ADVICE_IF_LOCKED):
-                pass
 
     def _is_leftover(self, name: str) -> bool:
         """Whether a killed run may have left a file of this name."""

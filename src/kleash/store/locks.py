@@ -1,40 +1,55 @@
-"""Locks of folders: one for a run, and one for each further process that writes it."""
+"""Locks of folders and claims of parts of their work, which the kernel frees when the process that has them ends."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from kleash.errors import RunFolderError
 from kleash.extras import import_extra
 from kleash.store.atomic import cannot_write
 
+try:
+    import fcntl
+except ImportError:  # Windows: as on a disk without such locks
+    fcntl = None
+
 LOCK = ".lock"
-OTHER_LOCKS = ".lock-*"
-"""The locks of the writers other than the first."""
-
-
-def lock_name(writer: int) -> str:
-    """The name of a writer's lock file: ``.lock`` for the first, ``.lock-3`` for writer 3."""
-    return OTHER_LOCKS.replace("*", str(writer)) if writer else LOCK
+"""Held by the one process that writes a folder, or by the one of several that makes its result."""
+PROCESSES = ".processes"
+"""Shared by all processes that take part in the work of a folder."""
+CLAIMS = ".claims"
+"""The folder of the claims of parts of the work."""
+LOCK_FILES = frozenset({LOCK, PROCESSES, CLAIMS})
 
 
 @contextmanager
-def folder_lock(root: Path, advice: str, name: str = LOCK) -> Generator[None]:
+def folder_lock(root: Path, advice: str, *, on_wait: Callable[[], None] | None = None) -> Generator[None]:
     """Hold ``root``, made if it is missing, for this process alone.
 
     Args:
         root: the folder.
         advice: what to do if another process holds it: "wait for it, or give another --out".
-        name: of the lock file.
+        on_wait: called before this process waits for another one that holds it; None not to wait.
 
     Raises:
-        RunFolderError: if another process holds it, or it cannot be written.
+        RunFolderError: if another process holds it and ``on_wait`` is None, or it cannot be written.
     """
     filelock = import_extra("filelock", "models")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(root / name)
-        lock.acquire(timeout=0)
+        lock = filelock.FileLock(root / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if on_wait is None:
+                raise
+            on_wait()
+            lock.acquire()
     except filelock.Timeout as error:
         raise RunFolderError(f"another process is writing {root}; {advice}") from error
     except OSError as error:
@@ -45,12 +60,137 @@ def folder_lock(root: Path, advice: str, name: str = LOCK) -> Generator[None]:
         lock.release()
 
 
-def require_no_other_writer(root: Path, advice: str) -> None:
-    """Check that no further process of an earlier run is still writing the folder ``root``.
+@contextmanager
+def taking_part(root: Path, check: Callable[[bool | None], None]) -> Generator[bool]:
+    """Context in which this process is one of those that work on ``root``, made if it is missing.
+
+    The last process to leave takes the claims away, and the folder if nothing else was written into it. Where the
+    disk knows no locks, other processes are not seen.
+
+    Args:
+        root: the folder.
+        check: called with whether this process is the only one, before another one can begin; None if that cannot be
+            seen.
+
+    Yields:
+        Whether this process was certainly the only one when it began.
 
     Raises:
-        RunFolderError: if one is.
+        RunFolderError: if the folder cannot be written. And what ``check`` raises.
     """
-    for path in sorted(root.glob(OTHER_LOCKS)):
-        with folder_lock(root, advice, path.name):
-            pass
+    try:
+        descriptor, is_alone = _joined(root)
+    except OSError as error:
+        raise cannot_write(root, error) from error
+    try:
+        check(is_alone)
+        yield _shares(descriptor) if is_alone else False
+    finally:
+        if _try_lock(descriptor):
+            shutil.rmtree(root / CLAIMS, ignore_errors=True)
+            with suppress(OSError):
+                if {path.name for path in root.iterdir()} <= LOCK_FILES:
+                    for name in (LOCK, PROCESSES):
+                        (root / name).unlink(missing_ok=True)
+                    root.rmdir()
+        os.close(descriptor)
+
+
+def _joined(root: Path) -> tuple[int, bool | None]:
+    """The locked file of the processes of a folder, and whether this one is alone; None if that cannot be seen."""
+    path = root / PROCESSES
+    while True:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        is_alone = _try_lock(descriptor)
+        if fcntl is not None and is_alone is False:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for the check of the process that begins
+        with suppress(FileNotFoundError):  # the last process has taken the folder away meanwhile
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor, is_alone
+        os.close(descriptor)
+
+
+def _shares(descriptor: int) -> bool:
+    """Let other processes join the one that has a locked file; False if one came before it as if it were the first."""
+    if fcntl is None:
+        return False
+    mark = token_hex(8).encode()
+    with suppress(OSError):  # of a full disk
+        os.pwrite(descriptor, mark, 0)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # the kernel frees the exclusive lock first
+    return os.pread(descriptor, len(mark), 0) == mark
+
+
+@contextmanager
+def claim(root: Path, name: str) -> Generator[bool]:
+    """Context in which this process alone does a part of a folder's work; yields False if another one does it.
+
+    Where the disk knows no locks, every process does all of it.
+
+    Raises:
+        RunFolderError: if the claim cannot be written.
+    """
+    try:
+        (root / CLAIMS).mkdir(exist_ok=True)
+        descriptor = os.open(root / CLAIMS / name, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise cannot_write(root / CLAIMS / name, error) from error
+    try:
+        is_ours = _try_lock(descriptor) is not False
+        if is_ours:
+            with suppress(OSError):  # of a full disk: the name of the process is missing then
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+        yield is_ours
+    finally:
+        os.close(descriptor)
+
+
+def wait_for_parts(
+    root: Path, missing: Callable[[], Collection[str]], note: Callable[[str], None], *, poll_seconds: float
+) -> bool:
+    """Wait while other processes do the parts of a folder's work that are missing.
+
+    Args:
+        root: the folder.
+        missing: the names of the parts that are not done yet.
+        note: called with a sentence that says whose claims are waited for.
+        poll_seconds: from one look to the next.
+
+    Returns:
+        Whether all parts are done; False if one is missing that no process works on.
+    """
+    noted: set[str] = set()
+    while names := missing():
+        for name in names:
+            with claim(root, name) as is_free:
+                if is_free:
+                    return not missing()
+        owners = {_claimant(root, name) for name in names}
+        if new_owners := sorted(owners - noted - {""}):
+            note(f"waiting for {' and '.join(new_owners)}")
+            noted |= owners
+        time.sleep(poll_seconds)
+    return True
+
+
+def _claimant(root: Path, name: str) -> str:
+    """The process that has a claim or had it last, in words; empty if there was none."""
+    try:
+        return (root / CLAIMS / name).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock an open file without waiting; False if another process has it, None where the disk knows no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -1,25 +1,19 @@
 """The folder of a measurement, written shard by shard, so that a killed run can be continued."""
 
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from secrets import token_hex
+from typing import Any, ClassVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write
-from kleash.store.checksums import (
-    CHECKSUMS,
-    OTHER_CHECKSUMS,
-    Checksums,
-    merge_checksums,
-    record_removal,
-    write_checked,
-    write_checked_together,
-)
-from kleash.store.job_folder import ADVICE_IF_LOCKED, JobFolder, RunHeader, require_same
-from kleash.store.locks import LOCK, OTHER_LOCKS, folder_lock, lock_name, require_no_other_writer
+from kleash.store.atomic import cannot_write, remove_leftovers
+from kleash.store.checksums import CHECKSUMS, OTHER_CHECKSUMS, Checksums, write_checked
+from kleash.store.codec import to_json
+from kleash.store.job_folder import ADVICE_IF_LOCKED, HEADER, JobFolder, RunHeader, begin_header, require_same
+from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.measurement import Measurement
 from kleash.store.tables import (
     ALTERNATIVE_COLUMNS,
@@ -31,40 +25,24 @@ from kleash.store.tables import (
     encode_table,
     read_columns,
     read_parts,
-    write_table,
 )
-from kleash.store.worker_log import WORKER_LOG
 
 KINDS = ("tokens", "sequences", "alternatives")
 """The folders of a run's parts."""
 COUNTED_KINDS = ("tokens", "sequences")
 """The folders in which every shard has a file."""
 ALTERNATIVES = "alternatives.parquet"
+STOP = "stop.json"
+MEASUREMENT = "measurement.json"
 PART = re.compile(r"part-(\d{5}|[1-9]\d{5,})\.parquet")
-SHARD_FOLDERS = "shard-*-of-*"
-"""The folders of a run's array tasks, which ``kleash merge`` puts together."""
 
 
-class EncodedShard(NamedTuple):
-    """The files of a shard."""
+@dataclass(frozen=True)
+class RunStop:
+    """``stop.json``: where a run ends that stopped before the end of its source."""
 
-    tokens: bytes
-    sequences: bytes
-    top: bytes | None = None
-    """The file of its sequences that had drifted most; None if it has none of them."""
-
-
-def encode_top(top: Mapping[str, Any]) -> bytes | None:
-    """The file of the likeliest tokens, columns ``TOP_COLUMNS``; None without rows."""
-    return encode_table(top, TOP_COLUMNS) if len(top["prompt_id"]) else None
-
-
-def encode_shard(tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> EncodedShard:
-    """The files of a shard's tokens and sequences."""
-    optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name in tokens}
-    return EncodedShard(
-        encode_table(tokens, {**TOKEN_COLUMNS, **optional}), encode_table(sequences, SEQUENCE_COLUMNS)
-    )
+    shards: int
+    """Those from the first on that count."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +56,13 @@ class RunFolder(JobFolder):
     ``measurement.json`` and ``report.html`` come at the end. ``checksums.jsonl`` has a line for each
     of these files but the report, by which it is verified whenever it is read.
 
-    Shards are finished in any order. Several processes may write one run: the first opens the folder
-    (``writing``), the others join it (``joining``), each with a lock and a file of checksums of its own.
+    Shards are finished in any order. Several processes may write one run (``joined``), each with a file of checksums
+    of its own, and each shard once its claim is theirs.
     """
 
-    writer: int = 0
-    """The number of this process among those that write the run; the first is 0."""
-    leftovers: ClassVar[frozenset[str]] = frozenset(
-        {LOCK, OTHER_LOCKS, *KINDS, CHECKSUMS, OTHER_CHECKSUMS, SHARD_FOLDERS, WORKER_LOG}
-    )
-    subfolders: ClassVar[tuple[str, ...]] = KINDS
+    writer: str = ""
+    """Names this process's file of checksums, where others may write as well."""
+    leftovers: ClassVar[frozenset[str]] = frozenset({*LOCK_FILES, *KINDS, CHECKSUMS, OTHER_CHECKSUMS})
 
     @property
     def begun(self) -> bool:
@@ -95,67 +70,143 @@ class RunFolder(JobFolder):
         return next((self.root / "sequences").glob("part-*.parquet"), None) is not None
 
     @contextmanager
-    def joining(self, header: RunHeader) -> Generator["RunFolder"]:
-        """Lock this writer's place in a run that the first writer has opened.
+    def joined(self, *, resume: bool) -> Generator["RunFolder"]:
+        """Context in which this process is one of those that write the run; ``begin`` follows.
+
+        Args:
+            resume: whether a run that no process works on is to be continued.
 
         Raises:
-            RunFolderError: if the run is not the one of ``header``, or another process has this place.
+            RunFolderError: if such a run is there and is not to be continued, or the folder cannot be written.
         """
-        with folder_lock(self.root, ADVICE_IF_LOCKED, lock_name(self.writer)):
-            require_same(self.root, self.header(), header)
-            yield self
+        self.check(resume=True)
+
+        def check(is_alone: bool | None) -> None:
+            self.check(resume=resume or is_alone is False)
+            if is_alone:
+                self._discard_unfinished()
+
+        with taking_part(self.root, check) as is_alone:
+            yield self if is_alone else replace(self, writer=token_hex(4))
 
     @contextmanager
-    def locked(self) -> Generator[None]:
-        """Context in which the run is locked, no other writer of an earlier run is active, and checksums are merged.
+    def writing(self, header: RunHeader, *, resume: bool) -> Generator["RunFolder"]:
+        """``joined``, with the run begun."""
+        with self.joined(resume=resume) as folder:
+            folder.begin(header, on_wait=lambda: None)
+            yield folder
+
+    def _discard_unfinished(self) -> None:
+        """Take away what does not count of the run that a process alone continues.
+
+        That is the header if no shard was finished, and the sequences of shards of which another file is lost.
+        """
+        lost = [self.root / HEADER]
+        if self.begun:
+            counting = {self._part("sequences", index) for index in self._whole_shards()}
+            lost = [self._part("sequences", index) for index in self._indices("sequences")]
+            lost = [path for path in lost if path not in counting]
+        for path in lost:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+
+    def begin(self, header: RunHeader, on_wait: Callable[[], None]) -> None:
+        """Write the header of the run, or see that it is the one that others have written.
+
+        Args:
+            header: of this process.
+            on_wait: called before this process waits for another that has the folder's lock.
 
         Raises:
-            RunFolderError: if another process is writing it, or checksums are damaged.
+            OtherRunError: naming what differs, if the folder holds another run.
+            RunFolderError: if it is damaged or cannot be written.
         """
-        with super().locked():
-            require_no_other_writer(self.root, ADVICE_IF_LOCKED)
-            if self.begun:
-                self.merge_checksums()
-            else:  # what a run left that was killed before its first shard
-                (self.root / WORKER_LOG).unlink(missing_ok=True)
-            yield
+        with self.making_result(on_wait):
+            try:
+                for folder in (self.root, *(self.root / kind for kind in KINDS)):
+                    folder.mkdir(exist_ok=True)
+                    remove_leftovers(folder)
+            except OSError as error:
+                raise cannot_write(self.root, error) from error
+            if (self.root / HEADER).exists() or self.begun:
+                require_same(self.root, self.header(), header)
+            else:
+                begin_header(self.root, header)
 
-    def merge_checksums(self) -> None:
-        """Put the checksums of all writers into one file; the others must have left.
+    def making_result(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
+        """Context in which no other process begins the run or makes its result; this one waits for its turn."""
+        return folder_lock(self.root, ADVICE_IF_LOCKED, on_wait=on_wait)
+
+    @property
+    def stop(self) -> int | None:
+        """The number of shards that count, if the run stopped before the end of its source.
 
         Raises:
-            RunFolderError: if checksums are damaged or cannot be written.
+            RunFolderError: if the record of it is damaged or lost.
         """
-        merge_checksums(self.root)
+        checksums, path = self.checksums(), self.root / STOP
+        if not path.exists() and not checksums.expects(path):
+            return None
+        return checksums.read_record(RunStop, path, "the end of a run").shards
+
+    def write_stop(self, shards: int) -> None:
+        """Record that the run ends after so many shards."""
+        self._write(self.root / STOP, to_json(RunStop(shards=shards)))
+
+    @property
+    def has_other_writers(self) -> bool:
+        """Whether several processes have written the run."""
+        return next(self.root.glob(OTHER_CHECKSUMS), None) is not None
+
+    def measurement_version(self) -> tuple[int, ...] | None:
+        """What changes when another measurement is written; None if there is none."""
+        try:
+            status = (self.root / MEASUREMENT).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+    def has(self, index: int) -> bool:
+        """Whether a shard is on disk, perhaps written by another process since this one began."""
+        return self._part("sequences", index).exists()
+
+    def on_disk(self) -> frozenset[int]:
+        """The numbers of the shards that are on disk, as ``has``."""
+        return frozenset(self._indices("sequences"))
 
     def finished_shards(self) -> tuple[int, ...]:
-        """The numbers of the shards whose files are there with their checksums, in rising order."""
+        """The numbers of the shards whose files are there with their checksums, in rising order, up to the ``stop``."""
+        stop = self.stop
+        return tuple(index for index in self._whole_shards() if stop is None or index < stop)
+
+    def _whole_shards(self) -> tuple[int, ...]:
+        """``finished_shards`` without regard to the ``stop``."""
         checksums = self.checksums()
         covered, expected = checksums.names, checksums.expected_names
         on_disk = {kind: frozenset(self._indices(kind)) for kind in KINDS}
 
-        def is_finished(index: int) -> bool:
+        def is_whole(index: int) -> bool:
             has_top = _part_name("alternatives", index) in expected
             return all(
                 index in on_disk[kind] and (not checksums.exists or _part_name(kind, index) in covered)
                 for kind in (KINDS if has_top else COUNTED_KINDS)
             )
 
-        return tuple(index for index in sorted(on_disk["sequences"]) if is_finished(index))
+        return tuple(index for index in sorted(on_disk["sequences"]) if is_whole(index))
 
-    def require_shards(self, count: int, indices: Iterable[int] | None = None) -> None:
+    def require_shards(self, count: int) -> None:
         """Check that all the shards are there that a finished run is made of.
 
         Args:
             count: the number of shards of the run.
-            indices: those that must be there; None for all.
 
         Raises:
             RunFolderError: if not, naming the first that is missing.
         """
         finished = set(self.finished_shards())
-        required = range(count) if indices is None else indices
-        missing = [index for index in required if index not in finished]
+        missing = [index for index in range(count) if index not in finished]
         if not missing:
             return
         advice = "copy the whole folder, or run again with --resume to make it anew"
@@ -171,32 +222,6 @@ class RunFolder(JobFolder):
                     f"{path} has no checksum in {CHECKSUMS}, and the run wrote one{more}; {advice}"
                 )
 
-    def drop_shards(self, count: int) -> None:
-        """Remove the shards beyond the first ``count``, which a run that stops early does not need.
-
-        Raises:
-            RunFolderError: if a file cannot be removed.
-        """
-        for kind in ("sequences", "tokens", "alternatives"):  # without its sequences, a shard does not count
-            paths = [self._part(kind, index) for index in self._indices(kind) if index >= count]
-            record_removal(self.root, *paths)
-            for path in paths:
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    raise cannot_write(path, error) from error
-
-    def copy_shards(self, indices: Iterable[int], source: "RunFolder") -> None:
-        """Copy finished shards of another folder, verified.
-
-        Raises:
-            RunFolderError: if a file is missing or damaged, or cannot be written.
-        """
-        checksums = source.checksums()
-        for path in (path for index in indices for path in source._shard(index, checksums)):
-            content = checksums.read_bytes(path)
-            write_checked(self.root, self.root / path.relative_to(source.root), content, writer=self.writer)
-
     def write_shard(
         self,
         index: int,
@@ -205,29 +230,19 @@ class RunFolder(JobFolder):
         top: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a shard: ``top`` of its worst sequences, its tokens, and its sequences, which make it count."""
-        shard = encode_shard(tokens, sequences)
-        if top is not None:
-            self._write_part("alternatives", index, encode_table(top, TOP_COLUMNS))
-        self._write_part("tokens", index, shard.tokens)
-        self._write_part("sequences", index, shard.sequences)
-
-    def write_encoded_shards(self, shards: Mapping[int, EncodedShard]) -> None:
-        """Write several shards that other processes have encoded, and wait for the disk once for all of them."""
-        files: dict[Path, bytes] = {}
-        for index, shard in shards.items():
-            contents = {"alternatives": shard.top, "tokens": shard.tokens, "sequences": shard.sequences}
-            files |= {
-                self._part(kind, index): content for kind, content in contents.items() if content is not None
-            }
-        write_checked_together(self.root, files, writer=self.writer)
+        optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name in tokens}
+        if top is not None and len(top["prompt_id"]):
+            self._write(self._part("alternatives", index), encode_table(top, TOP_COLUMNS))
+        self._write(self._part("tokens", index), encode_table(tokens, {**TOKEN_COLUMNS, **optional}))
+        self._write(self._part("sequences", index), encode_table(sequences, SEQUENCE_COLUMNS))
 
     def write_alternatives(self, columns: Mapping[str, Any]) -> None:
         """Write the likeliest tokens of both models in the worst sequences."""
-        write_table(self.root / ALTERNATIVES, columns, ALTERNATIVE_COLUMNS, root=self.root)
+        self._write(self.root / ALTERNATIVES, encode_table(columns, ALTERNATIVE_COLUMNS))
 
     def write_measurement(self, measurement: Measurement) -> None:
         """Write ``measurement.json``: with it the run is finished."""
-        write_checked(self.root, self.root / "measurement.json", measurement.to_json())
+        self._write(self.root / MEASUREMENT, measurement.to_json())
 
     def token_part(self, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
         """The named columns of ``tokens/`` of one shard, verified by checksums that were read before."""
@@ -278,8 +293,8 @@ class RunFolder(JobFolder):
         indices = (int(match.group(1)) for match in matches if match is not None)
         return sorted(set(indices))
 
-    def _write_part(self, kind: str, index: int, content: bytes) -> None:
-        write_checked(self.root, self._part(kind, index), content, writer=self.writer)
+    def _write(self, path: Path, content: str | bytes) -> None:
+        write_checked(self.root, path, content, writer=self.writer)
 
     def _part(self, kind: str, index: int) -> Path:
         return self.root / _part_name(kind, index)

@@ -10,8 +10,6 @@ import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.extras import import_extra
-from kleash.store.atomic import write_atomically
-from kleash.store.checksums import write_checked
 
 TOKEN_COLUMNS: Mapping[str, str] = {
     "prompt_id": "int32",
@@ -108,30 +106,6 @@ NEVER_NULL = frozenset(
     + ["prompt_hash"]
 ) - {"top1_policy", "top1_reference", "rank_reference"}
 """Columns without nulls. The likeliest token and the rank are null where a server does not say them."""
-
-
-def write_table(
-    path: Path,
-    columns: Mapping[str, Any],
-    kinds: Mapping[str, str],
-    *,
-    root: Path | None = None,
-    writer: int = 0,
-) -> None:
-    """Write ``columns`` as the Parquet file ``path``, whole or not at all.
-
-    Args:
-        path: the file.
-        columns: an array or list for each name in ``kinds``; None is null.
-        kinds: the type of each column.
-        root: the folder that keeps the file's checksum; None for none.
-        writer: the number of this process among those that write the folder.
-    """
-    content = encode_table(columns, kinds)
-    if root is None:
-        write_atomically(path, content)
-    else:
-        write_checked(root, path, content, writer=writer)
 
 
 def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:

@@ -1,17 +1,12 @@
-"""Answers of servers as log-probabilities of listed tokens: K or K + 1 entries, ambiguous texts, bad numbers."""
+"""Answers of servers as log-probabilities of listed tokens: K or K + 1 entries, bad numbers."""
 
 import math
 
 import pytest
-from tiny_models import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
-    VocabularyTexts,
     position_from_ids,
-    position_from_texts,
     read_logprob,
     read_token_id,
 )
@@ -81,51 +76,3 @@ def test_what_is_no_token_is_refused(value: object) -> None:
 
 def test_token_ids_may_be_digits() -> None:
     assert read_token_id("7", 10) == read_token_id(7, 10) == 7
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> VocabularyTexts:
-    return VocabularyTexts(tokenizer=tiny_tokenizer(), size=320)
-
-
-def test_texts_are_tokens_where_only_one_token_has_them(vocabulary: VocabularyTexts) -> None:
-    sea = vocabulary.tokenizer.get_vocab()["Ġthe"]
-    assert vocabulary.piece_of(sea) == " the"
-    assert vocabulary.id_of(" the") == sea
-    assert vocabulary.id_of("") is None  # parts of characters
-    assert vocabulary.piece_of(319) == ""  # padding of the head
-
-
-def test_a_text_that_a_part_of_a_character_also_has_is_no_token() -> None:
-    """Byte-level tokenizers have tokens of a space and the first bytes of a quotation mark."""
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġâ"]
-    vocabulary = {piece: token_id for token_id, piece in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "â")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    space, part = tokenizer.convert_tokens_to_ids(["Ġ", "Ġâ"])
-    texts = VocabularyTexts(tokenizer=tokenizer, size=257)
-    assert texts.piece_of(space) == " " and texts.piece_of(part) == " \N{REPLACEMENT CHARACTER}"
-    assert texts.id_of(" ") is None  # llama-cpp-python writes both as " "
-    assert texts.id_of("x") == tokenizer.convert_tokens_to_ids("x")
-
-
-def test_texts_of_unknown_tokens_loosen_the_bound(vocabulary: VocabularyTexts) -> None:
-    the, a = vocabulary.id_of(" the"), vocabulary.id_of("a")
-    assert the is not None and a is not None
-    likeliest = {" the": -0.5, "": -1.0, "b": -3.0}
-    appended = position_from_texts({**likeliest, "a": -7.0}, a, "a", 3, vocabulary)
-    assert appended.listed == {the: -0.5, vocabulary.id_of("b"): -3.0}
-    assert (appended.unlisted_most, appended.is_complete, appended.top1) == (-1.0, True, the)
-    among = position_from_texts(likeliest, the, " the", 3, vocabulary)
-    assert among.listed[the] == -0.5 and among.rank == 0 and among.is_complete
-
-
-def test_a_text_of_two_listed_tokens_leaves_the_bound_open(vocabulary: VocabularyTexts) -> None:
-    a = vocabulary.id_of("a")
-    assert a is not None
-    position = position_from_texts({" the": -0.5, "a": -7.0}, a, "a", 2, vocabulary)
-    assert not position.is_complete  # two tokens may have had one text, or "a" is the second likeliest
-    assert (position.unlisted_most, position.top1, position.token_logp) == (0.0, None, -7.0)
-    assert a not in position.listed

@@ -52,12 +52,12 @@ def connected(server: str, tokenizer: PreTrainedTokenizerBase, pauses: list[floa
 
 @pytest.mark.parametrize(
     ("dialect", "name"),
-    [("vllm", "vLLM"), ("sglang", "SGLang"), ("llama", "echo and logprobs"), ("proxy", "vLLM")],
+    [("vllm", "vLLM"), ("sglang", "SGLang"), ("proxy", "vLLM")],
 )
 def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, name: str) -> None:
     endpoint = connected(dialect)
     assert (endpoint.dialect.name, endpoint.model, endpoint.top) == (name, "policy", 5)
-    assert endpoint.context_length == (None if dialect == "llama" else 400)
+    assert endpoint.context_length == 400
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         (
             "proxy",
             "400",
-            r"gives no log-probabilities of given tokens, which .* \(as vLLM, it refuses .* 400: .*; as echo .* 400",
+            r"refuses the request with 400: .*; serve the model with vLLM or SGLang",
         ),
         ("vllm", "404", r"refuses the request with 404: .*; see that its address is right"),
         ("proxy", "500", r"server answered 500: .* \(tried 3 times\); see that it runs"),
@@ -126,19 +126,8 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("vllm", "object200", r"answered with an error: 'no prompt, Bearer \*\*\*' \(tried 3 times\)"),
         ("sglang", "foreign", r"has token 100\d+, and the local model"),
         ("sglang", "truncated", r"broke off its answer"),
-        ("llama", "counts", r"tokens in its lists where \d+ were sent"),
-        ("llama", "nan", r"has nan as a log-probability"),
-        (
-            "llama",
-            "retokenised",
-            r"the server takes text, and cuts it into other tokens \(.* as token 34, which is",
-        ),
-        ("llama", "shifted", r"its log-probabilities of prompts belong to other positions"),
-        (
-            "llamacpp",
-            "none",
-            r"is llama.cpp's own server, which gives log-probabilities of generated tokens only",
-        ),
+        ("llama", "none", r"is llama-cpp-python; kleash reads the GGUF file itself"),
+        ("llamacpp", "none", r"is llama.cpp's own server; kleash reads the GGUF file itself"),
         ("vllm", "models", r"has 2 models \(policy, other\); choose one with --policy-model"),
         (
             "vllm",
@@ -297,56 +286,6 @@ def sequence(prompt: tuple[int, ...], response: tuple[int, ...]) -> TokenSequenc
     )
 
 
-def test_only_the_tokens_are_left_out_that_the_server_does_not_score(connected: Connect) -> None:
-    window = sequence((0,), (10, 11, 12))
-    assert connected("vllm").scorable(window) is window
-    shorter = connected("llama").scorable(window)
-    assert shorter is not None
-    assert (shorter.prompt_ids, shorter.response_ids) == ((0, 10), (11, 12))
-    assert connected("llama").scorable(sequence((0,), (10,))) is None
-
-
-def test_a_sequence_without_the_begin_token_is_named(connected: Connect) -> None:
-    with pytest.raises(EndpointError, match="cannot score prompt 0, sample 0: the server puts a begin token"):
-        connected("llama").score(sequence((10, 11), (12, 13)))
-
-
-def test_begin_tokens_within_a_sequence_are_left_out_of_the_lists_of_texts(connected: Connect) -> None:
-    endpoint = connected("llama")
-    prompt, response = (0, 300, 301, 0, 302), (303, 304)
-    scored = endpoint.score(sequence(prompt, response))
-    expected = connected("vllm").score(sequence(prompt, response))
-    np.testing.assert_array_equal(scored.token_logp, expected.token_logp)
-    with pytest.raises(
-        EndpointError, match="sample 0: it has the begin token '<s>' as token 6, of which the s"
-    ):
-        endpoint.score(sequence(prompt, (303, 0, 304)))
-
-
-def test_texts_that_differ_in_spaces_are_other_tokens(
-    connected: Connect, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    endpoint = connected("llama", "respaced")
-    ids = tuple(tokenizer("of two words")["input_ids"])
-    with pytest.raises(EndpointError, match=r"cuts it into other tokens \('.*' as token \d+, which is ' "):
-        endpoint.score(sequence(ids[:2], ids[2:]))
-
-
 def test_a_sequence_leaves_room_for_the_token_that_a_server_generates(connected: Connect) -> None:
     lengths = (None, 300, 400, 500)
     assert [connected("vllm").max_input_tokens(length) for length in lengths] == [398, 300, 398, 398]
-    assert [connected("llama").max_input_tokens(length) for length in lengths] == [None, 298, 398, 498]
-
-
-def test_parts_of_a_character_are_not_scored_as_other_parts(
-    connected: Connect, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    ids = tuple(tokenizer("of a smile \N{GRINNING FACE}")["input_ids"])
-    endpoint, expected = connected("llama"), connected("vllm").score(sequence(ids[:-2], ids[-2:]))
-    np.testing.assert_array_equal(
-        endpoint.score(sequence(ids[:-2], ids[-2:])).token_logp, expected.token_logp
-    )
-    with pytest.raises(
-        EndpointError, match=r"other tokens \(it has parts of characters, as where a response was"
-    ):
-        endpoint.score(sequence(ids[:-3], ids[-3:-1]))

@@ -1,4 +1,4 @@
-"""Measuring a model behind an inference server with prompt log-probabilities: vLLM, SGLang, llama-cpp-python."""
+"""Measuring a model behind an inference server with prompt log-probabilities: vLLM, SGLang."""
 
 from kleash.engines.endpoints.addresses import server_root
 from kleash.engines.endpoints.engine import EndpointEngine, ServedModel, served_model

@@ -20,14 +20,6 @@ def read_array(value: Any, what: str) -> list[Any]:
     return value
 
 
-def read_count(usage: Mapping[str, Any], name: str) -> int:
-    """A number of tokens in the field ``usage``; raises AnswerError."""
-    value = usage.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise AnswerError(f"has {str(value)[:40]!r} as {name}")
-    return value
-
-
 def check_count(count: int, expected: int, what: str) -> None:
     """Raise AnswerError unless two counts are equal."""
     if count != expected:

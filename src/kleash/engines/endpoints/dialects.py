@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from kleash.engines.endpoints.answer_fields import check_count, only_choice, read_array, read_object
-from kleash.engines.endpoints.echo_server import EchoServer
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
     ListedLogprobs,
@@ -29,7 +28,6 @@ class VLLM:
     """
 
     name: ClassVar[str] = "vLLM"
-    context_tokens: ClassVar[int] = 1
     reserved_tokens: ClassVar[int] = 1
     """It generates a token."""
     vocabulary: VocabularyTexts
@@ -82,7 +80,6 @@ class SGLang:
     """
 
     name: ClassVar[str] = "SGLang"
-    context_tokens: ClassVar[int] = 1
     reserved_tokens: ClassVar[int] = 7
     """``max_req_input_len`` of its workers is 6 tokens less, and a request is shorter than that."""
     vocabulary: VocabularyTexts
@@ -140,9 +137,7 @@ class SGLang:
         return token_id, -math.inf if values[0] is None else read_logprob(values[0])
 
 
-DIALECTS: Mapping[str, type[VLLM] | type[SGLang] | type[EchoServer]] = MappingProxyType(
-    {"vllm": VLLM, "sglang": SGLang, "me": EchoServer}
-)
-"""By the owner that a server names in its list of models; "me" is llama-cpp-python's."""
-NO_PROMPT_LOGPROBS = "llamacpp"
-"""The owner that llama.cpp's own server names."""
+DIALECTS: Mapping[str, type[VLLM] | type[SGLang]] = MappingProxyType({"vllm": VLLM, "sglang": SGLang})
+"""By the owner that a server names in its list of models. Any other server is asked as vLLM is."""
+LLAMA_CPP = MappingProxyType({"llamacpp": "llama.cpp's own server", "me": "llama-cpp-python"})
+"""Servers of llama.cpp by the owner that they name; kleash reads the GGUF file itself, exactly."""

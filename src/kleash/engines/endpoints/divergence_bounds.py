@@ -99,11 +99,10 @@ def _columns_of_chunk(
     known = _known_logprobs(local_logp, answer, rows, token_ids, endpoint_role, precision)
     listed_p, listed_q = (known.heads[role][:, :-1].double() for role in ("policy", "reference"))
     terms = torch.where(listed_p == -torch.inf, 0.0, listed_p.exp() * (listed_p - listed_q))
-    is_complete = torch.from_numpy(answer.is_complete[rows])
     listed_probability = known.heads[endpoint_role][:, :-1].double().exp().sum(-1).clamp(max=1)
     return {
         **_bound_columns(known),
-        "kl_of_listed": torch.where(is_complete, terms.sum(-1), torch.nan).numpy(),
+        "kl_of_listed": terms.sum(-1).numpy(),
         "listed_probability": listed_probability.numpy(),
         "token_is_listed": known.token_is_listed.double().numpy(),
     }

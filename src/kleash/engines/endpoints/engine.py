@@ -131,7 +131,7 @@ class EndpointEngine:
             NonFiniteError: if the local model's outputs are NaN or infinite, or the server gives a token no
                 probability.
         """
-        sequences, first_positions = self._scorable(shard.sequences)
+        sequences = shard.sequences
         answers: list[Future[ListedLogprobs]] = []
         pool = ThreadPoolExecutor(
             max_workers=self.job.endpoint_concurrency, thread_name_prefix="kleash-endpoint"
@@ -148,8 +148,6 @@ class EndpointEngine:
             pool.shutdown(cancel_futures=True)
         names = [name for name in columns if name.startswith("top_")]
         likeliest = {name.removeprefix("top_"): columns.pop(name) for name in names}
-        counts = [len(sequence.response_ids) for sequence in sequences]
-        columns["position"] += np.repeat(first_positions, counts).astype(np.int32)
         columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
         return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest=likeliest)
 
@@ -168,16 +166,6 @@ class EndpointEngine:
         return score_against_float32(
             self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
         )
-
-    def _scorable(self, sequences: Sequence[TokenSequence]) -> tuple[list[TokenSequence], list[int]]:
-        """The sequences as far as the server scores them, and the position of the first scored token of each."""
-        scorable, first_positions = [], []
-        for sequence in sequences:
-            shorter = self.endpoint.scorable(sequence)
-            if shorter is not None:
-                scorable.append(shorter)
-                first_positions.append(len(sequence.response_ids) - len(shorter.response_ids))
-        return scorable, first_positions
 
     def _columns(
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
@@ -284,7 +272,7 @@ def _concatenated(answers: Sequence[ListedLogprobs], least_width: int) -> Listed
 
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(answer, name) for answer in answers])
-        for name in ("token_logp", "unlisted_most", "top1", "top1_logp", "rank", "is_complete")
+        for name in ("token_logp", "unlisted_most", "top1", "top1_logp", "rank")
     }
     return ListedLogprobs(
         listed_ids=np.concatenate([padded(answer.listed_ids, -1) for answer in answers]),

@@ -50,8 +50,6 @@ class Dialect(Protocol):
     """How one kind of server is asked, and how it answers."""
 
     name: ClassVar[str]
-    context_tokens: ClassVar[int]
-    """Tokens at the beginning of a sequence of which the server gives no log-probability."""
     reserved_tokens: ClassVar[int]
     """Tokens of its context length that a sequence cannot have. The last token of a sequence is sent too."""
 

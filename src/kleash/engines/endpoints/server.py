@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kleash.engines.endpoints.answer_precision import LogprobPrecision, check_totals, find_precision
-from kleash.engines.endpoints.dialects import DIALECTS, NO_PROMPT_LOGPROBS, VLLM
-from kleash.engines.endpoints.echo_server import EchoServer
+from kleash.engines.endpoints.dialects import DIALECTS, LLAMA_CPP, VLLM
 from kleash.engines.endpoints.http_client import JSONClient, RefusedRequestError
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
     ListedLogprobs,
-    UnsendableError,
     VocabularyTexts,
 )
 from kleash.engines.endpoints.queries import Dialect, Query
@@ -23,14 +21,7 @@ from kleash.store.job_folder import PROBE_NATS, probe_change
 
 PROBE = "The quick brown fox isn't quick; it jumps over 12 lazy dogs, and they sleep."
 """A text that every server scores before the run, to check its tokens and their order."""
-ALIGNMENT_NATS = 0.25
-"""Largest difference of a likely token's log-probability between a prompt and a generation. Rounding in bfloat16 stays
-below it; the log-probabilities of another position do not."""
-ALIGNMENT_PREFIXES = (0.4, 0.6, 0.8)
-"""Shares of the probe after which the two are compared."""
-LIKELY_NATS = -4.0
-"""Tokens below this log-probability are not compared."""
-SERVERS_ADVICE = "serve the model with vLLM, SGLang or llama-cpp-python"
+SERVERS_ADVICE = "serve the model with vLLM or SGLang"
 
 ANSWER_ADVICE = (
     "see that it returns natural logarithms of probabilities, and that its model has the tokenizer of the "
@@ -147,21 +138,6 @@ class Endpoint:
         limit = max(1, length - self.dialect.reserved_tokens - 1)
         return limit if local_length is None else min(limit, local_length)
 
-    def scorable(self, sequence: TokenSequence) -> TokenSequence | None:
-        """The sequence without the first tokens that the server does not score; None if no other token is left."""
-        missing = self.dialect.context_tokens - len(sequence.prompt_ids)
-        if missing <= 0:
-            return sequence
-        if missing >= len(sequence.response_ids):
-            return None
-        logp_sampled = sequence.logp_sampled
-        return replace(
-            sequence,
-            prompt_ids=(*sequence.prompt_ids, *sequence.response_ids[:missing]),
-            response_ids=sequence.response_ids[missing:],
-            logp_sampled=None if logp_sampled is None else logp_sampled[missing:],
-        )
-
     def score(self, sequence: TokenSequence) -> ListedLogprobs:
         """What the server says about the response tokens of a sequence.
 
@@ -183,8 +159,6 @@ class Endpoint:
             raise EndpointError(
                 f"{self.client.subject}: the answer for {sequence.name} {error}; {ANSWER_ADVICE}"
             ) from error
-        except UnsendableError as error:
-            raise EndpointError(f"{self.client.subject} cannot score {sequence.name}: {error}") from error
         except RefusedRequestError as error:
             raise EndpointError(f"{error}{error.advice}") from error
         texts = [text for text in answer.texts.items() if text not in self.checked_texts]
@@ -223,114 +197,43 @@ def connect(
         TokenizerMismatchError: if its tokens are not those of the tokenizer.
     """
     name, owner, context_length, is_adapter = listed_model
-    if owner == NO_PROMPT_LOGPROBS:
+    if owner in LLAMA_CPP:
         raise EndpointError(
-            f"{client.subject} is llama.cpp's own server, which gives log-probabilities of generated tokens only, and "
-            f"kleash needs those of given tokens: {SERVERS_ADVICE}"
+            f"{client.subject} is {LLAMA_CPP[owner]}; kleash reads the GGUF file itself, exactly: name the file in "
+            "place of the address"
         )
     vocabulary = VocabularyTexts(tokenizer=tokenizer, size=vocab_size)
     token_ids = tokenizer(PROBE)["input_ids"]
-    dialects = [DIALECTS[owner]] if owner in DIALECTS else [VLLM, EchoServer]
-    failures: list[str] = []
-    without_answer: list[EndpointError] = []
-    for kind in dialects:
-        scored = len(token_ids) - kind.context_tokens
-        query = Query(
-            token_ids=token_ids,
-            scored=scored,
-            top=min(top, vocab_size),
-            model=name,
-            is_adapter=is_adapter,
-        )
-        try:
-            dialect, answer = _probe(client, kind(vocabulary=vocabulary), query)
-            precision = find_precision(answer)
-            check_totals(answer, np.asarray(token_ids[query.first :]), vocab_size, precision)
-        except AnswerError as error:
-            failures.append(f"as {kind.name}, its answer to the probe {error}")
-        except UnsendableError as error:
-            if len(dialects) == 1:
-                raise EndpointError(f"{client.subject} cannot score the probe: {error}") from error
-            failures.append(f"as {kind.name}, {error}")
-        except RefusedRequestError as error:
-            if len(dialects) == 1:
-                raise EndpointError(f"{error}{error.advice}") from error
-            failures.append(f"as {kind.name}, it {str(error).removeprefix(client.subject + ' ')}")
-        except EndpointError as error:
-            without_answer.append(error)
-            failures.append(f"as {kind.name}, it {str(error).removeprefix(client.subject + ' ')}")
-        else:
-            check_texts(client, vocabulary, answer.texts)
-            return Endpoint(
-                client=client,
-                dialect=dialect,
-                model=name,
-                top=query.top,
-                context_length=context_length,
-                precision=precision,
-                probe=query,
-                probe_logps=tuple(answer.token_logp.tolist()),
-            )
-    if len(without_answer) == len(dialects):  # no server, a refused key, or an error that each request has
-        raise without_answer[0]
-    reason = "; ".join(failures)
-    if len(dialects) == 1:
-        raise EndpointError(
-            f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; {ANSWER_ADVICE}"
-        )
-    raise EndpointError(
-        f"{client.subject} gives no log-probabilities of given tokens, which kleash needs: {SERVERS_ADVICE} ({reason})"
+    dialect = DIALECTS.get(owner, VLLM)(vocabulary=vocabulary)
+    query = Query(
+        token_ids=token_ids,
+        scored=len(token_ids) - 1,
+        top=min(top, vocab_size),
+        model=name,
+        is_adapter=is_adapter,
     )
-
-
-def _probe(client: JSONClient, dialect: Dialect, query: Query) -> tuple[Dialect, ListedLogprobs]:
-    """Score the probe; for a server that takes text, also find out whether it adds a begin token.
-
-    Raises:
-        AnswerError, EndpointError: as ``Endpoint.score``; also if its positions are shifted.
-    """
-    if isinstance(dialect, EchoServer):
-        begin = int(query.token_ids[0] == dialect.vocabulary.tokenizer.bos_token_id)
-        words = query.token_ids[begin:]
-        request = dialect.request(replace(query, token_ids=words, scored=1))
-        dialect = dialect.of_answer(client.post(request.path, request.body), words)
-    answer = _ask(client, dialect, query)
-    if isinstance(dialect, EchoServer):
-        check_alignment(client, dialect, query, answer)
-    return dialect, answer
-
-
-def check_alignment(client: JSONClient, dialect: EchoServer, query: Query, answer: ListedLogprobs) -> None:
-    """Check that the log-probabilities of a prompt are those of generating its tokens.
-
-    After some prefixes of the probe the server is asked for the next token's distribution, which must agree with the
-    distribution at the same position of the prompt. llama-cpp-python gives that of the next position to a prompt that
-    begins without a begin token.
-
-    Raises:
-        EndpointError: if they do not agree.
-    """
-    for share in ALIGNMENT_PREFIXES:
-        index = max(query.first, round(share * len(query.token_ids)))
-        request = dialect.next_token_request(query.token_ids[:index], query)
-        generated = dialect.read_next_token(client.post(request.path, request.body))
-        row = index - query.first
-        token = query.token_ids[index]
-        listed = dict(zip(answer.listed_ids[row].tolist(), answer.listed_logp[row].tolist(), strict=True))
-        listed.setdefault(token, float(answer.token_logp[row]))
-        for text, logp in generated.items():
-            token_id = dialect.vocabulary.id_of(text)
-            if token_id is None or logp < LIKELY_NATS:
-                continue
-            prompt_logp = listed.get(token_id, float(answer.unlisted_most[row]))
-            difference = abs(prompt_logp - logp) if token_id in listed else logp - prompt_logp
-            if difference > ALIGNMENT_NATS:
-                raise EndpointError(
-                    f"{client.subject} gives {text!r} a log-probability of {logp:.2f} where it generates the token "
-                    f"after {index} tokens, and {prompt_logp:.2f} or less in a prompt: its log-probabilities of "
-                    "prompts belong to other positions (llama-cpp-python shifts them by one token for a model "
-                    "without a begin token); serve the model with vLLM or SGLang"
-                )
+    advice = ANSWER_ADVICE if owner in DIALECTS else SERVERS_ADVICE
+    try:
+        answer = _ask(client, dialect, query)
+        precision = find_precision(answer)
+        check_totals(answer, np.asarray(token_ids[query.first :]), vocab_size, precision)
+    except AnswerError as error:
+        raise EndpointError(
+            f"{client.subject} ({dialect.name}): its answer to the probe {error}; {advice}"
+        ) from error
+    except RefusedRequestError as error:
+        raise EndpointError(f"{error}{error.advice if owner in DIALECTS else f'; {advice}'}") from error
+    check_texts(client, vocabulary, answer.texts)
+    return Endpoint(
+        client=client,
+        dialect=dialect,
+        model=name,
+        top=query.top,
+        context_length=context_length,
+        precision=precision,
+        probe=query,
+        probe_logps=tuple(answer.token_logp.tolist()),
+    )
 
 
 def check_texts(client: JSONClient, vocabulary: VocabularyTexts, texts: Mapping[int, str]) -> None:

@@ -1,0 +1,379 @@
+"""Any number of processes on one folder measure what one process measures: the same files and the same numbers."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+from single_loads import load_one_at_a_time
+
+from kleash.cli import main
+from kleash.engines import LocalEngine, Shard, ShardResult
+from kleash.errors import OptionError, RunFolderError
+from kleash.measuring import Measurement, measure, run_identity, shard_scoring
+from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.run import measure_together, on_device_of_rank
+from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums
+from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
+from kleash.measuring.shards import SourceChecks
+from kleash.models import Pair, TokenSequence, load_pair
+from kleash.records import MeasureJob, RunFolder
+from kleash.store.checksums import write_checked
+from kleash.store.job_folder import RunHeader
+from kleash.store.tables import TOKEN_COLUMNS, encode_table, read_columns
+from kleash.uncertainty import Estimate
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # filters belong to the process, and some processes are threads here
+HEADER = RunHeader(kleash="1", settings={}, source_sha256="a" * 64, fingerprints={})
+
+
+@pytest.fixture(scope="module")
+def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> MeasureJob:
+    """About a dozen shards."""
+    policy, reference = map(str, pair)
+    return MeasureJob(
+        policy=policy,
+        reference=reference,
+        prompts=str(prompts),
+        max_new_tokens=6,
+        batch_tokens=8,
+        out=str(tmp_path_factory.mktemp("alone") / "run"),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(job: MeasureJob) -> Measurement:
+    """The measurement of one process."""
+    return measure(job)
+
+
+@pytest.fixture(scope="module")
+def models(job: MeasureJob) -> Pair:
+    return load_pair(job.policy, job.reference)
+
+
+def numbers(measurement: Measurement) -> dict[str, Any]:
+    """Everything but the time."""
+    return {
+        name: value
+        for name, value in json.loads(measurement.to_json()).items()
+        if name not in ("seconds", "finished")
+    }
+
+
+def opened(job: MeasureJob, models: Pair, folder: RunFolder) -> OpenRun:
+    return OpenRun(job=job, pair=models, folder=folder, reporter=NullProgressReporter(), source_sha256="")
+
+
+def score_together(
+    job: MeasureJob,
+    models: Pair,
+    out: Path,
+    processes: int,
+    delay: Callable[[int, Shard], None] = lambda process, shard: None,
+) -> list[Future[Any]]:
+    """``run_shards`` of several processes, which are threads: a claim belongs to an open file, not to a process."""
+
+    class DelayedEngine(LocalEngine):
+        def run(self, shard: Shard) -> ShardResult:
+            delay(process_of[id(self)], shard)
+            return super().run(shard)
+
+    process_of: dict[int, int] = {}
+    begin = Barrier(processes)
+
+    def work(process: int) -> Any:
+        engine = DelayedEngine(pair=models, job=job)
+        process_of[id(engine)] = process
+        with RunFolder(out).writing(HEADER, resume=True) as folder:
+            begin.wait()
+            return run_shards(opened(job, models, folder), engine)
+
+    with ThreadPoolExecutor(processes) as threads:
+        return [threads.submit(work, process) for process in range(processes)]
+
+
+def parts(out: Path, kind: str, count: int | None = None) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((out / kind).glob("part-*"))[:count]}
+
+
+def require_same_parts(out: Path, reference: Path, count: int | None = None) -> None:
+    for kind in ("tokens", "sequences"):
+        assert parts(out, kind, count) == parts(reference, kind, count)
+
+
+def copy_shards(source: Path, folder: RunFolder, indices: list[int]) -> None:
+    for index in indices:
+        for kind in ("tokens", "sequences"):
+            name = f"{kind}/part-{index:05d}.parquet"
+            write_checked(folder.root, folder.root / name, (source / name).read_bytes())
+
+
+@pytest.mark.parametrize("processes", [2, 5])
+def test_processes_write_the_shards_of_one(
+    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path, processes: int
+) -> None:
+    scored: list[int] = []
+    for future in score_together(
+        job, models, tmp_path, processes, lambda _, shard: scored.append(shard.index)
+    ):
+        assert len(future.result().checks._shards) == alone.counts.shards
+    assert sorted(scored) == list(range(alone.counts.shards)), "each is scored once"
+    require_same_parts(tmp_path, Path(str(job.out)))
+    assert not (tmp_path / ".claims").exists()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_missing_is_scored_and_nothing_else(
+    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path, seed: int
+) -> None:
+    draw, source = random.Random(seed), Path(str(job.out))
+    on_disk = draw.sample(range(alone.counts.shards), draw.randint(1, alone.counts.shards - 1))
+    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
+        copy_shards(source, folder, on_disk)
+    scored: list[int] = []
+    futures = score_together(job, models, tmp_path, 2, lambda _, shard: scored.append(shard.index))
+    assert [future.exception() for future in futures] == [None, None]
+    assert sorted([*scored, *on_disk]) == list(range(alone.counts.shards))
+    require_same_parts(tmp_path, source)
+
+
+def test_a_process_that_fails_leaves_its_shards_to_the_others(
+    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path
+) -> None:
+    def fail(process: int, shard: Shard) -> None:
+        if process == 1 and shard.index > 2:
+            raise RunFolderError("no space is left to write part-00003.parquet")
+        time.sleep(0.02)
+
+    futures = score_together(job, models, tmp_path, 2, fail)
+    assert futures[0].exception() is None and isinstance(futures[1].exception(), RunFolderError)
+    require_same_parts(tmp_path, Path(str(job.out)))
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_until_relative_error_stops_at_the_same_shard(
+    job: MeasureJob, models: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """Also if processes have scored beyond it, and if the run goes on with shards beyond it on disk."""
+    monkeypatch.setattr(shard_scoring, "MIN_CLUSTERS", 8)
+    stopping = replace(job, until_relative_error=0.2)
+    (expected,) = (future.result() for future in score_together(stopping, models, tmp_path / "one", 1))
+    stop = RunFolder(tmp_path / "one").stop
+    assert stop is not None and 2 <= stop < 10 and len(expected.checks._shards) == stop
+    out = tmp_path / "several"
+
+    def delay(process: int, shard: Shard) -> None:
+        time.sleep(0.3 if process == 0 and processes > 1 else 0.0)
+
+    for again in range(2):
+        for future in score_together(stopping, models, out, processes, delay):
+            assert len(future.result().checks._shards) == stop
+        assert RunFolder(out).stop == stop and RunFolder(out).finished_shards() == tuple(range(stop))
+        require_same_parts(out, tmp_path / "one", stop)
+        if again == 0:
+            with RunFolder(out).writing(HEADER, resume=True) as folder:
+                copy_shards(Path(str(job.out)), folder, [stop + 1])
+
+
+def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(
+    job: MeasureJob, models: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision reads the sums of all sequences: one after each of n shards would take a time of order n²."""
+    decisions: list[int] = []
+    kl_of = SequenceClusters.kl
+
+    def counted(clusters: SequenceClusters) -> Estimate:
+        decisions.append(len(clusters._shards))
+        return kl_of(clusters)
+
+    monkeypatch.setattr(SequenceClusters, "kl", counted)
+    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
+        running = RunningKL(run=opened(replace(job, until_relative_error=1e-9), models, folder))
+        for index in range(1000):
+            running.own_sums[index] = SequenceSums(
+                *(np.array([index]), np.array([0]), np.array([index])),
+                *(np.array([index % 7 + 1.0]), np.array([5.0])),
+            )
+            running.advance()
+    assert running.next_index == 1000 and running.stop is None
+    assert decisions[:100] == list(range(1, 101)) and len(decisions) < 350
+    assert all(later <= 1.01 * earlier + 1 for earlier, later in pairwise(decisions))
+
+
+def words_of(job: MeasureJob, out: Path) -> list[str]:
+    options = {
+        "--policy": job.policy,
+        "--reference": job.reference,
+        "--prompts": str(job.prompts),
+        "--out": str(out),
+    }
+    numbers = {"--max-new-tokens": job.max_new_tokens, "--batch-tokens": job.batch_tokens}
+    return [
+        "measure",
+        *(word for name, value in {**options, **numbers}.items() for word in (name, str(value))),
+    ]
+
+
+def started(words: list[str]) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "kleash", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_three_commands_measure_what_one_measures_though_one_is_killed(
+    job: MeasureJob, alone: Measurement, tmp_path: Path
+) -> None:
+    """One prints the result and owns the exit code of the gate, another one ends with 0."""
+    out = tmp_path / "run"
+    words = [*words_of(job, out), "--at-most", "1e-9"]
+    processes = [started(words) for _ in range(3)]
+    while not any((out / "sequences").glob("part-*")):
+        assert any(process.poll() is None for process in processes)
+        time.sleep(0.005)
+    processes[1].kill()
+    ended = [(process.communicate(timeout=200), process.returncode) for process in processes]
+    codes, killed = sorted(code for _, code in ended), -9
+    assert codes in ([killed, 0, 1], [0, 0, 1]), ended  # the second if all was over before the signal
+    assert sum("KL(policy ‖ reference)" in output for (output, _), code in ended if code == 1) == 1
+    assert not any(output for (output, _), code in ended if code == 0)
+    measured = Measurement.read(out)
+    assert measured.gate is not None and numbers(replace(measured, gate=None)) == numbers(alone)
+    require_same_parts(out, Path(str(job.out)))
+
+
+def test_a_second_process_needs_no_resume_and_returns_the_same(
+    job: MeasureJob, alone: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_one_at_a_time(monkeypatch)
+    job = replace(job, out=str(tmp_path / "run"))
+    begin = Barrier(2)
+
+    class Reporter(NullProgressReporter):
+        def set_total(self, sequences: int | None) -> None:
+            begin.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        results = [
+            future.result()
+            for future in [threads.submit(measure_together, job, Reporter()) for _ in range(2)]
+        ]
+    assert sorted(result.is_own for result in results) == [False, True]
+    assert [numbers(result.measurement) for result in results] == [numbers(alone)] * 2
+    with pytest.raises(RunFolderError, match="--resume"):
+        measure(job)
+    assert numbers(measure(replace(job, resume=True))) == numbers(alone)
+
+
+@pytest.mark.parametrize("change", ["seed", "source", "version", "package", "dtype"])
+def test_a_process_that_measures_something_else_is_refused_before_its_first_shard(
+    job: MeasureJob, alone: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    out = shutil.copytree(Path(str(job.out)), tmp_path / "run")
+    shutil.rmtree(out / "sequences")
+    (out / "sequences").mkdir()
+    shutil.copy(Path(str(job.out)) / "sequences" / "part-00000.parquet", out / "sequences")
+    other, message = replace(job, out=str(out), resume=True), ""
+    if change == "seed":
+        other, message = replace(other, seed=7), "--seed was 0 and is now 7"
+    elif change == "source":
+        path = tmp_path / "prompts.txt"
+        path.write_text(Path(str(job.prompts)).read_text().replace("boat", "goat"))
+        other, message = replace(other, prompts=str(path)), "the source's content (sha256) was "
+    elif change == "version":
+        monkeypatch.setattr(run_identity, "__version__", "9.9")
+        message = "and is now '9.9'"
+    elif change == "package":
+        version = run_identity.version
+        monkeypatch.setattr(run_identity, "version", lambda name: "4.1" if name == "torch" else version(name))
+        message = "the version of torch was "
+    else:
+        other, message = replace(other, dtype="float64"), "--dtype was 'auto' and is now 'float64'"
+    with pytest.raises(RunFolderError) as caught:
+        measure(other)
+    assert message in str(caught.value) and "holds another run" in str(caught.value)
+    assert len(list((out / "sequences").iterdir())) == 1
+
+
+def test_several_launched_processes_need_the_name_of_a_folder(
+    job: MeasureJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="give --out"):
+        measure(replace(job, out=None))
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [(["measure", "--shard", "3/8"], "in every array task"), (["merge", "run"], "in every array task")],
+)
+def test_what_is_gone_is_refused_with_what_to_use_instead(
+    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert advice in capsys.readouterr().err
+    with pytest.raises(ImportError, match="call measure with one job"):
+        from kleash.measuring import merge  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "expected"),
+    [
+        ("auto", "2", "cuda:1"),
+        ("cuda", "3", "cuda:1"),
+        ("cuda:1", "2", "cuda:1"),
+        ("cpu", "2", "cpu"),
+        ("cuda", "1", "cuda"),
+    ],
+)
+def test_the_processes_of_a_machine_take_its_gpus_in_turn(
+    job: MeasureJob, monkeypatch: pytest.MonkeyPatch, device: str, local: str, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, value)
+    assert on_device_of_rank(replace(job, device=device)).device == expected
+
+
+def test_checks_of_a_run_that_stops_early_are_those_of_its_shards() -> None:
+    checks = SourceChecks(temperature=1.0)
+    for temperature in (1.0, None, 0.7):
+        checks.add(
+            [
+                TokenSequence(
+                    prompt_id=0,
+                    sample_id=0,
+                    prompt_ids=(1,),
+                    response_ids=(2,),
+                    prompt_text="",
+                    response_text="",
+                    temperature=temperature,
+                )
+            ]
+        )
+    assert "temperature 0.7" in checks.warnings()[0] and checks.first(2).warnings() == ()
+
+
+def test_files_of_two_processes_that_do_not_fit_are_refused(
+    job: MeasureJob, alone: Measurement, tmp_path: Path
+) -> None:
+    """As where a disk knows no locks, and two machines round apart."""
+    out = shutil.copytree(Path(str(job.out)), tmp_path / "run")
+    path = out / "tokens" / "part-00000.parquet"
+    columns = {name: values[:-1] for name, values in read_columns(path, list(TOKEN_COLUMNS)).items()}
+    write_checked(out, path, encode_table(columns, TOKEN_COLUMNS))
+    with pytest.raises(RunFolderError, match="different processes"):
+        measure(replace(job, out=str(out), resume=True))
