@@ -46,8 +46,6 @@ def require_packages(command: Command) -> None:
             _require_for_training(command)
         case ReportJob():
             _require_with_trackers(["rich", "pyarrow", *PAGES], command.report_to, "'kleash[models]'")
-            if command.picture is not None:
-                require_installed(("matplotlib",), "'kleash[pictures]'")
         case CompareJob():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
         case MismatchJob():

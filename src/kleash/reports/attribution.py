@@ -165,6 +165,6 @@ def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) 
 
 def _draw_modules(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) -> None:
     """Draw a row for each kind of module."""
-    row_dots(axes, [keep_end(name, 28) for name in names], {CHANGE: changes})
+    row_dots(axes, [keep_end(name) for name in names], {CHANGE: changes})
     axes.axvline(0, color=INK, linewidth=1)
     name_axes(axes, CHANGE, "")

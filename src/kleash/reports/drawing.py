@@ -39,6 +39,8 @@ TICK_DIGITS = (
 """Leading digits of the ticks of a logarithmic axis: the first that give ``MIN_LOG_TICKS``, or the last."""
 LABEL_ROOM = (0.05, 0.07)
 """Shares of a chart's width and height within which labels of points would lie on each other."""
+MAX_NAMED_POINTS = 3
+"""Points that a shared label names."""
 STYLE: Mapping[str, Any] = {
     "text.parse_math": False,  # names may contain dollar signs
     "font.family": ["DejaVu Sans"],
@@ -248,7 +250,7 @@ def band(axes: Any, x: Sequence[float], low: Sequence[float], high: Sequence[flo
 
 def step_axis(axes: Any) -> None:
     """Make x an axis of training steps, with ticks only at whole steps."""
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.grid(visible=False, axis="x")
 
 
@@ -274,12 +276,22 @@ def log_axis(
     axis.set_ticks([], minor=True)
 
 
+def shown_ends(numbers: Iterable[Number]) -> list[float]:
+    """Values, and the ends of their intervals within a factor of 10 of them: what a logarithmic axis must show."""
+    return [
+        each
+        for number in numbers
+        for each in (number.value, *number.ci95)
+        if number.value / 10 <= each <= 10 * number.value
+    ]
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Round numbers from ``low`` to ``high``, at least ``MIN_LOG_TICKS`` where possible."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for digits in TICK_DIGITS:
-        ticks = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) >= MIN_LOG_TICKS:
             break
@@ -289,9 +301,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
     """Write a label beside each point; points (label, x, y) whose labels would lie on each other share one.
 
-    What a logarithmic axis has no place for is left out. The limits of both axes must be set.
+    What a logarithmic axis has no place for is left out.
     """
-    axes.get_xlim(), axes.get_ylim()  # which computes those that are not set
+    axes.autoscale_view()  # which computes the limits that are not set
     groups: list[tuple[list[str], tuple[float, float], tuple[float, float]]] = []
     to_share = axes.transData + axes.transAxes.inverted()
     for label, x, y in points:
@@ -305,4 +317,5 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
         else:
             groups.append(([label], place, (x, y)))
     for labels, _, point in groups:
-        axes.annotate(", ".join(labels), point, xytext=(5, 4), textcoords="offset points")
+        text = ", ".join(labels if len(labels) <= MAX_NAMED_POINTS else [*labels[:MAX_NAMED_POINTS], "…"])
+        axes.annotate(text, point, xytext=(5, 4), textcoords="offset points")

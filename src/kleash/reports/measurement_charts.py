@@ -19,6 +19,7 @@ from kleash.reports.drawing import (
     name_rows,
     row_dots,
     row_height,
+    shown_ends,
 )
 from kleash.reports.formatting import (
     UNKNOWN,
@@ -124,9 +125,9 @@ def _draw_quantiles(
 ) -> None:
     """Draw a row for each level, on a logarithmic axis unless a quantile is 0."""
     row_dots(axes, labels, {label_of(name): list(numbers.values()) for name, numbers in quantiles.items()})
-    values = [number.value for numbers in quantiles.values() for number in numbers.values()]
-    if all(value > 0 for value in values if math.isfinite(value)):
-        log_axis(axes, "x", values)
+    shown = [number for numbers in quantiles.values() for number in numbers.values()]
+    if all(number.value > 0 for number in shown if math.isfinite(number.value)):
+        log_axis(axes, "x", shown_ends(shown))
     name_axes(axes, "KL of a token, nats", "share of the tokens at or below")
 
 

@@ -118,11 +118,11 @@ def _add_title(figure: Any, title: str, subtitles: Sequence[str]) -> None:
     """Write a title in bold and lines below it, at the left, broken at the figure's width."""
     width, height = figure.get_size_inches()
     title_lines = textwrap.wrap(title, int(8.6 * width))
-    lines = [line for subtitle in subtitles for line in textwrap.wrap(subtitle, int(10 * width))]
-    title_height, lines_height = 0.22 * len(title_lines) + 0.03, 0.2 * len(lines)
+    lines = [line for subtitle in subtitles for line in textwrap.wrap(subtitle, int(11 * width))]
+    title_height, lines_height = 0.22 * len(title_lines) + 0.03, 0.18 * len(lines)
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - (title_height + lines_height + 0.2) / height))
     figure.text(0.012, 1 - 0.07 / height, "\n".join(title_lines), fontsize=12.5, fontweight="bold", va="top")
-    figure.text(0.012, 1 - (0.1 + title_height) / height, "\n".join(lines), va="top")
+    figure.text(0.012, 1 - (0.1 + title_height) / height, "\n".join(lines), fontsize=9.5, va="top")
 
 
 def _name(path: str) -> str:

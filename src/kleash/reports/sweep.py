@@ -27,6 +27,7 @@ from kleash.reports.drawing import (
     name_axes,
     row_dots,
     row_height,
+    shown_ends,
 )
 from kleash.reports.formatting import (
     UNKNOWN,
@@ -205,7 +206,7 @@ class Point(NamedTuple):
 
 def _ranking_chart(sweep: Sweep) -> Chart:
     """A row for each candidate, the smallest KL first."""
-    ranking, names = sweep.ranking[:MAX_CANDIDATES], names_of_candidates(sweep, 28)
+    ranking, names = sweep.ranking[:MAX_CANDIDATES], names_of_candidates(sweep, 22)
     left_out = len(sweep.ranking) - len(ranking)
     numbers = [candidate.numbers[sweep.rank_by] for candidate in ranking]
     labels = [
@@ -230,7 +231,7 @@ def _ranking_chart(sweep: Sweep) -> Chart:
 def _draw_ranking(axes: Any, *, numbers: Sequence[Number], labels: Sequence[str], rank_by: str) -> None:
     """Draw a row for each candidate; a KL of 0, for which a logarithmic axis has no place, is a 0 at its left end."""
     row_dots(axes, labels, {rank_by: numbers})
-    log_axis(axes, "x", [value for number in numbers for value in (number.value, *number.ci95)])
+    log_axis(axes, "x", shown_ends(numbers))
     if axes.get_xscale() == "log":
         for row, number in enumerate(numbers):
             if number.value == 0:
@@ -286,7 +287,7 @@ def _draw_scatter(axes: Any, *, points: Sequence[Point], rank_by: str, x_title: 
         ]
         if chosen:
             dots(axes, chosen, color=color, label=label)
-    log_axis(axes, "y", [value for number in numbers for value in (number.value, *number.ci95)])
+    log_axis(axes, "y", shown_ends(numbers))
     if is_bytes:
         log_axis(axes, "x", [point.x for point in points], format_round_bytes)
     label_points(
