@@ -11,7 +11,6 @@ from kleash.reports.formatting import (
     format_count,
     format_percent,
     format_with_interval,
-    keep_end,
     make_visible,
     nan_as_minimum,
     short_names,
@@ -165,6 +164,6 @@ def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) 
 
 def _draw_modules(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) -> None:
     """Draw a row for each kind of module."""
-    row_dots(axes, [keep_end(name) for name in names], {CHANGE: changes})
+    row_dots(axes, names, {CHANGE: changes})
     axes.axvline(0, color=INK, linewidth=1)
     name_axes(axes, CHANGE, "")

@@ -10,7 +10,7 @@ from io import BytesIO
 from typing import Any
 
 from kleash.extras import import_extra
-from kleash.reports.formatting import make_visible, typographic
+from kleash.reports.formatting import keep_end, make_visible, typographic
 from kleash.store import Number
 
 ACCENT, MUTED, BAND, INK, GRID = "#1d5c96", "#9a9da3", "#d7e2eb", "#3f434b", "#e6e6e1"
@@ -28,7 +28,7 @@ WIDTH = 6.0
 """Of a chart in inches of 72 units: an 11-unit text has 8 pixels on a phone of 360 pixels."""
 SERIES_DISTANCE = 0.24
 """Vertical distance between the dots of one row, in rows."""
-LEGEND_CHARACTERS = 56
+LEGEND_CHARACTERS, MAX_ROW_NAME = 56, 36
 MAX_LINEAR_TICKS, MIN_LOG_TICKS, MAX_LOG_TICKS = 5, 3, 7
 TICK_DIGITS = (
     (1.0,),
@@ -210,8 +210,8 @@ def row_dots(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[Num
 
 
 def name_rows(axes: Any, labels: Sequence[str]) -> None:
-    """Make y an axis of named rows, from top to bottom."""
-    axes.set_yticks(range(len(labels)), [make_visible(label) for label in labels])
+    """Make y an axis of named rows, from top to bottom; of long names the end is shown."""
+    axes.set_yticks(range(len(labels)), [keep_end(label, MAX_ROW_NAME) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
 
