@@ -292,6 +292,13 @@ def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurem
         assert token_row(drift, tokens, {(*key, drift.position)}).is_shown is True
 
 
+def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path: Path) -> None:
+    """Also of few long sequences, of which many tokens are drawn beside the context of those with the largest KL."""
+    measurement = write_synthetic_run(tmp_path, prompts=26, samples=1, tokens=1300, hostile=False)
+    assert measurement.counts.tokens > 24_000
+    assert write_report(tmp_path).stat().st_size < 1_500_000
+
+
 def test_an_unfinished_run_raises(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder\?"):
         write_report(tmp_path)

@@ -13,10 +13,10 @@ from kleash.store.measurement import Drifted
 from kleash.store.statistics import kl_directions
 
 MAX_SEQUENCES = 50
-MAX_TOKENS_OF_SEQUENCE = 1000
-MAX_TOKENS = 25_600
+MAX_TOKENS_OF_SEQUENCE = 500
+MAX_TOKENS = 5_000
 """Limits of what is drawn. All tokens are counted in the statistics."""
-CONTEXT_BEFORE, CONTEXT_AFTER = 60, 30
+CONTEXT_BEFORE, CONTEXT_AFTER = 30, 15
 """Tokens drawn around a token with large KL that lies outside the drawn sequences."""
 MAX_PROMPT = 4000
 NUM_COLOURS = 8
