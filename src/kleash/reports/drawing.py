@@ -89,12 +89,12 @@ class Chart:
 
 
 @contextmanager
-def matplotlib_style(salt: str, **settings: Any) -> Generator[Any]:
+def matplotlib_style(salt: str, settings: Mapping[str, Any] | None = None) -> Generator[Any]:
     """Context in which Matplotlib has this style and no other settings; its value is the class of figures.
 
     Args:
         salt: of the ids in an SVG file; equal data and salts give equal bytes.
-        settings: further ``rcParams``, with "_" in place of ".".
+        settings: further ``rcParams``.
 
     Raises:
         MissingExtraError: if Matplotlib is not installed.
@@ -104,8 +104,7 @@ def matplotlib_style(salt: str, **settings: Any) -> Generator[Any]:
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # another font or a box shows it
         matplotlib.rcdefaults()
-        own = {name.replace("_", "."): value for name, value in settings.items()}
-        matplotlib.rcParams.update({**STYLE, "svg.hashsalt": salt, **own})
+        matplotlib.rcParams.update({**STYLE, "svg.hashsalt": salt, **(settings or {})})
         yield figures.Figure
 
 
@@ -133,12 +132,12 @@ def to_svg(chart: Chart) -> str:
     Ids are those that are referred to, and differ between charts of different names.
     """
     content = BytesIO()
-    with matplotlib_style(chart.name, svg_fonttype="none") as make_figure:
+    with matplotlib_style(chart.name, {"svg.fonttype": "none"}) as make_figure:
         figure = chart_figure(make_figure, chart)
         figure.savefig(content, format="svg", metadata={"Date": None}, transparent=True)
     text = content.getvalue().decode("utf-8")
     body = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<g ") :])
-    body = re.sub(r"#[0-9a-f]{6}(?=[^<]*>)", lambda found: VARIABLES.get(found[0], found[0]), body)
+    body = re.sub(r"#[0-9a-f]{6}(?=[^<]*>)", lambda colour: VARIABLES.get(colour[0], colour[0]), body)
     return f'<svg viewBox="0 0 {72 * WIDTH:g} {72 * chart.height:g}">{body.rstrip()}'
 
 

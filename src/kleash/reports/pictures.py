@@ -59,7 +59,7 @@ def write_picture(path: Path, result: Measurement | Sweep) -> Path:
         raise OptionError(f"a picture is a file that ends in {' or '.join(PICTURES)}; it is {path}")
     content = BytesIO()
     kind = path.suffix.lower().removeprefix(".")
-    with matplotlib_style("kleash", font_family=_font_families()) as make_figure:
+    with matplotlib_style("kleash", {"font.family": _font_families()}) as make_figure:
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
         picture_figure(make_figure, result).savefig(
             content, format=kind, dpi=DOTS_PER_INCH, metadata=metadata
