@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from kleash.reports.drawing import Chart
 from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
@@ -64,6 +65,12 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
         measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most, statistic))
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
+    context = report_context(files, measurement)
+    return write_page(folder / "report.html", "measurement.html", context, ("tables.js", "heatmap.js"))
+
+
+def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]:
+    """The variables of the report's template."""
     worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
     tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
@@ -72,7 +79,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
         for sequence in heat.drawn
         for position in sequence["position"]
     }
-    context = {
+    return {
         "measurement": measurement,
         "headline": headline(measurement),
         "headline_label": label_of(headline_name(measurement)),
@@ -95,7 +102,6 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
         "bar_share": bar_share(measurement),
         "sorted_by": "kl_per_token" if is_sorted_by_kl(measurement) else "",
     }
-    return write_page(folder / "report.html", "measurement.html", context, ("tables.js", "heatmap.js"))
 
 
 def noise_floor_note(measurement: Measurement) -> str:

@@ -38,6 +38,7 @@ from kleash.reports.formatting import (
 )
 from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.page import write_page
+from kleash.store.attribution import Attribution
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.number import Number
 from kleash.store.statistics import kl_directions, label_of
@@ -87,23 +88,25 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         ],
         "headline": describe_ranking(sweep),
         "gate": describe_sweep_gate(sweep),
-        "attributions": [
-            {
-                "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
-                "title": f"{name} by {attribution.grouping}",
-                "record": attribution,
-                "warnings": added_warnings(sweep, attribution),
-                "sentences": (
-                    describe_attribution(attribution, name),
-                    describe_sum(attribution),
-                    describe_control(attribution),
-                ),
-            }
-            for attribution in shown_attributions(sweep)
-            for name in [name_of_candidate(sweep, attribution)]
-        ],
+        "attributions": [attribution_context(sweep, each) for each in shown_attributions(sweep)],
     }
     return write_page(path, "sweep.html", context)
+
+
+def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any]:
+    """An attribution as the template takes it."""
+    name = name_of_candidate(sweep, attribution)
+    return {
+        "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
+        "title": f"{name} by {attribution.grouping}",
+        "record": attribution,
+        "warnings": added_warnings(sweep, attribution),
+        "sentences": (
+            describe_attribution(attribution, name),
+            describe_sum(attribution),
+            describe_control(attribution),
+        ),
+    }
 
 
 def warnings_of_candidates(sweep: Sweep) -> list[str]:
