@@ -4,7 +4,7 @@
 
 trains the shipped model by PPO on the number of times that a response says "she" or "her", with beta 0, 0.3 and 5, in
 about four minutes of processor time. Each run has a report of its own; leashes.png shows the reward of all of them
-against their KL, with best-of-n sampling from the reference. Needs kleash[train] and kleash[pictures].
+against their KL, with best-of-n sampling from the reference. Needs kleash[train].
 """
 
 import argparse

@@ -39,8 +39,6 @@ def browser(profile: str) -> Any:
 
 def take(driver: Any, report: Path, view: dict[str, Any], *, whole: bool, at: str) -> bytes:
     """A PNG of ``report`` in one view: the whole page, or a window that begins at the anchor ``at``."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
     size = {
         "width": view["width"],
         "height": view["height"],
@@ -53,8 +51,6 @@ def take(driver: Any, report: Path, view: dict[str, Any], *, whole: bool, at: st
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
     driver.get(report.resolve().as_uri())
-    drawn = "return document.documentElement.dataset.charts === 'drawn'"
-    WebDriverWait(driver, 60).until(lambda browser: browser.execute_script(drawn))
     if at:
         scroll = "const e = document.getElementById(arguments[0]); e?.scrollIntoView(); return e !== null"
         if not driver.execute_script(scroll, at):

@@ -1,11 +1,26 @@
 """The page of the study: a table and a chart for each case."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from estimator_study.results import EstimatorRow, GaussianFit, NoiseCurves, Study, StudyCase, TwoModes
 from kleash.records import Number
-from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, dots, figure, log_axis, row_axis
+from kleash.reports.drawing import (
+    ACCENT,
+    BAND,
+    INK,
+    MUTED,
+    Chart,
+    dots,
+    line,
+    log_axis,
+    name_axes,
+    name_rows,
+    row_height,
+)
 from kleash.reports.formatting import UNKNOWN, format_count, format_threshold, format_value, typographic
 from kleash.reports.page import write_page
 
@@ -36,7 +51,7 @@ def write_study(path: Path, study: Study) -> Path:
 
     Raises:
         RunFolderError: if the page cannot be written.
-        MissingExtraError: if Jinja2 or Plotly is not installed.
+        MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
     groups = [
         (anchor, title, [case for case in study.cases if case.name.startswith(begins)])
@@ -55,7 +70,7 @@ def write_study(path: Path, study: Study) -> Path:
         "densities": densities_chart(study.two_modes),
         "findings": findings(study),
     }
-    return write_page(path, "study.html", context, ("plotly", "charts.js"), templates=TEMPLATES)
+    return write_page(path, "study.html", context, templates=TEMPLATES)
 
 
 def row_cells(case: StudyCase, row: EstimatorRow) -> tuple[str, ...]:
@@ -145,29 +160,12 @@ LARGEST_DEVIATION = 30.0
 
 def noise_chart(curves: NoiseCurves) -> Chart:
     """Standard deviation of one sample over the KL, as the KL grows."""
-    styles = {"k1": (INK, "dash"), "k2": (MUTED, "solid"), "k3": (ACCENT, "solid")}
-    data = [
-        _line(curves.kl, deviations, name, color=styles[name][0], dash=styles[name][1])
-        for name, deviations in curves.relative_deviation.items()
-    ]
-    known = [
-        value for deviations in curves.relative_deviation.values() for value in deviations if value < 100
-    ]
-    at = {"type": "line", "x0": curves.crossing, "x1": curves.crossing, "y0": 0, "y1": 1, "yref": "paper"}
     every = max(1, len(curves.kl) // 12)
     return Chart(
         name="noise",
         title="How noisy one draw is, as the two move apart",
-        figure=figure(
-            data,
-            height=380,
-            x="KL between two normals, nats",
-            y="standard deviation, KLs",
-            xaxis=log_axis(curves.kl),
-            yaxis={**log_axis(known), "range": [-0.5, 2]},
-            showlegend=True,
-            shapes=[{**at, "layer": "below", "line": {"color": MUTED, "width": 1, "dash": "dot"}}],
-        ),
+        panels=(partial(_draw_noise, curves=curves),),
+        height=3.2,
         description=f"k3 varies less than k1 below {format_value(curves.crossing)} nats (dotted), and more above; its "
         "standard deviation then grows like the exponential of the KL.",
         header=("KL, nats", *curves.relative_deviation),
@@ -182,6 +180,18 @@ def noise_chart(curves: NoiseCurves) -> Chart:
     )
 
 
+def _draw_noise(axes: Any, *, curves: NoiseCurves) -> None:
+    """Draw a curve for each estimator, and a line where k1 and k3 are equally noisy."""
+    styles = {"k1": (INK, "--"), "k2": (MUTED, "-"), "k3": (ACCENT, "-")}
+    for name, deviations in curves.relative_deviation.items():
+        color, dash = styles[name]
+        line(axes, curves.kl, deviations, color=color, label=name, linestyle=dash)
+    axes.axvline(curves.crossing, color=MUTED, linewidth=1, linestyle=":")
+    log_axis(axes, "x", curves.kl)
+    log_axis(axes, "y", (0.4, 80.0))
+    name_axes(axes, "KL between two normals, nats", "standard deviation, multiples of the KL")
+
+
 def case_chart(case: StudyCase) -> Chart:
     """Mean and standard deviation of a single estimate of each kind, in multiples of the KL."""
     kl = case.kl.value
@@ -194,29 +204,17 @@ def case_chart(case: StudyCase) -> Chart:
         for row, number in zip(case.rows, estimates, strict=True)
         if number.standard_error > LARGEST_DEVIATION
     ]
-    line = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
     noisiest = max(case.rows, key=lambda row: row.standard_deviation.value)
     left_out = f" The standard deviation of {' and '.join(cut_off)} is cut off." if cut_off else ""
     return Chart(
         name=f"chart-{case.name}",
         title=f"One estimate: {case.title}",
-        figure=figure(
-            [
-                dots(
-                    estimates,
-                    range(len(estimates)),
-                    name="mean ± one standard deviation",
-                    horizontal=True,
-                    text=names,
-                )
-            ],
-            height=70 + 34 * len(names),
-            x="multiples of the KL",
-            y="estimator",
-            xaxis={"range": [min(ends) - margin, max(ends) + margin], "nticks": 7},
-            yaxis=row_axis(names),
-            shapes=[{**line, "line": {"color": MUTED, "width": 1}}],
+        panels=(
+            partial(
+                _draw_case, estimates=estimates, names=names, limits=(min(ends) - margin, max(ends) + margin)
+            ),
         ),
+        height=row_height(len(names)),
         description="One estimate: its mean (dot) and one standard deviation to both sides, in multiples of the KL "
         f"(line). {noisiest.name} is the noisiest, at {format_value(noisiest.standard_deviation.value / kl)} times "
         "the KL."
@@ -229,6 +227,17 @@ def case_chart(case: StudyCase) -> Chart:
     )
 
 
+def _draw_case(
+    axes: Any, *, estimates: Sequence[Number], names: Sequence[str], limits: tuple[float, float]
+) -> None:
+    """Draw a row for each estimator, and a line at the KL."""
+    axes.axvline(1, color=MUTED, linewidth=1)
+    dots(axes, zip(estimates, range(len(estimates)), strict=True), horizontal=True)
+    name_rows(axes, names)
+    axes.set_xlim(*limits)
+    name_axes(axes, "multiples of the KL", "")
+
+
 def _one_estimate(mean: float, deviation: float) -> Number:
     return Number(
         value=mean, unit="none", standard_error=deviation, ci95=(mean - deviation, mean + deviation)
@@ -238,28 +247,12 @@ def _one_estimate(mean: float, deviation: float) -> Number:
 def densities_chart(fits: TwoModes) -> Chart:
     """The target, and the Gaussian that minimises each direction of the KL."""
     covering, seeking = fits.projections
-    area = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "target",
-        "x": list(fits.x),
-        "y": list(fits.target),
-        "fill": "tozeroy",
-        "fillcolor": ACCENT_BAND,
-        "line": {"color": MUTED, "width": 1},
-        "hoverinfo": "skip",
-    }
-    data = [
-        area,
-        _density(fits, fits.start, MUTED, "dot"),
-        _density(fits, covering, INK, "dash"),
-        _density(fits, seeking, ACCENT, "solid"),
-    ]
     gaussians = (fits.start, *fits.projections)
     return Chart(
         name="densities",
         title="One Gaussian for two modes",
-        figure=figure(data, height=400, x="x", y="density", yaxis={"rangemode": "tozero"}, showlegend=True),
+        panels=(partial(_draw_densities, fits=fits),),
+        height=3.4,
         description="Averaging over the target covers both modes (mean "
         f"{format_value(covering.mean)}, standard deviation {format_value(covering.standard_deviation)}); "
         f"averaging over the fit seeks one (mean {format_value(seeking.mean)}, "
@@ -271,19 +264,11 @@ def densities_chart(fits: TwoModes) -> Chart:
     )
 
 
-def _density(fits: TwoModes, fit: GaussianFit, color: str, dash: str) -> dict[str, object]:
-    return _line(fits.x, fit.density, fit.name, color=color, dash=dash)
-
-
-def _line(
-    x: tuple[float, ...], y: tuple[float, ...], name: str, *, color: str, dash: str
-) -> dict[str, object]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": list(x),
-        "y": list(y),
-        "line": {"color": color, "width": 2, "dash": dash},
-        "hovertemplate": f"%{{x:.4~g}}: %{{y:.4~g}}<extra>{name}</extra>",
-    }
+def _draw_densities(axes: Any, *, fits: TwoModes) -> None:
+    """Draw the target as an area, and the Gaussians as curves."""
+    axes.fill_between(fits.x, fits.target, color=BAND, linewidth=0, label="target")
+    styles = ((MUTED, ":"), (INK, "--"), (ACCENT, "-"))
+    for fit, (color, dash) in zip((fits.start, *fits.projections), styles, strict=True):
+        line(axes, fits.x, fit.density, color=color, label=fit.name, linestyle=dash)
+    axes.set_ylim(bottom=0)
+    name_axes(axes, "x", "density")

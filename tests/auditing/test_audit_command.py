@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +14,7 @@ from kleash.auditing import CONVENTIONS, audits_of, cases_of
 from kleash.auditing.targets import TARGETS
 from kleash.cli import main
 from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
-from kleash.reports import page
+from kleash.reports import drawing, page
 
 USER_MODULE = """
 def k3(token_logp, token_logq):
@@ -76,8 +75,8 @@ def test_a_missing_convention_explains_the_common_ones(
     assert all(name in said for name in CONVENTIONS)
 
 
-@pytest.mark.parametrize("package", ["plotly", "jinja2"])
-def test_without_plotly_it_prints_and_makes_no_page(
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_matplotlib_it_prints_and_makes_no_page(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     def import_extra(module: str, extra: str) -> ModuleType:
@@ -86,23 +85,21 @@ def test_without_plotly_it_prints_and_makes_no_page(
         return import_module(module)
 
     page._environment.cache_clear()
-    page._plotly.cache_clear()
-    monkeypatch.setattr(page, "import_extra", import_extra)
-    monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else find_spec(name))
+    for module in (page, drawing):
+        monkeypatch.setattr(module, "import_extra", import_extra)
     assert main(["audit", "user_kl:k3", "--convention", "loss", "--fail-on", "wrong_gradient"]) == 1
     said = capsys.readouterr()
     assert "1 function audited, 1 with faults: 1 wrong, 0 only fragile" in said.out
     assert f"kleash: no page was made: {package} is not installed" in said.err
     assert not (project / "audit.html").exists() and "page:" not in said.out
     page._environment.cache_clear()
-    page._plotly.cache_clear()
 
 
 @pytest.mark.parametrize("words", [["--convention", "loss"], ["--convention", "loss", "--json"]])
 def test_a_base_install_audits(project: Path, words: list[str]) -> None:
     code = (
         "import sys\n"
-        "denied = ('rich', 'transformers', 'tokenizers', 'safetensors', 'pyarrow', 'plotly', 'peft', 'scipy')\n"
+        "denied = ('rich', 'transformers', 'tokenizers', 'safetensors', 'pyarrow', 'matplotlib', 'peft', 'scipy')\n"
         "sys.modules.update(dict.fromkeys(denied))\n"
         "from kleash.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

@@ -248,7 +248,7 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
         "import sys\n"
         "class Deny:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('rich', 'torch', 'transformers', 'jinja2', 'plotly'):\n"
+        "        if name.partition('.')[0] in ('rich', 'torch', 'transformers', 'jinja2', 'matplotlib'):\n"
         "            raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Deny())\n"
         "from kleash.cli import main\n"
@@ -264,9 +264,9 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
         assert done.returncode == 2
         return done.stderr.strip().splitlines()[-1]
 
-    models = "rich, transformers, jinja2 and plotly are not installed; run: pip install 'kleash[models]'"
+    models = "rich, transformers, jinja2 and matplotlib are not installed; run: pip install 'kleash[models]'"
     assert missing("measure", "--quiet") == f"kleash: {models}"
-    assert missing("compare", "a", "b").startswith("kleash: rich, jinja2 and plotly are not installed")
+    assert missing("compare", "a", "b").startswith("kleash: rich, jinja2 and matplotlib are not installed")
 
 
 def test_missing_packages_of_an_option_are_named_with_the_others(

@@ -26,7 +26,7 @@ OPTIONAL = [
         "accelerate",
         "pyarrow",
         "jinja2",
-        "plotly",
+        "matplotlib",
         "tyro",
     ),
     *("rich", "shtab", "filelock", "scipy", "triton"),

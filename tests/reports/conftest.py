@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from synthetic_audit import plain_audit, synthetic_audit
+from synthetic_audit import drawn_audit, synthetic_audit
 from synthetic_run import synthetic_comparison, write_synthetic_run
 from synthetic_sweep import synthetic_sweep
+from synthetic_training import write_hostile_run
 
 from kleash.records import Measurement
-from kleash.reports import write_audits, write_comparison, write_report
+from kleash.reports import write_audits, write_comparison, write_report, write_training_report
 from kleash.reports.sweep import write_sweep
 
 
@@ -38,7 +39,13 @@ def sweep_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def training_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a training run that is told in hostile words."""
+    return write_training_report(write_hostile_run(tmp_path_factory.mktemp("training") / "run"))
+
+
+@pytest.fixture(scope="session")
 def audit_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page about two audits, one of them with hostile text wherever it takes text."""
     folder = tmp_path_factory.mktemp("audits")
-    return write_audits(folder / "audit.html", [synthetic_audit(), plain_audit()])
+    return write_audits(folder / "audit.html", [synthetic_audit(), drawn_audit()])

@@ -6,67 +6,81 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_charts import dots, drawn, legend, ticks
 from histories import healthy
 from synthetic_run import synthetic_comparison, synthetic_sweep, write_synthetic_run
 
 from kleash.records import Measurement, Number, RunFolder
 from kleash.reports import heatmap
 from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
-from kleash.reports.figures import axis, log_axis, step_axis
+from kleash.reports.drawing import format_tick, log_ticks
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns, write_report
-from kleash.reports.pictures import _near_each_other
-from kleash.reports.sweep import byte_axis, nearer_minus_farther, sweep_charts
+from kleash.reports.sweep import nearer_minus_farther, sweep_charts
 from kleash.reports.training_charts import run_charts
 from kleash.store.measurement_summary import all_warnings
 
 
 @pytest.mark.parametrize(
-    ("values", "ticks"),
+    ("ends", "expected"),
     [
-        ([0.19, 2.19], [0.2, 0.5, 1, 2]),  # a single power of ten lies between
-        ([0.3, 0.7], [0.5]),
-        ([2.0, 9.0], [2, 5]),
-        ([0.1, 9.0], [0.1, 1]),
-        ([1e-4, 30.0], [1e-4, 1e-3, 1e-2, 0.1, 1, 10]),
-        ([3e-12, 8e-11], [5e-12, 1e-11, 2e-11, 5e-11]),
+        ((0.19, 2.19), [0.2, 0.5, 1, 2]),  # a single power of ten lies between
+        ((0.3, 0.7), [0.3, 0.4, 0.5, 0.7]),
+        ((0.1, 9.0), [0.1, 0.2, 0.5, 1, 2, 5]),
+        ((1e-4, 30.0), [1e-4, 1e-3, 1e-2, 0.1, 1, 10]),
+        ((3e-12, 8e-11), [5e-12, 1e-11, 2e-11, 5e-11]),
+        ((1e-12, 1.0), [10.0**power for power in range(-12, 1, 2)]),
+        ((4.1, 4.3), []),  # no round number lies between
     ],
 )
-def test_a_logarithmic_axis_has_at_least_two_ticks_where_possible(
-    values: list[float], ticks: list[float]
+def test_a_logarithmic_axis_has_three_to_seven_round_ticks_where_possible(
+    ends: tuple[float, float], expected: list[float]
 ) -> None:
-    log_options = log_axis([*values, math.nan, 0.0, math.inf])
-    visible_ticks = [tick for tick in log_options["tickvals"] if min(values) <= tick <= max(values)]
-    assert visible_ticks == pytest.approx(ticks)
-    assert len(log_options["ticktext"]) == len(log_options["tickvals"])
-    assert log_axis([]) == {"type": "log"}
+    assert log_ticks(*ends) == pytest.approx(expected)
 
 
-def test_the_title_of_a_logarithmic_axis_says_so() -> None:
-    assert axis("nats", type="log")["title"]["text"] == "nats, logarithmic scale"
-    assert axis("", type="log")["title"]["text"] == "logarithmic scale"
-    assert axis("nats")["title"]["text"] == "nats"
+def test_numbers_at_ticks_are_short() -> None:
+    assert [format_tick(value) for value in (0.1 + 0.2, 1e-5, 5e-12, -2.0, 250_000.0)] == [
+        *("0.3", "10⁻⁵", "5 × 10⁻¹²", "−2", "250000")
+    ]
 
 
 def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) -> None:
     comparison = synthetic_comparison()
     all_charts = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
-    history = [
-        replace(record, metrics={**record.metrics, "beta": 2.0**record.step}) for record in healthy(20)
-    ]
-    all_charts += [*run_charts(healthy(20)).values(), *run_charts(history, target=3.0).values()]
+    all_charts += [*run_charts(healthy(20), target=3.0).values(), *sweep_charts(synthetic_sweep())]
     logarithmic = 0
     for chart in all_charts:
-        for name, made in chart.figure["layout"].items():
-            if name.startswith(("xaxis", "yaxis")):
-                assert made["title"]["text"], (chart.name, name)
-                logarithmic += made.get("type") == "log"
-                assert ("logarithmic" in made["title"]["text"]) is (made.get("type") == "log")
-    assert logarithmic >= 2
+        axes = drawn(chart)
+        assert axes[-1].get_xlabel(), chart.name
+        for panel in axes:
+            has_rows = not panel.get_title("left")
+            assert not has_rows or panel.get_ylim()[0] > panel.get_ylim()[1], chart.name
+            for scale, title in (
+                (panel.get_xscale(), axes[-1].get_xlabel()),
+                (panel.get_yscale(), panel.get_title("left")),
+            ):
+                logarithmic += scale == "log"
+                assert title.endswith("log scale") is (scale == "log"), chart.name
+    assert logarithmic >= 4
 
 
-def test_a_constant_beta_is_drawn_above_zero() -> None:
-    assert run_charts(healthy(5))["beta"].figure["layout"]["yaxis"]["rangemode"] == "nonnegative"
+def test_no_text_of_a_chart_lies_beyond_it(run: tuple[Path, Measurement]) -> None:
+    """Titles, labels of ticks and legends, with long names of runs and candidates."""
+    long = replace(synthetic_sweep(("W" * 300, "q8")), reference="W" * 300)
+    comparison = synthetic_comparison()
+    for chart in [
+        *charts(run[1]).values(),
+        *run_charts(healthy(20), target=3.0).values(),
+        *sweep_charts(long),
+        runs_chart(comparison),
+        differences_chart(comparison),
+    ]:
+        panels = drawn(chart)
+        width, height = panels[0].figure.bbox.size
+        boxes = [panel.get_tightbbox() for panel in panels]
+        assert all(box.x0 > -1 and box.x1 < width + 1 for box in boxes), chart.name
+        assert all(box.y0 > -1 and box.y1 < height + 1 for box in boxes), chart.name
 
 
 def made(folder: Path, measurement: Measurement) -> heatmap.HeatMap:
@@ -171,30 +185,67 @@ def test_axes_of_a_sweep_have_ticks_for_any_candidates() -> None:
         replace(candidate, numbers={**candidate.numbers, sweep.rank_by: number}, bytes_on_disk=4_130_000)
         for candidate, number in ((first, at_zero), (second, near))
     )
-    for chart in sweep_charts(replace(sweep, candidates=candidates, pairs=())):
-        axis = chart.figure["layout"]["yaxis"]
-        low, high = axis["range"]
-        assert low < math.log10(0.23) and math.log10(0.3) < high
-        assert sum(low <= math.log10(tick) <= high for tick in axis["tickvals"]) >= 2
+    ranking, size, bits = sweep_charts(replace(sweep, candidates=candidates, pairs=()))
+    for chart in (size, bits):
+        (axes,) = drawn(chart)
+        low, high = axes.get_ylim()
+        assert low < 0.23 < 0.3 < high and len(ticks(axes.yaxis)) >= 2
+        assert [text.get_text() for text in axes.texts] == ["2"], "the place of the one at 0 is not shown"
         assert chart.description.endswith("A KL of 0 has no place on a logarithmic axis.")
-    low, high = byte_axis([4_130_000.0])["range"]
-    assert 10**low < 4_130_000 < 10**high < 2 * 10**low
-    assert "range" not in byte_axis([1e9, 1e10])
+    low, high = drawn(size)[0].get_xlim()
+    assert low < 4_130_000 < high < 2 * low and ticks(drawn(size)[0].xaxis) == ["3.5 MB", "4 MB", "4.5 MB"]
+    (rows,) = drawn(ranking)
+    assert [text.get_text() for text in rows.texts] == ["0"]
 
 
-def test_labels_of_candidates_at_one_place_do_not_lie_on_each_other() -> None:
+def test_the_zero_of_all_candidates_leaves_a_linear_axis() -> None:
+    sweep = synthetic_sweep(("q8",))
+    zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
+    candidates = (replace(sweep.candidates[0], numbers={sweep.rank_by: zero}),)
+    for chart in sweep_charts(replace(sweep, candidates=candidates, pairs=())):
+        assert {drawn(chart)[0].get_xscale(), drawn(chart)[0].get_yscale()} <= {"linear", "log"}
+        assert dots(drawn(chart)[0])[0][0][chart.name != "ranking"] == 0
+
+
+def test_a_sweep_is_drawn_by_size_with_its_pareto_front() -> None:
+    sweep = synthetic_sweep(("q8", "q6", "q4"))
+    off_front = tuple(
+        replace(candidate, is_on_pareto_front=candidate.name != "q6") for candidate in sweep.candidates
+    )
+    ranking, size, *_ = sweep_charts(replace(sweep, candidates=off_front))
+    values = [candidate.numbers["kl_policy_reference"].value for candidate in sweep.ranking]
+    (rows,), (axes,) = drawn(ranking), drawn(size)
+    assert ticks(rows.yaxis) == ["1  q8  a", "2  q6  b", "3  q4  c"]
+    assert dots(rows) == [[(value, row) for row, value in enumerate(values)]]
+    on_front = [(c.bytes_on_disk, v) for c, v in zip(sweep.ranking, values, strict=True) if c.name != "q6"]
+    assert dots(axes) == [sorted(on_front), [(sweep.ranking[1].bytes_on_disk, values[1])]]
+    assert legend(axes) == ["on the Pareto front", "not on it"]
+    front = axes.lines[0]
+    assert list(front.get_xdata()) == sorted(size for size, _ in on_front)
+    assert front.get_drawstyle() == "steps-post"
+    assert sorted(text.get_text() for text in axes.texts) == ["1", "2", "3"]
+
+
+def test_labels_of_points_near_each_other_are_one() -> None:
     sweep = synthetic_sweep()
     first, *_ = sweep.candidates
+    sizes = (1e9, 1.01e9, 2e9, 1e9, 1e9)
+    kls = (0.01, 0.011, 0.01, 0.2, math.inf)
     candidates = tuple(
-        replace(first, number=number, name=f"q{number}", bytes_on_disk=4_130_000) for number in range(1, 6)
+        replace(
+            first,
+            number=number,
+            name=f"q{number}",
+            bytes_on_disk=int(size),
+            numbers={sweep.rank_by: replace(first.numbers[sweep.rank_by], value=kl, ci95=(kl, kl))},
+        )
+        for number, (size, kl) in enumerate(zip(sizes, kls, strict=True), 1)
     )
-    for chart in sweep_charts(replace(sweep, candidates=candidates, pairs=())):
-        trace = chart.figure["data"][-1]
-        places = [place for text, place in zip(trace["text"], trace["textposition"], strict=True) if text]
-        assert len(places) == len(set(places)) == 4
-        assert trace["hovertext"] == ["q1", "q2", "q3", "q4", "q5"]
-    points = [(1, 1e9, 0.01), (2, 1.01e9, 0.011), (3, 2e9, 0.01), (4, 1e9, 0.2), (5, 1e9, math.inf)]
-    assert [places for places, _, _ in _near_each_other(points)] == [[1, 2], [3], [4]]
+    charts_of_sweep = sweep_charts(replace(sweep, candidates=candidates, pairs=()))
+    (axes,) = drawn(charts_of_sweep[1])
+    places = {name: place for place, name in ((row[0], row[1]) for row in charts_of_sweep[0].rows)}
+    expected = [f"{places['q1']}, {places['q2']}", places["q3"], places["q4"]]
+    assert sorted(text.get_text() for text in axes.texts) == sorted(expected)
 
 
 def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> None:
@@ -208,6 +259,8 @@ def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> N
     assert (number.value, number.ci95, number.warnings) == (-0.5, (-0.7, -0.4), ("one",))
 
 
-def test_an_axis_of_few_steps_has_no_tick_twice() -> None:
-    assert step_axis([1, 2])["dtick"] == step_axis([])["dtick"] == 1
-    assert "dtick" not in step_axis(range(1, 40))
+@pytest.mark.parametrize("steps", [1, 2, 40])
+def test_an_axis_of_steps_has_few_ticks_at_whole_steps(steps: int) -> None:
+    (axes,) = drawn(run_charts(healthy(steps))["entropy"])
+    at = ticks(axes.xaxis)
+    assert len(set(at)) == len(at) <= 7 and all("." not in text for text in at)

@@ -159,7 +159,7 @@ DICHROMATS = {
 
 def themes() -> dict[str, dict[str, str]]:
     css = (resources.files("kleash.reports") / "assets" / "style.css").read_text(encoding="utf-8")
-    light, dark = css.split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = css.split("@media screen and (prefers-color-scheme: dark)")[:2]
     dark = dark[: dark.index("* {")]
     return {
         name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", text))

@@ -14,7 +14,6 @@ from selenium.webdriver.common.actions.action_builder import ActionBuilder  # no
 from selenium.webdriver.common.actions.pointer_input import PointerInput  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 pytestmark = pytest.mark.browser
 
@@ -24,14 +23,12 @@ BY_PROMPT = "#by-prompt"
 
 
 def visit(driver: Any, page: Path, view: dict[str, Any] = WIDE) -> None:
-    """Open ``page`` and wait until its charts are drawn."""
+    """Open ``page``."""
     features = [{"name": "prefers-color-scheme", "value": "light"}]
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     driver.get_log("browser")
     driver.get(page.as_uri())
-    drawn = "return document.documentElement.dataset.charts === 'drawn'"
-    WebDriverWait(driver, 20).until(lambda browser: browser.execute_script(drawn))
 
 
 def panel(driver: Any) -> str:
@@ -62,24 +59,18 @@ def column(driver: Any, place: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def test_the_report_opens_without_a_word_in_the_console(driver: Any, report: Path) -> None:
-    visit(driver, report)
+PAGES = ["report", "comparison_page", "audit_page", "sweep_page", "training_page"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_opens_without_a_word_in_the_console_and_nothing_runs(
+    driver: Any, request: pytest.FixtureRequest, name: str
+) -> None:
+    visit(driver, request.getfixturevalue(name))
     assert driver.get_log("browser") == []
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
-
-
-def test_every_chart_is_drawn(driver: Any, report: Path) -> None:
-    visit(driver, report)
-    charts = {
-        place.get_attribute("data-figure"): len(place.find_elements(By.CSS_SELECTOR, "svg .trace"))
-        for place in driver.find_elements(By.CSS_SELECTOR, "[data-figure]")
-    }
-    drawn = {"quantiles": 2, "position": 3, "confidence": 3, "convergence": 3, "estimators": 2}
-    assert charts == {f"figure-{name}": traces for name, traces in drawn.items()}
-    points = driver.find_elements(By.CSS_SELECTOR, "[data-figure=figure-quantiles] .trace .points path")
-    assert len(points) == 14
-    whiskers = driver.find_elements(By.CSS_SELECTOR, "[data-figure=figure-quantiles] .errorbar path")
-    assert len([line for line in whiskers if line.rect["width"] > 3]) == 12, "the maximum has no interval"
+    assert driver.execute_script("return window.__pwned ?? window.broken ?? null") is None
+    assert driver.execute_script("return document.querySelectorAll('.plot > svg text').length") > 10
 
 
 def test_hostile_text_is_text(driver: Any, report: Path) -> None:
@@ -270,69 +261,52 @@ def test_colours_follow_the_kl_and_the_button_finds_the_largest(
     assert selected(driver) == largest
 
 
-@pytest.mark.parametrize("name", ["report", "comparison_page", "audit_page", "sweep_page"])
-def test_a_phone_never_scrolls_sideways(driver: Any, request: pytest.FixtureRequest, name: str) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_on_a_phone_nothing_is_cut_and_every_text_of_a_chart_can_be_read(
+    driver: Any, request: pytest.FixtureRequest, name: str
+) -> None:
     visit(driver, request.getfixturevalue(name), PHONE)
     driver.execute_script("document.querySelectorAll('details').forEach(part => { part.open = true; })")
     widths = driver.execute_script(
         "return [document.documentElement.scrollWidth, document.body.scrollWidth, window.innerWidth]"
     )
     assert widths == [360, 360, 360]
-    too_wide = driver.execute_script(
-        "return Array.from(document.querySelectorAll('.plot svg.main-svg'), s => s.getBoundingClientRect().right)"
-        ".filter(right => right > 361)"
+    smallest, outside = driver.execute_script(
+        "const sizes = [], outside = [];"
+        "document.querySelectorAll('.plot svg').forEach(chart => {"
+        "  const frame = chart.getBoundingClientRect(), scale = frame.width / chart.viewBox.baseVal.width;"
+        "  chart.querySelectorAll('text').forEach(text => {"
+        "    const box = text.getBoundingClientRect();"
+        "    sizes.push(parseFloat(getComputedStyle(text).fontSize) * scale);"
+        "    if (box.left < frame.left - 1 || box.right > frame.right + 1 || frame.right > 361)"
+        "      outside.push(text.textContent);"
+        "  });"
+        "});"
+        "return [Math.min(...sizes), outside];"
     )
-    assert too_wide == []
+    assert smallest >= 8 and outside == []
 
 
-def test_the_dark_page_has_other_colours_and_changes_at_once(driver: Any, report: Path) -> None:
+def test_the_dark_page_has_other_colours_and_a_printed_one_those_of_the_light(
+    driver: Any, report: Path
+) -> None:
     look = (
         "const css = getComputedStyle(document.body); return [css.backgroundColor, css.color,"
-        "document.querySelector('[data-figure=figure-quantiles] .point').style.fill,"
+        "getComputedStyle(document.querySelector('#quantiles svg use[style*=accent]')).fill,"
+        "getComputedStyle(document.querySelector('#quantiles svg text')).fill,"
         "getComputedStyle(document.querySelector('.token.h8')).backgroundColor]"
     )
     visit(driver, report)
     light = driver.execute_script(look)
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    WebDriverWait(driver, 10).until(lambda browser: browser.execute_script(look)[2] != light[2])
     dark = driver.execute_script(look)
     assert all(one != other for one, other in zip(light, dark, strict=True))
-    assert dark[0] == "rgb(19, 21, 25)"
+    assert (dark[0], dark[2]) == ("rgb(19, 21, 25)", "rgb(132, 184, 236)")
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
+    assert driver.execute_script(look) == light
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert driver.get_log("browser") == []
-
-
-def test_the_comparison_is_drawn_and_inert(driver: Any, comparison_page: Path) -> None:
-    visit(driver, comparison_page)
-    assert driver.get_log("browser") == []
-    for name, runs in (("figure-runs", 3), ("figure-differences", 2)):
-        points = driver.find_elements(By.CSS_SELECTOR, f"[data-figure={name}] .trace .points path")
-        assert len(points) == 2 * runs
-    assert "t>alert('run')</script>" in driver.find_element(By.CSS_SELECTOR, "[data-figure=figure-runs]").text
-    assert "further from its reference" in driver.find_element(By.CSS_SELECTOR, ".verdicts").text
-
-
-def test_the_page_of_a_sweep_is_drawn_and_inert(driver: Any, sweep_page: Path) -> None:
-    visit(driver, sweep_page)
-    assert driver.get_log("browser") == []
-    assert driver.execute_script("return window.broken") is None
-    assert len(driver.find_elements(By.CSS_SELECTOR, ".plot .main-svg")) >= 4
-    ticks = driver.find_element(By.CSS_SELECTOR, "[data-figure=figure-size] .xaxislayer-above").text
-    assert "7 GB" in ticks or "5 GB" in ticks
-    layers = driver.find_elements(
-        By.CSS_SELECTOR, "[data-figure=figure-attribution-2-layers] .trace .points path"
-    )
-    assert len(layers) == 41
-    words = driver.find_element(By.ID, "attribution").text
-    assert "they do not add up" in words and "<b>another architecture</b>" in words
-
-
-def test_the_page_of_an_audit_is_drawn_and_inert(driver: Any, audit_page: Path) -> None:
-    visit(driver, audit_page)
-    assert driver.get_log("browser") == []
-    assert driver.execute_script("return window.broken") is None
-    assert len(driver.find_elements(By.CSS_SELECTOR, ".plot .main-svg")) >= 1
-    assert len(driver.find_elements(By.CSS_SELECTOR, "#all tbody tr")) == 2
 
 
 def test_on_a_phone_the_panel_leaves_room_for_the_text(driver: Any, report: Path) -> None:
@@ -347,29 +321,3 @@ def test_on_a_phone_the_panel_leaves_room_for_the_text(driver: Any, report: Path
     assert driver.execute_script(heights)[0] <= 0.46 * window
     driver.find_element(By.CSS_SELECTOR, ".unfold").click()
     assert "Entropy" not in panel(driver)
-
-
-def test_printing_draws_every_chart_in_the_width_of_the_paper(driver: Any, report: Path) -> None:
-    """Also those that were not drawn yet, and in light colours on a device in the dark."""
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", WIDE)
-    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
-    driver.get(report.as_uri())
-    driver.execute_script(
-        "addEventListener('afterprint', () => { window.printed = true; });"
-        "addEventListener('beforeprint', () => { window.widths = Array.from("
-        "  document.querySelectorAll('[data-figure]'), (place) => {"
-        "    const drawn = place.querySelector('svg.main-svg'); return drawn ? Number(drawn.getAttribute('width')) : 0;"
-        "  }); window.paper = getComputedStyle(document.documentElement).getPropertyValue('--paper').trim(); });"
-    )
-    driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    widths, paper = driver.execute_script("return [window.widths, window.paper]")
-    assert len(widths) == 5 and all(600 < width < 718 for width in widths)
-    assert paper == "#fdfdfc"
-    WebDriverWait(driver, 20).until(
-        lambda browser: browser.execute_script(
-            "return window.printed && document.querySelector('[data-figure] svg.main-svg').getAttribute('width') > 800"
-        )
-    )
-    features = [{"name": "prefers-color-scheme", "value": "light"}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -1,17 +1,17 @@
 """What the charts draw is what was measured."""
 
-import json
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from drawn_charts import bands, curves, dots, drawn, intervals, legend, ticks
 from synthetic_run import synthetic_comparison
 
 from kleash.records import Measurement, Number
 from kleash.reports.comparison import describe_difference, describe_direction, differences_chart, runs_chart
-from kleash.reports.figures import escape
 from kleash.reports.measurement import bar_share, noise_floor_note
-from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
+from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
 from kleash.store.measurement_summary import statistic_rows
 
@@ -32,13 +32,12 @@ def test_the_quantiles_chart_has_each_quantile_with_its_interval(run: Any) -> No
     }
     chart = quantiles_chart(measurement(run, quantiles={"kl_policy_reference": ladder}))
     assert chart is not None
-    (trace,) = chart.figure["data"]
-    assert trace["x"] == [0.1, 4.0, 9.0]
-    assert trace["error_x"]["array"] == pytest.approx([0.05, 2.0, None])
-    assert trace["error_x"]["arrayminus"] == pytest.approx([0.02, 1.0, None])
-    axis = chart.figure["layout"]["xaxis"]
-    assert (axis["type"], axis["tickvals"]) == ("log", [0.1, 1.0, 10.0])
-    assert chart.figure["layout"]["yaxis"]["ticktext"] == ["50 %", "99.9 %", "max"]
+    (axes,) = drawn(chart)
+    assert dots(axes) == [[(0.1, 0), (4.0, 1), (9.0, 2)]]
+    assert intervals(axes) == [[(0.08, 0.15), (3.0, 6.0), (9.0, 9.0)]], "the maximum has none"
+    assert ticks(axes.yaxis) == ["50 %", "99.9 %", "max"] and axes.get_ylim() == (2.5, -0.5)
+    assert ticks(axes.xaxis) == ["0.1", "1", "10"]
+    assert axes.get_xlabel() == "KL of a token, nats, log scale"
     assert chart.rows[1] == ("99.9 %", "4.00 (3.00 to 6.00)")
     assert chart.description == "50 % of tokens lie at or below 0.100 nats; the largest is 9.00 nats."
 
@@ -48,22 +47,23 @@ def test_quantiles_with_a_zero_have_a_linear_axis(run: Any) -> None:
     ladder = {**steps, "max": number(math.inf, math.nan, math.nan)}
     chart = quantiles_chart(measurement(run, quantiles={"kl_policy_reference": ladder}))
     assert chart is not None
-    assert "type" not in chart.figure["layout"]["xaxis"]
-    assert chart.figure["data"][0]["x"] == [0.0, 2.0, None]
+    (axes,) = drawn(chart)
+    assert axes.get_xscale() == "linear" and axes.get_xlabel() == "KL of a token, nats"
+    assert dots(axes) == [[(0.0, 0), (2.0, 1)]], "what is not finite is not drawn"
     assert chart.rows[2] == ("max", "∞")
-    json.dumps(chart.figure, allow_nan=False)
 
 
 def test_both_directions_are_in_the_quantiles_chart(run: Any) -> None:
-    chart = quantiles_chart(run[1])
-    assert chart is not None
-    names = [trace["name"] for trace in chart.figure["data"]]
-    assert names == ["KL(policy ‖ reference)", "KL(reference ‖ policy)"]
-    first, second = (trace["y"] for trace in chart.figure["data"])
-    assert all(one < other for one, other in zip(first, second, strict=True))
-    assert chart.figure["layout"]["yaxis"]["range"][0] > chart.figure["layout"]["yaxis"]["range"][1]
-    expected = [quantile.value for quantile in run[1].quantiles["kl_reference_policy"].values()]
-    assert chart.figure["data"][1]["x"] == expected
+    (axes,) = drawn(quantiles_chart(run[1]))
+    assert legend(axes) == ["KL(policy ‖ reference)", "KL(reference ‖ policy)"]
+    names = ("kl_policy_reference", "kl_reference_policy")
+    expected = [[each.value for each in run[1].quantiles[name].values()] for name in names]
+    assert [[x for x, _ in series] for series in dots(axes)] == expected
+    first, second = ([y for _, y in series] for series in dots(axes))
+    assert all(
+        row - 0.5 < one < other < row + 0.5
+        for row, (one, other) in enumerate(zip(first, second, strict=True))
+    )
 
 
 def test_the_bin_chart_has_means_and_both_shares() -> None:
@@ -74,32 +74,30 @@ def test_the_bin_chart_has_means_and_both_shares() -> None:
     )
     chart = bin_chart("position", "By position", bins, "position", is_integer=True)
     assert chart is not None
-    means, tokens, kl = chart.figure["data"]
-    assert means["x"] == ["0", "1–3", "4+"]
-    assert means["y"] == [2.0, 0.4, 0.3]
-    assert means["error_y"]["array"] == pytest.approx([1.0, 0.1, 0.1])
-    assert means["error_y"]["arrayminus"] == pytest.approx([0.5, 0.1, 0.1])
-    assert (tokens["name"], tokens["y"]) == ("share of the tokens", [0.1, 0.3, 0.6])
-    assert (kl["name"], kl["y"]) == ("share of the KL", [0.5, 0.2, 0.3])
+    means, shares = drawn(chart)
+    assert dots(means) == [[(0, 2.0), (1, 0.4), (2, 0.3)]]
+    assert intervals(means) == [[(1.5, 3.0), (0.3, 0.5), (0.2, 0.4)]]
+    assert means.get_ylim()[0] == 0 and means.get_xlim() == shares.get_xlim()
+    assert ticks(shares.xaxis) == ["0", "1–3", "4+"] and shares.get_xlabel() == "position"
+    assert legend(shares) == ["share of the tokens", "share of the KL"]
+    heights = [[bar.get_height() for bar in container] for container in shares.containers]
+    assert heights == [[0.1, 0.3, 0.6], [0.5, 0.2, 0.3]]
+    assert ticks(shares.yaxis)[1].endswith(" %")
     assert chart.description.startswith("The mean is highest at 0: 2.00 nats per token.")
     assert "50.0\u202f%, lies at 0." in chart.description
 
 
 def test_confidence_has_fractions_for_ranges_and_whole_ranges_are_told_by_what_is_in_them() -> None:
     half = number(0.4, 0.3, 0.5)
-    parts = tuple(
-        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl=half)
-        for low, high in ((0.0, 0.25), (0.25, 1.0))
-    )
-    chart = bin_chart("confidence", "title", parts, "what")
-    assert chart is not None
-    assert chart.figure["data"][0]["x"] == ["0–0.25", "0.25–1"]
-    whole = tuple(
-        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl=half) for low, high in ((0.0, 2.0), (2.0, 4.0))
-    )
-    chart = bin_chart("position", "title", whole, "what", is_integer=True)
-    assert chart is not None
-    assert chart.figure["data"][0]["x"] == ["0–1", "2–3"]
+    for edges, is_integer, labels in (
+        ((0.0, 0.25, 1.0), False, ["0–0.25", "0.25–1"]),
+        ((0.0, 2.0, 4.0), True, ["0–1", "2–3"]),
+    ):
+        parts = tuple(
+            Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl=half) for low, high in pairwise(edges)
+        )
+        chart = bin_chart("confidence", "title", parts, "what", is_integer=is_integer)
+        assert ticks(drawn(chart)[1].xaxis) == labels
     assert bin_chart("position", "title", (), "what") is None
 
 
@@ -108,12 +106,11 @@ def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest() -> Non
     steps += [ConvergencePoint(tokens=10 * at, mean=1.1, ci95=(1.0, 1.3)) for at in range(2, 9)]
     chart = convergence_chart(steps)
     assert chart is not None
-    low, high, mean = chart.figure["data"]
-    assert low["y"] == [-90.0] + [1.0] * 7
-    assert high["y"] == [92.0] + [1.3] * 7
-    assert high["fill"] == "tonexty"
-    assert mean["y"] == [1.0] + [1.1] * 7
-    assert chart.figure["layout"]["yaxis"]["range"] == pytest.approx([0.985, 1.315])
+    (axes,) = drawn(chart)
+    assert bands(axes) == [([-90.0] + [1.0] * 7, [92.0] + [1.3] * 7)]
+    ((tokens, means),) = curves(axes).values()
+    assert (tokens, means) == ([10 * at for at in range(1, 9)], [1.0] + [1.1] * 7)
+    assert axes.get_ylim() == pytest.approx((0.985, 1.315))
     assert (
         "After 80 tokens the mean is 1.10 nats, with a 95 % interval from 1.00 to 1.30." in chart.description
     )
@@ -121,31 +118,52 @@ def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest() -> Non
     assert convergence_chart([]) is None
 
 
-def test_an_infinite_running_mean_is_drawn() -> None:
+def test_an_infinite_running_mean_has_a_chart() -> None:
     chart = convergence_chart([ConvergencePoint(tokens=2, mean=math.inf, ci95=(math.nan, math.nan))])
     assert chart is not None
-    json.dumps(chart.figure, allow_nan=False)
+    drawn(chart)
     assert chart.rows == (("2", "∞", "NaN to NaN"),)
 
 
-def test_the_estimators_chart_has_the_exact_value_first() -> None:
-    exact = number(0.2, 0.15, 0.25)
+def test_the_chart_of_means_has_the_estimators_below_what_they_estimate(run: Any) -> None:
+    exact, other = number(0.2, 0.15, 0.25), number(0.3, 0.2, 0.4)
     records = {
         name: EstimatorRecord(**vars(number(value, value - 0.1, value + 0.2)), bias=number(value - 0.2, -1.0, 1.0),
                               spread=0.7)
         for name, value in (("k1", 0.22), ("abs", 0.9))
     }  # fmt: skip
-    chart = estimators_chart(exact, records)
-    assert chart is not None
-    first, others = chart.figure["data"]
-    assert (first["x"], others["x"]) == ([0.2], [0.22, 0.9])
-    assert (first["y"], list(others["y"])) == ([0], [1, 2])
-    assert others["error_x"]["array"] == pytest.approx([0.2, 0.2])
-    assert chart.figure["layout"]["yaxis"]["ticktext"] == ["exact", "k1", "abs"]
-    box, line = chart.figure["layout"]["shapes"]
-    assert (box["x0"], box["x1"], line["x0"]) == (0.15, 0.25, 0.2)
+    per_token = {"kl_policy_reference": exact, "kl_reference_policy": other}
+    chart = means_chart(measurement(run, per_token=per_token, estimators=records))
+    (axes,) = drawn(chart)
+    assert dots(axes) == [[(0.2, 0), (0.3, 1)], [(0.22, 2), (0.9, 3)]]
+    assert intervals(axes)[1] == [records[name].ci95 for name in ("k1", "abs")]
+    assert ticks(axes.yaxis) == ["KL(policy ‖ reference)", "KL(reference ‖ policy)", "k1", "abs"]
+    (box,), (line, *_) = axes.patches, axes.lines
+    assert (box.get_x(), box.get_x() + box.get_width()) == pytest.approx(exact.ci95)
+    assert line.get_xdata()[0] == 0.2
     assert "abs is furthest from it, by 0.700" in chart.description
-    assert estimators_chart(exact, {}) is None
+    assert chart.rows[3] == ("abs", "0.900 (0.800 to 1.100)", "0.70 (−1.00 to 1.00)", "0.700 nats")
+
+
+def test_bounds_of_a_served_model_are_in_the_chart_of_means(run: Any) -> None:
+    bounds = {
+        f"kl_policy_reference_{end}": number(value, value - 2e-6, value + 2e-6)
+        for end, value in (("lower", 0.15), ("upper", 0.45))
+    }
+    chart = means_chart(measurement(run, per_token=bounds, estimators={}))
+    (axes,) = drawn(chart)
+    assert dots(axes)[0] == [(0.15, 0), (0.45, 1)] and "lower bound" in ticks(axes.yaxis)[0]
+    assert "it lies between 0.150 and 0.450 nats" in chart.description
+
+
+def test_an_interval_without_ends_is_not_drawn_and_nor_is_a_number_that_is_not_finite(run: Any) -> None:
+    per_token = {
+        "kl_policy_reference": number(0.5, -math.inf, math.inf),
+        "kl_reference_policy": number(math.inf, math.nan, math.nan),
+    }
+    (axes,) = drawn(means_chart(measurement(run, per_token=per_token, estimators={})))
+    assert dots(axes)[0] == [(0.5, 0)] and intervals(axes)[0] == [(0.5, 0.5)]
+    assert not axes.patches, "no band without an interval"
 
 
 @pytest.mark.parametrize(
@@ -193,16 +211,17 @@ def test_a_run_without_the_kl_is_not_compared() -> None:
 
 def test_only_the_chart_of_differences_has_a_line_at_zero() -> None:
     comparison = synthetic_comparison()
-    line = differences_chart(comparison).figure["layout"]["shapes"]
-    assert [(shape["x0"], shape["x1"]) for shape in line] == [(0, 0)]
-    runs = runs_chart(comparison).figure
-    assert runs["layout"]["shapes"] == []
-    assert runs["data"][1]["x"] == [run.numbers["kl_reference_policy"].value for run in comparison.runs]
-    assert runs["layout"]["yaxis"]["ticktext"][2] == "…t&gt;alert('run')&lt;/script&gt;"
-
-
-def test_plotly_markup_is_escaped() -> None:
-    assert escape("<b>a</b> &lt; %{y}") == "&lt;b&gt;a&lt;/b&gt; &amp;lt; %&#123;y}"
+    (differences,), (runs,) = drawn(differences_chart(comparison)), drawn(runs_chart(comparison))
+    lines = [
+        [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "-"]
+        for axes in (differences, runs)
+    ]
+    assert lines == [[0], []]
+    assert runs.get_xlim()[0] <= 0 < differences.get_xlim()[1]
+    assert [x for x, _ in dots(runs)[1]] == [
+        run.numbers["kl_reference_policy"].value for run in comparison.runs
+    ]
+    assert ticks(runs.yaxis)[2] == "…t>alert('run')</script>"
 
 
 def test_every_statistic_has_its_label(run: Any) -> None:

@@ -8,7 +8,7 @@ from kleash.extras import is_installed, require_installed
 from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, SweepJob, TrainJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
-PAGES = ("jinja2", "plotly")
+PAGES = ("jinja2", "matplotlib")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
 ADAPTERS = "peft"
 DEVICE_MAPS = "accelerate"
@@ -46,13 +46,11 @@ def require_packages(command: Command) -> None:
             _require_for_training(command)
         case ReportJob():
             _require_with_trackers(["rich", "pyarrow", *PAGES], command.report_to, "'kleash[models]'")
-            if command.picture is not None:
-                require_installed(("matplotlib",), "'kleash[pictures]'")
         case CompareJob():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
         case MismatchJob():
             require_installed(("rich", *MODELS), "'kleash[models]'")
-        case AuditJob():  # it takes no more than the base install, and without Jinja2 and Plotly makes no page
+        case AuditJob():  # it takes no more than the base install, and without Jinja2 and Matplotlib makes no page
             return
 
 

@@ -1,23 +1,27 @@
 """The attributions of a sweep on its page and in the terminal: which groups of weights a candidate's KL comes from."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from kleash.reports.figures import ACCENT, INK, Chart, dots, escape, figure, row_axis
+from kleash.reports.drawing import INK, Chart, dots, name_axes, row_dots, row_height
 from kleash.reports.formatting import (
     UNKNOWN,
     format_count,
     format_percent,
     format_with_interval,
+    make_visible,
     nan_as_minimum,
     short_names,
 )
 from kleash.store.attribution import Attribution, GroupChange
+from kleash.store.number import Number
 from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep
 
-POWERS = {"exponentformat": "power"}
-"""Ticks of an axis of small changes: 10⁻⁵, not 10 µ."""
-MAX_LABELLED_LAYERS = 24
+CHANGE = "change of the KL, nats per token"
+MAX_LABELLED_LAYERS = 14
 """Layers of which each has a label on the axis; of more, every second, fourth, ... has."""
 
 
@@ -124,48 +128,12 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
     is_by_layer = attribution.grouping == "layers"
     groups = attribution.groups if is_by_layer else tuple(largest_first(attribution))
     numbers = [group.simultaneous_change for group in groups]
-    labels = [group.name.removeprefix("layer ") if is_by_layer else group.name for group in groups]
-    title = "change of the KL, nats per token"
-    data = dots(
-        numbers,
-        list(range(len(groups))),
-        name="change",
-        color=ACCENT,
-        horizontal=not is_by_layer,
-        text=[escape(group.name) for group in groups],
-        hovertemplate="%{text}: %{" + ("y" if is_by_layer else "x") + ":.4~g}<extra></extra>",
-    )
-    zero = {"type": "line", "layer": "below", "line": {"color": INK, "width": 1}}
-    if is_by_layer:
-        step = 2 ** max(0, math.ceil(math.log2(max(1, len(groups)) / MAX_LABELLED_LAYERS)))
-        ticks = [index for index, label in enumerate(labels) if not label.isdigit() or int(label) % step == 0]
-        layout = figure(
-            [data],
-            height=380,
-            x="group of weights",
-            y=title,
-            yaxis=POWERS,
-            xaxis={
-                "tickvals": ticks,
-                "ticktext": [escape(labels[index]).replace(" ", "<br>", 1) for index in ticks],
-                "tickangle": 0,
-                "showgrid": False,
-            },
-            shapes=[{**zero, "x0": 0, "x1": 1, "xref": "paper", "y0": 0, "y1": 0}],
-        )
-    else:
-        layout = figure(
-            [data],
-            height=120 + 30 * len(groups),
-            x=title,
-            xaxis=POWERS,
-            yaxis=row_axis(labels),
-            shapes=[{**zero, "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper"}],
-        )
+    names = [group.name for group in groups]
     return Chart(
         name=f"attribution-{attribution.candidate}-{attribution.grouping}",
         title=f"{name} by {attribution.grouping}",
-        figure=layout,
+        panels=(partial(_draw_layers if is_by_layer else _draw_modules, names=names, changes=numbers),),
+        height=3.0 if is_by_layer else row_height(len(groups)),
         description="Change with each group swapped back, with simultaneous 95 % intervals; below 0 the group's "
         "weights add to the KL.",
         header=("Group", "Weights", "Change", "Share of the KL"),
@@ -179,3 +147,23 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
             for group in largest_first(attribution)
         ),
     )
+
+
+def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) -> None:
+    """Draw the layers from left to right; other groups are named on a line of their own."""
+    labels = [name.removeprefix("layer ") for name in names]
+    step = 2 ** max(0, math.ceil(math.log2(max(1, len(names)) / MAX_LABELLED_LAYERS)))
+    ticks = [at for at, label in enumerate(labels) if not label.isdigit() or int(label) % step == 0]
+    texts = [labels[at] if labels[at].isdigit() else f"\n{make_visible(labels[at])}" for at in ticks]
+    dots(axes, zip(changes, range(len(changes)), strict=True))
+    axes.axhline(0, color=INK, linewidth=1)
+    axes.set_xticks(ticks, texts)
+    axes.grid(visible=False, axis="x")
+    name_axes(axes, "layer", CHANGE)
+
+
+def _draw_modules(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) -> None:
+    """Draw a row for each kind of module."""
+    row_dots(axes, names, {CHANGE: changes})
+    axes.axvline(0, color=INK, linewidth=1)
+    name_axes(axes, CHANGE, "")

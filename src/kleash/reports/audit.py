@@ -1,11 +1,12 @@
 """The page of an audit: what each function estimates and differentiates, and its findings."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, escape, figure, finite_or_none
+from kleash.reports.drawing import ACCENT, BAND, INK, MUTED, Chart, line, log_axis, name_axes
 from kleash.reports.formatting import UNKNOWN, format_value
 from kleash.reports.page import write_page
 from kleash.store import Audit, Finding
@@ -17,6 +18,8 @@ MAX_UNFOLDED = 3
 """With more functions than this, each is collapsed under its name."""
 MIN_X_LIMIT, MAX_X_LIMIT = 8.0, 30.0
 """Log ratios in nats up to which the curves are drawn: the range of training, and the range that is scanned."""
+LEAST_ERROR = 1e-9
+"""Relative errors below it are drawn there."""
 FLAT_ZONES = {"value": ("value",), "gradient": ("gradient", "gradient is rounded away", "gradient is NaN")}
 """Curve -> kinds of zones that are shaded in its chart."""
 FORMULAS = {
@@ -40,7 +43,7 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
 
     Raises:
         RunFolderError: if the page cannot be written.
-        MissingExtraError: if Jinja2 or Plotly is not installed.
+        MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
     context: dict[str, Any] = {
         "audits": audits,
@@ -55,7 +58,7 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
         "verdict": verdict_without_findings,
         "title_of": title_of,
     }
-    return write_page(path, "audits.html", context, ("plotly", "charts.js"))
+    return write_page(path, "audits.html", context)
 
 
 def title_of(audit: Audit) -> str:
@@ -105,26 +108,12 @@ def accuracy_chart(name: str, audit: Audit) -> Chart | None:
     rows = [row for row in audit.accuracy if row.kl > 0]
     if not rows:
         return None
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    data: list[dict[str, Any]] = []
-    for dtype, color in zip(dtypes, (ACCENT, INK, MUTED), strict=False):
-        in_dtype = [row for row in rows if row.dtype == dtype]
-        data.append(_error_trace(in_dtype, [row.relative_error for row in in_dtype], dtype, color, "solid"))
-        label = f"{dtype}, accurate formula"
-        data.append(_error_trace(in_dtype, [row.unavoidable_error for row in in_dtype], label, color, "dot"))
     worst = max(rows, key=lambda row: -1.0 if isnan(row.relative_error) else row.relative_error)
     return Chart(
         name=name,
         title="Relative error against float64 as the divergence goes to zero",
-        figure=figure(
-            data,
-            height=300,
-            x="KL of the pair, nats",
-            y="relative error",
-            xaxis={"type": "log", "exponentformat": "power", "dtick": 1},
-            yaxis={"type": "log", "exponentformat": "power"},
-            showlegend=True,
-        ),
+        panels=(partial(_draw_errors, rows=rows),),
+        height=3.2,
         description=(
             f"The largest error is {format_or_dash(worst.relative_error)} of the value, with {worst.dtype} inputs at "
             f"{format_or_dash(worst.kl)} nats; the dotted lines are an accurate formula on the same inputs."
@@ -140,20 +129,23 @@ def accuracy_chart(name: str, audit: Audit) -> Chart | None:
     )
 
 
-def _error_trace(
-    rows: Sequence[AccuracyRow], values: Sequence[float], name: str, color: str, dash: str
-) -> dict[str, Any]:
-    """A curve of errors; an error of 0 is drawn at 1e-9, since the axis is logarithmic."""
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if dash == "solid" else "lines",
-        "name": escape(name),
-        "x": finite_or_none([row.kl for row in rows]),
-        "y": finite_or_none([max(value, 1e-9) for value in values]),
-        "line": {"color": color, "dash": dash, "width": 2},
-        "marker": {"color": color, "size": 7},
-        "hovertemplate": f"%{{x:.1e}} nats: %{{y:.2g}}<extra>{escape(name)}</extra>",
-    }
+def _draw_errors(axes: Any, *, rows: Sequence[AccuracyRow]) -> None:
+    """Draw the errors in each dtype, and dotted those of the accurate formula.
+
+    One below ``LEAST_ERROR`` is drawn there, since the axis is logarithmic.
+    """
+    drawn: list[float] = []
+    for dtype, color in zip(dict.fromkeys(row.dtype for row in rows), (ACCENT, INK, MUTED), strict=False):
+        in_dtype = [row for row in rows if row.dtype == dtype]
+        kls = [row.kl for row in in_dtype]
+        errors = [max(row.relative_error, LEAST_ERROR) for row in in_dtype]
+        unavoidable = [max(row.unavoidable_error, LEAST_ERROR) for row in in_dtype]
+        line(axes, kls, errors, color=color, label=dtype, marker="o")
+        line(axes, kls, unavoidable, color=color, linestyle=":")
+        drawn += [*errors, *unavoidable]
+    log_axis(axes, "x", [row.kl for row in rows])
+    log_axis(axes, "y", drawn)
+    name_axes(axes, "KL of the pair, nats", "relative error")
 
 
 class CurvePoint(NamedTuple):
@@ -194,18 +186,10 @@ def _curve_chart(name: str, quantity: str, audit: Audit) -> Chart:
     return Chart(
         name=name,
         title=f"{quantity.capitalize()} against the log ratio",
-        figure=figure(
-            [
-                _curve_trace(points, [point.measured for point in points], quantity, ACCENT, "solid"),
-                _curve_trace(points, [point.correct for point in points], correct_label, INK, "dot"),
-            ],
-            height=300,
-            x="log p − log q, nats" if is_per_token else "log-odds of two tokens, nats",
-            y=f"{quantity}, nats" if quantity == "value" else quantity,
-            xaxis={"range": [low, limit], "zeroline": is_per_token},
-            yaxis={"range": _y_range(points)},
-            shapes=[_zone_shape(zone, low, limit) for zone in zones],
-            showlegend=True,
+        panels=(
+            partial(
+                _draw_curve, points=points, zones=zones, labels=(quantity, correct_label), limits=(low, limit)
+            ),
         ),
         description=_description(quantity, zones, correct_label, is_per_token),
         header=("Log ratio, nats" if is_per_token else "Log-odds, nats", quantity.capitalize(), "Correct"),
@@ -219,6 +203,27 @@ def _curve_chart(name: str, quantity: str, audit: Audit) -> Chart:
             if point.log_ratio % 2 == 0
         ),
     )
+
+
+def _draw_curve(
+    axes: Any,
+    *,
+    points: Sequence[CurvePoint],
+    zones: Sequence[ZoneRow],
+    labels: tuple[str, str],
+    limits: tuple[float, float],
+) -> None:
+    """Draw the measured and the correct curve, and a band over the log ratios of each zone."""
+    low, high = limits
+    for zone in zones:
+        axes.axvspan(max(low, min(zone.low, high)), min(high, max(zone.high, low)), color=BAND, linewidth=0)
+    quantity, correct = labels
+    log_ratios = [point.log_ratio for point in points]
+    line(axes, log_ratios, [point.measured for point in points], label=quantity, linewidth=2.4)
+    line(axes, log_ratios, [point.correct for point in points], color=INK, label=correct, linestyle=":")
+    axes.set(xlim=limits, ylim=_y_range(points))
+    x = "log p − log q, nats" if low < 0 else "log-odds of two tokens, nats"
+    name_axes(axes, x, f"{quantity}, nats" if quantity == "value" else quantity)
 
 
 def _correct_label(quantity: str, audit: Audit, is_per_token: bool) -> str:
@@ -258,37 +263,6 @@ def _y_range(points: Sequence[CurvePoint]) -> list[float]:
     low = min(low, max(min(measured_values, default=low), 1.5 * low - 0.5 * high))
     margin = 0.06 * (high - low)
     return [low - margin, high + margin]
-
-
-def _curve_trace(
-    points: Sequence[CurvePoint], values: Sequence[float], name: str, color: str, dash: str
-) -> dict[str, Any]:
-    """A Plotly trace of values over log ratios."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": escape(name),
-        "x": [point.log_ratio for point in points],
-        "y": finite_or_none(values),
-        "line": {"color": color, "dash": dash, "width": 2.5 if dash == "solid" else 1.5},
-        "hovertemplate": f"at %{{x:.1f}} nats: %{{y:.4~g}}<extra>{escape(name)}</extra>",
-    }
-
-
-def _zone_shape(zone: ZoneRow, low: float, high: float) -> dict[str, Any]:
-    """A Plotly shape: a band over the log ratios of a zone."""
-    return {
-        "type": "rect",
-        "xref": "x",
-        "yref": "paper",
-        "x0": max(low, min(zone.low, high)),
-        "x1": min(high, max(zone.high, low)),
-        "y0": 0,
-        "y1": 1,
-        "fillcolor": ACCENT_BAND,
-        "line": {"width": 0},
-        "layer": "below",
-    }
 
 
 def _description(quantity: str, zones: Sequence[ZoneRow], correct_label: str, is_per_token: bool) -> str:

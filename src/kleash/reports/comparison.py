@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from kleash.reports.figures import INK, Chart, dots, escape, figure, row_axis
+from kleash.reports.drawing import INK, Chart, name_axes, row_dots, row_height
 from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
-from kleash.reports.measurement_charts import KL_COLOURS, ROW_OFFSET
 from kleash.reports.page import write_page
 from kleash.store import Comparison, Number, RunDifference
 from kleash.store.result_summaries import comparison_warnings
@@ -26,7 +27,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
 
     Raises:
         RunFolderError: if the page cannot be written.
-        MissingExtraError: if Jinja2 or Plotly is not installed.
+        MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
     noun, kls = comparison.paired_noun, kl_directions(comparison.headline)
     compared = (*kls, *(name for name in (*COMPARED, *PERPLEXITIES) if name not in kls))
@@ -48,7 +49,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         "warnings": comparison_warnings(comparison),
         "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
     }
-    return write_page(path, "comparison.html", context, ("plotly", "charts.js"))
+    return write_page(path, "comparison.html", context)
 
 
 def runs_chart(comparison: Comparison) -> Chart:
@@ -88,7 +89,8 @@ def _rows_chart(
     return Chart(
         name=name,
         title=title,
-        figure=_rows_figure(rows, kl, is_difference=is_difference),
+        panels=(partial(_draw_rows, rows=rows, kl=kl, is_difference=is_difference),),
+        height=row_height(2 * len(rows)),
         description="; ".join(sentences) + ".",
         header=("Run", *map(label_of, kl_directions(kl))),
         rows=tuple(
@@ -104,34 +106,17 @@ def _rows_chart(
     )
 
 
-def _rows_figure(
-    rows: Sequence[tuple[str, Mapping[str, Number]]], kl: str, *, is_difference: bool
-) -> dict[str, object]:
-    """The Plotly figure of ``_rows_chart``."""
-    data = []
-    for index, (direction, color) in enumerate(zip(kl_directions(kl), KL_COLOURS, strict=True)):
-        row_indices = [row for row, (_, numbers) in enumerate(rows) if direction in numbers]
-        data.append(
-            dots(
-                [rows[row][1][direction] for row in row_indices],
-                [row + ROW_OFFSET * (index - 0.5) for row in row_indices],
-                name=label_of(direction),
-                color=color,
-                horizontal=True,
-                text=[escape(rows[row][0]) for row in row_indices],
-            )
-        )
-    line = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-    return figure(
-        data,
-        height=150 + 56 * len(rows),
-        x="difference of the KL, nats per token" if is_difference else "KL, nats per token",
-        y="run",
-        xaxis={"rangemode": "tozero", "exponentformat": "power"},
-        yaxis=row_axis([text for text, _ in rows]),
-        showlegend=True,
-        shapes=[{**line, "line": {"color": INK, "width": 1}}] if is_difference else [],
-    )
+def _draw_rows(
+    axes: Any, *, rows: Sequence[tuple[str, Mapping[str, Number]]], kl: str, is_difference: bool
+) -> None:
+    """Draw a row for each run; an axis of differences has a line at 0, and one of KLs begins there."""
+    series = {label_of(name): [numbers.get(name) for _, numbers in rows] for name in kl_directions(kl)}
+    row_dots(axes, [name for name, _ in rows], series)
+    if is_difference:
+        axes.axvline(0, color=INK, linewidth=1)
+    else:
+        axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+    name_axes(axes, "difference of the KL, nats per token" if is_difference else "KL, nats per token", "")
 
 
 def describe_difference(difference: RunDifference, statistic: str, noun: str = "prompts") -> str:

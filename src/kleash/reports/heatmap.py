@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from kleash.store.measurement import Drifted
 from kleash.store.statistics import kl_directions
 
 MAX_SEQUENCES = 50
-MAX_TOKENS_OF_SEQUENCE = 1000
-MAX_TOKENS = 25_600
+MAX_TOKENS_OF_SEQUENCE = 500
+MAX_TOKENS = 5_000
 """Limits of what is drawn. All tokens are counted in the statistics."""
-CONTEXT_BEFORE, CONTEXT_AFTER = 60, 30
+CONTEXT_BEFORE, CONTEXT_AFTER = 30, 15
 """Tokens drawn around a token with large KL that lies outside the drawn sequences."""
 MAX_PROMPT = 4000
 NUM_COLOURS = 8
@@ -98,7 +99,7 @@ class HeatMap:
     shortened: int
     """Sequences of which only the beginning is drawn."""
     excerpts: tuple[dict[str, Any], ...] = ()
-    """Likewise, the context of tokens with large KL that lie outside the drawn sequences."""
+    """The context of tokens with large KL that lie outside the drawn sequences, as such objects."""
 
     @property
     def drawn(self) -> tuple[dict[str, Any], ...]:
@@ -126,26 +127,20 @@ def heat_map(
             budget -= length
     contexts = token_contexts(measurement.worst_tokens, tokens, lengths)
     keys = {*lengths, *(key for key, _ in contexts)}
-    prompts = read_prompts(folder, keys)
-    alternatives = read_alternatives(folder, keys, tokens)
-    kl_names = kl_directions(measurement.headline)
+    payload = partial(
+        _payload,
+        tokens=tokens,
+        prompts=read_prompts(folder, keys),
+        alternatives=read_alternatives(folder, keys, tokens),
+        kl_names=kl_directions(measurement.headline),
+    )
     sequences = tuple(
-        _payload(
-            drift.kl, key_of(drift), tokens, range(lengths[key_of(drift)]), prompts, alternatives, kl_names
-        )
+        payload(drift.kl, key_of(drift), range(lengths[key_of(drift)]))
         for drift in measurement.worst_sequences
         if key_of(drift) in lengths
     )
     excerpts = tuple(
-        _payload(
-            float(np.sum(tokens[key].columns[measurement.headline], dtype=np.float64)),
-            key,
-            tokens,
-            span,
-            prompts,
-            alternatives,
-            kl_names,
-        )
+        payload(float(np.sum(tokens[key].columns[measurement.headline], dtype=np.float64)), key, span)
         for key, span in contexts
     )
     kls = [value for sequence in (*sequences, *excerpts) for value in sequence["kl"] if 0 < value < math.inf]
@@ -244,8 +239,9 @@ def read_alternatives(
 def _payload(
     total: float,
     key: SequenceKey,
-    tokens: Mapping[SequenceKey, SequenceTokens],
     span: range,
+    *,
+    tokens: Mapping[SequenceKey, SequenceTokens],
     prompts: Mapping[SequenceKey, str],
     alternatives: Mapping[SequenceKey, Alternatives],
     kl_names: Sequence[str],

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from kleash.reports.figures import Chart
+from kleash.reports.drawing import Chart
 from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
 from kleash.reports.gate_verdicts import describe_gate, gate_of_measurement
 from kleash.reports.heatmap import (
@@ -17,7 +18,7 @@ from kleash.reports.heatmap import (
     read_sequences,
     round_for_display,
 )
-from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
+from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.reports.page import write_page
 from kleash.store import Measurement, RunFolder
 from kleash.store.anchors import scale_sentence
@@ -56,7 +57,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
     Raises:
         RunFolderError: if the run has not finished, a file of it is missing or damaged, or the report cannot be
             written.
-        MissingExtraError: if Jinja2, Plotly or pyarrow is not installed.
+        MissingExtraError: if Jinja2, Matplotlib or pyarrow is not installed.
     """
     measurement = Measurement.read(folder)
     if at_most is not None:
@@ -64,6 +65,12 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
         measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most, statistic))
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
+    context = report_context(files, measurement)
+    return write_page(folder / "report.html", "measurement.html", context, ("tables.js", "heatmap.js"))
+
+
+def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]:
+    """The variables of the report's template."""
     worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
     tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
@@ -72,7 +79,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
         for sequence in heat.drawn
         for position in sequence["position"]
     }
-    context = {
+    return {
         "measurement": measurement,
         "headline": headline(measurement),
         "headline_label": label_of(headline_name(measurement)),
@@ -95,8 +102,6 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
         "bar_share": bar_share(measurement),
         "sorted_by": "kl_per_token" if is_sorted_by_kl(measurement) else "",
     }
-    scripts = ("tables.js", "heatmap.js", "plotly", "charts.js")
-    return write_page(folder / "report.html", "measurement.html", context, scripts)
 
 
 def noise_floor_note(measurement: Measurement) -> str:
@@ -159,8 +164,9 @@ def bar_share(measurement: Measurement) -> Callable[[float], str]:
 
 
 def charts(measurement: Measurement) -> dict[str, Chart]:
-    """The charts that the measurement has numbers for, by name."""
+    """The charts that the measurement has numbers for, by name; that of the means alone is there for any."""
     candidates = (
+        means_chart(measurement),
         quantiles_chart(measurement),
         bin_chart(
             "position",
@@ -176,13 +182,18 @@ def charts(measurement: Measurement) -> dict[str, Chart]:
             "the reference's probability of its most likely token",
         ),
         convergence_chart(measurement.convergence),
-        estimators_chart(
-            measurement.per_token.get("kl_policy_reference"),
-            measurement.estimators,
-            bounds=[measurement.per_token.get(f"kl_policy_reference_{end}") for end in ("lower", "upper")],
-        ),
     )
     return {chart.name: chart for chart in candidates if chart is not None}
+
+
+def picture_charts(measurement: Measurement) -> list[Chart]:
+    """The charts of a measurement's picture: without that of the confidence, and a running mean of at least two."""
+    has_running_mean = len(measurement.convergence) > 1
+    return [
+        chart
+        for name, chart in charts(measurement).items()
+        if name != "confidence" and (name != "convergence" or has_running_mean)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,22 +1,28 @@
-"""The charts of a measurement: quantiles, KL by position and confidence, convergence, and sampled estimators."""
+"""The charts of a measurement: means, quantiles, KL by position and confidence, and convergence."""
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from kleash.reports.figures import (
+from kleash.reports.drawing import (
     ACCENT,
-    ACCENT_BAND,
+    BAND,
     MUTED,
     Chart,
-    axis,
     band,
-    bars,
     dots,
-    figure,
+    line,
     log_axis,
-    row_axis,
+    name_axes,
+    name_columns,
+    name_rows,
+    row_dots,
+    row_height,
+    shown_ends,
 )
 from kleash.reports.formatting import (
+    UNKNOWN,
     format_count,
     format_percent,
     format_value,
@@ -24,13 +30,66 @@ from kleash.reports.formatting import (
     nan_as_minimum,
 )
 from kleash.store import Measurement, Number
-from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
+from kleash.store.measurement import Bin, ConvergencePoint
+from kleash.store.measurement_summary import upper_bound
 from kleash.store.statistics import kl_directions, label_of
 
-KL_COLOURS = (ACCENT, MUTED)
-"""Colours of the KLs of both directions, the headline first."""
-ROW_OFFSET = 0.24
-"""Vertical distance between the dots of one row, in rows."""
+
+def means_chart(measurement: Measurement) -> Chart:
+    """The KL in both directions, or its bounds, and the one-sample estimators on the same tokens."""
+    kls = {name: measurement.per_token[name] for name in _kls(measurement)}
+    records = measurement.estimators
+    rows = [(label_of(name), format_with_interval(number), UNKNOWN, UNKNOWN) for name, number in kls.items()]
+    for name, record in records.items():
+        bias = UNKNOWN if record.bias is None else format_with_interval(record.bias)
+        rows.append((name, format_with_interval(record.number), bias, f"{format_value(record.spread)} nats"))
+    return Chart(
+        name="estimators",
+        title="KL and one-sample estimators" if records else "KL per token",
+        panels=(
+            partial(_draw_means, kls=kls, estimators={name: each.number for name, each in records.items()}),
+        ),
+        height=row_height(len(rows)),
+        description=_describe_means(measurement),
+        header=("Mean", "Value, nats per token", "Bias against exact", "Standard deviation per token"),
+        rows=tuple(rows),
+    )
+
+
+def _kls(measurement: Measurement) -> list[str]:
+    """The names of the KLs that the chart of means has: bounds, then directions."""
+    bounds = [f"{measurement.headline}_{end}" for end in ("lower", "upper")]
+    exact = [name for name in kl_directions(measurement.headline) if name in measurement.per_token]
+    return exact if upper_bound(measurement) is None else [*bounds, *exact]
+
+
+def _draw_means(axes: Any, *, kls: Mapping[str, Number], estimators: Mapping[str, Number]) -> None:
+    """Draw a row for each KL and each estimator, and a band over the interval of what the estimators estimate."""
+    exact = kls.get("kl_policy_reference")
+    if exact is not None and math.isfinite(exact.value):
+        if all(map(math.isfinite, exact.ci95)):
+            axes.axvspan(*exact.ci95, color=BAND, linewidth=0, zorder=0)
+        axes.axvline(exact.value, color=ACCENT, linewidth=1, zorder=0.5)
+    dots(axes, zip(kls.values(), range(len(kls)), strict=True), horizontal=True)
+    below = range(len(kls), len(kls) + len(estimators))
+    dots(axes, zip(estimators.values(), below, strict=True), color=MUTED, horizontal=True)
+    name_rows(axes, [*map(label_of, kls), *estimators])
+    name_axes(axes, "nats per token", "")
+
+
+def _describe_means(measurement: Measurement) -> str:
+    """The exact value or its bounds, and which estimator is furthest from it, in a sentence."""
+    exact = measurement.per_token.get("kl_policy_reference")
+    biases = {name: each.bias.value for name, each in measurement.estimators.items() if each.bias is not None}
+    if exact is None:
+        ends = [measurement.per_token.get(f"kl_policy_reference_{end}") for end in ("lower", "upper")]
+        low, high = (format_value(math.nan if end is None else end.value) for end in ends)
+        return f"The exact value is unknown; it lies between {low} and {high} nats per token."
+    text = f"The exact value is {format_value(exact.value)} nats per token"
+    if not biases:
+        return f"{text}."
+    furthest = max(biases, key=lambda name: nan_as_minimum(abs(biases[name])))
+    return f"{text}; {furthest} is furthest from it, by {format_value(biases[furthest])}."
 
 
 def quantiles_chart(measurement: Measurement) -> Chart | None:
@@ -40,53 +99,36 @@ def quantiles_chart(measurement: Measurement) -> Chart | None:
     if not quantiles:
         return None
     first = next(iter(quantiles.values()))
-    levels = list(first)
-    labels = [level if level == "max" else f"{level} %" for level in levels]
+    labels = {level: level if level == "max" else f"{level} %" for level in first}
     sentences = [
         f"{'the largest is' if level == 'max' else f'{level} % of tokens lie at or below'} "
         f"{format_value(first[level].value)} nats"
-        for level in levels
+        for level in first
         if level in ("50", "99", "max")
     ]
     return Chart(
         name="quantiles",
         title="Quantiles of the KL over tokens",
-        figure=_quantiles_figure(quantiles, levels, labels),
+        panels=(partial(_draw_quantiles, quantiles=quantiles, labels=list(labels.values())),),
+        height=row_height(len(labels)),
         description="; ".join(sentences) + ".",
         header=("Quantile", *(label_of(name) for name in quantiles)),
         rows=tuple(
             (label, *(format_with_interval(values[level]) for values in quantiles.values()))
-            for label, level in zip(labels, levels, strict=True)
+            for level, label in labels.items()
         ),
     )
 
 
-def _quantiles_figure(
-    quantiles: Mapping[str, Mapping[str, Number]], levels: list[str], labels: list[str]
-) -> dict[str, object]:
-    """The Plotly figure of ``quantiles_chart``."""
-    values = [numbers[level].value for numbers in quantiles.values() for level in levels]
-    is_logarithmic = all(value > 0 for value in values if math.isfinite(value))
-    data = [
-        dots(
-            [quantiles[name][level] for level in levels],
-            [row + ROW_OFFSET * (index - (len(quantiles) - 1) / 2) for row in range(len(labels))],
-            name=label_of(name),
-            color=color,
-            horizontal=True,
-            text=labels,
-        )
-        for index, (name, color) in enumerate(zip(quantiles, KL_COLOURS, strict=False))
-    ]
-    return figure(
-        data,
-        height=340,
-        x="KL of a token, nats",
-        y="share of the tokens at or below",
-        xaxis=log_axis(values) if is_logarithmic else {},
-        yaxis=row_axis(labels),
-        showlegend=len(quantiles) > 1,
-    )
+def _draw_quantiles(
+    axes: Any, *, quantiles: Mapping[str, Mapping[str, Number]], labels: Sequence[str]
+) -> None:
+    """Draw a row for each level, on a logarithmic axis unless a quantile is 0."""
+    row_dots(axes, labels, {label_of(name): list(numbers.values()) for name, numbers in quantiles.items()})
+    shown = [number for numbers in quantiles.values() for number in numbers.values()]
+    if all(number.value > 0 for number in shown if math.isfinite(number.value)):
+        log_axis(axes, "x", shown_ends(shown))
+    name_axes(axes, "KL of a token, nats", "share of the tokens at or below")
 
 
 def bin_chart(
@@ -106,10 +148,12 @@ def bin_chart(
     labels = [range_label(part, is_integer=is_integer) for part in bins]
     highest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].kl.value))
     largest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].share_of_kl))
+    drawn = {"bins": bins, "labels": labels, "quantity": quantity}
     return Chart(
         name=name,
         title=title,
-        figure=_bin_figure(bins, labels, quantity),
+        panels=(partial(_draw_bin_means, **drawn), partial(_draw_bin_shares, **drawn)),
+        height=4.6,
         description=f"The mean is highest at {labels[highest]}: "
         f"{format_value(bins[highest].kl.value)} nats per token. The largest share of the KL, "
         f"{format_percent(bins[largest].share_of_kl)}, lies at {labels[largest]}.",
@@ -126,28 +170,26 @@ def bin_chart(
     )
 
 
-def _bin_figure(bins: Sequence[Bin], labels: list[str], quantity: str) -> dict[str, object]:
-    """The Plotly figure of ``bin_chart``."""
+def _draw_bin_means(axes: Any, *, bins: Sequence[Bin], labels: Sequence[str], quantity: str) -> None:
+    """Draw the mean KL of each bin."""
+    dots(axes, [(part.kl, column) for column, part in enumerate(bins)])
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    name_columns(axes, labels)
+    name_axes(axes, quantity, "mean KL, nats per token")
+
+
+def _draw_bin_shares(axes: Any, *, bins: Sequence[Bin], labels: Sequence[str], quantity: str) -> None:
+    """Draw the shares of the tokens and of the KL that each bin has."""
     tokens = sum(part.tokens for part in bins)
-    token_shares = [part.tokens / tokens for part in bins]
-    kl_shares = [part.share_of_kl for part in bins]
-    data = [
-        dots([part.kl for part in bins], labels, name="mean KL", showlegend=False),
-        bars(labels, token_shares, name="share of the tokens", color=MUTED, yaxis="y2"),
-        bars(labels, kl_shares, name="share of the KL", color=ACCENT, yaxis="y2"),
-    ]
-    return figure(
-        data,
-        height=420,
-        x=quantity,
-        y="nats per token",
-        xaxis={"type": "category", "showgrid": False, "anchor": "y2"},
-        yaxis={"domain": [0.5, 1], "rangemode": "tozero"},
-        yaxis2=axis("share", domain=[0, 0.38], tickformat=".0%", rangemode="tozero", nticks=4),
-        barmode="group",
-        bargap=0.35,
-        showlegend=True,
-    )
+    shares = {
+        "share of the tokens": (MUTED, [part.tokens / tokens for part in bins]),
+        "share of the KL": (ACCENT, [part.share_of_kl for part in bins]),
+    }
+    for side, (label, (color, heights)) in zip((-0.2, 0.2), shares.items(), strict=True):
+        axes.bar([column + side for column in range(len(bins))], heights, 0.4, color=color, label=label)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    name_columns(axes, labels)
+    name_axes(axes, quantity, "share")
 
 
 def range_label(part: Bin, *, is_integer: bool) -> str:
@@ -164,157 +206,40 @@ def convergence_chart(means: Sequence[ConvergencePoint]) -> Chart | None:
     """The running mean with its interval; None without any."""
     if not means:
         return None
-    tokens = [point.tokens for point in means]
-    low, high = [point.ci95[0] for point in means], [point.ci95[1] for point in means]
     last = means[-1]
-    line = {
-        "type": "scatter",
-        "mode": "lines" if len(means) > 1 else "markers",
-        "name": "running mean",
-        "x": tokens,
-        "y": [point.mean if math.isfinite(point.mean) else None for point in means],
-        "line": {"color": ACCENT, "width": 2},
-        "hovertemplate": "%{x:,} tokens: %{y:.4~g} nats<extra></extra>",
-    }
+    low, high = map(format_value, last.ci95)
+    interval = "" if any(map(math.isnan, last.ci95)) else f", with a 95 % interval from {low} to {high}"
     return Chart(
         name="convergence",
         title="Convergence of the mean",
-        figure=figure(
-            [*band(tokens, low, high, "95 % interval"), line],
-            height=300,
-            x="tokens measured",
-            y="nats per token",
-            xaxis={"showgrid": False, "separatethousands": True, "exponentformat": "none", "nticks": 6},
-            yaxis=convergence_range(means),
-        ),
-        description=(
-            f"After {format_count(last.tokens)} tokens the mean is {format_value(last.mean)} nats{_interval(last)}."
-        ),
+        panels=(partial(_draw_convergence, means=means),),
+        description=f"After {format_count(last.tokens)} tokens the mean is {format_value(last.mean)} nats{interval}.",
         header=("Tokens", "Mean so far", "95 % interval"),
         rows=tuple(
             (
                 format_count(point.tokens),
                 format_value(point.mean),
-                f"{format_value(point.ci95[0])} to {format_value(point.ci95[1])}",
+                " to ".join(map(format_value, point.ci95)),
             )
             for point in means
         ),
     )
 
 
-def _interval(point: ConvergencePoint) -> str:
-    """The interval in words; empty with a single cluster, which has no error."""
-    low, high = point.ci95
-    if math.isnan(low) or math.isnan(high):
-        return ""
-    return f", with a 95 % interval from {format_value(low)} to {format_value(high)}"
-
-
-def convergence_range(means: Sequence[ConvergencePoint]) -> dict[str, list[float]]:
-    """The range of the y axis: all means, and the intervals after the first quarter of the points.
+def _draw_convergence(axes: Any, *, means: Sequence[ConvergencePoint]) -> None:
+    """Draw the running mean; y has all means, and the intervals after the first quarter of the points.
 
     The first intervals, from a handful of prompts, can be a hundred times as wide as the last.
     """
+    tokens = [point.tokens for point in means]
+    band(axes, tokens, [point.ci95[0] for point in means], [point.ci95[1] for point in means])
+    line(axes, tokens, [point.mean for point in means])
     later = means[len(means) // 4 :]
     values = [end for point in later for end in point.ci95] + [point.mean for point in means]
     finite = [value for value in values if math.isfinite(value)]
-    if not finite or min(finite) == max(finite):
-        return {}
-    margin = 0.05 * (max(finite) - min(finite))
-    return {"range": [min(finite) - margin, max(finite) + margin]}
-
-
-def estimators_chart(
-    exact: Number | None,
-    records: Mapping[str, EstimatorRecord],
-    *,
-    bounds: Sequence[Number | None] = (None, None),
-) -> Chart | None:
-    """The one-sample estimators on the same tokens, beside the exact value or its bounds; None without estimators.
-
-    Args:
-        exact: KL(policy || reference); None if it is unknown.
-        records: by the names of the estimators.
-        bounds: its lower and its upper bound, for the description where it is unknown.
-    """
-    if not records:
-        return None
-    if exact is None:
-        low, high = (math.nan if bound is None else bound.value for bound in bounds)
-        return Chart(
-            name="estimators",
-            title="One-sample estimators",
-            figure=_estimators_figure(None, records),
-            description=f"The exact value is unknown; it lies between {format_value(low)} and {format_value(high)} "
-            "nats per token.",
-            header=("Estimator", "Value"),
-            rows=tuple((name, format_with_interval(record.number)) for name, record in records.items()),
-        )
-    biases = {name: record.bias for name, record in records.items() if record.bias is not None}
-    furthest = max(biases, key=lambda name: nan_as_minimum(abs(biases[name].value)))
-    return Chart(
-        name="estimators",
-        title="One-sample estimators on the same tokens",
-        figure=_estimators_figure(exact, records),
-        description=f"The exact value is {format_value(exact.value)} nats per token; {furthest} is furthest from it, "
-        f"by {format_value(biases[furthest].value)}.",
-        header=("Estimator", "Value", "Bias against exact", "Standard deviation per token"),
-        rows=(
-            ("exact", format_with_interval(exact), "0", "0"),
-            *(
-                (
-                    name,
-                    format_with_interval(records[name].number),
-                    format_with_interval(bias),
-                    f"{format_value(records[name].spread)} nats",
-                )
-                for name, bias in biases.items()
-            ),
-        ),
-    )
-
-
-def _estimators_figure(exact: Number | None, records: Mapping[str, EstimatorRecord]) -> dict[str, object]:
-    """The Plotly figure of ``estimators_chart``."""
-    values = [record.number for record in records.values()]
-    known = [] if exact is None else [exact]
-    data = [
-        *(dots([number], [0], name="exact", horizontal=True, text=["exact"]) for number in known),
-        dots(
-            values,
-            range(len(known), len(known) + len(records)),
-            name="one sample",
-            color=MUTED,
-            horizontal=True,
-            text=list(records),
-        ),
-    ]
-    shapes = []
-    if exact is not None and math.isfinite(exact.value):
-        ends = exact.ci95 if all(map(math.isfinite, exact.ci95)) else (exact.value, exact.value)
-        vertical = {"y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-        shapes = [
-            {
-                **vertical,
-                "type": "rect",
-                "x0": ends[0],
-                "x1": ends[1],
-                "fillcolor": ACCENT_BAND,
-                "line": {"width": 0},
-            },
-            {
-                **vertical,
-                "type": "line",
-                "x0": exact.value,
-                "x1": exact.value,
-                "line": {"color": ACCENT, "width": 1},
-            },
-        ]
-    return figure(
-        data,
-        height=280,
-        x="nats per token, on the same tokens",
-        y="estimator",
-        yaxis=row_axis([*(["exact"] * len(known)), *records]),
-        shapes=shapes,
-    )
+    if finite and min(finite) < max(finite):
+        margin = 0.05 * (max(finite) - min(finite))
+        axes.set_ylim(min(finite) - margin, max(finite) + margin)
+    axes.xaxis.set_major_formatter(lambda value, _: format_count(round(value)))
+    axes.grid(visible=False, axis="x")
+    name_axes(axes, "tokens measured", "mean KL, nats per token, with its 95 % interval")

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import MissingExtraError
 from kleash.extras import import_extra
 from kleash.reports import formatting
+from kleash.reports.drawing import to_svg
 from kleash.store.atomic import write_atomically
 from kleash.store.codec import encode
 from kleash.store.statistics import label_of
@@ -30,7 +29,7 @@ def write_page(
     path: Path,
     template: str,
     context: Mapping[str, Any],
-    scripts: Sequence[str],
+    scripts: Sequence[str] = (),
     *,
     templates: Path | None = None,
 ) -> Path:
@@ -40,10 +39,10 @@ def write_page(
         path: the HTML file.
         template: a file in ``templates/`` that extends ``shell.html``.
         context: the variables of the template; text in them is escaped.
-        scripts: files in ``assets/`` that run at the end of the page, in this order; "plotly" stands for Plotly.
+        scripts: files in ``assets/`` that run at the end of the page, in this order.
         templates: a folder in which ``template`` is looked up first.
     """
-    sources = [_plotly() if name == "plotly" else _asset(name) for name in scripts]
+    sources = list(map(_asset, scripts))
     markup = import_extra("markupsafe", "models").Markup
     text = (
         _environment(templates)
@@ -71,7 +70,7 @@ def script_json(value: Any) -> str:
 def _content_policy(sources: Sequence[str]) -> str:
     """A content security policy that allows these scripts, inline styles and no requests."""
     hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
-    script_sources = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    script_sources = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     return (
         f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -104,6 +103,7 @@ def _environment(templates: Path | None = None) -> Any:
         sentence=formatting.as_sentence,
         statistic_label=label_of,
         script_json=lambda value: markup(script_json(value)),
+        svg=lambda chart: markup(to_svg(chart)),
     )
     environment.globals.update(format_number=formatting.format_number)
     return environment
@@ -113,14 +113,3 @@ def _environment(templates: Path | None = None) -> Any:
 def _asset(name: str) -> str:
     """The text of a file in ``assets/``."""
     return (resources.files("kleash.reports") / "assets" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _plotly() -> str:
-    """Plotly's script from the installed package, which is not imported."""
-    spec = find_spec("plotly")
-    if spec is None or not spec.submodule_search_locations:
-        raise MissingExtraError("plotly is not installed; run: pip install 'kleash[models]'")
-    path = Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
-    # Read as text: a browser normalises line breaks to \n before it computes the hash.
-    return path.read_text(encoding="utf-8")

@@ -1,8 +1,7 @@
 """The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise, product
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,20 @@ from kleash.reports.attribution import (
     names_of_candidates,
     shown_attributions,
 )
-from kleash.reports.figures import ACCENT, INK, MUTED, Chart, dots, escape, figure, log_axis
+from kleash.reports.drawing import (
+    ACCENT,
+    INK,
+    MUTED,
+    Chart,
+    dots,
+    label_points,
+    line,
+    log_axis,
+    name_axes,
+    row_dots,
+    row_height,
+    shown_ends,
+)
 from kleash.reports.formatting import (
     UNKNOWN,
     format_bytes,
@@ -26,33 +38,15 @@ from kleash.reports.formatting import (
 )
 from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.page import write_page
+from kleash.store.attribution import Attribution
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.number import Number
 from kleash.store.statistics import kl_directions, label_of
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 
 PAGE = "sweep.html"
-AXIS_MARGIN = 1.2
-"""Factor by which an axis of sizes goes beyond the smallest and the largest."""
-NARROW = 4.0
-"""Ratio of the ends of an axis of sizes below which it ends there; Plotly shows a hundredfold range of one size."""
-TICK_DIGITS = (
-    (1.0,),
-    (1.0, 2.0, 5.0),
-    (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0),
-    (1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 2.8, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 9.0),
-)
-"""Leading digits of the ticks of an axis of sizes: the first that give at least ``MIN_BYTE_TICKS``, or the last."""
-MIN_BYTE_TICKS = 3
-CHART_LINES, CHART_CHARACTERS = 16, 32
-"""Lines of text that fit above each other in a chart of KL against size, and letters beside each other on a phone."""
-OFFSETS: Mapping[str, float] = {"top": 1.0, "bottom": -1.0, "middle": 0.0}
-"""Places of a label beside its dot, in Plotly's words, and their lines above it."""
-LABEL_CHARACTERS = 16
-DOT_SHARE = 0.008
-"""Half the width of a dot, as a share of the chart's."""
-ROOM_BESIDE = 0.08
-"""What a label may go beyond the first and the last dot, as a share of the distance between them."""
+MAX_CANDIDATES = 40
+"""Candidates in the chart of the ranking."""
 LISTED = 4
 """Candidates that the description of a chart names one by one."""
 COLUMNS = ("top1_agreement", "perplexity_ratio")
@@ -71,7 +65,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
 
     Raises:
         RunFolderError: if the page cannot be written.
-        MissingExtraError: if Jinja2 or Plotly is not installed.
+        MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
     names = names_of_candidates(sweep)
     ranking = sweep.ranking
@@ -94,23 +88,25 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         ],
         "headline": describe_ranking(sweep),
         "gate": describe_sweep_gate(sweep),
-        "attributions": [
-            {
-                "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
-                "title": f"{name} by {attribution.grouping}",
-                "record": attribution,
-                "warnings": added_warnings(sweep, attribution),
-                "sentences": (
-                    describe_attribution(attribution, name),
-                    describe_sum(attribution),
-                    describe_control(attribution),
-                ),
-            }
-            for attribution in shown_attributions(sweep)
-            for name in [name_of_candidate(sweep, attribution)]
-        ],
+        "attributions": [attribution_context(sweep, each) for each in shown_attributions(sweep)],
     }
-    return write_page(path, "sweep.html", context, ("plotly", "charts.js"))
+    return write_page(path, "sweep.html", context)
+
+
+def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any]:
+    """An attribution as the template takes it."""
+    name = name_of_candidate(sweep, attribution)
+    return {
+        "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
+        "title": f"{name} by {attribution.grouping}",
+        "record": attribution,
+        "warnings": added_warnings(sweep, attribution),
+        "sentences": (
+            describe_attribution(attribution, name),
+            describe_sum(attribution),
+            describe_control(attribution),
+        ),
+    }
 
 
 def warnings_of_candidates(sweep: Sweep) -> list[str]:
@@ -186,217 +182,125 @@ def describe_ranking(sweep: Sweep) -> str:
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:
-    """KL against size on disk, and against bits a weight where parameters are known."""
-    by_size = [
-        (candidate, float(candidate.bytes_on_disk))
-        for candidate in sweep.ranking
-        if candidate.bytes_on_disk is not None
+    """The ranking with intervals, KL against size on disk, and against bits a weight where parameters are known."""
+    sized = {
+        "size": ("KL against size", "size on disk", lambda each: each.bytes_on_disk),
+        "bits": ("KL against bits a weight", "bits a weight on disk", lambda each: each.bits_per_weight),
+    }
+    charts = [_ranking_chart(sweep)] if sweep.ranking else []
+    for name, (title, x_title, x_of) in sized.items():
+        points = [
+            Point(place, candidate, float(x_of(candidate)))
+            for place, candidate in enumerate(sweep.ranking, 1)
+            if x_of(candidate) is not None
+        ]
+        if points:
+            charts.append(_scatter(name, title, x_title, sweep, sorted(points, key=lambda point: point.x)))
+    return charts
+
+
+class Point(NamedTuple):
+    """A candidate in a chart of KL against ``x``, with its place in the ranking."""
+
+    place: int
+    candidate: SweepCandidate
+    x: float
+
+
+def _ranking_chart(sweep: Sweep) -> Chart:
+    """A row for each candidate, the smallest KL first."""
+    ranking, names = sweep.ranking[:MAX_CANDIDATES], names_of_candidates(sweep, 22)
+    left_out = len(sweep.ranking) - len(ranking)
+    numbers = [candidate.numbers[sweep.rank_by] for candidate in ranking]
+    labels = [
+        f"{place}  {names[candidate.number]}  {candidate.letters}".rstrip()
+        for place, candidate in enumerate(ranking, 1)
     ]
-    by_bits = [
-        (candidate, candidate.bits_per_weight)
-        for candidate in sweep.ranking
-        if candidate.bits_per_weight is not None
-    ]
-    charts = [
-        _scatter("size", "KL against size", "size on disk", sweep, by_size),
-        _scatter("bits", "KL against bits a weight", "bits a weight on disk", sweep, by_bits),
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
-def _labels(
-    points: Sequence[tuple[SweepCandidate, float]], sweep: Sweep, *, is_logarithmic: bool
-) -> dict[int, tuple[str, str]]:
-    """The label of each candidate's dot and its place, by the candidate's number.
-
-    A label is above, below or beside its dot, on the side with more room. One that would lie on a dot, on another label
-    or on the line of the Pareto front, or beyond the chart, is left out: the name is shown when the pointer is on the
-    dot, and in the table below the chart.
-
-    Args:
-        points: candidates and their places on the other axis, in its order.
-        sweep: of the candidates.
-        is_logarithmic: whether the other axis is.
-    """
-    names = names_of_candidates(sweep, LABEL_CHARACTERS, without=".gguf")
-    shares, lines = _places(points, sweep.rank_by, is_logarithmic=is_logarithmic)
-    taken = [
-        Box(share - DOT_SHARE, share + DOT_SHARE, line - 0.4, line + 0.4)
-        for share, line in zip(shares, lines, strict=True)
-    ]
-    front = [
-        (share, line)
-        for (candidate, _), share, line in zip(points, shares, lines, strict=True)
-        if candidate.is_on_pareto_front
-    ]
-    for (left, line), (right, next_line) in pairwise(front):
-        taken += [Box(left, right, line, line), Box(right, right, next_line, line)]
-    labels: dict[int, tuple[str, str]] = {}
-    for (candidate, _), share, line in zip(points, shares, lines, strict=True):
-        text = names[candidate.number]
-        sides = ("left", "right") if share > 0.5 else ("right", "left")
-        labels[candidate.number] = ("", f"top {sides[0]}")
-        if math.isinf(line):
-            continue
-        for place, side in product(OFFSETS, sides):
-            box = _label_box(len(text), share, line + OFFSETS[place], side)
-            if box.is_within_chart and not any(map(box.overlaps, taken)):
-                taken.append(box)
-                labels[candidate.number] = (escape(text), f"{place} {side}")
-                break
-    return labels
-
-
-class Box(NamedTuple):
-    """A rectangle of a chart: shares of its width, and lines of text above each other."""
-
-    left: float
-    right: float
-    bottom: float
-    top: float
-
-    @property
-    def is_within_chart(self) -> bool:
-        """Whether it does not go beyond the chart on a side."""
-        return self.left >= -ROOM_BESIDE and self.right <= 1 + ROOM_BESIDE
-
-    def overlaps(self, other: "Box") -> bool:
-        """Whether a point is within both; the other may be a line."""
-        return (
-            self.left < other.right
-            and other.left < self.right
-            and self.bottom < other.top
-            and other.bottom < self.top
-        )
-
-
-def _places(
-    points: Sequence[tuple[SweepCandidate, float]], rank_by: str, *, is_logarithmic: bool
-) -> tuple[list[float], list[float]]:
-    """The places of dots in a chart: shares of its width, and lines of text; -inf for a KL of 0."""
-    xs = [math.log(x) if is_logarithmic and x > 0 else x for _, x in points]
-    left, right = min(xs), max(xs)
-    values = [candidate.numbers[rank_by].value for candidate, _ in points]
-    logs = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
-    to_lines = CHART_LINES / max(max(logs, default=0) - min(logs, default=0), math.log(10))
-    return (
-        [(x - left) / (right - left) if right > left else 0.0 for x in xs],
-        [math.log(value) * to_lines if value > 0 and math.isfinite(value) else -math.inf for value in values],
+    return Chart(
+        name="ranking",
+        title=f"{label_of(sweep.rank_by)} of each candidate",
+        panels=(partial(_draw_ranking, numbers=numbers, labels=labels, rank_by=label_of(sweep.rank_by)),),
+        height=row_height(len(ranking)),
+        description="The smallest first, with 95 % intervals; candidates that share a letter are tied."
+        + (f" The {left_out} farthest are not shown." if left_out else ""),
+        header=("Place", "Candidate", label_of(sweep.rank_by)),
+        rows=tuple(
+            (str(place), candidate.name, format_with_interval(number))
+            for place, (candidate, number) in enumerate(zip(ranking, numbers, strict=True), 1)
+        ),
     )
 
 
-def _label_box(characters: int, share: float, line: float, side: str) -> Box:
-    """The rectangle of a label on a side of a dot."""
-    width = characters / CHART_CHARACTERS
-    left = share - width if side == "left" else share
-    return Box(left, left + width, line - 0.5, line + 0.5)
+def _draw_ranking(axes: Any, *, numbers: Sequence[Number], labels: Sequence[str], rank_by: str) -> None:
+    """Draw a row for each candidate; a KL of 0, for which a logarithmic axis has no place, is a 0 at its left end."""
+    row_dots(axes, labels, {rank_by: numbers})
+    log_axis(axes, "x", shown_ends(numbers))
+    if axes.get_xscale() == "log":
+        for row, number in enumerate(numbers):
+            if number.value == 0:
+                axes.annotate("0", (0.01, row), xycoords=("axes fraction", "data"), va="center")
+    name_axes(axes, "nats per token", "")
 
 
-def byte_axis(sizes: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis for numbers of bytes, with ticks such as "2 GB"."""
-    positive = [size for size in sizes if size > 0]
-    if not positive:
-        return {"type": "log"}
-    low, high = min(positive) / AXIS_MARGIN, max(positive) * AXIS_MARGIN
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks: list[float] = []
-    for digits in TICK_DIGITS:
-        ticks = [digit * 10.0**power for power in powers for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) >= MIN_BYTE_TICKS:
-            break
-    axis: dict[str, Any] = {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": list(map(format_round_bytes, ticks)),
-    }
-    if high < NARROW * low:
-        axis["range"] = [math.log10(low), math.log10(high)]
-    return axis
-
-
-def _kl_axis(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis for values and the ends of their intervals, of at least a power of ten, which has ticks."""
-    axis = log_axis(values)
-    logs = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
-    if logs and max(logs) - min(logs) < 1:
-        middle = (min(logs) + max(logs)) / 2
-        axis["range"] = [middle - 0.55, middle + 0.55]
-    return axis
-
-
-def _scatter(
-    name: str, title: str, x_title: str, sweep: Sweep, points: Sequence[tuple[SweepCandidate, float]]
-) -> Chart | None:
-    """A chart of KL against ``x``, with the Pareto front as a line; None without points."""
-    if not points:
-        return None
-    points = sorted(points, key=lambda point: point[1])
-    on_front = [point for point in points if point[0].is_on_pareto_front]
-    labels = _labels(points, sweep, is_logarithmic=name == "size")
-    names = names_of_candidates(sweep)
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "Pareto front",
-            "x": [x for _, x in on_front],
-            "y": [candidate.numbers[sweep.rank_by].value for candidate, _ in on_front],
-            "line": {"color": MUTED, "width": 1, "shape": "hv"},
-            "hoverinfo": "skip",
-        }
-    ]
-    for color, is_on_front, label in ((ACCENT, True, "on the front"), (INK, False, "not on the front")):
-        chosen = [point for point in points if point[0].is_on_pareto_front == is_on_front]
-        if chosen:
-            data.append(
-                dots(
-                    [candidate.numbers[sweep.rank_by] for candidate, _ in chosen],
-                    [x for _, x in chosen],
-                    name=label,
-                    color=color,
-                    mode="markers+text",
-                    text=[labels[candidate.number][0] for candidate, _ in chosen],
-                    textposition=[labels[candidate.number][1] for candidate, _ in chosen],
-                    hovertext=[escape(names[candidate.number]) for candidate, _ in chosen],
-                    hovertemplate="%{hovertext}: %{y:.4~g}<extra></extra>",
-                )
-            )
-    numbers = [candidate.numbers[sweep.rank_by] for candidate, _ in points]
-    values = [number.value for number in numbers]
-    y_axis = _kl_axis([*values, *(end for number in numbers for end in number.ci95)])
-    axes = {"xaxis": byte_axis([x for _, x in points]) if name == "size" else {}, "yaxis": y_axis}
+def _scatter(name: str, title: str, x_title: str, sweep: Sweep, points: Sequence[Point]) -> Chart:
+    """A chart of KL against ``x``, with the Pareto front as a line."""
+    rank_by = sweep.rank_by
     return Chart(
         name=name,
         title=title,
-        figure=figure(
-            data,
-            height=420,
-            x=x_title,
-            y=f"{label_of(sweep.rank_by)}, nats per token",
-            showlegend=True,
-            **axes,
+        panels=(
+            partial(_draw_scatter, points=points, rank_by=rank_by, x_title=x_title, is_bytes=name == "size"),
         ),
+        height=3.6,
         description=_describe_points(name, sweep, points),
         header=(
+            "Place",
             "Candidate",
             "bytes on disk" if name == "size" else x_title,
-            label_of(sweep.rank_by),
+            label_of(rank_by),
             "Pareto front",
         ),
         rows=tuple(
             (
+                str(place),
                 candidate.name,
                 format_count(int(x)) if name == "size" else format_bits(candidate),
-                format_with_interval(candidate.numbers[sweep.rank_by]),
+                format_with_interval(candidate.numbers[rank_by]),
                 "yes" if candidate.is_on_pareto_front else "no",
             )
-            for candidate, x in points
+            for place, candidate, x in points
         ),
     )
 
 
-def _describe_points(name: str, sweep: Sweep, points: Sequence[tuple[SweepCandidate, float]]) -> str:
+def _draw_scatter(axes: Any, *, points: Sequence[Point], rank_by: str, x_title: str, is_bytes: bool) -> None:
+    """Draw the candidates with their places in the ranking, and the Pareto front as a line."""
+    numbers = [point.candidate.numbers[rank_by] for point in points]
+    front = [
+        (x, number.value)
+        for (_, candidate, x), number in zip(points, numbers, strict=True)
+        if candidate.is_on_pareto_front
+    ]
+    line(axes, [x for x, _ in front], [y for _, y in front], color=MUTED, drawstyle="steps-post", linewidth=1)
+    for color, is_on_front, label in ((ACCENT, True, "on the Pareto front"), (INK, False, "not on it")):
+        chosen = [
+            (number, point.x)
+            for point, number in zip(points, numbers, strict=True)
+            if point.candidate.is_on_pareto_front == is_on_front
+        ]
+        if chosen:
+            dots(axes, chosen, color=color, label=label)
+    log_axis(axes, "y", shown_ends(numbers))
+    if is_bytes:
+        log_axis(axes, "x", [point.x for point in points], format_round_bytes)
+    label_points(
+        axes,
+        [(str(point.place), point.x, number.value) for point, number in zip(points, numbers, strict=True)],
+    )
+    name_axes(axes, x_title, f"{label_of(rank_by)}, nats per token")
+
+
+def _describe_points(name: str, sweep: Sweep, points: Sequence[Point]) -> str:
     """A chart of KL against size in words: each candidate, or of many the ends of the Pareto front."""
     names = names_of_candidates(sweep)
 
@@ -409,9 +313,10 @@ def _describe_points(name: str, sweep: Sweep, points: Sequence[tuple[SweepCandid
         )
         return f"{names[candidate.number]}, {number} nats at {size}"
 
-    front = [candidate for candidate, _ in points if candidate.is_on_pareto_front]
+    candidates = [point.candidate for point in points]
+    front = [candidate for candidate in candidates if candidate.is_on_pareto_front]
     if len(points) <= LISTED or not front:
-        text = f"{'; '.join(describe(candidate) for candidate, _ in points)}."
+        text = f"{'; '.join(map(describe, candidates))}."
     elif len(front) == 1:
         text = f"1 of {len(points)} candidates is on the Pareto front: {describe(front[0])}."
     else:
@@ -419,5 +324,6 @@ def _describe_points(name: str, sweep: Sweep, points: Sequence[tuple[SweepCandid
             f"{len(front)} of {len(points)} candidates are on the Pareto front, from {describe(front[0])}, to "
             f"{describe(front[-1])}."
         )
-    has_zero = any(candidate.numbers[sweep.rank_by].value == 0 for candidate, _ in points)
+    has_zero = any(candidate.numbers[sweep.rank_by].value == 0 for candidate in candidates)
+    text += " Numbers beside the dots are places in the ranking."
     return text + (" A KL of 0 has no place on a logarithmic axis." if has_zero else "")

@@ -121,8 +121,12 @@ def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path)
     tracking = import_extra("accelerate.tracking", "train")
     import_extra("accelerate", "train").PartialState()  # the trackers read the rank from it
     classes = {"wandb": "WandBTracker", "trackio": "TrackioTracker", "mlflow": "MLflowTracker"}
+    arguments = (
+        {"logging_dir": str(folder), "run_name": folder.name} if name == "mlflow" else {"name": folder.name}
+    )
     try:
-        tracker = _start_tracker(getattr(tracking, classes[name]), name, folder)
+        tracker = getattr(tracking, classes[name])(PROJECT, **arguments)
+        tracker.start()
         tracker.store_init_configuration(_plain(settings))
     except Exception as error:  # any exception of the tracker's own code
         raise CannotRunError(
@@ -131,18 +135,6 @@ def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path)
     # Accelerate finishes a run of trackio without its knowledge, which finishes it again when the process ends.
     close = getattr(module, "finish", tracker.finish) if name == "trackio" else tracker.finish
     return Tracker(name=name, log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=close)
-
-
-def _start_tracker(kind: Any, name: str, folder: Path) -> Any:
-    """Start a tracker with the name of the run; the argument for it differs."""
-    if name == "mlflow":
-        tracker = kind(PROJECT, logging_dir=str(folder), run_name=folder.name)
-    else:
-        tracker = kind(PROJECT, name=folder.name)
-    start = getattr(tracker, "start", None)  # older versions of Accelerate start it in __init__
-    if start is not None:
-        start()
-    return tracker
 
 
 def _plain(settings: Mapping[str, object]) -> dict[str, object]:

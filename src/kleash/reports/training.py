@@ -45,7 +45,7 @@ def write_training_report(folder: Path) -> Path:
 
     Raises:
         RunFolderError: if there is no step, a file is damaged, or the report cannot be written.
-        MissingExtraError: if Jinja2 or Plotly is not installed.
+        MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
     files = TrainingFolder(folder)
     header, history, result = files.header(), files.history(), files.result()
@@ -75,7 +75,7 @@ def write_training_report(folder: Path) -> Path:
         "metrics": metrics_table(history),
         "command": rerun_command(header, history),
     }
-    return write_page(folder / "report.html", "training.html", context, ("plotly", "charts.js"))
+    return write_page(folder / "report.html", "training.html", context)
 
 
 def summary_cards(

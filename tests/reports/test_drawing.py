@@ -1,0 +1,101 @@
+"""Charts in a page: their SVG is text of the page, in its colours, and equal for equal data."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import matplotlib
+import pytest
+from synthetic_run import HOSTILE
+
+from kleash.reports.drawing import VARIABLES, Chart, band, dots, name_axes, name_rows, to_svg
+from kleash.store import Number
+
+NUMBER = Number(value=0.5, unit="nats", standard_error=0.1, ci95=(0.3, 0.7))
+NAMES = (
+    *HOSTILE,
+    "$x_1^{$",
+    "\\frac{1}{2}",
+    "]]>",
+    "#1d5c96",
+    'style="fill: #1d5c96"',
+    "日本語 🙂",
+    "\udc80",
+    "_name",
+)
+
+
+def chart_of(*names: str, name: str = "one") -> Chart:
+    """A chart with a row of each name, a band and a title."""
+
+    def panel(axes: object) -> None:
+        band(axes, [0, 1], [0, 0], [1, 1])
+        dots(axes, [(NUMBER, row) for row in range(len(names))], horizontal=True)
+        name_rows(axes, names)
+        name_axes(axes, "nats", "row")
+
+    return Chart(
+        name=name, title="Title", panels=(panel,), height=8, description="", header=("a",), rows=(("b",),)
+    )
+
+
+def test_any_name_is_one_text_of_the_page() -> None:
+    svg = to_svg(chart_of(*NAMES))
+    texts = [text.text for text in ET.fromstring(svg.replace("xlink:", "")).iter("text")]
+    for name in (
+        "$x_1^{$",
+        "\\frac{1}{2}",
+        "]]>",
+        "#1d5c96",
+        'style="fill: #1d5c96"',
+        "日本語 🙂",
+        "⟨U+DC80⟩",
+        "_name",
+    ):
+        assert name in texts, name
+    assert "<script" not in svg and "<img" not in svg and "<b " not in svg
+    assert any("alert(1)</script>" in (text or "") for text in texts)
+
+
+def test_colours_are_those_of_the_page_s_theme() -> None:
+    svg = to_svg(chart_of("a"))
+    assert {"var(--accent)", "var(--accent-band)", "var(--chart-ink)", "var(--chart-grid)"} <= set(
+        re.findall(r"var\(--[\w-]+\)", svg)
+    )
+    assert not re.search("#[0-9a-f]{6}", svg), "no colour that stays in the dark"
+    css = (Path(__file__).parents[2] / "src/kleash/reports/assets/style.css").read_text(encoding="utf-8")
+    light = css.partition("@media")[0]
+    for colour, variable in VARIABLES.items():
+        name = variable.removeprefix("var(").removesuffix(")")
+        value = re.search(f"{name}: ([^;]+);", light)
+        assert value is not None
+        if name != "--accent-band":  # translucent in the page
+            assert value[1] == colour
+
+
+def test_equal_charts_give_equal_bytes_and_ids_of_others_differ() -> None:
+    first, again, other = (to_svg(chart_of("a", name=name)) for name in ("one", "one", "two"))
+    assert first == again
+    ids, others = (set(re.findall(r'id="([^"]+)"', svg)) for svg in (first, other))
+    assert ids and others and not ids & others
+    for name in ids:
+        assert f"#{name}" in first, "an id that nothing refers to"
+
+
+def test_the_user_s_settings_of_matplotlib_neither_matter_nor_change() -> None:
+    with matplotlib.rc_context({"axes.linewidth": 7.0, "text.usetex": True, "text.parse_math": True}):
+        before = dict(matplotlib.rcParams)
+        svg = to_svg(chart_of("$a$"))
+        assert dict(matplotlib.rcParams) == before
+    assert svg == to_svg(chart_of("$a$"))
+
+
+@pytest.mark.parametrize(
+    "code", ["import kleash", "import kleash.reports", "from kleash.cli import main; main(['--help'])"]
+)
+def test_matplotlib_is_loaded_only_to_draw(code: str) -> None:
+    check = f"import sys; {code}; assert 'matplotlib' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
