@@ -11,12 +11,12 @@ from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.residuals import (
     DISTINCT,
     EQUAL_SHARE,
+    MISTAKES,
     SMALLEST_DIFFERENCE,
     SOFTMAX_NATS,
     Family,
     Floats,
     at_most,
-    coarse,
     equal_noise,
     everywhere,
     free,
@@ -29,10 +29,6 @@ from kleash.diagnosis.token_table import TokenTable, short_dtype
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
-MISTAKES = 0.02
-"""Share of outliers that a right prediction leaves at most."""
-LARGEST_COARSE = 0.06
-"""Errors of logits in nats that rounding and 8 bits make at most."""
 BASES = {"to base 2": math.log(2), "to base 10": math.log(10)}
 """Logarithm -> nats for each of its units."""
 PROBABILITY_BINS, POSITION_BINS = 12, 4
@@ -46,12 +42,13 @@ def _of_differences(
     return Hypothesis(cause=cause, evidence=evidence, family=family, **fields)
 
 
-def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weights") -> Iterator[Hypothesis]:
     """Differences that are rounding, and noise of other sizes or on a part of the tokens.
 
     Args:
         table: the tokens.
         limit: the largest error of logits that rounding explains, in nats.
+        everywhere_is: the cause of errors on all tokens.
     """
     fault, size = max(SMALLEST_DIFFERENCE, DISTINCT * limit), np.abs(table.difference)
     far = size > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
@@ -67,8 +64,8 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     rests = [(table.difference, units[0]), (table.difference - _bias(table, table.trainer), units[0])]
     rests += [(table.difference, units[1])] if slope > STEEPEST else []
     for residual, unit in rests:
-        family = everywhere(fault / DISTINCT)
-        yield _of_differences(table, "weights", every, family, 4.0, residual=residual, unit=unit)
+        family = everywhere(limit / DISTINCT)
+        yield _of_differences(table, everywhere_is, every, family, 4.0, residual=residual, unit=unit)
     some = on_some(limit, fault, 0.03, 0.8)
     yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
     yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 2e-3, 0.02), 1.0)
@@ -77,10 +74,7 @@ def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
 
 
 def _precision(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
-    """Errors of logits above rounding without a tail, and errors of one size on all log-probabilities."""
-    for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
-        what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
-        yield _of_differences(table, "precision", what, coarse(limit, float(scale)), 3.0)
+    """Errors of one size on all log-probabilities."""
     for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
         what = (
             f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"

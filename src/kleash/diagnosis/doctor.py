@@ -1,6 +1,6 @@
 """The doctor: ranks the causes of a mismatch by how well each predicts the columns on held-out responses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +15,13 @@ from kleash.diagnosis.column_hypotheses import (
 )
 from kleash.diagnosis.column_values import cause_in_values
 from kleash.diagnosis.hypothesis import Hypothesis, probabilities
-from kleash.diagnosis.model_hypotheses import model_hypotheses, wrong_side
+from kleash.diagnosis.model_hypotheses import (
+    common_temperature,
+    model_hypotheses,
+    reference_hypotheses,
+    wrong_side,
+)
 from kleash.diagnosis.model_scores import ModelScores
-from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
@@ -38,8 +42,6 @@ LARGEST_HEALTHY = 0.2
 """Probability of a healthy engine from which there is no finding."""
 MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 12_000
 """Fewer tokens than the first are not diagnosed; of more than the second, or the third with models, a sample is."""
-REPEATING_TOKENS = 1000
-"""Tokens for each nat against other weights of the trainer whose errors do not repeat themselves."""
 FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.5
 """Share of a response's tokens that differ by more than rounding: above the first it has a fault, up to the second it
 has none; the last is the share of responses between the two with which the fault is in all of them."""
@@ -217,25 +219,23 @@ def _findings(
     shown = cause_in_values(table)
     if shown is not None:
         return [shown]
+    scores = None
+    if pair is not None:
+        scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))
+    prefix, part, of_part = "", table, scores
     is_faulty = _faulty_responses(table, limit)
-    prefix, part = "", table
     if is_faulty is not None:
         prefix = f"in {is_faulty.sum()} of {table.num_sequences} responses, the others are healthy: "
-        numbers = np.unique(table.sequence)[is_faulty]
-        part = table.selected(np.isin(table.sequence, numbers))
-    scores = None if pair is None else ModelScores.of(pair, rollouts, table, batch_tokens)
-    of_part = scores
-    if pair is not None and is_faulty is not None:
-        faulty = [rollouts[number] for number in np.unique(part.sequence)]
+        faulty = [rollouts[number] for number in np.unique(table.sequence)[is_faulty]]
         part = tabulate(faulty)
-        of_part = ModelScores.of(pair, faulty, part, batch_tokens)
-    hypotheses = list(_hypotheses(part, of_part, limit))
-    findings = _ranked(part, hypotheses, has_models=pair is not None, prefix=prefix)
-    if scores is not None and not findings:
-        sampler = other_sampler(scores, limit)
-        findings += [sampler] if sampler is not None else []
-    of_reference = list(reference_hypotheses(table, scores, limit))
-    return findings + _ranked(table, of_reference, has_models=pair is not None)
+        if pair is not None:
+            of_part = common_temperature(ModelScores.of(pair, faulty, part, batch_tokens))
+    findings = _ranked(part, _hypotheses(part, of_part, limit), has_models=pair is not None, prefix=prefix)
+    if scores is not None:
+        sampler = None if findings else other_sampler(scores, limit)
+        findings += [] if sampler is None else [sampler]
+        findings += _ranked(table, reference_hypotheses(scores, limit), has_models=True)
+    return findings
 
 
 def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
@@ -252,21 +252,20 @@ def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
 
 def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> Iterator[Hypothesis]:
     """All hypotheses, the free one last. Those of the models stand for what the columns alone can only resemble."""
-    side = None if scores is None else wrong_side(scores)
-    for hypothesis in (*noise_hypotheses(table, limit), *break_hypotheses(table, limit)):
-        # Errors of the trainer's weights would repeat themselves in many tokens.
-        if side == "trainer" and hypothesis.cause == "weights":
-            hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS)
-        yield hypothesis
+    # Errors that do not repeat themselves where the engine's values are the policy's are made by the trainer's passes.
+    is_trainers = scores is not None and wrong_side(scores) == "trainer"
+    yield from noise_hypotheses(table, limit, "dropout" if is_trainers else "weights")
+    yield from break_hypotheses(table, limit)
     yield from prediction_hypotheses(table, limit)
     yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
     yield from unexplained(table)
 
 
 def _ranked(
-    table: TokenTable, hypotheses: Sequence[Hypothesis], *, has_models: bool, prefix: str = ""
+    table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bool, prefix: str = ""
 ) -> list[LikelyCause]:
     """The causes among hypotheses by probability; none if rounding explains the columns."""
+    hypotheses = list(possible)
     if not hypotheses:
         return []
     shares = probabilities(table, hypotheses)

@@ -26,6 +26,8 @@ SOFTMAX_NATS = 1e-5
 EQUAL_SHARE = 0.35
 """Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit: the
 largest logits, of the most certain tokens, are rounded most."""
+MISTAKES = 0.02
+"""Share of outliers that a right prediction leaves at most."""
 DISTINCT = 2.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
 MOST = 0.6
@@ -107,12 +109,6 @@ def _outliers(low: float, high: float) -> Block:
 def rounding(limit: float, outliers: float = 1e-5) -> Family:
     """Rounding of at most ``limit``, of any mixture of sizes, with at most a share of outliers."""
     return Family((Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers)))
-
-
-def coarse(limit: float, scale: float) -> Family:
-    """Errors of logits above ``limit`` and up to about ``scale``, without a tail."""
-    inside = _symmetric(max(limit, scale / 5), 2.2 * scale, (NORMAL,))
-    return Family((Block(inside, 0.0, 1.0), _outliers(1e-4, 1e-4)))
 
 
 def equal_noise(limit: float, scale: float) -> Family:
