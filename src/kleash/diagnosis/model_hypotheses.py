@@ -38,8 +38,9 @@ SMALLER = 0.7
 ONE_SIDE = 3.0
 """Ratio of the distances of the two columns from the policy's own scores from which one side alone is wrong."""
 PROJECTED, RIDGE = 192, 0.01
-PARTIAL, MOST_NAMED = 0.1, 4
-"""Share of a kind of modules, from 0 or 1, from which a part of them differs; modules that are named at most."""
+PARTIAL, UNCLEAR, SMALL_CHANGE, MOST_NAMED = 0.1, 0.3, 0.05, 4
+"""Distance of a share from 0 or 1 from which a part of the modules of a kind differs, and from a half up to which a
+module is tried with and without; nats up to which changes add up; and the number of modules that are named."""
 
 
 class Prediction(NamedTuple):
@@ -304,9 +305,13 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
             return scores.with_model(mixed)
 
     def shares(groups: Sequence[WeightGroup]) -> Floats:
-        """The share of each group's change that the differences have."""
-        moved = np.stack([few.policy - of([group], few) for group in groups])
-        return np.linalg.lstsq(moved.T, wanted, rcond=None)[0]
+        """The share of each group's change that the differences have; where changes are large, they do not add up."""
+        moved = np.stack([few.policy - of([group], few) for group in groups], axis=1)
+        size = np.hypot(np.linalg.norm(moved, axis=1), SMALL_CHANGE)
+        return np.linalg.lstsq(moved / size[:, None], wanted / size, rcond=None)[0]
+
+    def left(chosen: Sequence[WeightGroup]) -> float:
+        return _size(_rest(few, of(chosen, few), side))
 
     of_kinds = shares(groups)
     parts = list[WeightGroup]()
@@ -314,7 +319,13 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
         is_split = share > PARTIAL and bool((np.abs(of_kinds - 0.5) < 0.5 - PARTIAL).any())
         split = [replace(group, name=path, modules=(path,)) for path in group.modules]
         parts += split if is_split and not group.tensors else [group]
-    chosen = [group for group, share in zip(parts, shares(parts), strict=True) if share > 0.5]
+    of_parts = shares(parts)
+    chosen = [group for group, share in zip(parts, of_parts, strict=True) if share > 0.5]
+    best = left(chosen)
+    for group in (parts[index] for index in np.flatnonzero(np.abs(of_parts - 0.5) < UNCLEAR)):
+        other = [each for each in parts if (each in chosen) != (each is group)]
+        if (of_other := left(other)) < best:
+            chosen, best = other, of_other
     if 0 < len(chosen) < len(parts):
         names = ", ".join(group.name for group in chosen[:MOST_NAMED])
         more = f" and {len(chosen) - MOST_NAMED} more" if len(chosen) > MOST_NAMED else ""
