@@ -13,13 +13,13 @@ from kleash.diagnosis.residuals import (
     EQUAL_SHARE,
     MISTAKES,
     SMALLEST_DIFFERENCE,
-    SOFTMAX_NATS,
     Family,
     Floats,
     at_most,
     equal_noise,
     everywhere,
     free,
+    most,
     on_some,
     one_sided,
     rounding,
@@ -55,59 +55,53 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
     few = (
         f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
-    slope, profile = _trend(table, table.position)
-    units = (table.unit, table.unit * profile)
-    for unit in units:
+    shapes, slope = _shapes(table), _trend(table, table.position)[0]
+    for residual, unit in (shapes[0], shapes[-1]):
         what = f"errors of logits of {np.median(size):.2g} nats"
-        yield _of_differences(table, HEALTHY, what, rounding(limit), 0.0, unit=unit)
-    every = f"every token differs, by {np.median(size):.2g} nats in the median"
-    rests = [(table.difference, units[0]), (table.difference - _bias(table, table.trainer), units[0])]
-    rests += [(table.difference, units[1])] if slope > STEEPEST else []
-    for residual, unit in rests:
-        family = everywhere(limit / DISTINCT)
-        yield _of_differences(table, everywhere_is, every, family, 4.0, residual=residual, unit=unit)
+        yield _of_differences(table, HEALTHY, what, rounding(limit), 0.0, residual=residual, unit=unit)
     some = on_some(limit, fault, 0.03, 0.8)
     yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
     yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 2e-3, 0.02), 1.0)
-    yield from _precision(table, limit)
-    yield from _contexts(table, fault)
-
-
-def _precision(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
-    """Errors of one size on all log-probabilities."""
     for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
         what = (
             f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
         )
         yield _of_differences(table, "precision", what, equal_noise(limit, float(scale)), 3.0)
+    # Of two distributions over the same tokens neither is the larger one everywhere.
+    if min(above := _share_above(table, limit), 1 - above) > LEAST_RARE_SIGN:
+        every = f"every token differs, by {np.median(size):.2g} nats in the median"
+        for residual, unit in shapes[: 3 if slope > STEEPEST else 2]:
+            family = everywhere(limit / math.sqrt(DISTINCT))
+            yield _of_differences(table, everywhere_is, every, family, 4.0, residual=residual, unit=unit)
+        yield from _contexts(table, fault)
+
+
+def _shapes(table: TokenTable) -> list[tuple[Floats, Floats]]:
+    """The differences and their units: plain, less a bias by probability and position, of sizes that grow with it."""
+    rest, profile = table.difference - _bias(table, table.trainer), _trend(table, table.position)[1]
+    return [(table.difference, table.unit), (rest, table.unit), (table.difference, table.unit * profile)]
 
 
 def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
     """Errors that shrink along the response or the sequence, from a size above that of rounding."""
-    for place in (table.position, table.position + table.prompt_tokens):
-        slope, profile = _trend(table, place)
-        if slope < STEEPEST:
-            what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            unit = table.unit * profile
-            yield _of_differences(table, "context", what, everywhere(fault / DISTINCT), 4.0, unit=unit)
+    trends = [_trend(table, place) for place in (table.position, table.position + table.prompt_tokens)]
+    profiles = [(profile, fault / DISTINCT) for slope, profile in trends if slope < STEEPEST]
     for decay in (1.0, 3.0, 10.0, 30.0):
-        what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
-        for least in (0.003, 0.03, 0.1):
-            unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield _of_differences(table, "context", what, everywhere(fault), 4.0, unit=unit)
+        profiles += [(1 / (1 + table.position / decay) + least, fault) for least in (0.003, 0.03, 0.1)]
+    for profile, smallest in profiles:
+        fall = float(np.median(profile[table.position > 10]) / np.median(profile[table.position <= 10]))
+        what = f"the differences shrink along the response, after 10 tokens to {fall:.2g} times those before"
+        yield _of_differences(table, "context", what, most(smallest), 4.0, unit=table.unit * profile)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
-    """Errors of any sizes and signs, with and without a bias by probability and position."""
+    """Errors of any sizes and signs; the last one without a bias by probability and position."""
     what = (
         f"the differences, of {np.median(np.abs(table.difference)):.2g} nats in the median, follow no cause better "
         "than errors of any size and sign"
     )
-    rest = table.difference - _bias(table, table.trainer)
-    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=rest)
-    profile = _trend(table, table.position)[1]
-    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, unit=table.unit * profile)
-    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0)
+    for residual, unit in reversed(_shapes(table)):
+        yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=residual, unit=unit)
 
 
 def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
@@ -235,21 +229,28 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
         f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
         f"{np.exp(-gaps).mean():.1%} of the mass on average"
     )
-    # The gap is -log of the mass that is kept: at least 0, and for top-p often at its largest value.
-    most = float(np.quantile(gaps, 0.99))
-    for shift, side in ((0.0, sign), (sign * most, -sign)) if most > 10 * SOFTMAX_NATS else ((0.0, sign),):
-        family = one_sided(limit, side, 0.05, 1e-3)
-        yield _of_differences(table, "truncation", what, family, 2.0, residual=table.difference - shift)
-    for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
-        if is_seen.any() and not is_seen.all():
-            what = (
-                f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, those of all "
-                "others higher"
-            )
-            rest = table.difference * np.where(is_seen, -1.0, 1.0)
-            yield _of_differences(
-                table, "penalty", what, one_sided(limit, sign, 0.4, 0.1), 2.0, residual=rest
-            )
+    shapes = _shapes(table)
+    for residual, unit in shapes[::2]:
+        family = one_sided(limit, sign, 0.05, 1e-3)
+        yield _of_differences(table, "truncation", what, family, 2.0, residual=residual, unit=unit)
+    if sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
+        rest = sign * shapes[1][0]
+        lowest = rest - sign * table.difference - limit * table.unit
+        is_apart = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
+        both = (np.exp(column) + np.exp(other))[is_apart] > 1
+        # Two tokens have 1 at most; after a cut, the likelier tokens have more than what the others leave.
+        cause = "truncation" if both.mean() > MISTAKES else "column"
+        what = what if cause == "truncation" else f"the {name}'s values may be those of the likeliest tokens"
+        yield _of_differences(table, cause, what, free(), 2.0, residual=rest, lowest=lowest)
+    for which, is_lower in (
+        ("tokens that stand earlier in the prompt or response", table.is_seen),
+        ("tokens that stand earlier in the response", table.is_repeated),
+    ):
+        if is_lower.any() and not is_lower.all():
+            what = f"the {name}'s log-probabilities of {which} are lower, those of all others higher"
+            rest = table.difference * np.where(is_lower, -1.0, 1.0)
+            family = one_sided(limit, sign, 0.4, 0.1)
+            yield _of_differences(table, "penalty", what, family, 2.0, residual=rest)
 
 
 def _placeholders(
@@ -260,14 +261,9 @@ def _placeholders(
     repetition = (16 if short_dtype(column) is None else 7) * math.log(2)
     kind = "of one token, as padding is" if np.ptp(table.token_id[in_run]) == 0 else "of different tokens"
     what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})"
-    starts = table.position[in_run & ~np.r_[False, in_run[:-1]]]
-    is_last = np.diff(table.sequence, append=-1) != 0
-    # A column that was not filled in has the same places in all responses; padding is at their ends.
-    is_stretch = runs > max(2, 0.5 * table.num_sequences) and np.mean(starts == np.median(starts)) > 0.5
-    cause = "column" if is_stretch and np.mean(in_run[is_last]) < 0.5 else "mask"
     penalty = 1.0 + 2.0 * min(len(values), 3) - repetition * (int(in_run.sum()) - runs)
     rest = np.where(in_run, np.nan, table.difference)
-    return _of_differences(table, cause, what, rounding(limit, MISTAKES), penalty, residual=rest)
+    return _of_differences(table, "mask", what, rounding(limit, MISTAKES), penalty, residual=rest)
 
 
 FLAGGED_NATS = 1e-3
@@ -279,34 +275,30 @@ def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
 
     In each response the shift and the token are chosen that make the sum of log(|difference|) smallest.
     """
-    residual, floor = table.difference.copy(), np.hypot(1e-6, table.rounding_error)
-    small = float(np.quantile(np.abs(residual) / np.maximum(table.unit, 1e-3), 0.1))
-    width = np.hypot(np.hypot(min(max(small, 1e-6), limit), 1e-6) * table.unit, floor)
-    costs = {
-        offset: np.log1p(
-            np.minimum(np.abs(table.neighbour(table.trainer, offset) - table.engine) / width, 1e9) ** 2 / 2
-        )
-        for offset in SHIFTS
+    residual = table.difference.copy()
+    small = float(np.quantile(np.abs(residual) / np.maximum(table.unit, 1e-3), 0.1).clip(1e-6, limit))
+    width = np.hypot(np.hypot(small * table.unit, 1e-6), table.rounding_error)
+    moved = {0: table.difference} | {
+        offset: table.neighbour(table.trainer, offset) - table.engine for offset in SHIFTS
     }
-    plain = np.log1p((np.abs(residual) / width) ** 2 / 2)
-    moved = {offset: table.neighbour(table.trainer, offset) - table.engine for offset in SHIFTS}
+    costs = {
+        offset: np.log1p(np.minimum(np.nan_to_num(np.abs(rest) / width, nan=3.6), 1e9) ** 2 / 2)
+        for offset, rest in moved.items()
+    }
     faulty, example = 0, 0
     starts = np.flatnonzero(np.diff(table.sequence, prepend=-1))
     for start, end in zip(starts, [*starts[1:], len(residual)], strict=True):
-        before = plain[start:end].cumsum()
+        before = costs[0][start:end].cumsum()
         best = (float(before[-1]) - 2 * math.log(6 * (end - start)), 0, 0)
-        for offset in SHIFTS:
-            cost = np.nan_to_num(costs[offset][start:end], nan=2.0)
+        for offset in SHIFTS if end - start > 2 else ():
             # The token at which the shift begins is a value of its own.
-            total = before[:-2] + cost[::-1].cumsum()[::-1][2:]
-            place = int(total.argmin()) if len(total) else 0
-            if len(total) and float(total[place]) < best[0]:
-                best = (float(total[place]), offset, place)
+            total = before[:-2] + costs[offset][start:end][::-1].cumsum()[::-1][2:]
+            best = min(best, (float(total.min()), offset, int(start + total.argmin())))
         if best[1]:
             _, example, place = best
             faulty += 1
-            residual[start + place + 1] = np.nan
-            residual[start + place + 2 : end] = moved[example][start + place + 2 : end]
+            residual[place + 1] = np.nan
+            residual[place + 2 : end] = moved[example][place + 2 : end]
     return residual, faulty, example
 
 
@@ -324,8 +316,7 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
     position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
     size that beta - 1 determines.
     """
-    is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
-    above = float(np.mean(table.difference[is_visible] > 0)) if is_visible.any() else 0.5
+    above = _share_above(table, limit)
     if (
         not table.difference.any()
         or min(above, 1 - above) < LEAST_RARE_SIGN
@@ -352,35 +343,18 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
                 or not 0 < height / slope < 8
             ):
                 continue
-            is_sharper = (slope > 0) == (name == "engine")
-            sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
-            what = (
-                f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times the "
-                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of "
-                f"the {sharper}'s"
-            )
+            ratio = min(1 + slope, 1 / (1 + slope))
+            sharper = "trainer" if (slope > 0) == (name == "engine") else "engine"
+            what = f"the {sharper} is the sharper one, as at about {ratio:.2f} times the other side's temperature"
             family = at_most(max(LARGEST_SPREAD * abs(slope), limit))
             for residual in (rest, values - sign * _bias(table, column)):
                 yield _of_differences(table, "temperature", what, family, 2.0, residual=residual, unit=curve)
 
 
-def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:
-    """The slope of the log-odds of the flatter side's tokens over those of the sharper side's, by least squares.
-
-    With k equally likely alternatives at every position, log(p / (1 - p)) at a temperature of T is
-    (log(p / (1 - p)) + (1 - T) log k) / T, with p that of temperature 1: the slope is the ratio of the temperatures.
-    """
-    is_uncertain = np.minimum(token_unit(table.trainer), token_unit(table.engine)) > np.maximum(
-        SMALLEST_UNIT, DISTINCT * table.rounding_error
-    )
-    trainer, engine = (
-        np.minimum(column[is_uncertain], 0.0) - np.log(token_unit(column[is_uncertain]))
-        for column in (table.trainer, table.engine)
-    )
-    if len(trainer) < 2 or np.ptp(trainer) == 0 or np.ptp(engine) == 0:
-        return math.nan
-    covariance = np.cov(trainer, engine)
-    return float(covariance[0, 1] / covariance[(0, 0) if sharper == "trainer" else (1, 1)])
+def _share_above(table: TokenTable, limit: float) -> float:
+    """The share of the differences above rounding in which the trainer's value is the larger one."""
+    is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
+    return float(np.mean(table.difference[is_visible] > 0)) if is_visible.any() else 0.5
 
 
 LEAST_RARE_SIGN = 0.03
@@ -388,8 +362,6 @@ LEAST_RARE_SIGN = 0.03
 entropy, of mean 0, is scaled. After a cut, all have one sign."""
 LEAST_CORRELATION, LARGEST_CORRELATION = 0.6, 0.4
 """Correlation of the columns at two temperatures, at least; of columns of different tokens, at most."""
-SMALLEST_UNIT = 1e-4
-"""1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
 LARGEST_LEFT = 0.8
 """Share of the differences in the mean, that the curve of a temperature leaves at most."""
 SMALLEST_SLOPE = 0.001

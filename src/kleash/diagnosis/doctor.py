@@ -117,9 +117,14 @@ def diagnose(
 
 def _notes(table: TokenTable, *, has_models: bool) -> list[str]:
     """What cannot be seen in the columns, and what is odd in them."""
-    notes = _impossible_values(table)
-    zeros = int(np.sum(table.trainer <= LOG_OF_ZERO))
-    if zeros:
+    values = {"trainer": table.trainer, "engine": table.engine}
+    counts = {name: int(np.sum(column > ROUNDING_NATS)) for name, column in values.items()}
+    notes = [
+        f"{count} of the {name}'s {len(table.trainer)} values are above 0, which log-probabilities are not"
+        for name, count in counts.items()
+        if count
+    ]
+    if zeros := int(np.sum(table.trainer <= LOG_OF_ZERO)):
         notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
     if table.decimals_error:
         notes.append(
@@ -169,10 +174,9 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
 
 def _short_side(table: TokenTable) -> tuple[str, str] | None:
     """The side whose log-probabilities are 16-bit numbers where those of the other side are not, and their type."""
-    trainer, engine = short_dtype(table.trainer), short_dtype(table.engine)
-    if (trainer is None) == (engine is None):
-        return None
-    return ("trainer", trainer) if trainer is not None else ("engine", str(engine))
+    dtypes = {"trainer": short_dtype(table.trainer), "engine": short_dtype(table.engine)}
+    short = [(side, dtype) for side, dtype in dtypes.items() if dtype is not None]
+    return short[0] if len(short) == 1 else None
 
 
 def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> list[LikelyCause]:
@@ -180,24 +184,13 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
 
     All hypotheses allow for that rounding, so it comes after the causes of the other differences, if there are any.
     """
-    short_side = _short_side(table)
-    if short_side is None:
+    short = _short_side(table)
+    if short is None:
         return list(findings)
-    side, dtype = short_side
-    evidence = f"all log-probabilities of the {side} are {dtype} numbers, those of the other side are not"
-    rest = [finding for finding in findings if finding.cause != "precision"]
-    return [*rest, likely_cause("precision", evidence)]
-
-
-def _impossible_values(table: TokenTable) -> list[str]:
-    """A note for each column with values above 0, which log-probabilities are not."""
-    columns = {"trainer": table.trainer, "engine": table.engine}
-    counts = {name: int(np.sum(column > ROUNDING_NATS)) for name, column in columns.items()}
-    return [
-        f"{count} of the {name}'s {len(table.trainer)} values are above 0, which log-probabilities are not"
-        for name, count in counts.items()
-        if count
-    ]
+    evidence = (
+        f"all log-probabilities of the {short[0]} are {short[1]} numbers, those of the other side are not"
+    )
+    return [*(each for each in findings if each.cause != "precision"), likely_cause("precision", evidence)]
 
 
 def _without_padding(rollout: RolloutRecord) -> RolloutRecord:

@@ -30,6 +30,8 @@ class Hypothesis:
     family: Family
     unit: Floats
     """Of the residuals of each token: 1 - p, times a profile."""
+    lowest: Floats | None = None
+    """What the residual of each token is hardly ever below; None for no bound."""
     penalty: float = 0.0
     """Nats for what was fitted to the same data, or chosen among many."""
 
@@ -80,7 +82,8 @@ def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.nda
     for hypothesis in reversed(hypotheses):
         columns = (hypothesis.residual, hypothesis.unit, table.rounding_error)
         residuals = Residuals(*(column[is_used] for column in columns))
-        values = held_out(residuals, hypothesis.family, table.fold[is_used])
+        lowest = None if hypothesis.lowest is None else hypothesis.lowest[is_used]
+        values = held_out(residuals, hypothesis.family, table.fold[is_used], lowest)
         fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)
         sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback))
         rows.insert(0, np.asarray(sums - hypothesis.penalty / len(sums), dtype=np.float64))

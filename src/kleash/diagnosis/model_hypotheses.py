@@ -19,6 +19,7 @@ from kleash.diagnosis.residuals import (
     SMALLEST_DIFFERENCE,
     Floats,
     everywhere,
+    most,
     rounding,
     token_unit,
 )
@@ -350,7 +351,7 @@ def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothes
     rests = [(column - each.reference, token_unit(each.reference)) for each in (scores, plain)]
     rest, unit = min(rests, key=lambda pair: _size(pair[0]))
     away = f"the column differs from the reference's own scores by {np.median(np.abs(rest)):.2g} nats in the median"
-    fault = everywhere(max(SMALLEST_DIFFERENCE, DISTINCT * limit))
+    fault = most(max(SMALLEST_DIFFERENCE, DISTINCT * limit))
     for cause, evidence, residual, family in (
         (
             "reference",
@@ -382,7 +383,7 @@ def _weights(scores: ModelScores, limit: float) -> Hypothesis:
         cause="weights",
         evidence=f"{removed:.0%} of the differences repeat themselves in other responses, as those of other weights do",
         residual=rest,
-        family=everywhere(limit / DISTINCT),
+        family=everywhere(limit / math.sqrt(DISTINCT)),
         unit=table.unit,
         penalty=4.0,
     )

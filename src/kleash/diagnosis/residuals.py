@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -30,8 +31,8 @@ MISTAKES = 0.02
 """Share of outliers that a right prediction leaves at most."""
 DISTINCT = 2.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
-MOST = 0.6
-"""Share of the tokens that errors on every token are at least on: tokens that err by chance little are some."""
+MOST, NEARLY_ALL = 0.6, 0.9
+"""Shares of the tokens that errors on most tokens, or on all, are at least on."""
 SMALLEST_DIFFERENCE = 3e-3
 """Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
 
@@ -119,13 +120,19 @@ def equal_noise(limit: float, scale: float) -> Family:
 
 def _large(smallest: float) -> NDArray[np.bool_]:
     """Components of any sign and kind, those of errors of logits of at least ``smallest``."""
-    return (KIND == EQUAL) & (SCALE > SOFTMAX_NATS) | (KIND != EQUAL) & np.greater(SCALE, smallest)
+    return np.greater(SCALE, np.where(KIND == EQUAL, EQUAL_SHARE * smallest, smallest))
 
 
-def everywhere(smallest: float) -> Family:
+def most(smallest: float) -> Family:
     """Errors of at least ``smallest`` on most tokens, with any tails and signs, and any on the others."""
     large = _large(smallest)
     return Family((Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0)))
+
+
+def everywhere(smallest: float) -> Family:
+    """Errors of at least ``smallest`` without heavy tails on nearly all tokens, and any on the others."""
+    large = _large(smallest) & (KIND != TAILED)
+    return Family((Block(~large, 0.0, 1 - NEARLY_ALL), Block(large, NEARLY_ALL, 1.0)))
 
 
 def at_most(largest: float) -> Family:
@@ -135,12 +142,7 @@ def at_most(largest: float) -> Family:
 
 def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     """Rounding, and errors of at least ``smallest`` on a share of the tokens."""
-    return Family(
-        (
-            Block(_core(limit), 0.0, 1.0),
-            Block(_large(smallest) & ((KIND != EQUAL) | np.greater(SCALE, smallest / 2)), low, high),
-        )
-    )
+    return Family((Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high)))
 
 
 def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Family:
@@ -156,20 +158,32 @@ def free() -> Family:
     return Family((Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),))
 
 
+def _sizes(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
+    """Scales [tokens, components] of components, in nats of the values."""
+    unit, floor = residuals.unit[:, None], residuals.floor[:, None]
+    return np.hypot(SCALE[members] * np.where(KIND[members] == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
+
+
 def log_densities(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
     """Log-densities [tokens, components] under some of the components."""
     symmetric, copy = np.unique(members % (len(SCALE) // 3), return_inverse=True)
-    unit, floor, values = (column[:, None] for column in (residuals.unit, residuals.floor, residuals.values))
-    scale, kind, side = SCALE[symmetric], KIND[symmetric], SIGN[members]
-    size = np.hypot(scale * np.where(kind == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
-    logs = (values / size) ** 2
-    is_tailed = kind == TAILED
+    values, side, size = residuals.values[:, None], SIGN[members], _sizes(residuals, symmetric)
+    logs, is_tailed = (values / size) ** 2, KIND[symmetric] == TAILED
     logs[:, is_tailed] = -1.5 * np.log1p(logs[:, is_tailed] / 2) - 1.5 * math.log(2)
     logs[:, ~is_tailed] = -0.5 * logs[:, ~is_tailed] - 0.5 * math.log(2 * math.pi)
     logs = (logs - np.log(size))[:, copy]
     is_one_sided = side != 0
     logs[:, is_one_sided] += np.where(side[is_one_sided] * values > 0, math.log(2), -np.inf)
     return logs
+
+
+def mass_above(residuals: Residuals, lowest: Floats, members: NDArray[np.int64]) -> Floats:
+    """The probability [tokens, components] of values from ``lowest`` on under some of the components."""
+    z = -lowest[:, None] / _sizes(residuals, members)
+    normal = torch.special.ndtr(torch.from_numpy(z)).numpy()
+    mass = np.where(KIND[members] == TAILED, 0.5 + z / (2 * np.sqrt(2 + z**2)), normal)
+    side = SIGN[members]
+    return np.select([side > 0, side < 0], [np.minimum(2 * mass, 1), np.maximum(2 * mass - 1, 0)], mass)
 
 
 def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) -> Floats:
@@ -206,15 +220,29 @@ def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
     return share * ((1 - even) * fitted + even / len(weights))
 
 
-def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> Floats:
-    """The log-density of each token under the weights that the other fold's tokens give; NaN where it has no value."""
+def held_out(
+    residuals: Residuals, family: Family, fold: NDArray[np.int64], lowest: Floats | None = None
+) -> Floats:
+    """The log-density of each token under the weights that the other fold's tokens give; NaN where it has no value.
+
+    With ``lowest``, it is that of values of which as few lie below these bounds as of the other fold's.
+    """
     members = np.flatnonzero(np.any([block.members for block in family.blocks], axis=0))
     logs, has_value = log_densities(residuals, members), np.isfinite(residuals.values)
     result = np.full(len(fold), np.nan)
     for number in np.unique(fold):
-        is_judged = has_value & (fold == number)
-        weights = _fit(logs[has_value & (fold != number)], family, members)
+        is_judged, is_fitted = (has_value & (fold == number), has_value & (fold != number))
+        weights = _fit(logs[is_fitted], family, members)
         judged = logs[is_judged] + np.log(np.maximum(weights, 1e-300))
         highest = judged.max(axis=1, initial=-1e300)
         result[is_judged] = highest + np.log(np.exp(judged - highest[:, None]).sum(axis=1))
+        if lowest is not None:
+            is_below, rest = (
+                residuals.values < lowest,
+                Residuals(*(column[is_judged] for column in residuals)),
+            )
+            share = (is_below[is_fitted].sum() + 1) / (is_fitted.sum() + 2)
+            above = (mass_above(rest, lowest[is_judged], members) @ weights).clip(1e-9, 1 - 1e-9)
+            below = is_below[is_judged]
+            result[is_judged] += np.log(np.where(below, share / (1 - above), (1 - share) / above))
     return result

@@ -8,6 +8,8 @@ from itertools import islice, zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+
 from kleash.diagnosis.rollout_records import (
     ATTENTION_MASK,
     RESPONSE_MASKS,
@@ -52,7 +54,7 @@ class RolloutFiles:
 
     def kl_by_file(self) -> dict[str, Number]:
         """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
-        if len(self.sizes) == 1 or any(_largest_value(rollout) > ROUNDING_NATS for rollout in self.rollouts):
+        if len(self.sizes) == 1 or any(_has_logits(rollout) for rollout in self.rollouts):
             return {}
         by_file: dict[str, list[RolloutRecord]] = {}
         for rollout in self.rollouts:
@@ -236,13 +238,9 @@ def _note_on_copies(rollouts: Sequence[RolloutRecord]) -> list[str]:
     return [sentence]
 
 
-def _largest_value(rollout: RolloutRecord) -> float:
-    """The largest value of the tokens that count; -inf without any."""
-    counted = rollout.is_counted
-    return max(
-        (float(column[counted].max()) for column in (rollout.trainer, rollout.engine) if counted.any()),
-        default=-float("inf"),
-    )
+def _has_logits(rollout: RolloutRecord) -> bool:
+    """Whether a value of a token that counts is no log-probability."""
+    return bool((np.maximum(rollout.trainer, rollout.engine)[rollout.is_counted] > ROUNDING_NATS).any())
 
 
 def _listed(labels: Sequence[str]) -> str:
