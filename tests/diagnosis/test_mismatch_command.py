@@ -381,7 +381,11 @@ def test_files_of_several_ranks_are_measured_as_one(tmp_path: Path, capsys: Any)
     assert whole.kl_by_file == {} and whole.notes == () and len(whole.files) == 1
     assert main(["mismatch", str(tmp_path / "logs")]) == 0
     output = capsys.readouterr().out
-    assert "36 responses to 18 prompts, from 4 files" in output and "no rollout in" in output and "rank-11.jsonl" in output
+    assert (
+        "36 responses to 18 prompts, from 4 files" in output
+        and "no rollout in" in output
+        and "rank-11.jsonl" in output
+    )
     limited = read_rollouts(str(tmp_path / "logs"), limit=7)
     assert [int(re.findall(r"\d+", rollout.file)[-1]) for rollout in limited] == [2, 2, 2, 9, 9, 10, 10]
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,11 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.residuals import (
     DISTINCT,
-    EQUAL_SHARE,
     MISTAKES,
     SMALLEST_DIFFERENCE,
     Family,
     Floats,
     at_most,
-    equal_noise,
     everywhere,
     free,
     most,
@@ -31,7 +30,7 @@ SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
 BASES = {"to base 2": math.log(2), "to base 10": math.log(10)}
 """Logarithm -> nats for each of its units."""
-PROBABILITY_BINS, POSITION_BINS = 12, 4
+PROBABILITY_BINS, POSITION_BINS, LEAST_IN_CELL = 12, 4, 20
 
 
 def _of_differences(
@@ -57,22 +56,16 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
     )
     shapes, slope = _shapes(table), _trend(table, table.position)[0]
     for residual, unit in (shapes[0], shapes[-1]):
-        what = f"errors of logits of {np.median(size):.2g} nats"
-        yield _of_differences(table, HEALTHY, what, rounding(limit), 0.0, residual=residual, unit=unit)
-    some = on_some(limit, fault, 0.03, 0.8)
-    yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
-    yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 2e-3, 0.02), 1.0)
-    for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
-        what = (
-            f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
-        )
-        yield _of_differences(table, "precision", what, equal_noise(limit, float(scale)), 3.0)
+        yield _of_differences(table, HEALTHY, "", rounding(limit), 0.0, residual=residual, unit=unit)
+    for cause, low, high in (("routing", 0.03, 0.8), ("tensor_parallel", 2e-3, 0.02)):
+        yield _of_differences(table, cause, few, on_some(limit, fault, low, high), 1.0)
     # Of two distributions over the same tokens neither is the larger one everywhere.
     if min(above := _share_above(table, limit), 1 - above) > LEAST_RARE_SIGN:
+        fault_everywhere = limit / math.sqrt(DISTINCT)
         every = f"every token differs, by {np.median(size):.2g} nats in the median"
         for residual, unit in shapes[: 3 if slope > STEEPEST else 2]:
-            family = everywhere(limit / math.sqrt(DISTINCT))
-            yield _of_differences(table, everywhere_is, every, family, 4.0, residual=residual, unit=unit)
+            fields = {"residual": residual, "unit": unit}
+            yield _of_differences(table, everywhere_is, every, everywhere(fault_everywhere), 4.0, **fields)
         yield from _contexts(table, fault)
 
 
@@ -91,7 +84,7 @@ def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
     for profile, smallest in profiles:
         fall = float(np.median(profile[table.position > 10]) / np.median(profile[table.position <= 10]))
         what = f"the differences shrink along the response, after 10 tokens to {fall:.2g} times those before"
-        yield _of_differences(table, "context", what, most(smallest), 4.0, unit=table.unit * profile)
+        yield _of_differences(table, "context", what, most(smallest), 7.0, unit=table.unit * profile)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
@@ -110,22 +103,15 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         ("response", table.position),
         ("sequence", table.position + table.prompt_tokens),
     ):
-        change = _change(table, place, np.ones(len(place), dtype=bool))
-        if change is None:
-            continue
-        profile = np.ones(len(place))
-        for number in (0, 1):
-            start, ratio = _change(table, place, table.fold != number) or change
-            inside = table.fold == number
-            profile[inside] = np.where(place[inside] < start, 1.0, ratio)
-        start, ratio = change
-        if not max(ratio, 1 / ratio) > SMALLEST_CHANGE:
-            continue
-        what = (
-            f"from token {start} of the {what} on, counted from 0, the differences are "
-            f"{max(ratio, 1 / ratio):.2g} times as {'large' if ratio > 1 else 'small'} as before"
-        )
-        yield _of_differences(table, "break", what, free(), 8.0, unit=table.unit * profile)
+        start, ratio = _change(table, place)
+        larger = max(ratio, 1 / ratio)
+        if larger > SMALLEST_CHANGE:
+            unit = table.unit * np.where(place < start, 1.0, ratio)
+            what = (
+                f"from token {start} of the {what} on, counted from 0, the differences are {larger:.2g} times as "
+                f"{'large' if ratio > 1 else 'small'} as before"
+            )
+            yield _of_differences(table, "break", what, free(), 8.0, unit=unit)
 
 
 SMALLEST_CHANGE = 2.0
@@ -138,21 +124,18 @@ def _log_sizes(table: TokenTable) -> tuple[Floats, np.ndarray]:
     return np.log(np.maximum(size, 1e-7)), (table.unit > 1e-3) & (table.difference != 0)
 
 
-def _change(table: TokenTable, place: np.ndarray, is_used: np.ndarray) -> tuple[int, float] | None:
-    """The place at which the mean log of the errors changes most, and the ratio of sizes; None with few tokens."""
-    logs, is_uncertain = _log_sizes(table)
-    chosen = is_used & is_uncertain
-    counts = np.bincount(place[chosen], minlength=1).astype(float)
-    sums = np.bincount(place[chosen], weights=logs[chosen], minlength=1)
+def _change(table: TokenTable, place: np.ndarray) -> tuple[int, float]:
+    """The place at which the mean log of the errors changes most, and the ratio of sizes; 1 with few tokens."""
+    logs, chosen = _log_sizes(table)
+    counts = np.bincount(place[chosen], minlength=2).astype(float)
+    sums = np.bincount(place[chosen], weights=logs[chosen], minlength=2)
     before, after = counts.cumsum()[:-1], counts.sum() - counts.cumsum()[:-1]
-    is_possible = np.minimum(before, after) >= max(20, 0.03 * counts.sum())
-    if not is_possible.any():
-        return None
     low = sums.cumsum()[:-1] / np.maximum(before, 1)
     high = (sums.sum() - sums.cumsum()[:-1]) / np.maximum(after, 1)
-    gain = np.where(is_possible, (high - low) ** 2 * before * after, -1.0)
+    is_possible = np.minimum(before, after) >= max(20, 0.03 * counts.sum())
+    gain = np.where(is_possible, (high - low) ** 2 * before * after, 0.0)
     best = int(gain.argmax())
-    return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20)))
+    return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20))) if gain[best] else 1.0
 
 
 STEEPEST = -0.4
@@ -174,15 +157,13 @@ def _bias(table: TokenTable, column: Floats) -> Floats:
     """The median difference of tokens of like probability and position, by the other fold's tokens."""
     order = np.argsort(np.argsort(column)) * PROBABILITY_BINS // len(column)
     place = table.position * POSITION_BINS // (table.position.max() + 1)
-    cell, bias = order * POSITION_BINS + place, np.zeros(len(order))
-    for number in (0, 1):
-        is_fitted = table.fold != number
-        for number_of_cell in np.unique(cell):
-            values = (table.difference / np.maximum(table.unit, 1e-12))[is_fitted & (cell == number_of_cell)]
-            inside = (table.fold == number) & (cell == number_of_cell)
-            if len(values) >= 20:
-                bias[inside] = float(np.median(values)) * table.unit[inside]
-    return bias
+    cell, scaled = order * POSITION_BINS + place, table.difference / np.maximum(table.unit, 1e-12)
+    bias = np.zeros(len(cell))
+    for number, each in product((0, 1), np.unique(cell)):
+        is_fitted = (table.fold != number) & (cell == each)
+        if is_fitted.sum() >= LEAST_IN_CELL:
+            bias[(table.fold == number) & (cell == each)] = np.median(scaled[is_fitted])
+    return bias * table.unit
 
 
 def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
@@ -207,20 +188,20 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
             f"the columns do not depend on each other (correlation {correlation:.2f}), as if they were of other "
             "tokens"
         )
-        unit = np.ones(len(table.trainer))
-        yield _of_differences(table, "column", what, free(), 2.0, residual=table.trainer, unit=unit)
+        fields = {"residual": table.trainer, "unit": np.ones(len(table.trainer))}
+        yield _of_differences(table, "column", what, free(), 2.0, **fields)
     yield from _of_side(table, "engine", limit)
     yield from _of_side(table, "trainer", limit)
 
 
 def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]:
     """One side has logarithms to another base, placeholders, a cut or a penalty."""
-    sides = (table.engine, table.trainer, -1) if name == "engine" else (table.trainer, table.engine, 1)
-    column, other, sign = sides
+    sign = -1 if name == "engine" else 1
+    column, other = (table.trainer, table.engine)[::sign]
     for base, nats in BASES.items():
         what = f"the {name}'s values are logarithms {base}: times {nats:.4g} they equal the other side's"
-        rest = sign * (nats * column - other)
-        yield _of_differences(table, "column", what, rounding(limit, MISTAKES), 1.0, residual=rest)
+        fields = {"residual": sign * (nats * column - other)}
+        yield _of_differences(table, "column", what, rounding(limit, MISTAKES), 1.0, **fields)
     in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
     if in_run.any() and not in_run.all():
         yield _placeholders(table, name, column, in_run, limit)
@@ -231,16 +212,21 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
     )
     shapes = _shapes(table)
     for residual, unit in shapes[::2]:
-        family = one_sided(limit, sign, 0.05, 1e-3)
-        yield _of_differences(table, "truncation", what, family, 2.0, residual=residual, unit=unit)
+        fields = {"residual": residual, "unit": unit}
+        yield _of_differences(table, "truncation", what, one_sided(limit, sign, 0.05, 1e-3), 2.0, **fields)
     if sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
         rest = sign * shapes[1][0]
         lowest = rest - sign * table.difference - limit * table.unit
+        cause = "truncation"
         is_apart = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
-        both = (np.exp(column) + np.exp(other))[is_apart] > 1
-        # Two tokens have 1 at most; after a cut, the likelier tokens have more than what the others leave.
-        cause = "truncation" if both.mean() > MISTAKES else "column"
-        what = what if cause == "truncation" else f"the {name}'s values may be those of the likeliest tokens"
+        # Two tokens have 1 together at most; after a cut, the likelier ones have more than the others would leave them.
+        has_more = np.exp(column) + np.exp(other) > 1
+        is_other = np.median(np.abs(table.difference[is_apart]) if is_apart.any() else 0.0) > math.log(2)
+        if is_other and (has_more & is_apart).sum() < MISTAKES * is_apart.sum():
+            cause, what = (
+                "column",
+                f"the {name}'s values may be those of the likeliest tokens: they are the larger ones",
+            )
         yield _of_differences(table, cause, what, free(), 2.0, residual=rest, lowest=lowest)
     for which, is_lower in (
         ("tokens that stand earlier in the prompt or response", table.is_seen),
@@ -249,8 +235,9 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
         if is_lower.any() and not is_lower.all():
             what = f"the {name}'s log-probabilities of {which} are lower, those of all others higher"
             rest = table.difference * np.where(is_lower, -1.0, 1.0)
-            family = one_sided(limit, sign, 0.4, 0.1)
-            yield _of_differences(table, "penalty", what, family, 2.0, residual=rest)
+            yield _of_differences(
+                table, "penalty", what, one_sided(limit, sign, 0.4, 0.1), 2.0, residual=rest
+            )
 
 
 def _placeholders(
@@ -258,10 +245,9 @@ def _placeholders(
 ) -> Hypothesis:
     """Runs of equal values are placeholders; the other tokens differ by rounding."""
     values, runs = np.unique(column[in_run]), int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
-    repetition = (16 if short_dtype(column) is None else 7) * math.log(2)
-    kind = "of one token, as padding is" if np.ptp(table.token_id[in_run]) == 0 else "of different tokens"
-    what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})"
-    penalty = 1.0 + 2.0 * min(len(values), 3) - repetition * (int(in_run.sum()) - runs)
+    what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens)"
+    bits = 16 if short_dtype(column) is None else 7
+    penalty = 1.0 + 2.0 * min(len(values), 3) - bits * math.log(2) * (int(in_run.sum()) - runs)
     rest = np.where(in_run, np.nan, table.difference)
     return _of_differences(table, "mask", what, rounding(limit, MISTAKES), penalty, residual=rest)
 
@@ -321,7 +307,7 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
         not table.difference.any()
         or min(above, 1 - above) < LEAST_RARE_SIGN
         or not correlated(table) > LEAST_CORRELATION
-        or table.decimals_error > 0.01
+        or float(np.median(table.rounding_error)) > COARSEST
     ):
         return
     for name, column, sign in (("engine", table.engine, 1.0), ("trainer", table.trainer, -1.0)):
@@ -329,11 +315,9 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
         for power in ENTROPY_POWERS:
             curve = token_unit(column) ** power
             basis = np.stack([column, curve], axis=1)
-            weight = 1 / np.hypot(curve, 0.01)
             usable = np.abs(values) < 10
-            slope, height = np.linalg.lstsq(
-                basis[usable] * weight[usable, None], values[usable] * weight[usable], rcond=None
-            )[0]
+            weight = np.where(usable, 1 / np.hypot(curve, 0.01), 0.0)
+            slope, height = np.linalg.lstsq(basis * weight[:, None], values * weight, rcond=None)[0]
             rest = values - basis @ np.array([slope, height])
             left = float(np.abs(rest[usable]).mean() / np.abs(values[usable]).mean())
             if (
@@ -343,12 +327,25 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
                 or not 0 < height / slope < 8
             ):
                 continue
-            ratio = min(1 + slope, 1 / (1 + slope))
-            sharper = "trainer" if (slope > 0) == (name == "engine") else "engine"
-            what = f"the {sharper} is the sharper one, as at about {ratio:.2f} times the other side's temperature"
             family = at_most(max(LARGEST_SPREAD * abs(slope), limit))
+            sharper = "trainer" if (slope > 0) == (name == "engine") else "engine"
+            ratio = _ratio(table, sharper)
+            what = f"the {sharper} is the sharper one, as at about {ratio:.2f} times the other's temperature"
             for residual in (rest, values - sign * _bias(table, column)):
                 yield _of_differences(table, "temperature", what, family, 2.0, residual=residual, unit=curve)
+
+
+def _ratio(table: TokenTable, sharper: str) -> float:
+    """The ratio of two temperatures: the slope of the log-odds of the flatter side's tokens over the sharper side's.
+
+    With k equally likely alternatives at every position, log(p / (1 - p)) at a temperature of T is
+    (log(p / (1 - p)) + (1 - T) log k) / T, with p that of temperature 1.
+    """
+    pair = np.minimum([table.trainer, table.engine], 0.0)
+    is_uncertain = token_unit(pair).min(axis=0) > np.maximum(SMALLEST_UNIT, DISTINCT * table.rounding_error)
+    odds = (pair - np.log(token_unit(pair).clip(SMALLEST_UNIT)))[:, is_uncertain]
+    covariance = np.cov(odds if sharper == "trainer" else odds[::-1])
+    return float(covariance[0, 1] / covariance[0, 0])
 
 
 def _share_above(table: TokenTable, limit: float) -> float:
@@ -362,10 +359,14 @@ LEAST_RARE_SIGN = 0.03
 entropy, of mean 0, is scaled. After a cut, all have one sign."""
 LEAST_CORRELATION, LARGEST_CORRELATION = 0.6, 0.4
 """Correlation of the columns at two temperatures, at least; of columns of different tokens, at most."""
+SMALLEST_UNIT = 1e-4
+"""1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
 LARGEST_LEFT = 0.8
 """Share of the differences in the mean, that the curve of a temperature leaves at most."""
 SMALLEST_SLOPE = 0.001
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+COARSEST = 0.01
+"""Rounding of the columns in nats from which their curve is not known."""
 SMALLEST_RATIO = 0.1
 """Ratio of the two temperatures from which they are a hypothesis."""
 ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)

@@ -75,12 +75,14 @@ def diagnose(
     """
     limit = healthy_scale(rounding)
     tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
-    unpadded = [_without_padding(rollout) for rollout in rollouts]
-    lengths = np.array(
-        [a.is_counted.sum() - b.is_counted.sum() for a, b in zip(rollouts, unpadded, strict=True)]
-    )
-    has_padding = is_padded(int(np.count_nonzero(lengths)), len(rollouts))
-    counted = unpadded if has_padding else rollouts
+    padding = [_padding(rollout) for rollout in rollouts]
+    padded = sum(each.any() for each in padding)
+    counted = rollouts
+    if has_padding := is_padded(int(padded), len(rollouts)):
+        counted = [
+            replace(rollout, is_counted=rollout.is_counted & ~each)
+            for rollout, each in zip(rollouts, padding, strict=True)
+        ]
     examined = sample_rollouts(counted, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
     table = tabulate(examined)
     notes: list[str] = []
@@ -95,7 +97,7 @@ def diagnose(
     else:
         if has_padding:
             what = (
-                f"{np.count_nonzero(lengths)} of {len(rollouts)} responses end with {lengths.sum():,} tokens in all at "
+                f"{padded} of {len(rollouts)} responses end with {sum(map(np.sum, padding)):,} tokens in all at "
                 "which each column has one value, as padding does"
             )
             findings.append(likely_cause("mask", what))
@@ -126,28 +128,18 @@ def _notes(table: TokenTable, *, has_models: bool) -> list[str]:
     ]
     if zeros := int(np.sum(table.trainer <= LOG_OF_ZERO)):
         notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
-    if table.decimals_error:
+    if table.rounding_error.any() and not _short_side(table):
         notes.append(
-            "the log-probabilities are written with few decimals, so differences of about "
-            f"{table.decimals_error:.1g} nats are not examined; write at least 6"
-        )
-    elif table.rounding_error.any() and not _short_side(table):
-        notes.append(
-            "the log-probabilities of both sides are 16-bit numbers, so differences of about "
-            f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; keep them in float32"
+            "the log-probabilities are written with few decimals, or as 16-bit numbers, so differences of about "
+            f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; write at least 6 decimals, in float32"
         )
     if not has_models:
         notes.append(
-            "without the models, it cannot be seen whether the tokens were drawn from these distributions"
+            "without the models, it cannot be seen whether the tokens were drawn from these distributions, or whether "
+            "a reference's weights are the right ones"
         )
-    if table.reference is None:
-        notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
-    elif not has_models:
-        equal = ", and it equals the trainer's column, right only before the first update"
-        is_equal = np.array_equal(table.reference, table.trainer)
-        notes.append(
-            f"without the models, a reference of the wrong weights cannot be seen{equal if is_equal else ''}"
-        )
+        if table.reference is not None and np.array_equal(table.reference, table.trainer):
+            notes.append("the reference's column equals the trainer's, right only before the first update")
     return notes
 
 
@@ -193,16 +185,14 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
     return [*(each for each in findings if each.cause != "precision"), likely_cause("precision", evidence)]
 
 
-def _without_padding(rollout: RolloutRecord) -> RolloutRecord:
-    """The rollout with the tokens at its end that look like padding not counted."""
-    counted = np.flatnonzero(rollout.is_counted)
-    token_ids = np.array(rollout.response_ids)[counted]
-    if not len(counted):
-        return rollout
-    length = padding_length(token_ids.tolist(), (rollout.trainer[counted], rollout.engine[counted]))
-    is_counted = rollout.is_counted.copy()
-    is_counted[counted[len(counted) - length :]] = False
-    return replace(rollout, is_counted=is_counted)
+def _padding(rollout: RolloutRecord) -> np.ndarray:
+    """Which tokens at the end of a rollout look like padding and count."""
+    counted, is_padding = np.flatnonzero(rollout.is_counted), np.zeros(len(rollout.response_ids), dtype=bool)
+    if len(counted):
+        columns = (rollout.trainer[counted], rollout.engine[counted])
+        length = padding_length(np.array(rollout.response_ids)[counted].tolist(), columns)
+        is_padding[counted[len(counted) - length :]] = True
+    return is_padding
 
 
 def _findings(
@@ -212,23 +202,19 @@ def _findings(
     shown = cause_in_values(table)
     if shown is not None:
         return [shown]
-    scores = None
-    if pair is not None:
-        scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))
-    prefix, part, of_part = "", table, scores
     is_faulty = _faulty_responses(table, limit)
     if is_faulty is not None:
         prefix = f"in {is_faulty.sum()} of {table.num_sequences} responses, the others are healthy: "
         faulty = [rollouts[number] for number in np.unique(table.sequence)[is_faulty]]
-        part = tabulate(faulty)
-        if pair is not None:
-            of_part = common_temperature(ModelScores.of(pair, faulty, part, batch_tokens))
-    findings = _ranked(part, _hypotheses(part, of_part, limit), has_models=pair is not None, prefix=prefix)
-    if scores is not None:
-        sampler = None if findings else other_sampler(scores, limit)
-        findings += [] if sampler is None else [sampler]
-        findings += _ranked(table, reference_hypotheses(scores, limit), has_models=True)
-    return findings
+        findings = _findings(faulty, tabulate(faulty), pair, limit, batch_tokens)
+        return [replace(finding, evidence=prefix + finding.evidence) for finding in findings]
+    if pair is None:
+        return _ranked(table, _hypotheses(table, None, limit), has_models=False)
+    scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))
+    findings = _ranked(table, _hypotheses(table, scores, limit), has_models=True)
+    sampler = None if findings else other_sampler(scores, limit)
+    findings += [] if sampler is None else [sampler]
+    return findings + _ranked(table, reference_hypotheses(scores, limit), has_models=True)
 
 
 def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
@@ -254,31 +240,25 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
     yield from unexplained(table)
 
 
-def _ranked(
-    table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bool, prefix: str = ""
-) -> list[LikelyCause]:
+def _ranked(table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bool) -> list[LikelyCause]:
     """The causes among hypotheses by probability; none if rounding explains the columns."""
     hypotheses = list(possible)
     if not hypotheses:
         return []
-    shares = probabilities(table, hypotheses)
-    by_cause: dict[str, float] = {}
-    for hypothesis, share in zip(hypotheses, shares, strict=True):
-        by_cause[hypothesis.cause] = by_cause.get(hypothesis.cause, 0.0) + float(share)
-    if by_cause.get(HEALTHY, 0.0) > LARGEST_HEALTHY:
+    shares = zip(hypotheses, probabilities(table, hypotheses).tolist(), strict=True)
+    best = {hypothesis.cause: (share, hypothesis.evidence) for hypothesis, share in shares if share > 0}
+    probability = {cause: share for cause, (share, _) in best.items()}
+    if probability.get(HEALTHY, 0.0) > LARGEST_HEALTHY:
         return []
-    findings: list[LikelyCause] = []
-    grouped: set[str] = {HEALTHY}
-    for cause in sorted(by_cause, key=lambda cause: -by_cause[cause]):
-        if cause in grouped:
-            continue
-        best = max(
-            zip(hypotheses, shares, strict=True),
-            key=lambda pair: pair[1] if cause == pair[0].cause else -1.0,
-        )[0]
-        alike = () if has_models else tuple(name for name in CAUSES[cause].alike if name not in grouped)
-        probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
-        grouped |= {cause, *alike}
-        if probability >= SMALLEST_PROBABILITY:
-            findings.append(likely_cause(cause, prefix + best.evidence, probability, alike))
+    findings, grouped = list[LikelyCause](), {HEALTHY}
+    for cause in sorted(best, key=lambda cause: -probability[cause]):
+        alike = (
+            ()
+            if has_models or cause == HEALTHY
+            else tuple(name for name in CAUSES[cause].alike if name not in grouped)
+        )
+        together = sum(probability.get(name, 0.0) for name in (cause, *alike))
+        if cause not in grouped and together >= SMALLEST_PROBABILITY:
+            findings.append(likely_cause(cause, best[cause][1], together, alike))
+            grouped |= {cause, *alike}
     return findings

@@ -65,10 +65,8 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
         odds[index] = prior[index] - prior[likely[best]] - evidence
     likelihoods = np.exp(odds - odds.max())
     # Variants of one cause are one hypothesis: the likeliest of them.
-    for index, hypothesis in enumerate(hypotheses):
-        same = [k for k, each in enumerate(hypotheses) if each.cause == hypothesis.cause]
-        if likelihoods[index] < likelihoods[same].max() or same[int(likelihoods[same].argmax())] != index:
-            likelihoods[index] = 0.0
+    best_of = {hypotheses[index].cause: index for index in np.argsort(likelihoods).tolist()}
+    likelihoods[[index for index, each in enumerate(hypotheses) if best_of[each.cause] != index]] = 0.0
     return likelihoods / likelihoods.sum()
 
 
@@ -80,8 +78,9 @@ def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.nda
     numbers = np.unique(table.block[is_used], return_inverse=True)[1]
     rows, fallback = list[Floats](), np.empty(0)
     for hypothesis in reversed(hypotheses):
-        columns = (hypothesis.residual, hypothesis.unit, table.rounding_error)
-        residuals = Residuals(*(column[is_used] for column in columns))
+        residuals = Residuals(
+            hypothesis.residual[is_used], hypothesis.unit[is_used], table.rounding_error[is_used]
+        )
         lowest = None if hypothesis.lowest is None else hypothesis.lowest[is_used]
         values = held_out(residuals, hypothesis.family, table.fold[is_used], lowest)
         fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)

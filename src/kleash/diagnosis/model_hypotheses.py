@@ -44,6 +44,9 @@ PARTIAL, UNCLEAR, SMALL_CHANGE, MOST_NAMED = 0.1, 0.3, 0.05, 4
 module is tried with and without; nats up to which changes add up; and the number of modules that are named."""
 
 
+SHORT_LOGITS = {"8-bit floats": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 class Prediction(NamedTuple):
     """What one side's column may hold in the place of the policy's log-probabilities."""
 
@@ -103,22 +106,21 @@ def _size(rest: Floats) -> float:
 def _columns(few: ModelScores, limit: float) -> Iterator[Prediction]:
     """What a column may hold without a setting that is fitted: other values, other prompts, the reference's weights."""
 
-    def of(cause: str, what: str, transform: Transform) -> Prediction:
-        return Prediction(cause, what, lambda scores: scores.column(transform))
-
-    yield of("processed", "logits", lambda logits, rows: logits)
-    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        if limit < torch.finfo(dtype).eps:  # else the networks may be as coarse
-            yield of(
-                "precision",
-                f"logits in {str(dtype).removeprefix('torch.')}",
-                lambda logits, rows, dtype=dtype: logits.to(dtype).float().log_softmax(-1),
-            )
-    yield of(
-        "column",
-        "the likeliest token's log-probability",
-        lambda logits, rows: logits.log_softmax(-1).max(-1, keepdim=True).values,
-    )
+    transforms: list[tuple[str, str, Transform]] = [
+        ("processed", "logits", lambda logits, rows: logits),
+        (
+            "column",
+            "the likeliest token's log-probability",
+            lambda logits, rows: logits.log_softmax(-1).amax(-1, keepdim=True),
+        ),
+    ]
+    transforms += [
+        ("precision", f"logits in {name}", lambda logits, rows, t=dtype: logits.to(t).float().log_softmax(-1))
+        for name, dtype in SHORT_LOGITS.items()
+        if limit < torch.finfo(dtype).eps  # else the networks may be as coarse
+    ]
+    for cause, what, transform in transforms:
+        yield Prediction(cause, what, lambda scores, transform=transform: scores.column(transform))
     reference = few.pair.reference
     yield Prediction("weights", "the reference's weights", lambda scores: scores.with_model(reference))
     for what, change in _changed_prompts(few):
@@ -167,28 +169,16 @@ def _temperatures(scores: ModelScores, few: ModelScores, limit: float) -> Iterat
 
     if _size(few.table.difference - gaps(few)) < SMALLER * _size(few.table.difference):
         of_tokens = gaps(scores)
-        at_both = (trainer * scores.temperature, engine * scores.temperature)
-        what = "temperature {:.4g} for the trainer and {:.4g}".format(*at_both)
-        drawn = float(of_tokens.sum())
-        for cause, penalty in (("temperature", drawn), ("processed", -drawn)):
+        what = f"temperature {trainer * scores.temperature:.4g} for the trainer and {engine * scores.temperature:.4g}"
+        for cause, penalty in (("temperature", of_tokens.sum()), ("processed", -of_tokens.sum())):
             prediction = Prediction(
-                cause, what, lambda scores: scores.policy - of_tokens, 2.0 + max(penalty, 0.0)
+                cause, what, lambda scores: scores.policy - of_tokens, 2.0 + max(float(penalty), 0.0)
             )
             yield _predicted(scores, prediction, "engine", limit)
 
 
-class Setting(NamedTuple):
-    """A setting of sampling whose strength is fitted."""
-
-    cause: str
-    what: str
-    low: float
-    high: float
-    """Bounds of the strength."""
-    value: Callable[[float], float]
-    """Of the setting at a strength."""
-    transform: Callable[[ModelScores, float], Transform]
-    """At a value."""
+Setting = tuple[str, str, float, float, Callable[[float], float], Callable[[ModelScores, float], Transform]]
+"""A setting of sampling: its cause and words, the bounds of a strength, its value at a strength, and the transform."""
 
 
 def _cut(name: str) -> Callable[[ModelScores, float], Transform]:
@@ -209,24 +199,22 @@ def _penalty(name: str, *, with_prompt: bool = False) -> Callable[[ModelScores, 
     return lambda scores, size: partial(penalised, scores, size)
 
 
-SETTINGS = (
-    Setting(
-        "truncation", "top_p {:.4g}", math.log(1e-4), math.log(0.9), lambda x: 1 - math.exp(x), _cut("top_p")
-    ),
-    Setting("truncation", "top_k {:.0f}", 0, math.log(5000), lambda x: round(math.exp(x)), _cut("top_k")),
-    Setting("truncation", "min_p {:.4g}", math.log(1e-5), math.log(0.9), math.exp, _cut("min_p")),
-    Setting(
+SETTINGS: tuple[Setting, ...] = (
+    ("truncation", "top_p {:.4g}", math.log(1e-4), math.log(0.9), lambda x: 1 - math.exp(x), _cut("top_p")),
+    ("truncation", "top_k {:.0f}", 0, math.log(5000), lambda x: round(math.exp(x)), _cut("top_k")),
+    ("truncation", "min_p {:.4g}", math.log(1e-5), math.log(0.9), math.exp, _cut("min_p")),
+    (
         "penalty",
         "a repetition penalty of {:.3g} on tokens of prompt and response",
         *(0.7, 2.5, float, _penalty("repetition", with_prompt=True)),
     ),
-    Setting(
+    (
         "penalty",
         "a repetition penalty of {:.3g} on tokens of the response",
         *(0.7, 2.5, float, _penalty("repetition")),
     ),
-    Setting("penalty", "a presence penalty of {:.3g}", -2.0, 2.0, float, _penalty("presence")),
-    Setting("penalty", "a frequency penalty of {:.3g}", -2.0, 2.0, float, _penalty("frequency")),
+    ("penalty", "a presence penalty of {:.3g}", -2.0, 2.0, float, _penalty("presence")),
+    ("penalty", "a frequency penalty of {:.3g}", -2.0, 2.0, float, _penalty("frequency")),
 )
 """The settings that are tried. The larger a strength, the larger all differences that it makes, or the smaller."""
 
@@ -238,22 +226,23 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
     """
 
     def at(setting: Setting, strength: float, temperature: float = 1.0) -> Prediction:
-        value = setting.value(strength)
-        what = setting.what.format(value)
+        cause, words, _, _, value_at, transform_at = setting
+        value = value_at(strength)
+        what = words.format(value)
         if temperature != 1:
             what += f" at temperature {temperature * few.temperature:.3g}"
 
         def column(scores: ModelScores) -> Floats:
-            transform = setting.transform(scores, value)
+            transform = transform_at(scores, value)
             return scores.column(lambda logits, rows: transform(logits / temperature, rows))
 
-        return Prediction(setting.cause, what, column, 2.0 if temperature == 1 else 4.0)
+        return Prediction(cause, what, column, 2.0 if temperature == 1 else 4.0)
 
     def left(column: Floats) -> float:
         return _size(_rest(few, column, side))
 
     def strength(setting: Setting, temperature: float = 1.0) -> float:
-        return _minimum(lambda x: left(at(setting, x, temperature).column(few)), setting.low, setting.high)
+        return _minimum(lambda x: left(at(setting, x, temperature).column(few)), *setting[2:4])
 
     for setting in SETTINGS:
         yield at(setting, strength(setting))
@@ -263,27 +252,23 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
         fits = [(setting, strength(setting, temperature)) for setting in SETTINGS]
         setting, best = min(fits, key=lambda fit: left(at(*fit, temperature).column(few)))
         for _ in range(ALTERNATIONS):
-            transform = setting.transform(few, setting.value(best))
-            temperature = fitted_temperature(few, side, transform)
+            temperature = fitted_temperature(few, side, setting[5](few, setting[4](best)))
             best = strength(setting, temperature)
         yield at(setting, best, temperature)
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
     """The minimum of a function with one minimum, by golden sections."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = function(left), function(right)
+    inside = low + (math.sqrt(5) - 1) / 2 * (high - low)
+    best = (inside, function(inside))
     for _ in range(SEARCH_STEPS):
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = function(left)
+        mirrored = low + high - best[0]
+        left, right = sorted([best, (mirrored, function(mirrored))])
+        if left[1] < right[1]:
+            high, best = right[0], left
         else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = function(right)
-    return (low + high) / 2
+            low, best = left[0], right
+    return best[0]
 
 
 def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
@@ -328,9 +313,8 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
         if (of_other := left(other)) < best:
             chosen, best = other, of_other
     if 0 < len(chosen) < len(parts):
-        names = ", ".join(group.name for group in chosen[:MOST_NAMED])
-        more = f" and {len(chosen) - MOST_NAMED} more" if len(chosen) > MOST_NAMED else ""
-        what = f"the reference's weights in {names}{more}"
+        names = [group.name for group in chosen[:MOST_NAMED]] + ["others"] * (len(chosen) > MOST_NAMED)
+        what = f"the reference's weights in {', '.join(names)}"
         yield Prediction("modules", what, partial(of, chosen), 1.0 + len(parts) * math.log(2))
 
 
@@ -351,7 +335,6 @@ def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothes
     rests = [(column - each.reference, token_unit(each.reference)) for each in (scores, plain)]
     rest, unit = min(rests, key=lambda pair: _size(pair[0]))
     away = f"the column differs from the reference's own scores by {np.median(np.abs(rest)):.2g} nats in the median"
-    fault = most(max(SMALLEST_DIFFERENCE, DISTINCT * limit))
     for cause, evidence, residual, family in (
         (
             "reference",
@@ -359,7 +342,7 @@ def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothes
             column - scores.policy,
             rounding(limit),
         ),
-        ("reference", away, rest, fault),
+        ("reference", away, rest, most(max(SMALLEST_DIFFERENCE, DISTINCT * limit))),
         (HEALTHY, "", rest, rounding(limit)),
     ):
         yield Hypothesis(cause=cause, evidence=evidence, residual=residual, family=family, unit=unit)
@@ -370,8 +353,11 @@ def common_temperature(scores: ModelScores) -> ModelScores:
     few = scores.few()
     temperature = fitted_temperature(few, "trainer")
     away = (few.column(at_temperature(value)) - few.table.trainer for value in (temperature, 1.0))
-    is_divided = _size(next(away)) < SMALLER * _size(next(away))
-    return replace(scores, temperature=temperature) if is_divided else scores
+    return (
+        replace(scores, temperature=temperature)
+        if _size(next(away)) < SMALLER * _size(next(away))
+        else scores
+    )
 
 
 def _weights(scores: ModelScores, limit: float) -> Hypothesis:
@@ -408,18 +394,15 @@ def _systematic(scores: ModelScores) -> Floats:
     rows of the head, here projected at random; and the weights may lie on the way to the reference.
     """
     table, weight = scores.table, scores.pair.policy.head.weight
-    parts = [(scores.policy - scores.reference)[:, None]]
+    features = (scores.policy - scores.reference)[:, None]
     if weight is not None:
-        project = torch.eye(weight.shape[1])
-        if weight.shape[1] > PROJECTED:
-            draw = torch.Generator().manual_seed(0)
-            project = torch.randn(weight.shape[1], PROJECTED, generator=draw) / PROJECTED**0.5
-        projected = weight.float().cpu() @ project
-        for logits, part in scores.blocks():
-            drawn = projected[torch.from_numpy(table.token_id[part])]
-            parts.append((drawn - logits.softmax(-1).cpu() @ projected).double().numpy())
-        parts = [parts[0], np.concatenate(parts[1:])]
-    features = np.concatenate(parts, axis=1)
+        draw = torch.Generator().manual_seed(0)
+        projected = weight.float().cpu() @ torch.randn(weight.shape[1], PROJECTED, generator=draw)
+        moved = [
+            projected[torch.from_numpy(table.token_id[rows])] - logits.softmax(-1).cpu() @ projected
+            for logits, rows in scores.blocks()
+        ]
+        features = np.concatenate([features, torch.cat(moved).double().numpy() / PROJECTED**0.5], axis=1)
     unit = np.maximum(table.unit, 1e-3)
     predicted = np.zeros(len(unit))
     for number in (0, 1):

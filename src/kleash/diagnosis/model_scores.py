@@ -132,16 +132,17 @@ class ModelScores:
             rows: indices of the tokens in the table.
             with_prompt: whether those of the prompt count, or those of the response alone.
         """
-        before: list[np.ndarray] = []
-        for row in rows:
-            sequence = self.sequences[self.table.sequence[row]]
-            prompt = sequence.prompt_ids if with_prompt else ()
-            before.append(
-                np.array((*prompt, *sequence.response_ids[: self.table.position[row]]), dtype=np.int64)
+        places = zip(self.table.sequence[rows], self.table.position[rows], strict=True)
+        before = [
+            np.array(
+                [*each.prompt_ids[: len(each.prompt_ids) * with_prompt], *each.response_ids[:position]],
+                dtype=int,
             )
-        places = np.repeat(np.arange(len(rows)), [len(ids) for ids in before]) * self.pair.vocab_size
+            for each, position in ((self.sequences[number], position) for number, position in places)
+        ]
+        offsets = np.repeat(np.arange(len(rows)), [len(ids) for ids in before]) * self.pair.vocab_size
         counts = torch.zeros(len(rows) * self.pair.vocab_size)
-        counts.index_add_(0, torch.from_numpy(places + np.concatenate(before)), torch.ones(len(places)))
+        counts.index_add_(0, torch.from_numpy(offsets + np.concatenate(before)), torch.ones(len(offsets)))
         return counts.view(len(rows), -1)
 
     def with_prompts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Floats:
@@ -163,10 +164,12 @@ def _sequence(rollout: RolloutRecord, pair: Pair) -> TokenSequence:
             f"{rollout.location}: token {largest} is not in the models' vocabulary of {pair.vocab_size}; give the "
             "models that drew and trained on these tokens"
         )
-    length = len(rollout.prompt_ids) + len(rollout.response_ids)
-    if pair.context_length is not None and length > pair.context_length:
+    if (
+        pair.context_length is not None
+        and (length := len(rollout.prompt_ids) + len(rollout.response_ids)) > pair.context_length
+    ):
         raise SourceError(
-            f"{rollout.location}: {length} tokens are more than the {pair.context_length} that the models can read"
+            f"{rollout.location}: {length} tokens are more than the {most} that the models can read"
         )
     return TokenSequence(
         prompt_id=0,

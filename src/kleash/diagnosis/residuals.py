@@ -60,11 +60,8 @@ class Block(NamedTuple):
     high: float
 
 
-class Family(NamedTuple):
-    """A restriction of the mixture: blocks, of which the first has what the others leave."""
-
-    blocks: tuple[Block, ...]
-    """No component is in two of them."""
+Family = tuple[Block, ...]
+"""A restriction of the mixture: blocks, no two with a component in common; the first has what the others leave."""
 
 
 class Residuals(NamedTuple):
@@ -88,18 +85,11 @@ def token_unit(log_probabilities: Floats) -> Floats:
     return -np.expm1(np.minimum(log_probabilities, 0.0))
 
 
-def _symmetric(low: float, high: float, kinds: tuple[int, ...] = (NORMAL, TAILED)) -> NDArray[np.bool_]:
-    """Components of both signs whose scale is between two bounds; the lowest that is above the first if none is."""
-    chosen = (SIGN == 0) & np.isin(KIND, kinds)
-    inside = chosen & np.greater(SCALE, low) & np.less_equal(SCALE, high)
-    return (
-        inside if inside.any() else chosen & (np.equal(SCALE, SCALE[chosen & np.greater(SCALE, low)].min()))
-    )
-
-
 def _core(limit: float) -> NDArray[np.bool_]:
     """Components of rounding: errors of logits of at most ``limit``, and those of a softmax in float32."""
-    return _symmetric(0.0, limit) | _symmetric(0.0, max(SOFTMAX_NATS, EQUAL_SHARE * limit), (EQUAL,))
+    return np.equal(SIGN, 0) & np.less_equal(
+        SCALE, np.where(KIND == EQUAL, max(SOFTMAX_NATS, EQUAL_SHARE * limit), limit)
+    )
 
 
 def _outliers(low: float, high: float) -> Block:
@@ -109,40 +99,34 @@ def _outliers(low: float, high: float) -> Block:
 
 def rounding(limit: float, outliers: float = 1e-5) -> Family:
     """Rounding of at most ``limit``, of any mixture of sizes, with at most a share of outliers."""
-    return Family((Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers)))
+    return (Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers))
 
 
-def equal_noise(limit: float, scale: float) -> Family:
-    """Errors of one size, about ``scale``, on all log-probabilities, beside rounding of the logits."""
-    equal = Block(_symmetric(scale / 1.1, 2.2 * scale, (EQUAL,)), 0.3, 1.0)
-    return Family((Block(_core(limit), 0.0, 0.7), equal, _outliers(1e-4, 1e-4)))
-
-
-def _large(smallest: float) -> NDArray[np.bool_]:
-    """Components of any sign and kind, those of errors of logits of at least ``smallest``."""
-    return np.greater(SCALE, np.where(KIND == EQUAL, EQUAL_SHARE * smallest, smallest))
+def _large(smallest: float, smallest_equal: float = math.inf) -> NDArray[np.bool_]:
+    """Components of any sign: errors of logits above a size, and errors of one size above another."""
+    return np.greater(SCALE, np.where(KIND == EQUAL, smallest_equal, smallest))
 
 
 def most(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on most tokens, with any tails and signs, and any on the others."""
-    large = _large(smallest)
-    return Family((Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0)))
+    """Errors of logits of at least ``smallest``, or of one size, on most tokens, and any on the others."""
+    large = _large(smallest, SOFTMAX_NATS)
+    return (Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0))
 
 
 def everywhere(smallest: float) -> Family:
     """Errors of at least ``smallest`` without heavy tails on nearly all tokens, and any on the others."""
-    large = _large(smallest) & (KIND != TAILED)
-    return Family((Block(~large, 0.0, 1 - NEARLY_ALL), Block(large, NEARLY_ALL, 1.0)))
+    large = _large(smallest, EQUAL_SHARE * smallest) & (KIND != TAILED)
+    return (Block(~large, 0.0, 1 - NEARLY_ALL), Block(large, NEARLY_ALL, 1.0))
 
 
 def at_most(largest: float) -> Family:
     """Errors of any sign of at most ``largest``."""
-    return Family((Block(np.less_equal(SCALE, largest), 0.0, 1.0),))
+    return (Block(np.less_equal(SCALE, largest), 0.0, 1.0),)
 
 
 def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     """Rounding, and errors of at least ``smallest`` on a share of the tokens."""
-    return Family((Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high)))
+    return (Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high))
 
 
 def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Family:
@@ -150,12 +134,12 @@ def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Famil
     inside = Block(np.equal(SIGN, sign), least, 1.0)
     # Where rounding exceeds an error of the sign, what is left is less than rounding alone.
     beyond = np.equal(SIGN, -sign) & (KIND != EQUAL) & np.less_equal(SCALE, limit)
-    return Family((Block(_core(limit) | beyond, 0.0, 1 - least), inside, _outliers(1e-4, exceptions)))
+    return (Block(_core(limit) | beyond, 0.0, 1 - least), inside, _outliers(1e-4, exceptions))
 
 
 def free() -> Family:
     """Errors of any sizes and signs."""
-    return Family((Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),))
+    return (Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),)
 
 
 def _sizes(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
@@ -197,14 +181,14 @@ def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) ->
     log_likelihoods = log_likelihoods[:: max(1, len(log_likelihoods) // FITTED_TOKENS)]
     highest = log_likelihoods.max(axis=1, keepdims=True, initial=-1e300)
     likelihoods, count = np.exp(log_likelihoods - highest).astype(np.float32), len(log_likelihoods)
-    blocks = [block.members[members] for block in family.blocks]
+    blocks = [block.members[members] for block in family]
     weights = np.ones(len(members)) / len(members)
     for step in range(EM_STEPS + 1):
         if step and count:
             mixed = np.maximum(likelihoods @ weights.astype(np.float32), 1e-12)
             weights *= ((1 / mixed) @ likelihoods / count).astype(np.float64) ** RELAXATION
         rest = 1.0
-        for block, inside in reversed(list(zip(family.blocks[1:], blocks[1:], strict=True))):
+        for block, inside in reversed(list(zip(family[1:], blocks[1:], strict=True))):
             share = min(max(float(weights[inside].sum()), block.low), block.high)
             weights[inside] = _scaled(weights[inside], share, count)
             rest -= share
@@ -227,7 +211,7 @@ def held_out(
 
     With ``lowest``, it is that of values of which as few lie below these bounds as of the other fold's.
     """
-    members = np.flatnonzero(np.any([block.members for block in family.blocks], axis=0))
+    members = np.flatnonzero(np.any([block.members for block in family], axis=0))
     logs, has_value = log_densities(residuals, members), np.isfinite(residuals.values)
     result = np.full(len(fold), np.nan)
     for number in np.unique(fold):

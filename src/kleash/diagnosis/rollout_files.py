@@ -56,16 +56,12 @@ class RolloutFiles:
         """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
         if len(self.sizes) == 1 or any(_has_logits(rollout) for rollout in self.rollouts):
             return {}
-        by_file: dict[str, list[RolloutRecord]] = {}
-        for rollout in self.rollouts:
-            by_file.setdefault(rollout.file, []).append(rollout)
         kl: dict[str, Number] = {}
-        for name, rollouts in by_file.items():
-            if any(rollout.is_counted.any() for rollout in rollouts):
-                columns = padded(rollouts)
-                measured = mismatch(
-                    columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts
-                )
+        for name in self.sizes:
+            rollouts = [each for each in self.rollouts if each.file == name and each.is_counted.any()]
+            if rollouts:
+                values = padded(rollouts)
+                measured = mismatch(values.trainer, values.engine, values.is_counted, prompts=values.prompts)
                 kl[name] = Number.of(measured.kl_engine_trainer)
         return kl
 
@@ -126,9 +122,8 @@ def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
     ordered = sorted(kl, key=lambda name: -kl[name].value)
     for count in range(1, len(ordered) // 2 + 1):
         high, low = ordered[:count], ordered[count:]
-        if min(kl[name].ci95[0] for name in high) > max(kl[name].ci95[1] for name in low):
-            smallest = min(kl[name].ci95[0] for name in high)
-            largest = max(kl[name].ci95[1] for name in low)
+        smallest, largest = (min(kl[name].ci95[0] for name in high), max(kl[name].ci95[1] for name in low))
+        if smallest > largest:
             sentence = (
                 f"KL(engine ‖ trainer) per token of {_listed(high)} is at least {smallest:.3g} nats, and of every "
                 f"other file at most {largest:.3g} (95 % intervals); diagnose {'it' if count == 1 else 'them'} alone"

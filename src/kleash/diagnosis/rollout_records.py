@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.sources.records import SourceRecord, describe_fields, get_field, show_value
 from kleash.sources.sequences import hash_tokens
@@ -92,16 +93,12 @@ class PaddedRollouts(NamedTuple):
 
 def padded(rollouts: Sequence[RolloutRecord]) -> PaddedRollouts:
     """The columns of rollouts as tensors, with a label for each prompt."""
-    time = max(len(rollout.response_ids) for rollout in rollouts)
-    trainer, engine = torch.zeros(2, len(rollouts), time, dtype=torch.float64)
-    is_counted = torch.zeros(len(rollouts), time, dtype=torch.bool)
+    trainer, engine, is_counted = (
+        pad_sequence([torch.from_numpy(getattr(rollout, name)) for rollout in rollouts], batch_first=True)
+        for name in ("trainer", "engine", "is_counted")
+    )
     labels: dict[str, int] = {}
     prompts = [labels.setdefault(hash_tokens(rollout.prompt_ids), len(labels)) for rollout in rollouts]
-    for row, rollout in enumerate(rollouts):
-        length = len(rollout.response_ids)
-        trainer[row, :length] = torch.from_numpy(rollout.trainer)
-        engine[row, :length] = torch.from_numpy(rollout.engine)
-        is_counted[row, :length] = torch.from_numpy(rollout.is_counted)
     return PaddedRollouts(trainer, engine, is_counted, torch.tensor(prompts))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kleash.diagnosis.causes import likely_cause
-from kleash.diagnosis.model_scores import ModelScores, at_temperature
+from kleash.diagnosis.model_scores import ModelScores
 from kleash.store.likely_causes import LikelyCause
 
 PRIOR_NATS = 9.0
@@ -39,15 +39,11 @@ def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
     probability = 1 / (1 + math.exp(min(700.0, PRIOR_NATS - float((errors**2).max()) / 2)))
     if probability < 0.5:
         return None
-    tried, few = np.geomspace(0.2, 3.0, 28) * scores.temperature, scores.few()
-    likeliest = max(
-        tried, key=lambda value: float(few.column(at_temperature(value / scores.temperature)).sum())
-    )
     of_logp, of_seen = gaps / len(table.trainer)
     return likely_cause(
         "sampler",
         f"the log-probabilities of the drawn tokens are {of_logp:+.3g} nats a token from their expectation "
         f"({errors[0]:+.1f} standard errors), tokens that stand before are {of_seen:+.2%} from theirs "
-        f"({errors[1]:+.1f}); they are likeliest at temperature {likeliest:.2g}",
+        f"({errors[1]:+.1f}); the log-probabilities are those of temperature {scores.temperature:.3g}",
         probability,
     )
