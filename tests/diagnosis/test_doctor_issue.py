@@ -1,5 +1,6 @@
 """The doctor on real outputs of the shipped pair, with faults that are made here by other code than the doctor's."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from kleash.diagnosis import RolloutRecord, diagnose
 from kleash.models import Pair, load_pair, read_prompts
@@ -118,6 +119,29 @@ def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
     finding = first_cause(rollouts, pair if has_models else None, rounding=rounding)
     assert finding.cause == "penalty" and finding.probability > 0.5
     assert not has_models or "repetition penalty of 1.1" in finding.evidence
+
+
+def cut_at_temperature(temperature: float, top_p: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Logits as vLLM processes them: divided, then cut."""
+    warper: Any = TopPLogitsWarper(top_p)
+    return lambda ids, logits: warper(ids, logits / temperature)
+
+
+@pytest.mark.parametrize("trainer_at", [1.0, 0.7])
+@pytest.mark.parametrize("has_models", [False, True])
+def test_a_temperature_and_a_cut_at_once_name_no_other_cause(
+    pair: Pair, trainer_at: float, has_models: bool
+) -> None:
+    """The engine returns what it draws from; the trainer is plain, or divides by the temperature alone."""
+    rollouts = Rollouts(pair, 24, 40, cut_at_temperature(0.7, 0.8))
+    trainer = rollouts.scored(lambda logits: logits / trainer_at)
+    finding = first_cause(rollouts.records(trainer, rollouts.processed), pair if has_models else None)
+    possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
+    assert finding.cause in possible
+    if has_models:
+        assert finding.cause == "truncation" and "top_p 0.8" in finding.evidence
+        named = re.findall(r"at temperature ([\d.]+)", finding.evidence)
+        assert trainer_at != 1 or float(named[0]) == pytest.approx(0.7, abs=0.02)
 
 
 def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(

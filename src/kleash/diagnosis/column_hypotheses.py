@@ -61,11 +61,12 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
         yield _of_differences(table, cause, few, on_some(limit, fault, low, high), 1.0)
     # Of two distributions over the same tokens neither is the larger one everywhere.
     if min(above := _share_above(table, limit), 1 - above) > LEAST_RARE_SIGN:
-        fault_everywhere = limit / math.sqrt(DISTINCT)
         every = f"every token differs, by {np.median(size):.2g} nats in the median"
         for residual, unit in shapes[: 3 if slope > STEEPEST else 2]:
             fields = {"residual": residual, "unit": unit}
-            yield _of_differences(table, everywhere_is, every, everywhere(fault_everywhere), 4.0, **fields)
+            yield _of_differences(
+                table, everywhere_is, every, everywhere(limit / math.sqrt(DISTINCT)), 4.0, **fields
+            )
         yield from _contexts(table, fault)
 
 

@@ -54,8 +54,7 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
         if step > 1
         else screened[likely]
     )
-    totals = scores.sum(axis=1) + prior[likely]
-    best = int(totals.argmax())
+    best = int((scores.sum(axis=1) + prior[likely]).argmax())
     odds = np.full(len(hypotheses), -np.inf)
     for index, score in zip(likely, scores, strict=True):
         difference = scores[best] - score

@@ -174,8 +174,10 @@ def read_rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
         name, columns[field] = names[field], None
         if name is not None:
             values = _values(record, name, "numbers", len(response))
-            columns[field] = np.array([math.nan if value is None else float(value) for value in values])
-            _check_values(record, name, np.where(is_counted, columns[field], -1.0), allow_logits, field)
+            column = columns[field] = np.array(
+                [math.nan if value is None else float(value) for value in values]
+            )
+            _check_values(record, name, np.where(is_counted, column, -1.0), allow_logits, field)
     attended = mask((ATTENTION_MASK,), len(prompt) + len(response))
     stays = attended[: len(prompt)] & mask(PROMPT_MASKS, len(prompt)), attended[len(prompt) :]
     trainer, engine, reference = (None if column is None else column[stays[1]] for column in columns.values())

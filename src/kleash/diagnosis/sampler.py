@@ -39,11 +39,9 @@ def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
     probability = 1 / (1 + math.exp(min(700.0, PRIOR_NATS - float((errors**2).max()) / 2)))
     if probability < 0.5:
         return None
-    of_logp, of_seen = gaps / len(table.trainer)
     return likely_cause(
         "sampler",
-        f"the log-probabilities of the drawn tokens are {of_logp:+.3g} nats a token from their expectation "
-        f"({errors[0]:+.1f} standard errors), tokens that stand before are {of_seen:+.2%} from theirs "
-        f"({errors[1]:+.1f}); the log-probabilities are those of temperature {scores.temperature:.3g}",
+        f"the sum of the drawn tokens' log-probabilities is {gaps[0]:+.3g} nats from its expectation ({errors[0]:+.1f} "
+        f"standard errors), and the number of tokens that stand before {gaps[1]:+.3g} ({errors[1]:+.1f})",
         probability,
     )

@@ -101,8 +101,7 @@ class TokenTable:
         place = np.arange(len(values)) + offset
         source = place.clip(0, len(values) - 1)
         is_same = (source == place) & (self.sequence[source] == self.sequence)
-        is_there = is_same & (self.position[source] - self.position == offset)
-        return np.where(is_there, values[source], np.nan)
+        return np.where(is_same & (self.position[source] - self.position == offset), values[source], np.nan)
 
     def placeholder_runs(self, values: Floats) -> np.ndarray:
         """Whether each token is in a run of at least 3 equal values in one response, which real log-probabilities
