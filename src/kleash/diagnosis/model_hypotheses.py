@@ -284,7 +284,7 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
         groups = [group for group in weight_groups(policy, reference, "modules") if not group.is_identical]
     except KleashError:  # networks of two architectures, or of two dtypes
         return
-    wanted = few.table.difference if side == "engine" else -few.table.difference
+    target = few.table.difference if side == "engine" else -few.table.difference
 
     def of(chosen: Sequence[WeightGroup], scores: ModelScores) -> Floats:
         with swapped_weights(policy, reference, chosen) as mixed:
@@ -294,7 +294,7 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
         """The share of each group's change that the differences have; where changes are large, they do not add up."""
         moved = np.stack([few.policy - of([group], few) for group in groups], axis=1)
         size = np.hypot(np.linalg.norm(moved, axis=1), SMALL_CHANGE)
-        return np.linalg.lstsq(moved / size[:, None], wanted / size, rcond=None)[0]
+        return np.linalg.lstsq(moved / size[:, None], target / size, rcond=None)[0]
 
     def left(chosen: Sequence[WeightGroup]) -> float:
         return _size(_rest(few, of(chosen, few), side))

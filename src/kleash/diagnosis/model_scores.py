@@ -164,12 +164,10 @@ def _sequence(rollout: RolloutRecord, pair: Pair) -> TokenSequence:
             f"{rollout.location}: token {largest} is not in the models' vocabulary of {pair.vocab_size}; give the "
             "models that drew and trained on these tokens"
         )
-    if (
-        pair.context_length is not None
-        and (length := len(rollout.prompt_ids) + len(rollout.response_ids)) > pair.context_length
-    ):
+    length, longest = len(rollout.prompt_ids) + len(rollout.response_ids), pair.context_length
+    if longest is not None and length > longest:
         raise SourceError(
-            f"{rollout.location}: {length} tokens are more than the {most} that the models can read"
+            f"{rollout.location}: {length} tokens are more than the {longest} that the models can read"
         )
     return TokenSequence(
         prompt_id=0,

@@ -163,18 +163,18 @@ def _files_of(name: str) -> list[str]:
         below = [
             file for file in path.rglob("*") if file.is_file() and "/." not in f"/{file.relative_to(path)}"
         ]
-        found = [str(file) for file in below if uncompressed_suffix(file) in SUFFIXES_OF_ROLLOUTS]
-        found = found or [str(file) for file in below if uncompressed_suffix(file) == ".json"]
+        files = [str(file) for file in below if uncompressed_suffix(file) in SUFFIXES_OF_ROLLOUTS]
+        files = files or [str(file) for file in below if uncompressed_suffix(file) == ".json"]
         expected = f"{name} is a folder without a file of rollouts ({', '.join(SUFFIXES_OF_ROLLOUTS)}, .json)"
     elif not exists and re.search(r"[*?[]", name):
         root = Path(path.anchor)
-        found = [label for match in root.glob(str(path.relative_to(root))) for label in _files_of(str(match))]
+        files = [label for match in root.glob(str(path.relative_to(root))) for label in _files_of(str(match))]
         expected = f"no file matches {shorten(name)}"
     else:
         return [name]
-    if not found:
+    if not files:
         raise SourceError(expected)
-    return sorted(found, key=_natural_order)
+    return sorted(files, key=_natural_order)
 
 
 def _natural_order(name: str) -> list[Any]:
