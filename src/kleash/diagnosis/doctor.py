@@ -257,8 +257,8 @@ def _ranked(table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bo
             if has_models or cause == HEALTHY
             else tuple(name for name in CAUSES[cause].alike if name not in grouped)
         )
-        together = sum(probability.get(name, 0.0) for name in (cause, *alike))
-        if cause not in grouped and together >= SMALLEST_PROBABILITY:
-            findings.append(likely_cause(cause, best[cause][1], together, alike))
+        total = sum(probability.get(name, 0.0) for name in (cause, *alike))
+        if cause not in grouped and total >= SMALLEST_PROBABILITY:
+            findings.append(likely_cause(cause, best[cause][1], total, alike))
             grouped |= {cause, *alike}
     return findings

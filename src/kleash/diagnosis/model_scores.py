@@ -158,16 +158,15 @@ class ModelScores:
 
 def _sequence(rollout: RolloutRecord, pair: Pair) -> TokenSequence:
     """A rollout as a token sequence, after a check that the models can read it."""
-    largest = max(*rollout.prompt_ids, *rollout.response_ids)
-    if largest >= pair.vocab_size:
+    token_ids, longest = (*rollout.prompt_ids, *rollout.response_ids), pair.context_length
+    if (largest := max(token_ids)) >= pair.vocab_size:
         raise SourceError(
             f"{rollout.location}: token {largest} is not in the models' vocabulary of {pair.vocab_size}; give the "
             "models that drew and trained on these tokens"
         )
-    length, longest = len(rollout.prompt_ids) + len(rollout.response_ids), pair.context_length
-    if longest is not None and length > longest:
+    if longest is not None and len(token_ids) > longest:
         raise SourceError(
-            f"{rollout.location}: {length} tokens are more than the {longest} that the models can read"
+            f"{rollout.location}: {len(token_ids)} tokens are more than the {longest} that the models can read"
         )
     return TokenSequence(
         prompt_id=0,
