@@ -219,12 +219,14 @@ def test_stale_weights_are_told_from_dropout_on_either_side(
     assert first_cause(plain.records(*columns), pair).cause == "weights"
 
 
-def test_modules_that_were_left_out_are_named(plain: Rollouts, pair: Pair) -> None:
+@pytest.mark.parametrize("part", ["mlp.down_proj", "layers.3."])
+def test_modules_that_were_left_out_are_named(plain: Rollouts, pair: Pair, part: str) -> None:
+    """One kind in all layers, or all kinds in one layer."""
     base = dict(pair.reference.network.named_parameters())
-    with changed(pair, lambda name, weight: base[name].detach() if "mlp.down_proj" in name else weight):
+    with changed(pair, lambda name, weight: base[name].detach() if part in name else weight):
         engine = plain.scored()
     finding = first_cause(plain.records(plain.scored(), engine), pair)
-    assert finding.cause == "modules" and "mlp.down_proj" in finding.evidence
+    assert finding.cause == "modules" and part in finding.evidence
 
 
 def test_the_likeliest_tokens_log_probability_is_a_column_of_other_tokens(
@@ -267,6 +269,18 @@ class Synthetic:
 
     def records(self, trainer: Column, engine: Column) -> list[RolloutRecord]:
         return records(self.prompts, self.responses, trainer, engine)
+
+
+def test_a_cut_of_little_mass_at_every_token_is_no_other_weights() -> None:
+    """The kept mass varies about a value, so the gaps have a shape like errors of both signs, but one sign."""
+    world = Synthetic(120, 60)
+    engine = [
+        values
+        + np.minimum(0.06 * np.exp(0.5 * world.random.standard_normal(len(values))), -0.5 * np.expm1(values))
+        for values in world.noisy(lambda position, _: 0.005)
+    ]
+    finding = first_cause(world.records(world.column, [np.minimum(values, 0) for values in engine]))
+    assert finding.cause == "truncation" and finding.probability > 0.5
 
 
 @pytest.mark.parametrize("place", [16, 96, 160])

@@ -16,6 +16,7 @@ from kleash.diagnosis.model_scores import ModelScores, Transform, at_temperature
 from kleash.diagnosis.residuals import (
     DISTINCT,
     MISTAKES,
+    NEARLY_ALL,
     SMALLEST_DIFFERENCE,
     Floats,
     everywhere,
@@ -244,12 +245,15 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
     def strength(setting: Setting, temperature: float = 1.0) -> float:
         return _minimum(lambda x: left(at(setting, x, temperature).column(few)), *setting[2:4])
 
-    for setting in SETTINGS:
+    difference = few.table.difference
+    visible = difference[np.abs(difference) > 0.01 * np.abs(difference).max()]
+    # A cut alone makes differences of one sign.
+    for setting in SETTINGS if np.mean((visible < 0) == (side == "engine")) > NEARLY_ALL else SETTINGS[3:]:
         yield at(setting, strength(setting))
     temperature = fitted_temperature(few, side)
     rounding_left = limit * float(few.table.unit.mean())
-    if rounding_left < left(few.column(at_temperature(temperature))) < SMALLER * _size(few.table.difference):
-        fits = [(setting, strength(setting, temperature)) for setting in SETTINGS]
+    if rounding_left < left(few.column(at_temperature(temperature))) < SMALLER * _size(difference):
+        fits = ((setting, strength(setting, temperature)) for setting in SETTINGS)
         setting, best = min(fits, key=lambda fit: left(at(*fit, temperature).column(few)))
         for _ in range(ALTERNATIONS):
             temperature = fitted_temperature(few, side, setting[5](few, setting[4](best)))
@@ -314,8 +318,12 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
             chosen, best = other, of_other
     if 0 < len(chosen) < len(parts):
         names = [group.name for group in chosen[:MOST_NAMED]] + ["others"] * (len(chosen) > MOST_NAMED)
-        what = f"the reference's weights in {', '.join(names)}"
-        yield Prediction("modules", what, partial(of, chosen), 1.0 + len(parts) * math.log(2))
+        yield Prediction(
+            "modules",
+            f"the reference's weights in {', '.join(names)}",
+            partial(of, chosen),
+            1.0 + len(parts) * math.log(2),
+        )
 
 
 def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:

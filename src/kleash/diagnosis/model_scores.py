@@ -21,7 +21,7 @@ from kleash.sources.sequences import batch_by_length
 
 LOGITS_AT_ONCE = 2**22
 """Logits that are in memory at a time."""
-FITTED_RESPONSES, FITTED_TOKENS = 8, 256
+FITTED_RESPONSES, FITTED_TOKENS = 8, 192
 """First responses to which settings are fitted, at least, and tokens of them at most."""
 Transform = Callable[[Tensor, np.ndarray], Tensor]
 """Maps logits, and the indices of their tokens in the table, to values of all tokens or one value each."""
@@ -63,9 +63,8 @@ class ModelScores:
     def few(self) -> "ModelScores":
         """The scores of some tokens of the first responses, to which settings are fitted."""
         ends = np.searchsorted(self.table.sequence, np.arange(1, len(self.sequences) + 1))
-        count = max(FITTED_RESPONSES, int(np.searchsorted(ends, FITTED_TOKENS)) + 1)
-        stop = ends[min(count, len(ends)) - 1]
-        rows = np.unique(np.linspace(0, stop - 1, min(stop, FITTED_TOKENS)).astype(int))
+        count = min(len(ends), max(FITTED_RESPONSES, int(np.searchsorted(ends, FITTED_TOKENS)) + 1))
+        rows = np.unique(np.linspace(0, ends[count - 1] - 1, FITTED_TOKENS).astype(int))
         part = replace(
             self,
             table=self.table.selected(rows),
