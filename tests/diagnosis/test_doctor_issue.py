@@ -245,6 +245,13 @@ def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain: 
     assert diagnosis.findings == () and any("first update" in note for note in diagnosis.notes)
 
 
+def test_columns_that_differ_at_few_tokens_make_no_warning(plain: Rollouts, pair: Pair) -> None:
+    """Warnings are errors here: nothing is divided by a median of 0, and no mean is of nothing."""
+    trainer, engine = plain.scored(), plain.scored()
+    engine[-1][-1] = min(engine[-1][-1] + 1e-4, 0.0)
+    assert diagnose(plain.records(trainer, engine), pair=pair).findings == ()
+
+
 class Synthetic:
     """Log-probabilities of tokens of peaked distributions."""
 

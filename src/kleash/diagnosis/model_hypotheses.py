@@ -248,11 +248,15 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
     difference = few.table.difference
     visible = difference[np.abs(difference) > 0.01 * np.abs(difference).max()]
     # A cut alone makes differences of one sign.
-    for setting in SETTINGS if np.mean((visible < 0) == (side == "engine")) > NEARLY_ALL else SETTINGS[3:]:
+    is_cut = ((visible < 0) == (side == "engine")).sum() > NEARLY_ALL * len(visible)
+    for setting in SETTINGS if is_cut else SETTINGS[3:]:
         yield at(setting, strength(setting))
     temperature = fitted_temperature(few, side)
-    rounding_left = limit * float(few.table.unit.mean())
-    if rounding_left < left(few.column(at_temperature(temperature))) < SMALLER * _size(difference):
+    if (
+        limit * few.table.unit.mean()
+        < left(few.column(at_temperature(temperature)))
+        < SMALLER * _size(difference)
+    ):
         fits = ((setting, strength(setting, temperature)) for setting in SETTINGS)
         setting, best = min(fits, key=lambda fit: left(at(*fit, temperature).column(few)))
         for _ in range(ALTERNATIONS):
@@ -372,10 +376,11 @@ def _weights(scores: ModelScores, limit: float) -> Hypothesis:
     """One side has other weights, which move the distributions in a way that repeats itself."""
     table = scores.table
     rest = table.difference - _systematic(scores)
-    removed = 1 - float(np.median(np.abs(rest)) / np.median(np.abs(table.difference)))
+    before, after = (float(np.median(np.abs(each))) for each in (table.difference, rest))
     return Hypothesis(
         cause="weights",
-        evidence=f"{removed:.0%} of the differences repeat themselves in other responses, as those of other weights do",
+        evidence=f"the differences repeat themselves in other responses, as those of other weights do: what other "
+        f"responses predict makes {before:.2g} nats in the median {after:.2g}",
         residual=rest,
         family=everywhere(limit / math.sqrt(DISTINCT)),
         unit=table.unit,
