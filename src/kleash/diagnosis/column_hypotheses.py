@@ -83,8 +83,7 @@ def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
     for decay in (1.0, 3.0, 10.0, 30.0):
         profiles += [(1 / (1 + table.position / decay) + least, fault) for least in (0.003, 0.03, 0.1)]
     for profile, smallest in profiles:
-        fall = float(np.median(profile[table.position > 10]) / np.median(profile[table.position <= 10]))
-        what = f"the differences shrink along the response, after 10 tokens to {fall:.2g} times those before"
+        what = "the differences shrink along the response"
         yield _of_differences(table, "context", what, most(smallest), 7.0, unit=table.unit * profile)
 
 
@@ -215,7 +214,8 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
     for residual, unit in shapes[::2]:
         fields = {"residual": residual, "unit": unit}
         yield _of_differences(table, "truncation", what, one_sided(limit, sign, 0.05, 1e-3), 2.0, **fields)
-    if sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
+    is_dependent = correlated(table) > LARGEST_CORRELATION
+    if is_dependent and sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
         rest = sign * shapes[1][0]
         lowest = rest - sign * table.difference - limit * table.unit
         cause = "truncation"
@@ -352,7 +352,7 @@ def _ratio(table: TokenTable, sharper: str) -> float:
 def _share_above(table: TokenTable, limit: float) -> float:
     """The share of the differences above rounding in which the trainer's value is the larger one."""
     is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
-    return float(np.mean(table.difference[is_visible] > 0)) if is_visible.any() else 0.5
+    return float(np.mean(table.difference[is_visible] > 0)) if is_visible.mean() > MISTAKES else 0.5
 
 
 LEAST_RARE_SIGN = 0.03
