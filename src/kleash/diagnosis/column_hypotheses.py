@@ -211,10 +211,10 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
         f"{np.exp(-gaps).mean():.1%} of the mass on average"
     )
     shapes = _shapes(table)
-    for residual, unit in shapes[::2]:
+    is_dependent = correlated(table) > LARGEST_CORRELATION
+    for residual, unit in shapes[::2] if is_dependent else ():
         fields = {"residual": residual, "unit": unit}
         yield _of_differences(table, "truncation", what, one_sided(limit, sign, 0.05, 1e-3), 2.0, **fields)
-    is_dependent = correlated(table) > LARGEST_CORRELATION
     if is_dependent and sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
         rest = sign * shapes[1][0]
         lowest = rest - sign * table.difference - limit * table.unit
