@@ -1,5 +1,6 @@
 """The doctor on real outputs of the shipped pair, with faults that are made here by other code than the doctor's."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from kleash.diagnosis import RolloutRecord, diagnose
 from kleash.models import Pair, load_pair, read_prompts
@@ -120,6 +121,29 @@ def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
     assert not has_models or "repetition penalty of 1.1" in finding.evidence
 
 
+def cut_at_temperature(temperature: float, top_p: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Logits as vLLM processes them: divided, then cut."""
+    warper: Any = TopPLogitsWarper(top_p)
+    return lambda ids, logits: warper(ids, logits / temperature)
+
+
+@pytest.mark.parametrize("trainer_at", [1.0, 0.7])
+@pytest.mark.parametrize("has_models", [False, True])
+def test_a_temperature_and_a_cut_at_once_name_no_other_cause(
+    pair: Pair, trainer_at: float, has_models: bool
+) -> None:
+    """The engine returns what it draws from; the trainer is plain, or divides by the temperature alone."""
+    rollouts = Rollouts(pair, 24, 40, cut_at_temperature(0.7, 0.8))
+    trainer = rollouts.scored(lambda logits: logits / trainer_at)
+    finding = first_cause(rollouts.records(trainer, rollouts.processed), pair if has_models else None)
+    possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
+    assert finding.cause in possible
+    if has_models:
+        assert finding.cause == "truncation" and "top_p 0.8" in finding.evidence
+        named = re.findall(r"at temperature ([\d.]+)", finding.evidence)
+        assert trainer_at != 1 or float(named[0]) == pytest.approx(0.7, abs=0.02)
+
+
 def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(
     penalised: Rollouts, pair: Pair
 ) -> None:
@@ -195,12 +219,14 @@ def test_stale_weights_are_told_from_dropout_on_either_side(
     assert first_cause(plain.records(*columns), pair).cause == "weights"
 
 
-def test_modules_that_were_left_out_are_named(plain: Rollouts, pair: Pair) -> None:
+@pytest.mark.parametrize("part", ["mlp.down_proj", "layers.3."])
+def test_modules_that_were_left_out_are_named(plain: Rollouts, pair: Pair, part: str) -> None:
+    """One kind in all layers, or all kinds in one layer."""
     base = dict(pair.reference.network.named_parameters())
-    with changed(pair, lambda name, weight: base[name].detach() if "mlp.down_proj" in name else weight):
+    with changed(pair, lambda name, weight: base[name].detach() if part in name else weight):
         engine = plain.scored()
     finding = first_cause(plain.records(plain.scored(), engine), pair)
-    assert finding.cause == "modules" and "mlp.down_proj" in finding.evidence
+    assert finding.cause == "modules" and part in finding.evidence
 
 
 def test_the_likeliest_tokens_log_probability_is_a_column_of_other_tokens(
@@ -217,6 +243,13 @@ def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain: 
     assert first_cause(plain.records(column, column, column), pair).cause == "reference"
     diagnosis = diagnose(plain.records(column, column, column))
     assert diagnosis.findings == () and any("first update" in note for note in diagnosis.notes)
+
+
+def test_columns_that_differ_at_few_tokens_make_no_warning(plain: Rollouts, pair: Pair) -> None:
+    """Warnings are errors here: nothing is divided by a median of 0, and no mean is of nothing."""
+    trainer, engine = plain.scored(), plain.scored()
+    engine[-1][-1] = min(engine[-1][-1] + 1e-4, 0.0)
+    assert diagnose(plain.records(trainer, engine), pair=pair).findings == ()
 
 
 class Synthetic:
@@ -243,6 +276,18 @@ class Synthetic:
 
     def records(self, trainer: Column, engine: Column) -> list[RolloutRecord]:
         return records(self.prompts, self.responses, trainer, engine)
+
+
+def test_a_cut_of_little_mass_at_every_token_is_no_other_weights() -> None:
+    """The kept mass varies about a value, so the gaps have a shape like errors of both signs, but one sign."""
+    world = Synthetic(120, 60)
+    engine = [
+        values
+        + np.minimum(0.06 * np.exp(0.5 * world.random.standard_normal(len(values))), -0.5 * np.expm1(values))
+        for values in world.noisy(lambda position, _: 0.005)
+    ]
+    finding = first_cause(world.records(world.column, [np.minimum(values, 0) for values in engine]))
+    assert finding.cause == "truncation" and finding.probability > 0.5
 
 
 @pytest.mark.parametrize("place", [16, 96, 160])

@@ -222,7 +222,7 @@ def changed(**changes: Any) -> dict[str, Any]:
             changed(rollout_log_probs=[-1, -2]),
             "'engine_logprobs' and 'rollout_log_probs' are the same column",
         ),
-        (changed(trainer_logprobs=[-1.0]), "'trainer_logprobs' has 1 values for 2 response tokens"),
+        (changed(trainer_logprobs=[-1.0]), "'trainer_logprobs' has 1 values for 2 tokens"),
         (changed(trainer_logprobs=[-1.0, "x"]), "to hold numbers, and it holds '\"x\"'"),
         (changed(trainer_logprobs="x"), "to be a list of numbers"),
         (changed(trainer_logprobs=[-1.0, math.nan]), "'trainer_logprobs' is nan at token 1; mask the token"),
@@ -230,7 +230,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(trainer_logprobs=[math.inf, -1.0]), "is inf at token 0"),
         (changed(engine_logprobs=[-math.inf, -1.0]), "the engine drew this token"),
         (changed(engine_logprobs=[3.5, -1.0]), "log-probabilities are at most 0"),
-        (changed(engine_logprobs=[10**400, -1.0]), "more than 308 digits"),
+        (changed(engine_logprobs=[10**400, -1.0]), "to hold numbers"),
         (changed(response_token_ids=[2, -3]), "to hold token ids, and it holds '-3'"),
         (changed(response_token_ids=[2, 2.5]), "to hold token ids"),
         (changed(response_token_ids=[]), "'response_token_ids' is empty"),
@@ -381,13 +381,17 @@ def test_files_of_several_ranks_are_measured_as_one(tmp_path: Path, capsys: Any)
     assert whole.kl_by_file == {} and whole.notes == () and len(whole.files) == 1
     assert main(["mismatch", str(tmp_path / "logs")]) == 0
     output = capsys.readouterr().out
-    assert "36 responses to 18 prompts, from 4 files" in output and "rank-11.jsonl holds no rollout" in output
+    assert (
+        "36 responses to 18 prompts, from 4 files" in output
+        and "no rollout in" in output
+        and "rank-11.jsonl" in output
+    )
     limited = read_rollouts(str(tmp_path / "logs"), limit=7)
     assert [int(re.findall(r"\d+", rollout.file)[-1]) for rollout in limited] == [2, 2, 2, 9, 9, 10, 10]
 
 
 def test_what_files_of_ranks_differ_in_is_said(tmp_path: Path) -> None:
-    """One rank's engine is far off, another names its fields otherwise, and a third repeats the first."""
+    """One rank's engine is far off, and another repeats the first."""
     for rank in range(4):
         rows = records(60, shift=0.3 if rank == 2 else 0.02, seed=0 if rank == 3 else rank)
         if rank == 1:
@@ -397,12 +401,8 @@ def test_what_files_of_ranks_differ_in_is_said(tmp_path: Path) -> None:
             ]
             rows = [row | {"response_mask": None} for row in rows]
         written(tmp_path / "logs" / f"rank-{rank}.jsonl", rows)
-    fields, copies, one_sided = measure_mismatch(tmp_path / "logs").notes
-    assert fields.endswith(
-        "rank-0.jsonl in "
-        f"{tmp_path}/logs/rank-1.jsonl: 'rollout_log_probs' for 'engine_logprobs', no 'response_mask'"
-    )
-    assert copies.startswith("120 of 240 rollouts stand in more than one file")
+    copies, one_sided = measure_mismatch(tmp_path / "logs").notes
+    assert copies.startswith("60 of 240 rollouts stand in an earlier file")
     assert "rank-0.jsonl, line 1 and" in copies and "rank-3.jsonl, line 1" in copies
     assert one_sided.startswith(
         f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
@@ -414,9 +414,9 @@ def test_what_files_of_ranks_differ_in_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a.jsonl", "a.jsonl"], "was given twice; give it once"),
-        (["a.jsonl", "empty/../a.jsonl"], "empty/../a.jsonl was given twice, also as"),
-        (["a.jsonl", "a*"], "a.jsonl was given twice; give it once"),
+        (["a.jsonl", "a.jsonl"], "was given twice, first as"),
+        (["a.jsonl", "empty/../a.jsonl"], "empty/../a.jsonl was given twice, first as"),
+        (["a.jsonl", "a*"], "a.jsonl was given twice, first as"),
         (["a.jsonl", "missing.jsonl"], "there is no file"),
         (["rank-*.jsonl"], "no file matches"),
         (["empty"], "is a folder without a file of rollouts (.jsonl"),

@@ -81,7 +81,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
             meaning="the two sides have different weights: stale ones, or another adapter",
             next_test="compare a hash of the weights of both sides after an update, adapters included; if they are "
             "equal, it is another cause",
-            alike=("dropout", "modules"),
+            alike=("dropout", "modules", "precision"),
         ),
         "modules": Cause(
             meaning="one side has the update in a part of the modules only: an adapter without its head, or left out",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,14 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.residuals import (
     DISTINCT,
-    EQUAL_SHARE,
+    MISTAKES,
     SMALLEST_DIFFERENCE,
-    SOFTMAX_NATS,
     Family,
     Floats,
     at_most,
-    coarse,
-    equal_noise,
     everywhere,
     free,
+    most,
     on_some,
     one_sided,
     rounding,
@@ -29,13 +28,9 @@ from kleash.diagnosis.token_table import TokenTable, short_dtype
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
-MISTAKES = 0.02
-"""Share of outliers that a right prediction leaves at most."""
-LARGEST_COARSE = 0.06
-"""Errors of logits in nats that rounding and 8 bits make at most."""
 BASES = {"to base 2": math.log(2), "to base 10": math.log(10)}
 """Logarithm -> nats for each of its units."""
-PROBABILITY_BINS, POSITION_BINS = 12, 4
+PROBABILITY_BINS, POSITION_BINS, LEAST_IN_CELL = 12, 4, 20
 
 
 def _of_differences(
@@ -46,74 +41,60 @@ def _of_differences(
     return Hypothesis(cause=cause, evidence=evidence, family=family, **fields)
 
 
-def noise_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weights") -> Iterator[Hypothesis]:
     """Differences that are rounding, and noise of other sizes or on a part of the tokens.
 
     Args:
         table: the tokens.
         limit: the largest error of logits that rounding explains, in nats.
+        everywhere_is: the cause of errors on all tokens.
     """
     fault, size = max(SMALLEST_DIFFERENCE, DISTINCT * limit), np.abs(table.difference)
     far = size > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
     few = (
         f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
-    slope, profile = _trend(table, table.position)
-    units = (table.unit, table.unit * profile)
-    for unit in units:
-        what = f"errors of logits of {np.median(size):.2g} nats"
-        yield _of_differences(table, HEALTHY, what, rounding(limit), 0.0, unit=unit)
-    every = f"every token differs, by {np.median(size):.2g} nats in the median"
-    rests = [(table.difference, units[0]), (table.difference - _bias(table, table.trainer), units[0])]
-    rests += [(table.difference, units[1])] if slope > STEEPEST else []
-    for residual, unit in rests:
-        family = everywhere(fault / DISTINCT)
-        yield _of_differences(table, "weights", every, family, 4.0, residual=residual, unit=unit)
-    some = on_some(limit, fault, 0.03, 0.8)
-    yield _of_differences(table, "routing", f"{few}; the others round", some, 1.0)
-    yield _of_differences(table, "tensor_parallel", few, on_some(limit, fault, 2e-3, 0.02), 1.0)
-    yield from _precision(table, limit)
-    yield from _contexts(table, fault)
+    shapes, slope = _shapes(table), _trend(table, table.position)[0]
+    for residual, unit in (shapes[0], shapes[-1]):
+        yield _of_differences(table, HEALTHY, "", rounding(limit), 0.0, residual=residual, unit=unit)
+    for cause, low, high in (("routing", 0.03, 0.8), ("tensor_parallel", 2e-3, 0.02)):
+        yield _of_differences(table, cause, few, on_some(limit, fault, low, high), 1.0)
+    # Of two distributions over the same tokens neither is the larger one everywhere.
+    if min(above := _share_above(table, limit), 1 - above) > LEAST_RARE_SIGN:
+        every = f"every token differs, by {np.median(size):.2g} nats in the median"
+        for residual, unit in shapes[: 3 if slope > STEEPEST else 2]:
+            fields = {"residual": residual, "unit": unit}
+            yield _of_differences(
+                table, everywhere_is, every, everywhere(limit / math.sqrt(DISTINCT)), 4.0, **fields
+            )
+        yield from _contexts(table, fault)
 
 
-def _precision(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
-    """Errors of logits above rounding without a tail, and errors of one size on all log-probabilities."""
-    for scale in np.geomspace(1.5 * limit, LARGEST_COARSE, 8) if limit < LARGEST_COARSE / 1.5 else ():
-        what = f"errors of logits of about {scale:.2g} nats on all tokens, without a tail"
-        yield _of_differences(table, "precision", what, coarse(limit, float(scale)), 3.0)
-    for scale in np.geomspace(max(3e-4, 2 * EQUAL_SHARE * limit), 0.3, 8):
-        what = (
-            f"errors of about {scale:.2g} nats on all log-probabilities, also where a token is nearly certain"
-        )
-        yield _of_differences(table, "precision", what, equal_noise(limit, float(scale)), 3.0)
+def _shapes(table: TokenTable) -> list[tuple[Floats, Floats]]:
+    """The differences and their units: plain, less a bias by probability and position, of sizes that grow with it."""
+    rest, profile = table.difference - _bias(table, table.trainer), _trend(table, table.position)[1]
+    return [(table.difference, table.unit), (rest, table.unit), (table.difference, table.unit * profile)]
 
 
 def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
     """Errors that shrink along the response or the sequence, from a size above that of rounding."""
-    for place in (table.position, table.position + table.prompt_tokens):
-        slope, profile = _trend(table, place)
-        if slope < STEEPEST:
-            what = f"the differences shrink along the sequence, as the power {slope:.2g} of the position"
-            unit = table.unit * profile
-            yield _of_differences(table, "context", what, everywhere(fault / DISTINCT), 4.0, unit=unit)
+    trends = [_trend(table, place) for place in (table.position, table.position + table.prompt_tokens)]
+    profiles = [(profile, fault / DISTINCT) for slope, profile in trends if slope < STEEPEST]
     for decay in (1.0, 3.0, 10.0, 30.0):
-        what = f"the differences shrink along the response, to a half after {decay:.0f} tokens"
-        for least in (0.003, 0.03, 0.1):
-            unit = table.unit * (1 / (1 + table.position / decay) + least)
-            yield _of_differences(table, "context", what, everywhere(fault), 4.0, unit=unit)
+        profiles += [(1 / (1 + table.position / decay) + least, fault) for least in (0.003, 0.03, 0.1)]
+    for profile, smallest in profiles:
+        what = "the differences shrink along the response"
+        yield _of_differences(table, "context", what, most(smallest), 7.0, unit=table.unit * profile)
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
-    """Errors of any sizes and signs, with and without a bias by probability and position."""
+    """Errors of any sizes and signs; the last one without a bias by probability and position."""
     what = (
         f"the differences, of {np.median(np.abs(table.difference)):.2g} nats in the median, follow no cause better "
         "than errors of any size and sign"
     )
-    rest = table.difference - _bias(table, table.trainer)
-    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=rest)
-    profile = _trend(table, table.position)[1]
-    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, unit=table.unit * profile)
-    yield _of_differences(table, UNEXPLAINED, what, free(), 0.0)
+    for residual, unit in reversed(_shapes(table)):
+        yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=residual, unit=unit)
 
 
 def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
@@ -122,22 +103,15 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         ("response", table.position),
         ("sequence", table.position + table.prompt_tokens),
     ):
-        change = _change(table, place, np.ones(len(place), dtype=bool))
-        if change is None:
-            continue
-        profile = np.ones(len(place))
-        for number in (0, 1):
-            start, ratio = _change(table, place, table.fold != number) or change
-            inside = table.fold == number
-            profile[inside] = np.where(place[inside] < start, 1.0, ratio)
-        start, ratio = change
-        if not max(ratio, 1 / ratio) > SMALLEST_CHANGE:
-            continue
-        what = (
-            f"from token {start} of the {what} on, counted from 0, the differences are "
-            f"{max(ratio, 1 / ratio):.2g} times as {'large' if ratio > 1 else 'small'} as before"
-        )
-        yield _of_differences(table, "break", what, free(), 8.0, unit=table.unit * profile)
+        start, ratio = _change(table, place)
+        larger = max(ratio, 1 / ratio)
+        if larger > SMALLEST_CHANGE:
+            unit = table.unit * np.where(place < start, 1.0, ratio)
+            what = (
+                f"from token {start} of the {what} on, counted from 0, the differences are {larger:.2g} times as "
+                f"{'large' if ratio > 1 else 'small'} as before"
+            )
+            yield _of_differences(table, "break", what, free(), 8.0, unit=unit)
 
 
 SMALLEST_CHANGE = 2.0
@@ -150,21 +124,18 @@ def _log_sizes(table: TokenTable) -> tuple[Floats, np.ndarray]:
     return np.log(np.maximum(size, 1e-7)), (table.unit > 1e-3) & (table.difference != 0)
 
 
-def _change(table: TokenTable, place: np.ndarray, is_used: np.ndarray) -> tuple[int, float] | None:
-    """The place at which the mean log of the errors changes most, and the ratio of sizes; None with few tokens."""
-    logs, is_uncertain = _log_sizes(table)
-    chosen = is_used & is_uncertain
-    counts = np.bincount(place[chosen], minlength=1).astype(float)
-    sums = np.bincount(place[chosen], weights=logs[chosen], minlength=1)
+def _change(table: TokenTable, place: np.ndarray) -> tuple[int, float]:
+    """The place at which the mean log of the errors changes most, and the ratio of sizes; 1 with few tokens."""
+    logs, chosen = _log_sizes(table)
+    counts = np.bincount(place[chosen], minlength=2).astype(float)
+    sums = np.bincount(place[chosen], weights=logs[chosen], minlength=2)
     before, after = counts.cumsum()[:-1], counts.sum() - counts.cumsum()[:-1]
-    is_possible = np.minimum(before, after) >= max(20, 0.03 * counts.sum())
-    if not is_possible.any():
-        return None
     low = sums.cumsum()[:-1] / np.maximum(before, 1)
     high = (sums.sum() - sums.cumsum()[:-1]) / np.maximum(after, 1)
-    gain = np.where(is_possible, (high - low) ** 2 * before * after, -1.0)
+    is_possible = np.minimum(before, after) >= max(20, 0.03 * counts.sum())
+    gain = np.where(is_possible, (high - low) ** 2 * before * after, 0.0)
     best = int(gain.argmax())
-    return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20)))
+    return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20))) if gain[best] else 1.0
 
 
 STEEPEST = -0.4
@@ -186,15 +157,13 @@ def _bias(table: TokenTable, column: Floats) -> Floats:
     """The median difference of tokens of like probability and position, by the other fold's tokens."""
     order = np.argsort(np.argsort(column)) * PROBABILITY_BINS // len(column)
     place = table.position * POSITION_BINS // (table.position.max() + 1)
-    cell, bias = order * POSITION_BINS + place, np.zeros(len(order))
-    for number in (0, 1):
-        is_fitted = table.fold != number
-        for number_of_cell in np.unique(cell):
-            values = (table.difference / np.maximum(table.unit, 1e-12))[is_fitted & (cell == number_of_cell)]
-            inside = (table.fold == number) & (cell == number_of_cell)
-            if len(values) >= 20:
-                bias[inside] = float(np.median(values)) * table.unit[inside]
-    return bias
+    cell, scaled = order * POSITION_BINS + place, table.difference / np.maximum(table.unit, 1e-12)
+    bias = np.zeros(len(cell))
+    for number, each in product((0, 1), np.unique(cell)):
+        is_fitted = (table.fold != number) & (cell == each)
+        if is_fitted.sum() >= LEAST_IN_CELL:
+            bias[(table.fold == number) & (cell == each)] = np.median(scaled[is_fitted])
+    return bias * table.unit
 
 
 def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
@@ -219,20 +188,20 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
             f"the columns do not depend on each other (correlation {correlation:.2f}), as if they were of other "
             "tokens"
         )
-        unit = np.ones(len(table.trainer))
-        yield _of_differences(table, "column", what, free(), 2.0, residual=table.trainer, unit=unit)
+        fields = {"residual": table.trainer, "unit": np.ones(len(table.trainer))}
+        yield _of_differences(table, "column", what, free(), 2.0, **fields)
     yield from _of_side(table, "engine", limit)
     yield from _of_side(table, "trainer", limit)
 
 
 def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]:
     """One side has logarithms to another base, placeholders, a cut or a penalty."""
-    sides = (table.engine, table.trainer, -1) if name == "engine" else (table.trainer, table.engine, 1)
-    column, other, sign = sides
+    sign = -1 if name == "engine" else 1
+    column, other = (table.trainer, table.engine)[::sign]
     for base, nats in BASES.items():
         what = f"the {name}'s values are logarithms {base}: times {nats:.4g} they equal the other side's"
-        rest = sign * (nats * column - other)
-        yield _of_differences(table, "column", what, rounding(limit, MISTAKES), 1.0, residual=rest)
+        fields = {"residual": sign * (nats * column - other)}
+        yield _of_differences(table, "column", what, rounding(limit, MISTAKES), 1.0, **fields)
     in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
     if in_run.any() and not in_run.all():
         yield _placeholders(table, name, column, in_run, limit)
@@ -241,18 +210,32 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
         f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
         f"{np.exp(-gaps).mean():.1%} of the mass on average"
     )
-    # The gap is -log of the mass that is kept: at least 0, and for top-p often at its largest value.
-    most = float(np.quantile(gaps, 0.99))
-    for shift, side in ((0.0, sign), (sign * most, -sign)) if most > 10 * SOFTMAX_NATS else ((0.0, sign),):
-        family = one_sided(limit, side, 0.05, 1e-3)
-        yield _of_differences(table, "truncation", what, family, 2.0, residual=table.difference - shift)
-    for where, is_seen in (("prompt or response", table.is_seen), ("response", table.is_repeated)):
-        if is_seen.any() and not is_seen.all():
-            what = (
-                f"the {name}'s log-probabilities of tokens that stand earlier in the {where} are lower, those of all "
-                "others higher"
+    shapes = _shapes(table)
+    is_dependent = correlated(table) > LARGEST_CORRELATION
+    for residual, unit in shapes[::2] if is_dependent else ():
+        fields = {"residual": residual, "unit": unit}
+        yield _of_differences(table, "truncation", what, one_sided(limit, sign, 0.05, 1e-3), 2.0, **fields)
+    if is_dependent and sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
+        rest = sign * shapes[1][0]
+        lowest = rest - sign * table.difference - limit * table.unit
+        cause = "truncation"
+        is_apart = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
+        # Two tokens have 1 together at most; after a cut, the likelier ones have more than the others would leave them.
+        has_more = np.exp(column) + np.exp(other) > 1
+        is_other = np.median(np.abs(table.difference[is_apart]) if is_apart.any() else 0.0) > math.log(2)
+        if is_other and (has_more & is_apart).sum() < MISTAKES * is_apart.sum():
+            cause, what = (
+                "column",
+                f"the {name}'s values may be those of the likeliest tokens: they are the larger ones",
             )
-            rest = table.difference * np.where(is_seen, -1.0, 1.0)
+        yield _of_differences(table, cause, what, free(), 2.0, residual=rest, lowest=lowest)
+    for which, is_lower in (
+        ("tokens that stand earlier in the prompt or response", table.is_seen),
+        ("tokens that stand earlier in the response", table.is_repeated),
+    ):
+        if is_lower.any() and not is_lower.all():
+            what = f"the {name}'s log-probabilities of {which} are lower, those of all others higher"
+            rest = table.difference * np.where(is_lower, -1.0, 1.0)
             yield _of_differences(
                 table, "penalty", what, one_sided(limit, sign, 0.4, 0.1), 2.0, residual=rest
             )
@@ -263,17 +246,11 @@ def _placeholders(
 ) -> Hypothesis:
     """Runs of equal values are placeholders; the other tokens differ by rounding."""
     values, runs = np.unique(column[in_run]), int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
-    repetition = (16 if short_dtype(column) is None else 7) * math.log(2)
-    kind = "of one token, as padding is" if np.ptp(table.token_id[in_run]) == 0 else "of different tokens"
-    what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})"
-    starts = table.position[in_run & ~np.r_[False, in_run[:-1]]]
-    is_last = np.diff(table.sequence, append=-1) != 0
-    # A column that was not filled in has the same places in all responses; padding is at their ends.
-    is_stretch = runs > max(2, 0.5 * table.num_sequences) and np.mean(starts == np.median(starts)) > 0.5
-    cause = "column" if is_stretch and np.mean(in_run[is_last]) < 0.5 else "mask"
-    penalty = 1.0 + 2.0 * min(len(values), 3) - repetition * (int(in_run.sum()) - runs)
+    what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens)"
+    bits = 16 if short_dtype(column) is None else 7
+    penalty = 1.0 + 2.0 * min(len(values), 3) - bits * math.log(2) * (int(in_run.sum()) - runs)
     rest = np.where(in_run, np.nan, table.difference)
-    return _of_differences(table, cause, what, rounding(limit, MISTAKES), penalty, residual=rest)
+    return _of_differences(table, "mask", what, rounding(limit, MISTAKES), penalty, residual=rest)
 
 
 FLAGGED_NATS = 1e-3
@@ -285,34 +262,30 @@ def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
 
     In each response the shift and the token are chosen that make the sum of log(|difference|) smallest.
     """
-    residual, floor = table.difference.copy(), np.hypot(1e-6, table.rounding_error)
-    small = float(np.quantile(np.abs(residual) / np.maximum(table.unit, 1e-3), 0.1))
-    width = np.hypot(np.hypot(min(max(small, 1e-6), limit), 1e-6) * table.unit, floor)
-    costs = {
-        offset: np.log1p(
-            np.minimum(np.abs(table.neighbour(table.trainer, offset) - table.engine) / width, 1e9) ** 2 / 2
-        )
-        for offset in SHIFTS
+    residual = table.difference.copy()
+    small = float(np.quantile(np.abs(residual) / np.maximum(table.unit, 1e-3), 0.1).clip(1e-6, limit))
+    width = np.hypot(np.hypot(small * table.unit, 1e-6), table.rounding_error)
+    moved = {0: table.difference} | {
+        offset: table.neighbour(table.trainer, offset) - table.engine for offset in SHIFTS
     }
-    plain = np.log1p((np.abs(residual) / width) ** 2 / 2)
-    moved = {offset: table.neighbour(table.trainer, offset) - table.engine for offset in SHIFTS}
+    costs = {
+        offset: np.log1p(np.minimum(np.nan_to_num(np.abs(rest) / width, nan=3.6), 1e9) ** 2 / 2)
+        for offset, rest in moved.items()
+    }
     faulty, example = 0, 0
     starts = np.flatnonzero(np.diff(table.sequence, prepend=-1))
     for start, end in zip(starts, [*starts[1:], len(residual)], strict=True):
-        before = plain[start:end].cumsum()
+        before = costs[0][start:end].cumsum()
         best = (float(before[-1]) - 2 * math.log(6 * (end - start)), 0, 0)
-        for offset in SHIFTS:
-            cost = np.nan_to_num(costs[offset][start:end], nan=2.0)
+        for offset in SHIFTS if end - start > 2 else ():
             # The token at which the shift begins is a value of its own.
-            total = before[:-2] + cost[::-1].cumsum()[::-1][2:]
-            place = int(total.argmin()) if len(total) else 0
-            if len(total) and float(total[place]) < best[0]:
-                best = (float(total[place]), offset, place)
+            total = before[:-2] + costs[offset][start:end][::-1].cumsum()[::-1][2:]
+            best = min(best, (float(total.min()), offset, int(start + total.argmin())))
         if best[1]:
             _, example, place = best
             faulty += 1
-            residual[start + place + 1] = np.nan
-            residual[start + place + 2 : end] = moved[example][start + place + 2 : end]
+            residual[place + 1] = np.nan
+            residual[place + 2 : end] = moved[example][place + 2 : end]
     return residual, faulty, example
 
 
@@ -330,13 +303,12 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
     position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
     size that beta - 1 determines.
     """
-    is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
-    above = float(np.mean(table.difference[is_visible] > 0)) if is_visible.any() else 0.5
+    above = _share_above(table, limit)
     if (
         not table.difference.any()
         or min(above, 1 - above) < LEAST_RARE_SIGN
         or not correlated(table) > LEAST_CORRELATION
-        or table.decimals_error > 0.01
+        or float(np.median(table.rounding_error)) > COARSEST
     ):
         return
     for name, column, sign in (("engine", table.engine, 1.0), ("trainer", table.trainer, -1.0)):
@@ -344,11 +316,9 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
         for power in ENTROPY_POWERS:
             curve = token_unit(column) ** power
             basis = np.stack([column, curve], axis=1)
-            weight = 1 / np.hypot(curve, 0.01)
             usable = np.abs(values) < 10
-            slope, height = np.linalg.lstsq(
-                basis[usable] * weight[usable, None], values[usable] * weight[usable], rcond=None
-            )[0]
+            weight = np.where(usable, 1 / np.hypot(curve, 0.01), 0.0)
+            slope, height = np.linalg.lstsq(basis * weight[:, None], values * weight, rcond=None)[0]
             rest = values - basis @ np.array([slope, height])
             left = float(np.abs(rest[usable]).mean() / np.abs(values[usable]).mean())
             if (
@@ -358,35 +328,31 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
                 or not 0 < height / slope < 8
             ):
                 continue
-            is_sharper = (slope > 0) == (name == "engine")
-            sharper, flatter = ("trainer", "engine") if is_sharper else ("engine", "trainer")
-            what = (
-                f"the {sharper} is the sharper one, as at about {_ratio_of_temperatures(table, sharper):.2f} times the "
-                f"{flatter}'s temperature: the {flatter}'s log-odds of the tokens change by so much for each unit of "
-                f"the {sharper}'s"
-            )
             family = at_most(max(LARGEST_SPREAD * abs(slope), limit))
+            sharper = "trainer" if (slope > 0) == (name == "engine") else "engine"
+            ratio = _ratio(table, sharper)
+            what = f"the {sharper} is the sharper one, as at about {ratio:.2f} times the other's temperature"
             for residual in (rest, values - sign * _bias(table, column)):
                 yield _of_differences(table, "temperature", what, family, 2.0, residual=residual, unit=curve)
 
 
-def _ratio_of_temperatures(table: TokenTable, sharper: str) -> float:
-    """The slope of the log-odds of the flatter side's tokens over those of the sharper side's, by least squares.
+def _ratio(table: TokenTable, sharper: str) -> float:
+    """The ratio of two temperatures: the slope of the log-odds of the flatter side's tokens over the sharper side's.
 
     With k equally likely alternatives at every position, log(p / (1 - p)) at a temperature of T is
-    (log(p / (1 - p)) + (1 - T) log k) / T, with p that of temperature 1: the slope is the ratio of the temperatures.
+    (log(p / (1 - p)) + (1 - T) log k) / T, with p that of temperature 1.
     """
-    is_uncertain = np.minimum(token_unit(table.trainer), token_unit(table.engine)) > np.maximum(
-        SMALLEST_UNIT, DISTINCT * table.rounding_error
-    )
-    trainer, engine = (
-        np.minimum(column[is_uncertain], 0.0) - np.log(token_unit(column[is_uncertain]))
-        for column in (table.trainer, table.engine)
-    )
-    if len(trainer) < 2 or np.ptp(trainer) == 0 or np.ptp(engine) == 0:
-        return math.nan
-    covariance = np.cov(trainer, engine)
-    return float(covariance[0, 1] / covariance[(0, 0) if sharper == "trainer" else (1, 1)])
+    pair = np.minimum([table.trainer, table.engine], 0.0)
+    is_uncertain = token_unit(pair).min(axis=0) > np.maximum(SMALLEST_UNIT, DISTINCT * table.rounding_error)
+    odds = (pair - np.log(token_unit(pair).clip(SMALLEST_UNIT)))[:, is_uncertain]
+    covariance = np.cov(odds if sharper == "trainer" else odds[::-1])
+    return float(covariance[0, 1] / covariance[0, 0])
+
+
+def _share_above(table: TokenTable, limit: float) -> float:
+    """The share of the differences above rounding in which the trainer's value is the larger one."""
+    is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
+    return float(np.mean(table.difference[is_visible] > 0)) if is_visible.mean() > MISTAKES else 0.5
 
 
 LEAST_RARE_SIGN = 0.03
@@ -400,6 +366,8 @@ LARGEST_LEFT = 0.8
 """Share of the differences in the mean, that the curve of a temperature leaves at most."""
 SMALLEST_SLOPE = 0.001
 """Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+COARSEST = 0.01
+"""Rounding of the columns in nats from which their curve is not known."""
 SMALLEST_RATIO = 0.1
 """Ratio of the two temperatures from which they are a hypothesis."""
 ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)

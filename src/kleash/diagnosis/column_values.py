@@ -1,7 +1,5 @@
 """What the values of a column are where they cannot be log-probabilities of these tokens."""
 
-import math
-
 import numpy as np
 
 from kleash.diagnosis.causes import likely_cause
@@ -10,12 +8,8 @@ from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable
 from kleash.store.likely_causes import LikelyCause
 
-FALLING = -0.2
-"""Correlation of positive values with log-probabilities below which they are no logits, which rise with them."""
 LEAST_ABOVE = 0.02
 """Share of values above 0 from which they are logits, and not a few mistakes."""
-LEAST_RESPONSES = 2
-"""Responses of several tokens that a column with one value for each response has at least."""
 
 
 def cause_in_values(table: TokenTable) -> LikelyCause | None:
@@ -24,7 +18,7 @@ def cause_in_values(table: TokenTable) -> LikelyCause | None:
         ("engine", table.engine, table.trainer),
         ("trainer", table.trainer, table.engine),
     ):
-        content = _of_column(column, other) or _of_sums(table, column, other)
+        content = _of_column(column, other)
         if content is not None:
             return likely_cause("column", f"the {name}'s values {content}")
         above = column > ROUNDING_NATS
@@ -48,30 +42,7 @@ def _of_column(column: Floats, other: Floats) -> str | None:
         return f"are whole numbers up to {column.max():g}: ranks of the tokens"
     if column.max() <= 1:
         return f"are from {column.min():.2g} to {column.max():.2g}: probabilities, not their logarithms"
-    if (other > ROUNDING_NATS).any():
-        return None
-    correlation = float(np.corrcoef(column, other)[0, 1]) if np.ptp(other) else math.nan
-    if correlation < -0.9:
-        return "are those of the other side with the other sign: negative log-likelihoods"
-    if correlation < FALLING:
-        return "are above 0 and larger where the other side's log-probabilities are smaller: entropies"
-    return None
-
-
-def _of_sums(table: TokenTable, column: Floats, other: Floats) -> str | None:
-    """Whether a column has one value for each response, in the place of one for each token."""
-    first = np.flatnonzero(np.diff(table.sequence, prepend=-1))
-    lengths = np.diff(np.r_[first, len(column)])
-    if (
-        (lengths > 1).sum() < LEAST_RESPONSES
-        or (column != np.repeat(column[first], lengths)).any()
-        or (other == np.repeat(other[first], lengths)).all()
-    ):
-        return None
-    sums = np.add.reduceat(other, first)
-    distances = {
-        "the sum over": np.abs(column[first] - sums),
-        "the mean of": np.abs(column[first] - sums / lengths),
-    }
-    statistic = min(distances, key=lambda name: float(np.median(distances[name])))
-    return f"are equal within each response, near to {statistic} its log-probabilities; give one value for each token"
+    is_negative = np.ptp(other) > 0 and float(np.corrcoef(column, other)[0, 1]) < -0.9
+    return (
+        "are those of the other side with the other sign: negative log-likelihoods" if is_negative else None
+    )

@@ -1,6 +1,6 @@
 """The doctor: ranks the causes of a mismatch by how well each predicts the columns on held-out responses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +15,13 @@ from kleash.diagnosis.column_hypotheses import (
 )
 from kleash.diagnosis.column_values import cause_in_values
 from kleash.diagnosis.hypothesis import Hypothesis, probabilities
-from kleash.diagnosis.model_hypotheses import model_hypotheses, wrong_side
+from kleash.diagnosis.model_hypotheses import (
+    common_temperature,
+    model_hypotheses,
+    reference_hypotheses,
+    wrong_side,
+)
 from kleash.diagnosis.model_scores import ModelScores
-from kleash.diagnosis.reference_column import reference_hypotheses
 from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
@@ -38,8 +42,6 @@ LARGEST_HEALTHY = 0.2
 """Probability of a healthy engine from which there is no finding."""
 MIN_TOKENS, MOST_TOKENS, MOST_WITH_MODELS = 50, 100_000, 12_000
 """Fewer tokens than the first are not diagnosed; of more than the second, or the third with models, a sample is."""
-REPEATING_TOKENS = 1000
-"""Tokens for each nat against other weights of the trainer whose errors do not repeat themselves."""
 FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.5
 """Share of a response's tokens that differ by more than rounding: above the first it has a fault, up to the second it
 has none; the last is the share of responses between the two with which the fault is in all of them."""
@@ -73,12 +75,14 @@ def diagnose(
     """
     limit = healthy_scale(rounding)
     tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
-    unpadded = [_without_padding(rollout) for rollout in rollouts]
-    lengths = np.array(
-        [a.is_counted.sum() - b.is_counted.sum() for a, b in zip(rollouts, unpadded, strict=True)]
-    )
-    has_padding = is_padded(int(np.count_nonzero(lengths)), len(rollouts))
-    counted = unpadded if has_padding else rollouts
+    padding = [_padding(rollout) for rollout in rollouts]
+    padded = sum(each.any() for each in padding)
+    counted = rollouts
+    if has_padding := is_padded(int(padded), len(rollouts)):
+        counted = [
+            replace(rollout, is_counted=rollout.is_counted & ~each)
+            for rollout, each in zip(rollouts, padding, strict=True)
+        ]
     examined = sample_rollouts(counted, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
     table = tabulate(examined)
     notes: list[str] = []
@@ -93,7 +97,7 @@ def diagnose(
     else:
         if has_padding:
             what = (
-                f"{np.count_nonzero(lengths)} of {len(rollouts)} responses end with {lengths.sum():,} tokens in all at "
+                f"{padded} of {len(rollouts)} responses end with {sum(map(np.sum, padding)):,} tokens in all at "
                 "which each column has one value, as padding does"
             )
             findings.append(likely_cause("mask", what))
@@ -115,32 +119,27 @@ def diagnose(
 
 def _notes(table: TokenTable, *, has_models: bool) -> list[str]:
     """What cannot be seen in the columns, and what is odd in them."""
-    notes = _impossible_values(table)
-    zeros = int(np.sum(table.trainer <= LOG_OF_ZERO))
-    if zeros:
+    values = {"trainer": table.trainer, "engine": table.engine}
+    counts = {name: int(np.sum(column > ROUNDING_NATS)) for name, column in values.items()}
+    notes = [
+        f"{count} of the {name}'s {len(table.trainer)} values are above 0, which log-probabilities are not"
+        for name, count in counts.items()
+        if count
+    ]
+    if zeros := int(np.sum(table.trainer <= LOG_OF_ZERO)):
         notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
-    if table.decimals_error:
+    if table.rounding_error.any() and not _short_side(table):
         notes.append(
-            "the log-probabilities are written with few decimals, so differences of about "
-            f"{table.decimals_error:.1g} nats are not examined; write at least 6"
-        )
-    elif table.rounding_error.any() and not _short_side(table):
-        notes.append(
-            "the log-probabilities of both sides are 16-bit numbers, so differences of about "
-            f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; keep them in float32"
+            "the log-probabilities are written with few decimals, or as 16-bit numbers, so differences of about "
+            f"{float(np.mean(table.rounding_error)):.1g} nats are not examined; write at least 6 decimals, in float32"
         )
     if not has_models:
         notes.append(
-            "without the models, it cannot be seen whether the tokens were drawn from these distributions"
+            "without the models, it cannot be seen whether the tokens were drawn from these distributions, or whether "
+            "a reference's weights are the right ones"
         )
-    if table.reference is None:
-        notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
-    elif not has_models:
-        equal = ", and it equals the trainer's column, right only before the first update"
-        is_equal = np.array_equal(table.reference, table.trainer)
-        notes.append(
-            f"without the models, a reference of the wrong weights cannot be seen{equal if is_equal else ''}"
-        )
+        if table.reference is not None and np.array_equal(table.reference, table.trainer):
+            notes.append("the reference's column equals the trainer's, right only before the first update")
     return notes
 
 
@@ -167,10 +166,9 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
 
 def _short_side(table: TokenTable) -> tuple[str, str] | None:
     """The side whose log-probabilities are 16-bit numbers where those of the other side are not, and their type."""
-    trainer, engine = short_dtype(table.trainer), short_dtype(table.engine)
-    if (trainer is None) == (engine is None):
-        return None
-    return ("trainer", trainer) if trainer is not None else ("engine", str(engine))
+    dtypes = {"trainer": short_dtype(table.trainer), "engine": short_dtype(table.engine)}
+    short = [(side, dtype) for side, dtype in dtypes.items() if dtype is not None]
+    return short[0] if len(short) == 1 else None
 
 
 def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> list[LikelyCause]:
@@ -178,36 +176,23 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
 
     All hypotheses allow for that rounding, so it comes after the causes of the other differences, if there are any.
     """
-    short_side = _short_side(table)
-    if short_side is None:
+    short = _short_side(table)
+    if short is None:
         return list(findings)
-    side, dtype = short_side
-    evidence = f"all log-probabilities of the {side} are {dtype} numbers, those of the other side are not"
-    rest = [finding for finding in findings if finding.cause != "precision"]
-    return [*rest, likely_cause("precision", evidence)]
+    evidence = (
+        f"all log-probabilities of the {short[0]} are {short[1]} numbers, those of the other side are not"
+    )
+    return [*(each for each in findings if each.cause != "precision"), likely_cause("precision", evidence)]
 
 
-def _impossible_values(table: TokenTable) -> list[str]:
-    """A note for each column with values above 0, which log-probabilities are not."""
-    columns = {"trainer": table.trainer, "engine": table.engine}
-    counts = {name: int(np.sum(column > ROUNDING_NATS)) for name, column in columns.items()}
-    return [
-        f"{count} of the {name}'s {len(table.trainer)} values are above 0, which log-probabilities are not"
-        for name, count in counts.items()
-        if count
-    ]
-
-
-def _without_padding(rollout: RolloutRecord) -> RolloutRecord:
-    """The rollout with the tokens at its end that look like padding not counted."""
-    counted = np.flatnonzero(rollout.is_counted)
-    token_ids = np.array(rollout.response_ids)[counted]
-    if not len(counted):
-        return rollout
-    length = padding_length(token_ids.tolist(), (rollout.trainer[counted], rollout.engine[counted]))
-    is_counted = rollout.is_counted.copy()
-    is_counted[counted[len(counted) - length :]] = False
-    return replace(rollout, is_counted=is_counted)
+def _padding(rollout: RolloutRecord) -> np.ndarray:
+    """Which tokens at the end of a rollout look like padding and count."""
+    counted, is_padding = np.flatnonzero(rollout.is_counted), np.zeros(len(rollout.response_ids), dtype=bool)
+    if len(counted):
+        columns = (rollout.trainer[counted], rollout.engine[counted])
+        length = padding_length(np.array(rollout.response_ids)[counted].tolist(), columns)
+        is_padding[counted[len(counted) - length :]] = True
+    return is_padding
 
 
 def _findings(
@@ -218,24 +203,18 @@ def _findings(
     if shown is not None:
         return [shown]
     is_faulty = _faulty_responses(table, limit)
-    prefix, part = "", table
     if is_faulty is not None:
         prefix = f"in {is_faulty.sum()} of {table.num_sequences} responses, the others are healthy: "
-        numbers = np.unique(table.sequence)[is_faulty]
-        part = table.selected(np.isin(table.sequence, numbers))
-    scores = None if pair is None else ModelScores.of(pair, rollouts, table, batch_tokens)
-    of_part = scores
-    if pair is not None and is_faulty is not None:
-        faulty = [rollouts[number] for number in np.unique(part.sequence)]
-        part = tabulate(faulty)
-        of_part = ModelScores.of(pair, faulty, part, batch_tokens)
-    hypotheses = list(_hypotheses(part, of_part, limit))
-    findings = _ranked(part, hypotheses, has_models=pair is not None, prefix=prefix)
-    if scores is not None and not findings:
-        sampler = other_sampler(scores, limit)
-        findings += [sampler] if sampler is not None else []
-    of_reference = list(reference_hypotheses(table, scores, limit))
-    return findings + _ranked(table, of_reference, has_models=pair is not None)
+        faulty = [rollouts[number] for number in np.unique(table.sequence)[is_faulty]]
+        findings = _findings(faulty, tabulate(faulty), pair, limit, batch_tokens)
+        return [replace(finding, evidence=prefix + finding.evidence) for finding in findings]
+    if pair is None:
+        return _ranked(table, _hypotheses(table, None, limit), has_models=False)
+    scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))
+    findings = _ranked(table, _hypotheses(table, scores, limit), has_models=True)
+    sampler = None if findings else other_sampler(scores, limit)
+    findings += [] if sampler is None else [sampler]
+    return findings + _ranked(table, reference_hypotheses(scores, limit), has_models=True)
 
 
 def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
@@ -252,41 +231,34 @@ def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
 
 def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> Iterator[Hypothesis]:
     """All hypotheses, the free one last. Those of the models stand for what the columns alone can only resemble."""
-    side = None if scores is None else wrong_side(scores)
-    for hypothesis in (*noise_hypotheses(table, limit), *break_hypotheses(table, limit)):
-        # Errors of the trainer's weights would repeat themselves in many tokens.
-        if side == "trainer" and hypothesis.cause == "weights":
-            hypothesis = replace(hypothesis, penalty=4.0 + len(table.trainer) / REPEATING_TOKENS)
-        yield hypothesis
+    # Errors that do not repeat themselves where the engine's values are the policy's are made by the trainer's passes.
+    is_trainers = scores is not None and wrong_side(scores) == "trainer"
+    yield from noise_hypotheses(table, limit, "dropout" if is_trainers else "weights")
+    yield from break_hypotheses(table, limit)
     yield from prediction_hypotheses(table, limit)
     yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
     yield from unexplained(table)
 
 
-def _ranked(
-    table: TokenTable, hypotheses: Sequence[Hypothesis], *, has_models: bool, prefix: str = ""
-) -> list[LikelyCause]:
+def _ranked(table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bool) -> list[LikelyCause]:
     """The causes among hypotheses by probability; none if rounding explains the columns."""
+    hypotheses = list(possible)
     if not hypotheses:
         return []
-    shares = probabilities(table, hypotheses)
-    by_cause: dict[str, float] = {}
-    for hypothesis, share in zip(hypotheses, shares, strict=True):
-        by_cause[hypothesis.cause] = by_cause.get(hypothesis.cause, 0.0) + float(share)
-    if by_cause.get(HEALTHY, 0.0) > LARGEST_HEALTHY:
+    shares = zip(hypotheses, probabilities(table, hypotheses).tolist(), strict=True)
+    best = {hypothesis.cause: (share, hypothesis.evidence) for hypothesis, share in shares if share > 0}
+    probability = {cause: share for cause, (share, _) in best.items()}
+    if probability.get(HEALTHY, 0.0) > LARGEST_HEALTHY:
         return []
-    findings: list[LikelyCause] = []
-    grouped: set[str] = {HEALTHY}
-    for cause in sorted(by_cause, key=lambda cause: -by_cause[cause]):
-        if cause in grouped:
-            continue
-        best = max(
-            zip(hypotheses, shares, strict=True),
-            key=lambda pair: pair[1] if cause == pair[0].cause else -1.0,
-        )[0]
-        alike = () if has_models else tuple(name for name in CAUSES[cause].alike if name not in grouped)
-        probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
-        grouped |= {cause, *alike}
-        if probability >= SMALLEST_PROBABILITY:
-            findings.append(likely_cause(cause, prefix + best.evidence, probability, alike))
+    findings, grouped = list[LikelyCause](), {HEALTHY}
+    for cause in sorted(best, key=lambda cause: -probability[cause]):
+        alike = (
+            ()
+            if has_models or cause == HEALTHY
+            else tuple(name for name in CAUSES[cause].alike if name not in grouped)
+        )
+        total = sum(probability.get(name, 0.0) for name in (cause, *alike))
+        if cause not in grouped and total >= SMALLEST_PROBABILITY:
+            findings.append(likely_cause(cause, best[cause][1], total, alike))
+            grouped |= {cause, *alike}
     return findings

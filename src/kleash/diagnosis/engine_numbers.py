@@ -72,7 +72,14 @@ def measure_mismatch(
             for field in fields(Mismatch)
             if isinstance(value := getattr(measured, field.name), Estimate)
         },
-        values=_values(measured),
+        values={
+            "effective_sample_size": measured.effective_sample_size,
+            "effective_sequences": measured.effective_sequences,
+            "largest_log_ratio": measured.largest_log_ratio,
+            "ruled_out": measured.ruled_out,
+            **{f"over_sequences.{name}": value for name, value in measured.over_sequences._asdict().items()},
+            **{f"probabilities.{name}": value for name, value in measured.probabilities._asdict().items()},
+        },
         renamed={} if names is None else measured.renamed(names),
         kl_by_file=by_file,
         notes=(
@@ -103,13 +110,11 @@ def _noise_floor_of_decimals(columns: PaddedRollouts) -> float | None:
 
 def _note_on_decimals(noise_floor: float | None) -> list[str]:
     """A note about rounding that may be taken for a mismatch, or hide one."""
-    if noise_floor is None:
-        return []
     note = (
-        f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor:.1g} nats "
-        "per token, the noise floor of the gate; write at least 6 decimals"
+        f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor or 0:.1g} "
+        "nats per token, the noise floor of the gate; write at least 6 decimals"
     )
-    return [note]
+    return [] if noise_floor is None else [note]
 
 
 def _note_on_equal_columns(columns: PaddedRollouts) -> list[str]:
@@ -132,22 +137,8 @@ def _note_on_equal_columns(columns: PaddedRollouts) -> list[str]:
 def _note_on_mean_weight(weight: Estimate) -> list[str]:
     """A note if the columns are not log-probabilities of the same tokens under two similar distributions."""
     bias = abs(weight.value - 1)
-    if not bias > max(SMALLEST_BIAS, CLEAR_STANDARD_ERRORS * weight.standard_error):
-        return []
     note = (
         f"the mean weight is {weight.value:.3g}; it is 1 if both columns are log-probabilities of the same tokens, and "
         "neither is truncated or at another temperature: kleash doctor names the likely cause"
     )
-    return [note]
-
-
-def _values(measured: Mismatch) -> dict[str, float]:
-    """The statistics without an error, by name."""
-    return {
-        "effective_sample_size": measured.effective_sample_size,
-        "effective_sequences": measured.effective_sequences,
-        "largest_log_ratio": measured.largest_log_ratio,
-        "ruled_out": measured.ruled_out,
-        **{f"over_sequences.{name}": value for name, value in measured.over_sequences._asdict().items()},
-        **{f"probabilities.{name}": value for name, value in measured.probabilities._asdict().items()},
-    }
+    return [note] if bias > max(SMALLEST_BIAS, CLEAR_STANDARD_ERRORS * weight.standard_error) else []

@@ -30,6 +30,8 @@ class Hypothesis:
     family: Family
     unit: Floats
     """Of the residuals of each token: 1 - p, times a profile."""
+    lowest: Floats | None = None
+    """What the residual of each token is hardly ever below; None for no bound."""
     penalty: float = 0.0
     """Nats for what was fitted to the same data, or chosen among many."""
 
@@ -52,8 +54,7 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
         if step > 1
         else screened[likely]
     )
-    totals = scores.sum(axis=1) + prior[likely]
-    best = int(totals.argmax())
+    best = int((scores.sum(axis=1) + prior[likely]).argmax())
     odds = np.full(len(hypotheses), -np.inf)
     for index, score in zip(likely, scores, strict=True):
         difference = scores[best] - score
@@ -63,10 +64,8 @@ def probabilities(table: TokenTable, hypotheses: Sequence[Hypothesis]) -> Floats
         odds[index] = prior[index] - prior[likely[best]] - evidence
     likelihoods = np.exp(odds - odds.max())
     # Variants of one cause are one hypothesis: the likeliest of them.
-    for index, hypothesis in enumerate(hypotheses):
-        same = [k for k, each in enumerate(hypotheses) if each.cause == hypothesis.cause]
-        if likelihoods[index] < likelihoods[same].max() or same[int(likelihoods[same].argmax())] != index:
-            likelihoods[index] = 0.0
+    best_of = {hypotheses[index].cause: index for index in np.argsort(likelihoods).tolist()}
+    likelihoods[[index for index, each in enumerate(hypotheses) if best_of[each.cause] != index]] = 0.0
     return likelihoods / likelihoods.sum()
 
 
@@ -78,9 +77,11 @@ def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.nda
     numbers = np.unique(table.block[is_used], return_inverse=True)[1]
     rows, fallback = list[Floats](), np.empty(0)
     for hypothesis in reversed(hypotheses):
-        columns = (hypothesis.residual, hypothesis.unit, table.rounding_error)
-        residuals = Residuals(*(column[is_used] for column in columns))
-        values = held_out(residuals, hypothesis.family, table.fold[is_used])
+        residuals = Residuals(
+            hypothesis.residual[is_used], hypothesis.unit[is_used], table.rounding_error[is_used]
+        )
+        lowest = None if hypothesis.lowest is None else hypothesis.lowest[is_used]
+        values = held_out(residuals, hypothesis.family, table.fold[is_used], lowest)
         fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)
         sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback))
         rows.insert(0, np.asarray(sums - hypothesis.penalty / len(sums), dtype=np.float64))

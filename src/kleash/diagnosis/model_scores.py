@@ -21,8 +21,8 @@ from kleash.sources.sequences import batch_by_length
 
 LOGITS_AT_ONCE = 2**22
 """Logits that are in memory at a time."""
-FITTED_TOKENS = 384
-"""Tokens to which a temperature or a truncation is fitted, before all are scored with it."""
+FITTED_RESPONSES, FITTED_TOKENS = 8, 192
+"""First responses to which settings are fitted, at least, and tokens of them at most."""
 Transform = Callable[[Tensor, np.ndarray], Tensor]
 """Maps logits, and the indices of their tokens in the table, to values of all tokens or one value each."""
 
@@ -34,7 +34,7 @@ def log_probabilities(logits: Tensor, rows: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelScores:
-    """A pair of models on the tokens of rollouts."""
+    """A pair of models on the tokens of rollouts, at one temperature."""
 
     pair: Pair
     table: TokenTable
@@ -42,6 +42,10 @@ class ModelScores:
     batch_tokens: int
     hidden: Float[Tensor, "tokens dim"]
     """The policy's final hidden states at the tokens of the table."""
+    temperature: float = 1.0
+    """What all logits are divided by."""
+    logits: Float[Tensor, "tokens vocab"] | None = None
+    """The policy's, if there are few tokens."""
 
     @classmethod
     def of(
@@ -56,6 +60,19 @@ class ModelScores:
         hidden = hidden_states(pair.policy, sequences, batch_tokens)[torch.from_numpy(table.rows)]
         return cls(pair=pair, table=table, sequences=sequences, batch_tokens=batch_tokens, hidden=hidden)
 
+    def few(self) -> "ModelScores":
+        """The scores of some tokens of the first responses, to which settings are fitted."""
+        ends = np.searchsorted(self.table.sequence, np.arange(1, len(self.sequences) + 1))
+        count = min(len(ends), max(FITTED_RESPONSES, int(np.searchsorted(ends, FITTED_TOKENS)) + 1))
+        rows = np.unique(np.linspace(0, ends[count - 1] - 1, FITTED_TOKENS).astype(int))
+        part = replace(
+            self,
+            table=self.table.selected(rows),
+            sequences=self.sequences[:count],
+            hidden=self.hidden[torch.from_numpy(rows)],
+        )
+        return replace(part, logits=torch.cat([logits for logits, _ in part.blocks()]))
+
     @cached_property
     def policy(self) -> Floats:
         """Log-probabilities of the tokens under the policy, in nats."""
@@ -64,26 +81,12 @@ class ModelScores:
     @cached_property
     def reference(self) -> Floats:
         """Log-probabilities of the tokens under the reference, in nats."""
-        return self.column(model=self.pair.reference)
-
-    @cached_property
-    def reference_hidden(self) -> Float[Tensor, "tokens dim"]:
-        """The reference's final hidden states at the tokens of the table."""
-        return hidden_states(self.pair.reference, self.sequences, self.batch_tokens)[
-            torch.from_numpy(self.table.rows)
-        ]
-
-    @cached_property
-    def sample(self) -> np.ndarray:
-        """Indices of some tokens spread over the table, to which settings are fitted."""
-        count = len(self.table.trainer)
-        return np.unique(np.linspace(0, count - 1, min(count, FITTED_TOKENS)).astype(int))
+        return self.with_model(self.pair.reference)
 
     def column(
         self,
         transform: Transform = log_probabilities,
         *,
-        rows: np.ndarray | None = None,
         model: Model | None = None,
         hidden: Tensor | None = None,
     ) -> Floats:
@@ -92,49 +95,34 @@ class ModelScores:
         Args:
             transform: maps float32 logits [tokens, vocab] and the tokens' indices in the table to values of all tokens
                 of the vocabulary, or [tokens, 1] for one value each; by default log-probabilities.
-            rows: indices of the tokens in the table; None for all.
-            model: whose head, and hidden states unless given, are used; None for the policy.
-            hidden: hidden states of the tokens ``rows``.
+            model: whose head is used; None for the policy.
+            hidden: hidden states of the tokens; None for the policy's.
         """
-        rows = np.arange(len(self.table.trainer)) if rows is None else rows
-        ids = torch.from_numpy(self.table.token_id[rows])
+        ids = torch.from_numpy(self.table.token_id)
         values: list[Tensor] = []
-        for logits, part in self.blocks(rows, model=model, hidden=hidden):
-            of_tokens = transform(logits, rows[part])
+        for logits, rows in self.blocks(model=model, hidden=hidden):
+            of_tokens = transform(logits, rows)
             if of_tokens.shape[-1] > 1:
-                of_tokens = of_tokens.gather(-1, ids[part].to(logits.device).unsqueeze(-1))
+                of_tokens = of_tokens.gather(-1, ids[rows].to(logits.device).unsqueeze(-1))
             values.append(of_tokens[:, 0].double().cpu())
         return torch.cat(values).numpy()
 
     def blocks(
-        self, rows: np.ndarray, *, model: Model | None = None, hidden: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, slice]]:
-        """Float32 logits of some tokens, in blocks, and the place of each block among them; arguments of ``column``."""
-        model = model or self.pair.policy
-        if hidden is None:
-            hidden = self.reference_hidden if model is self.pair.reference else self.hidden
-            hidden = hidden[torch.from_numpy(rows)]
-        weight, step = model.head.weight, max(1, LOGITS_AT_ONCE // model.vocab_size)
+        self, *, model: Model | None = None, hidden: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
+        """Float32 logits of the tokens in blocks, with the tokens' indices; arguments of ``column``."""
+        every, is_policy = np.arange(len(self.table.trainer)), model is None and hidden is None
+        if self.logits is not None and is_policy:
+            yield self.logits, every
+            return
+        head, hidden = (model or self.pair.policy).head, self.hidden if hidden is None else hidden
+        step = max(1, LOGITS_AT_ONCE // self.pair.vocab_size)
         with torch.inference_mode():
-            for start in range(0, len(rows), step):
-                part = slice(start, start + step)
-                block = hidden[part].float()
+            for start in range(0, len(every), step):
+                block = hidden[start : start + step].float()
+                weight = head.weight
                 product = block if weight is None else block @ weight.to(block.device).float().T
-                yield model.head.logits_of_product(product), part
-
-    @cached_property
-    def _sample_logits(self) -> Float[Tensor, "tokens vocab"]:
-        """Float32 logits of the policy at the sample's tokens."""
-        return torch.cat([logits for logits, _ in self.blocks(self.sample)])
-
-    def sampled(self, transform: Transform = log_probabilities, *, step: int = 1) -> Floats:
-        """A function of the policy's logits at each ``step``-th token of the sample; see ``column``."""
-        ids = self.table.token_id[self.sample[::step]]
-        with torch.inference_mode():
-            of_tokens = transform(self._sample_logits[::step], self.sample[::step])
-            if of_tokens.shape[-1] > 1:
-                of_tokens = of_tokens.gather(-1, torch.from_numpy(ids).to(of_tokens.device).unsqueeze(-1))
-        return of_tokens[:, 0].double().cpu().numpy()
+                yield head.logits_of_product(product) / self.temperature, every[start : start + step]
 
     def counts(self, rows: np.ndarray, *, with_prompt: bool) -> Float[Tensor, "tokens vocab"]:
         """How often each token of the vocabulary stands before each of some tokens.
@@ -143,47 +131,41 @@ class ModelScores:
             rows: indices of the tokens in the table.
             with_prompt: whether those of the prompt count, or those of the response alone.
         """
-        before: list[np.ndarray] = []
-        for row in rows:
-            sequence = self.sequences[self.table.sequence[row]]
-            prompt = sequence.prompt_ids if with_prompt else ()
-            before.append(
-                np.array((*prompt, *sequence.response_ids[: self.table.position[row]]), dtype=np.int64)
+        places = zip(self.table.sequence[rows], self.table.position[rows], strict=True)
+        before = [
+            np.array(
+                [*each.prompt_ids[: len(each.prompt_ids) * with_prompt], *each.response_ids[:position]],
+                dtype=int,
             )
-        places = np.repeat(np.arange(len(rows)), [len(ids) for ids in before]) * self.pair.vocab_size
+            for each, position in ((self.sequences[number], position) for number, position in places)
+        ]
+        offsets = np.repeat(np.arange(len(rows)), [len(ids) for ids in before]) * self.pair.vocab_size
         counts = torch.zeros(len(rows) * self.pair.vocab_size)
-        counts.index_add_(0, torch.from_numpy(places + np.concatenate(before)), torch.ones(len(places)))
+        counts.index_add_(0, torch.from_numpy(offsets + np.concatenate(before)), torch.ones(len(offsets)))
         return counts.view(len(rows), -1)
 
-    def with_prompts(
-        self, change: Callable[[tuple[int, ...]], tuple[int, ...]], sequences: int | None = None
-    ) -> Floats:
-        """Log-probabilities of the first ``sequences`` responses under the policy after changed prompts."""
-        changed = [
-            replace(sequence, prompt_ids=change(sequence.prompt_ids))
-            for sequence in self.sequences[:sequences]
-        ]
+    def with_prompts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Floats:
+        """Log-probabilities of the tokens under the policy after changed prompts."""
+        changed = [replace(sequence, prompt_ids=change(sequence.prompt_ids)) for sequence in self.sequences]
         return self.with_model(self.pair.policy, changed)
 
-    def with_model(self, model: Model, sequences: Sequence[TokenSequence]) -> Floats:
-        """Log-probabilities of the first responses, as ``sequences`` with their contexts, under a model."""
-        hidden = hidden_states(model, sequences, self.batch_tokens)
-        rows = np.flatnonzero(self.table.rows < len(hidden))
-        return self.column(rows=rows, model=model, hidden=hidden[torch.from_numpy(self.table.rows[rows])])
+    def with_model(self, model: Model, sequences: Sequence[TokenSequence] | None = None) -> Floats:
+        """Log-probabilities of the tokens under a model, perhaps after the contexts of other ``sequences``."""
+        hidden = hidden_states(model, sequences or self.sequences, self.batch_tokens)
+        return self.column(model=model, hidden=hidden[torch.from_numpy(self.table.rows)])
 
 
 def _sequence(rollout: RolloutRecord, pair: Pair) -> TokenSequence:
     """A rollout as a token sequence, after a check that the models can read it."""
-    largest = max(*rollout.prompt_ids, *rollout.response_ids)
-    if largest >= pair.vocab_size:
+    token_ids, longest = (*rollout.prompt_ids, *rollout.response_ids), pair.context_length
+    if (largest := max(token_ids)) >= pair.vocab_size:
         raise SourceError(
             f"{rollout.location}: token {largest} is not in the models' vocabulary of {pair.vocab_size}; give the "
             "models that drew and trained on these tokens"
         )
-    length = len(rollout.prompt_ids) + len(rollout.response_ids)
-    if pair.context_length is not None and length > pair.context_length:
+    if longest is not None and len(token_ids) > longest:
         raise SourceError(
-            f"{rollout.location}: {length} tokens are more than the {pair.context_length} that the models can read"
+            f"{rollout.location}: {len(token_ids)} tokens are more than the {longest} that the models can read"
         )
     return TokenSequence(
         prompt_id=0,

@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -26,10 +27,12 @@ SOFTMAX_NATS = 1e-5
 EQUAL_SHARE = 0.35
 """Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit: the
 largest logits, of the most certain tokens, are rounded most."""
+MISTAKES = 0.02
+"""Share of outliers that a right prediction leaves at most."""
 DISTINCT = 2.0
 """A fault's errors are at least so many times as large as those that rounding explains."""
-MOST = 0.6
-"""Share of the tokens that errors on every token are at least on: tokens that err by chance little are some."""
+MOST, NEARLY_ALL = 0.6, 0.9
+"""Shares of the tokens that errors on most tokens, or on all, are at least on."""
 SMALLEST_DIFFERENCE = 3e-3
 """Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
 
@@ -57,11 +60,8 @@ class Block(NamedTuple):
     high: float
 
 
-class Family(NamedTuple):
-    """A restriction of the mixture: blocks, of which the first has what the others leave."""
-
-    blocks: tuple[Block, ...]
-    """No component is in two of them."""
+Family = tuple[Block, ...]
+"""A restriction of the mixture: blocks, no two with a component in common; the first has what the others leave."""
 
 
 class Residuals(NamedTuple):
@@ -85,18 +85,11 @@ def token_unit(log_probabilities: Floats) -> Floats:
     return -np.expm1(np.minimum(log_probabilities, 0.0))
 
 
-def _symmetric(low: float, high: float, kinds: tuple[int, ...] = (NORMAL, TAILED)) -> NDArray[np.bool_]:
-    """Components of both signs whose scale is between two bounds; the lowest that is above the first if none is."""
-    chosen = (SIGN == 0) & np.isin(KIND, kinds)
-    inside = chosen & np.greater(SCALE, low) & np.less_equal(SCALE, high)
-    return (
-        inside if inside.any() else chosen & (np.equal(SCALE, SCALE[chosen & np.greater(SCALE, low)].min()))
-    )
-
-
 def _core(limit: float) -> NDArray[np.bool_]:
     """Components of rounding: errors of logits of at most ``limit``, and those of a softmax in float32."""
-    return _symmetric(0.0, limit) | _symmetric(0.0, max(SOFTMAX_NATS, EQUAL_SHARE * limit), (EQUAL,))
+    return np.equal(SIGN, 0) & np.less_equal(
+        SCALE, np.where(KIND == EQUAL, max(SOFTMAX_NATS, EQUAL_SHARE * limit), limit)
+    )
 
 
 def _outliers(low: float, high: float) -> Block:
@@ -106,45 +99,34 @@ def _outliers(low: float, high: float) -> Block:
 
 def rounding(limit: float, outliers: float = 1e-5) -> Family:
     """Rounding of at most ``limit``, of any mixture of sizes, with at most a share of outliers."""
-    return Family((Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers)))
+    return (Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers))
 
 
-def coarse(limit: float, scale: float) -> Family:
-    """Errors of logits above ``limit`` and up to about ``scale``, without a tail."""
-    inside = _symmetric(max(limit, scale / 5), 2.2 * scale, (NORMAL,))
-    return Family((Block(inside, 0.0, 1.0), _outliers(1e-4, 1e-4)))
+def _large(smallest: float, smallest_equal: float = math.inf) -> NDArray[np.bool_]:
+    """Components of any sign: errors of logits above a size, and errors of one size above another."""
+    return np.greater(SCALE, np.where(KIND == EQUAL, smallest_equal, smallest))
 
 
-def equal_noise(limit: float, scale: float) -> Family:
-    """Errors of one size, about ``scale``, on all log-probabilities, beside rounding of the logits."""
-    equal = Block(_symmetric(scale / 1.1, 2.2 * scale, (EQUAL,)), 0.3, 1.0)
-    return Family((Block(_core(limit), 0.0, 0.7), equal, _outliers(1e-4, 1e-4)))
-
-
-def _large(smallest: float) -> NDArray[np.bool_]:
-    """Components of any sign and kind, those of errors of logits of at least ``smallest``."""
-    return (KIND == EQUAL) & (SCALE > SOFTMAX_NATS) | (KIND != EQUAL) & np.greater(SCALE, smallest)
+def most(smallest: float) -> Family:
+    """Errors of logits of at least ``smallest``, or of one size, on most tokens, and any on the others."""
+    large = _large(smallest, SOFTMAX_NATS)
+    return (Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0))
 
 
 def everywhere(smallest: float) -> Family:
-    """Errors of at least ``smallest`` on most tokens, with any tails and signs, and any on the others."""
-    large = _large(smallest)
-    return Family((Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0)))
+    """Errors of at least ``smallest`` without heavy tails on nearly all tokens, and any on the others."""
+    large = _large(smallest, EQUAL_SHARE * smallest) & (KIND != TAILED)
+    return (Block(~large, 0.0, 1 - NEARLY_ALL), Block(large, NEARLY_ALL, 1.0))
 
 
 def at_most(largest: float) -> Family:
     """Errors of any sign of at most ``largest``."""
-    return Family((Block(np.less_equal(SCALE, largest), 0.0, 1.0),))
+    return (Block(np.less_equal(SCALE, largest), 0.0, 1.0),)
 
 
 def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     """Rounding, and errors of at least ``smallest`` on a share of the tokens."""
-    return Family(
-        (
-            Block(_core(limit), 0.0, 1.0),
-            Block(_large(smallest) & ((KIND != EQUAL) | np.greater(SCALE, smallest / 2)), low, high),
-        )
-    )
+    return (Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high))
 
 
 def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Family:
@@ -152,28 +134,40 @@ def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Famil
     inside = Block(np.equal(SIGN, sign), least, 1.0)
     # Where rounding exceeds an error of the sign, what is left is less than rounding alone.
     beyond = np.equal(SIGN, -sign) & (KIND != EQUAL) & np.less_equal(SCALE, limit)
-    return Family((Block(_core(limit) | beyond, 0.0, 1 - least), inside, _outliers(1e-4, exceptions)))
+    return (Block(_core(limit) | beyond, 0.0, 1 - least), inside, _outliers(1e-4, exceptions))
 
 
 def free() -> Family:
     """Errors of any sizes and signs."""
-    return Family((Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),))
+    return (Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),)
+
+
+def _sizes(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
+    """Scales [tokens, components] of components, in nats of the values."""
+    unit, floor = residuals.unit[:, None], residuals.floor[:, None]
+    return np.hypot(SCALE[members] * np.where(KIND[members] == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
 
 
 def log_densities(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
     """Log-densities [tokens, components] under some of the components."""
     symmetric, copy = np.unique(members % (len(SCALE) // 3), return_inverse=True)
-    unit, floor, values = (column[:, None] for column in (residuals.unit, residuals.floor, residuals.values))
-    scale, kind, side = SCALE[symmetric], KIND[symmetric], SIGN[members]
-    size = np.hypot(scale * np.where(kind == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
-    logs = (values / size) ** 2
-    is_tailed = kind == TAILED
+    values, side, size = residuals.values[:, None], SIGN[members], _sizes(residuals, symmetric)
+    logs, is_tailed = (values / size) ** 2, KIND[symmetric] == TAILED
     logs[:, is_tailed] = -1.5 * np.log1p(logs[:, is_tailed] / 2) - 1.5 * math.log(2)
     logs[:, ~is_tailed] = -0.5 * logs[:, ~is_tailed] - 0.5 * math.log(2 * math.pi)
     logs = (logs - np.log(size))[:, copy]
     is_one_sided = side != 0
     logs[:, is_one_sided] += np.where(side[is_one_sided] * values > 0, math.log(2), -np.inf)
     return logs
+
+
+def mass_above(residuals: Residuals, lowest: Floats, members: NDArray[np.int64]) -> Floats:
+    """The probability [tokens, components] of values from ``lowest`` on under some of the components."""
+    z = -lowest[:, None] / _sizes(residuals, members)
+    normal = torch.special.ndtr(torch.from_numpy(z)).numpy()
+    mass = np.where(KIND[members] == TAILED, 0.5 + z / (2 * np.sqrt(2 + z**2)), normal)
+    side = SIGN[members]
+    return np.select([side > 0, side < 0], [np.minimum(2 * mass, 1), np.maximum(2 * mass - 1, 0)], mass)
 
 
 def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) -> Floats:
@@ -187,14 +181,14 @@ def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) ->
     log_likelihoods = log_likelihoods[:: max(1, len(log_likelihoods) // FITTED_TOKENS)]
     highest = log_likelihoods.max(axis=1, keepdims=True, initial=-1e300)
     likelihoods, count = np.exp(log_likelihoods - highest).astype(np.float32), len(log_likelihoods)
-    blocks = [block.members[members] for block in family.blocks]
+    blocks = [block.members[members] for block in family]
     weights = np.ones(len(members)) / len(members)
     for step in range(EM_STEPS + 1):
         if step and count:
             mixed = np.maximum(likelihoods @ weights.astype(np.float32), 1e-12)
             weights *= ((1 / mixed) @ likelihoods / count).astype(np.float64) ** RELAXATION
         rest = 1.0
-        for block, inside in reversed(list(zip(family.blocks[1:], blocks[1:], strict=True))):
+        for block, inside in reversed(list(zip(family[1:], blocks[1:], strict=True))):
             share = min(max(float(weights[inside].sum()), block.low), block.high)
             weights[inside] = _scaled(weights[inside], share, count)
             rest -= share
@@ -210,15 +204,29 @@ def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
     return share * ((1 - even) * fitted + even / len(weights))
 
 
-def held_out(residuals: Residuals, family: Family, fold: NDArray[np.int64]) -> Floats:
-    """The log-density of each token under the weights that the other fold's tokens give; NaN where it has no value."""
-    members = np.flatnonzero(np.any([block.members for block in family.blocks], axis=0))
+def held_out(
+    residuals: Residuals, family: Family, fold: NDArray[np.int64], lowest: Floats | None = None
+) -> Floats:
+    """The log-density of each token under the weights that the other fold's tokens give; NaN where it has no value.
+
+    With ``lowest``, it is that of values of which as few lie below these bounds as of the other fold's.
+    """
+    members = np.flatnonzero(np.any([block.members for block in family], axis=0))
     logs, has_value = log_densities(residuals, members), np.isfinite(residuals.values)
     result = np.full(len(fold), np.nan)
     for number in np.unique(fold):
-        is_judged = has_value & (fold == number)
-        weights = _fit(logs[has_value & (fold != number)], family, members)
+        is_judged, is_fitted = (has_value & (fold == number), has_value & (fold != number))
+        weights = _fit(logs[is_fitted], family, members)
         judged = logs[is_judged] + np.log(np.maximum(weights, 1e-300))
         highest = judged.max(axis=1, initial=-1e300)
         result[is_judged] = highest + np.log(np.exp(judged - highest[:, None]).sum(axis=1))
+        if lowest is not None:
+            is_below, rest = (
+                residuals.values < lowest,
+                Residuals(*(column[is_judged] for column in residuals)),
+            )
+            share = (is_below[is_fitted].sum() + 1) / (is_fitted.sum() + 2)
+            above = (mass_above(rest, lowest[is_judged], members) @ weights).clip(1e-9, 1 - 1e-9)
+            below = is_below[is_judged]
+            result[is_judged] += np.log(np.where(below, share / (1 - above), (1 - share) / above))
     return result

@@ -1,15 +1,17 @@
 """The files of rollouts: one, several such as one for each rank, or a folder of them, read in a stable order."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+
 from kleash.diagnosis.rollout_records import (
     ATTENTION_MASK,
-    FIELD_NAMES,
     RESPONSE_MASKS,
     ROUNDING_NATS,
     SEQUENCES,
@@ -20,11 +22,11 @@ from kleash.diagnosis.rollout_records import (
 from kleash.errors import SourceError
 from kleash.leash import mismatch
 from kleash.models import find_source
-from kleash.sources.compression import SUFFIXES
+from kleash.sources.compression import uncompressed_suffix
 from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
 from kleash.sources.padding import is_padded, padding_length
-from kleash.sources.records import SourceRecord, shorten
+from kleash.sources.records import shorten
 from kleash.store import Number
 
 SUFFIXES_OF_ROLLOUTS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".ipc")
@@ -52,18 +54,14 @@ class RolloutFiles:
 
     def kl_by_file(self) -> dict[str, Number]:
         """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
-        if len(self.sizes) == 1 or any(_largest_value(rollout) > ROUNDING_NATS for rollout in self.rollouts):
+        if len(self.sizes) == 1 or any(_has_logits(rollout) for rollout in self.rollouts):
             return {}
-        by_file: dict[str, list[RolloutRecord]] = {}
-        for rollout in self.rollouts:
-            by_file.setdefault(rollout.file, []).append(rollout)
         kl: dict[str, Number] = {}
-        for name, rollouts in by_file.items():
-            if any(rollout.is_counted.any() for rollout in rollouts):
-                columns = padded(rollouts)
-                measured = mismatch(
-                    columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts
-                )
+        for name in self.sizes:
+            rollouts = [each for each in self.rollouts if each.file == name and each.is_counted.any()]
+            if rollouts:
+                values = padded(rollouts)
+                measured = mismatch(values.trainer, values.engine, values.is_counted, prompts=values.prompts)
                 kl[name] = Number.of(measured.kl_engine_trainer)
         return kl
 
@@ -92,17 +90,16 @@ def read_rollout_files(
 ) -> RolloutFiles:
     """``read_rollouts`` with what a reader should know of the files."""
     given_names = [str(names)] if isinstance(names, str | PurePath) else list(map(str, names))
-    if not given_names:
-        raise SourceError("no file of rollouts was given")
     labels = [label for name in given_names for label in _files_of(name)]
     _require_different(labels)
-    readers = {label: _FileReader(label, allow_logits, len(labels) > 1) for label in labels}
+    padding: list[tuple[RolloutRecord, int]] = []
+    readers = [_rollouts_of(label, allow_logits, len(labels) > 1, padding) for label in labels]
     if limit is None:
-        rollouts = [rollout for reader in readers.values() for rollout in reader.rollouts()]
+        rollouts = [rollout for reader in readers for rollout in reader]
     else:
-        rollouts = list(islice(_in_turn([reader.rollouts() for reader in readers.values()]), limit))
+        in_turn = (rollout for turn in zip_longest(*readers) for rollout in turn if rollout is not None)
         places = {label: place for place, label in enumerate(labels)}
-        rollouts.sort(key=lambda rollout: places[rollout.file])
+        rollouts = sorted(islice(in_turn, limit), key=lambda rollout: places[rollout.file])
     if not rollouts:
         raise SourceError(f"{', '.join(given_names)} holds no rollout; give a record for each response")
     if not any(rollout.is_counted.any() for rollout in rollouts):
@@ -110,14 +107,14 @@ def read_rollout_files(
             f"{', '.join(given_names)} has {len(rollouts)} rollouts and no token that counts; look at the masks "
             f"({', '.join(RESPONSE_MASKS)})"
         )
-    sizes = dict.fromkeys(labels, 0)
-    for rollout in rollouts:
-        sizes[rollout.file] += 1
-    padding = _note_on_padding(readers, len(rollouts))
-    if padding and not allow_logits:
-        raise SourceError(f"{padding[0]}; kleash doctor says more about this file")
-    notes = (*_notes_on_empty_files(readers), *_notes_on_names(readers), *_notes_on_copies(rollouts))
-    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*padding, *(notes if len(labels) > 1 else ())))
+    notes = _note_on_padding(padding, len(rollouts))
+    if notes and not allow_logits:
+        raise SourceError(f"{notes[0]}; kleash doctor says more about this file")
+    sizes = dict.fromkeys(labels, 0) | Counter(rollout.file for rollout in rollouts)
+    empty = [label for label, size in sizes.items() if not size]
+    if empty and limit is None:
+        notes.append(f"no rollout in {_listed(empty)}")
+    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*notes, *_note_on_copies(rollouts)))
 
 
 def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
@@ -125,9 +122,8 @@ def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
     ordered = sorted(kl, key=lambda name: -kl[name].value)
     for count in range(1, len(ordered) // 2 + 1):
         high, low = ordered[:count], ordered[count:]
-        if min(kl[name].ci95[0] for name in high) > max(kl[name].ci95[1] for name in low):
-            smallest = min(kl[name].ci95[0] for name in high)
-            largest = max(kl[name].ci95[1] for name in low)
+        smallest, largest = (min(kl[name].ci95[0] for name in high), max(kl[name].ci95[1] for name in low))
+        if smallest > largest:
             sentence = (
                 f"KL(engine ‖ trainer) per token of {_listed(high)} is at least {smallest:.3g} nats, and of every "
                 f"other file at most {largest:.3g} (95 % intervals); diagnose {'it' if count == 1 else 'them'} alone"
@@ -136,86 +132,48 @@ def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
     return ()
 
 
-class _FileReader:
-    """Reads one file, and keeps what its records call the fields."""
-
-    def __init__(self, label: str, allow_logits: bool, may_be_empty: bool) -> None:
-        """Describe the file; an empty one is an error unless there are others."""
-        self.label = label
-        self._allow_logits = allow_logits
-        self._may_be_empty = may_be_empty
-        self.is_empty = True
-        self.is_at_end = False
-        self.names: dict[str, str] = {}
-        """Field -> what the first record calls it; the masks that it has under their own names."""
-        self.padding: list[tuple[RolloutRecord, int]] = []
-        """Rollouts that no mask marks and that end like padding, and the number of these tokens."""
-
-    def rollouts(self) -> Iterator[RolloutRecord]:
-        """Iterate over the rollouts of the file."""
-        if not (self._may_be_empty and _is_zero_bytes(self.label)):
-            for record in find_source(self.label, "rollouts").records():
-                if self.is_empty:
-                    self.names = _names_in(record)
-                self.is_empty = False
-                rollout = replace(read_rollout(record, self._allow_logits), file=self.label)
-                self._note_padding(record, rollout)
-                yield rollout
-        self.is_at_end = True
-
-    def _note_padding(self, record: SourceRecord, rollout: RolloutRecord) -> None:
-        """Keep a rollout that ends like padding and has no mask."""
-        masks = (*RESPONSE_MASKS, ATTENTION_MASK, SEQUENCES.mask)
-        if all((record.fields or {}).get(name) is None for name in masks):
+def _rollouts_of(
+    label: str, allow_logits: bool, may_be_empty: bool, padding: list[tuple[RolloutRecord, int]]
+) -> Iterator[RolloutRecord]:
+    """Iterate over the rollouts of a file; those that end like padding and have no mask are added to ``padding``."""
+    path = Path(label).expanduser()
+    if may_be_empty and label != STANDARD_INPUT and path.is_file() and not path.stat().st_size:
+        return
+    masks = (*RESPONSE_MASKS, ATTENTION_MASK, SEQUENCES.mask)
+    for record in find_source(label, "rollouts").records():
+        rollout = replace(read_rollout(record, allow_logits), file=label)
+        if all(record.fields.get(name) is None for name in masks):
             length = padding_length(rollout.response_ids, (rollout.trainer, rollout.engine))
-            if length:
-                self.padding.append((rollout, length))
+            padding += [(rollout, length)] if length else []
+        yield rollout
 
 
 def _files_of(name: str) -> list[str]:
-    """The files that a name stands for.
+    """The files that a name stands for, in natural order: rank-2 before rank-10.
 
     Raises:
         SourceError: if it is a folder without a file of rollouts, or a pattern that no file matches.
     """
-    if name == STANDARD_INPUT:
-        return [name]
     path = Path(name).expanduser()
     try:
-        exists, is_folder = path.exists(), path.is_dir()
-        is_data_set = is_folder and ((path / SPLITS).is_file() or (path / STATE).is_file())
-    except (OSError, ValueError):  # such as a name that is too long; opening the file says what is wrong
-        return [name]
-    if is_folder and not is_data_set:
-        return _files_of_folder(path)
-    if not exists and re.search(r"[*?[]", name):
+        exists = name == STANDARD_INPUT or path.exists()
+    except OSError:  # such as a name that is too long; opening the file says what is wrong
+        exists = True
+    if exists and path.is_dir() and not any((path / marker).is_file() for marker in (SPLITS, STATE)):
+        below = [
+            file for file in path.rglob("*") if file.is_file() and "/." not in f"/{file.relative_to(path)}"
+        ]
+        files = [str(file) for file in below if uncompressed_suffix(file) in SUFFIXES_OF_ROLLOUTS]
+        files = files or [str(file) for file in below if uncompressed_suffix(file) == ".json"]
+        expected = f"{name} is a folder without a file of rollouts ({', '.join(SUFFIXES_OF_ROLLOUTS)}, .json)"
+    elif not exists and re.search(r"[*?[]", name):
         root = Path(path.anchor)
-        matches = sorted(map(str, root.glob(str(path.relative_to(root)))), key=_natural_order)
-        if not matches:
-            raise SourceError(f"no file matches {shorten(name)}")
-        return [label for match in matches for label in _files_of(match)]
-    return [name]
-
-
-def _files_of_folder(folder: Path) -> list[str]:
-    """The files of rollouts in a folder and those below it, in natural order: rank-2 before rank-10.
-
-    Raises:
-        SourceError: if there is none.
-    """
-    by_suffix: dict[bool, list[str]] = {True: [], False: []}
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        suffixes = [suffix for suffix in path.suffixes if suffix not in SUFFIXES]
-        suffix = suffixes[-1].lower() if suffixes else ""
-        is_visible = path.is_file() and not any(part.startswith(".") for part in parts)
-        if is_visible and suffix in (*SUFFIXES_OF_ROLLOUTS, ".json"):
-            by_suffix[suffix != ".json"].append(str(path))
-    files = by_suffix[True] or by_suffix[False]
+        files = [label for match in root.glob(str(path.relative_to(root))) for label in _files_of(str(match))]
+        expected = f"no file matches {shorten(name)}"
+    else:
+        return [name]
     if not files:
-        raise SourceError(
-            f"{folder} is a folder without a file of rollouts ({', '.join((*SUFFIXES_OF_ROLLOUTS, '.json'))})"
-        )
+        raise SourceError(expected)
     return sorted(files, key=_natural_order)
 
 
@@ -230,46 +188,17 @@ def _natural_order(name: str) -> list[Any]:
 
 def _require_different(labels: Sequence[str]) -> None:
     """Raise SourceError if a file stands there twice, under one name or two."""
-    seen: dict[Path, str] = {}
+    seen: dict[str, str] = {}
     for label in labels:
-        path = Path(label) if label == STANDARD_INPUT else Path(label).expanduser().resolve()
-        if path in seen:
-            also = "" if seen[path] == label else f", also as {seen[path]}"
-            raise SourceError(f"{label} was given twice{also}; give it once")
-        seen[path] = label
+        other = seen.setdefault(
+            label if label == STANDARD_INPUT else str(Path(label).expanduser().resolve()), label
+        )
+        if other is not label:
+            raise SourceError(f"{label} was given twice, first as {other}; give it once")
 
 
-def _is_zero_bytes(label: str) -> bool:
-    try:
-        return label != STANDARD_INPUT and Path(label).expanduser().stat().st_size == 0
-    except (OSError, ValueError):
-        return False  # reading it says what is wrong
-
-
-def _in_turn(readers: Sequence[Iterator[RolloutRecord]]) -> Iterator[RolloutRecord]:
-    """Iterate over one rollout of each file, then the next of each."""
-    remaining = list(readers)
-    while remaining:
-        for reader in list(remaining):
-            rollout = next(reader, None)
-            if rollout is None:
-                remaining.remove(reader)
-            else:
-                yield rollout
-
-
-def _names_in(record: SourceRecord) -> dict[str, str]:
-    """What a record calls the fields of a rollout, and the masks that it has."""
-    fields = record.fields or {}
-    names = {
-        field: name for field, names in FIELD_NAMES.items() for name in names if fields.get(name) is not None
-    }
-    return names | {name: name for name in RESPONSE_MASKS if fields.get(name) is not None}
-
-
-def _note_on_padding(readers: Mapping[str, _FileReader], responses: int) -> list[str]:
+def _note_on_padding(padding: Sequence[tuple[RolloutRecord, int]], responses: int) -> list[str]:
     """A note if many responses without a mask end with placeholders."""
-    padding = [ending for reader in readers.values() for ending in reader.padding]
     if not is_padded(len(padding), responses):
         return []
     (first, length), tokens = padding[0], sum(length for _, length in padding)
@@ -282,65 +211,31 @@ def _note_on_padding(readers: Mapping[str, _FileReader], responses: int) -> list
     return [sentence]
 
 
-def _notes_on_empty_files(readers: Mapping[str, _FileReader]) -> list[str]:
-    """A note if files have no rollout."""
-    empty = [label for label, reader in readers.items() if reader.is_empty and reader.is_at_end]
-    return [f"{_listed(empty)} {'holds' if len(empty) == 1 else 'hold'} no rollout"] if empty else []
-
-
-def _notes_on_names(readers: Mapping[str, _FileReader]) -> list[str]:
-    """A note for each way in which the fields of files differ from those of the first."""
-    described = {label: reader.names for label, reader in readers.items() if not reader.is_empty}
-    first = next(iter(described), "")
-    differing: dict[str, list[str]] = {}
-    for label, names in described.items():
-        parts = [
-            f"{names[field]!r} for {expected!r}" if field in names else f"no {expected!r}"
-            for field, expected in described[first].items()
-            if names.get(field) != expected
-        ]
-        parts += [f"{names[field]!r} as well" for field in names if field not in described[first]]
-        if parts:
-            differing.setdefault(", ".join(parts), []).append(label)
-    return [
-        f"fields unlike those of {first} in {_listed(labels)}: {difference}"
-        for difference, labels in differing.items()
-    ]
-
-
-def _notes_on_copies(rollouts: Sequence[RolloutRecord]) -> list[str]:
-    """A note if at least half of a file's rollouts stand in another one, with the same log-probabilities."""
-    places: dict[Any, list[RolloutRecord]] = {}
+def _note_on_copies(rollouts: Sequence[RolloutRecord]) -> list[str]:
+    """A note if at least half of a file's rollouts stand in an earlier one, with the same log-probabilities."""
+    first: dict[Any, RolloutRecord] = {}
+    copies: dict[str, list[tuple[RolloutRecord, RolloutRecord]]] = {}
     for rollout in rollouts:
         columns = (rollout.trainer.tobytes(), rollout.engine.tobytes())
-        places.setdefault((rollout.prompt_ids, rollout.response_ids, *columns), []).append(rollout)
-    copies: dict[str, list[tuple[RolloutRecord, RolloutRecord]]] = {}
-    sizes: dict[str, int] = {}
-    for equal in places.values():
-        for rollout in equal:
-            sizes[rollout.file] = sizes.get(rollout.file, 0) + 1
-            other = next((other for other in equal if other.file != rollout.file), None)
-            if other is not None:
-                copies.setdefault(rollout.file, []).append((rollout, other))
-    copied = {label: pairs for label, pairs in copies.items() if len(pairs) >= COPIED_SHARE * sizes[label]}
-    if not copied:
+        original = first.setdefault((rollout.prompt_ids, rollout.response_ids, *columns), rollout)
+        if original.file != rollout.file:
+            copies.setdefault(rollout.file, []).append((original, rollout))
+    sizes = Counter(rollout.file for rollout in rollouts)
+    pairs = [
+        pair for file, pairs in copies.items() if len(pairs) >= COPIED_SHARE * sizes[file] for pair in pairs
+    ]
+    if not pairs:
         return []
-    count = sum(len(pairs) for pairs in copied.values())
-    example, copy = next(iter(copied.values()))[0]
     sentence = (
-        f"{count} of {len(rollouts)} rollouts stand in more than one file with the same log-probabilities, such as "
-        f"{example.location} and {copy.location}; each of them counts"
+        f"{len(pairs)} of {len(rollouts)} rollouts stand in an earlier file with the same log-probabilities, such as "
+        f"{pairs[0][0].location} and {pairs[0][1].location}; each of them counts"
     )
     return [sentence]
 
 
-def _largest_value(rollout: RolloutRecord) -> float:
-    """The largest value of the tokens that count; -inf without any."""
-    counted = rollout.is_counted
-    return max(
-        (float(column[counted].max()) for column in (rollout.trainer, rollout.engine) if counted.any()),
-        default=-float("inf"),
-    )
+def _has_logits(rollout: RolloutRecord) -> bool:
+    """Whether a value of a token that counts is no log-probability."""
+    return bool((np.maximum(rollout.trainer, rollout.engine)[rollout.is_counted] > ROUNDING_NATS).any())
 
 
 def _listed(labels: Sequence[str]) -> str:

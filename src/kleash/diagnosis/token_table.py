@@ -71,11 +71,6 @@ class TokenTable:
         halves = np.random.default_rng(0).permutation(self.block.max() + 1) % 2
         return halves[self.block]
 
-    @property
-    def decimals_error(self) -> float:
-        """Standard deviation of the differences that come from writing the columns with few decimals, in nats."""
-        return math.hypot(*(decimals_error(column) for column in (self.trainer, self.engine)))
-
     @cached_property
     def rounding_error(self) -> Floats:
         """Standard deviation of each token's difference that comes from rounding the columns, in nats: to few
@@ -103,26 +98,16 @@ class TokenTable:
 
     def neighbour(self, values: Floats, offset: int) -> Floats:
         """The value of the token ``offset`` places later in the same response; NaN where there is none that counts."""
-        shifted = np.full(len(values), np.nan)
         place = np.arange(len(values)) + offset
-        inside = (place >= 0) & (place < len(values))
-        source = place[inside]
-        same = (self.sequence[source] == self.sequence[inside]) & (
-            self.position[source] - self.position[inside] == offset
-        )
-        shifted[np.flatnonzero(inside)[same]] = values[source[same]]
-        return shifted
+        source = place.clip(0, len(values) - 1)
+        is_same = (source == place) & (self.sequence[source] == self.sequence)
+        return np.where(is_same & (self.position[source] - self.position == offset), values[source], np.nan)
 
     def placeholder_runs(self, values: Floats) -> np.ndarray:
         """Whether each token is in a run of at least 3 equal values in one response, which real log-probabilities
         of uncertain tokens are not."""
-        if not len(values):
-            return np.zeros(0, dtype=bool)
-        starts = np.flatnonzero(
-            np.r_[
-                True, (np.diff(values) != 0) | (np.diff(self.sequence) != 0) | (np.diff(self.position) != 1)
-            ]
-        )
+        is_new = (np.diff(values) != 0) | (np.diff(self.sequence) != 0) | (np.diff(self.position) != 1)
+        starts = np.flatnonzero(np.r_[True, is_new])
         lengths = np.diff(np.r_[starts, len(values)])
         return np.repeat(lengths >= SMALLEST_RUN, lengths)
 
@@ -177,8 +162,8 @@ def sample_rollouts(rollouts: Sequence[RolloutRecord], most_tokens: int) -> Sequ
     random = np.random.default_rng(0)
     count = min(len(rollouts), max(LEAST_SAMPLED, len(rollouts) * most_tokens // tokens))
     drawn = [rollouts[index] for index in np.sort(random.choice(len(rollouts), count, replace=False))]
-    excess = sum(int(rollout.is_counted.sum()) for rollout in drawn) > most_tokens
-    return [_shortened(rollout, most_tokens // count, random) for rollout in drawn] if excess else drawn
+    is_excess = sum(int(rollout.is_counted.sum()) for rollout in drawn) > most_tokens
+    return [_shortened(rollout, most_tokens // count, random) for rollout in drawn] if is_excess else drawn
 
 
 def _shortened(rollout: RolloutRecord, most_tokens: int, random: np.random.Generator) -> RolloutRecord:
@@ -196,18 +181,17 @@ def _shortened(rollout: RolloutRecord, most_tokens: int, random: np.random.Gener
 def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
     """The table of the tokens that count; the reference is None unless every rollout has one."""
 
-    def column(parts: list[np.ndarray]) -> Floats:
-        return np.maximum(np.concatenate(parts)[is_counted], LOG_OF_ZERO)
+    def column(name: str) -> Floats:
+        return np.maximum(np.concatenate([getattr(each, name) for each in rollouts])[is_counted], LOG_OF_ZERO)
 
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     earlier = [_earlier_tokens(rollout) for rollout in rollouts]
     is_counted = np.concatenate([rollout.is_counted for rollout in rollouts])
-    references = [rollout.reference for rollout in rollouts if rollout.reference is not None]
-    has_reference = len(references) == len(rollouts)
+    has_reference = all(rollout.reference is not None for rollout in rollouts)
     return TokenTable(
-        trainer=column([rollout.trainer for rollout in rollouts]),
-        engine=column([rollout.engine for rollout in rollouts]),
-        reference=column(references) if has_reference else None,
+        trainer=column("trainer"),
+        engine=column("engine"),
+        reference=column("reference") if has_reference else None,
         sequence=np.repeat(np.arange(len(rollouts)), lengths)[is_counted],
         position=np.concatenate([np.arange(length) for length in lengths])[is_counted],
         token_id=np.concatenate([rollout.response_ids for rollout in rollouts])[is_counted],
@@ -221,7 +205,5 @@ def tabulate(rollouts: Sequence[RolloutRecord]) -> TokenTable:
 def _earlier_tokens(rollout: RolloutRecord) -> tuple[np.ndarray, np.ndarray]:
     """Whether each token of a response stands in its prompt or earlier in it, and whether earlier in it."""
     ids = np.array(rollout.response_ids)
-    first = np.unique(ids, return_index=True)[1]
-    is_repeated = np.ones(len(ids), dtype=bool)
-    is_repeated[first] = False
+    is_repeated = ~np.isin(np.arange(len(ids)), np.unique(ids, return_index=True)[1])
     return is_repeated | np.isin(ids, rollout.prompt_ids), is_repeated
