@@ -259,7 +259,7 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
 
     def missing(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 2
         return done.stderr.strip().splitlines()[-1]

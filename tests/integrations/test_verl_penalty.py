@@ -371,6 +371,6 @@ def test_missing_verl_is_one_sentence():
         "import sys\nsys.modules['verl'] = None\nimport kleash.integrations.verl as v\n"
         "try:\n    v.install()\nexcept ImportError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("verl is not installed; run: pip install --no-deps verl"), done.stderr
     assert done.returncode == 0

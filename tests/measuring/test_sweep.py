@@ -311,7 +311,7 @@ def test_two_commands_on_one_folder_rank_as_one_does(job: SweepJob, result: Swee
     commands = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    ended = [(process.communicate(timeout=200), process.returncode) for process in commands]
+    ended = [(process.communicate(timeout=600), process.returncode) for process in commands]
     assert sorted(code for _, code in ended) == [0, 2], ended
     assert [bool(output) for (output, _), code in ended if code == 0] == [False]
     shared = Sweep.read(tmp_path / "out")

@@ -59,7 +59,7 @@ def test_a_narrow_terminal_truncates_no_number(
 def test_unencodable_characters_are_replaced(encoding: str, run: Path, tmp_path: Path) -> None:
     words = ["compare", run, run, "--out", tmp_path / "c.html"]
     process = started(*words, PYTHONIOENCODING=encoding)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, b"")
     assert ("\\u00b1" if encoding == "ascii" else "±") in out.decode(encoding)
 
@@ -67,7 +67,7 @@ def test_unencodable_characters_are_replaced(encoding: str, run: Path, tmp_path:
 def test_json_output_does_not_depend_on_the_encoding(run: Path, tmp_path: Path) -> None:
     words = ["compare", run, run, "--json", "--out", tmp_path / "c.html"]
     process = started(*words, PYTHONIOENCODING="ascii")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
 
@@ -82,7 +82,7 @@ def test_a_closed_pipe_ends_with_141(words: list[str], run: Path, tmp_path: Path
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(timeout=60), err) == (141, b"")
+    assert (process.wait(timeout=300), err) == (141, b"")
 
 
 FULL, CLOSED = "> /dev/full", ">&-"
@@ -96,7 +96,7 @@ def test_unwritable_standard_output_is_one_error_line(
     page = tmp_path / "c.html"
     more = {"report": [str(run)], "compare": [str(run), str(run), "--out", str(page)]}.get(words[0], [])
     command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
-    process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=60)
+    process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 2
     reason = "No space left on device" if output == FULL else "it is closed"
     assert (
@@ -122,7 +122,9 @@ def test_a_run_whose_summary_cannot_be_printed_is_complete(
 @pytest.mark.parametrize("progress", ["2> /dev/full", "2>&-"])
 def test_a_run_continues_if_its_progress_cannot_be_shown(progress: str, run: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
-    process = subprocess.run(["sh", "-c", f"{shlex.join(words)} {progress}"], capture_output=True, timeout=60)
+    process = subprocess.run(
+        ["sh", "-c", f"{shlex.join(words)} {progress}"], capture_output=True, timeout=300
+    )
     assert (process.returncode, process.stdout, process.stderr) == (2, b"", b"")
 
 

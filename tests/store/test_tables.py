@@ -31,6 +31,6 @@ def test_reading_a_parquet_file_starts_no_thread(tmp_path):
         [sys.executable, "-c", READER, str(tmp_path / "a.parquet")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.stdout, done.stderr) == ("0\n", "")

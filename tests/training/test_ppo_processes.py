@@ -42,7 +42,7 @@ def runs(tmp_path_factory):
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     script = [str(HELPERS / "ppo_process.py"), str(folder), str(folder / "two")]
     done = subprocess.run(
-        [*launch, *script], env=environment, capture_output=True, text=True, timeout=170, check=False
+        [*launch, *script], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
