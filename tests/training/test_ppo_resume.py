@@ -23,7 +23,7 @@ from kleash.records import read_steps
 from kleash.reports.folder_report import write_report_of
 from kleash.store.checksums import seal_folder
 from kleash.training import checkpoints
-from kleash.training.checkpoints import last_checkpoint, load_progress
+from kleash.training.checkpoints import advice_if_damaged, last_checkpoint, load_progress
 from kleash.training.ppo import train_ppo
 from kleash.training.run_log import RunLog
 
@@ -249,6 +249,15 @@ def test_other_files_among_checkpoints_are_ignored(copied):
     (folder / "step-1000000").rmdir()
     train_ppo(copied)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-999999", "step-zzz"]
+
+
+def test_unfinished_checkpoint_is_no_advice(tmp_path):
+    """The last file is written at the end, so a checkpoint without it cannot be resumed from."""
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-1/trainer_state.json").touch()
+    sentence = advice_if_damaged(tmp_path / "checkpoint-3", "trainer_state.json")
+    assert sentence.endswith("goes on from checkpoint-1")
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"progress": {}}', "[" * 200_000, '{"generators": [1]}'])

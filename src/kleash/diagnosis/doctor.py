@@ -75,14 +75,7 @@ def diagnose(
     """
     limit = healthy_scale(rounding)
     tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
-    padding = [_padding(rollout) for rollout in rollouts]
-    padded = sum(each.any() for each in padding)
-    counted = rollouts
-    if has_padding := is_padded(int(padded), len(rollouts)):
-        counted = [
-            replace(rollout, is_counted=rollout.is_counted & ~each)
-            for rollout, each in zip(rollouts, padding, strict=True)
-        ]
+    counted, mask_findings = _without_padding(rollouts)
     examined = sample_rollouts(counted, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
     table = tabulate(examined)
     notes: list[str] = []
@@ -95,13 +88,7 @@ def diagnose(
     if tokens < MIN_TOKENS:
         notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
-        if has_padding:
-            what = (
-                f"{padded} of {len(rollouts)} responses end with {sum(map(np.sum, padding)):,} tokens in all at "
-                "which each column has one value, as padding does"
-            )
-            findings.append(likely_cause("mask", what))
-        findings += _findings(examined, table, pair, limit, batch_tokens)
+        findings = mask_findings + _findings(examined, table, pair, limit, batch_tokens)
         findings.sort(key=lambda finding: -finding.probability)
         findings = _with_short_column(findings, table)
         notes += _notes(table, has_models=pair is not None)
@@ -183,6 +170,25 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
         f"all log-probabilities of the {short[0]} are {short[1]} numbers, those of the other side are not"
     )
     return [*(each for each in findings if each.cause != "precision"), likely_cause("precision", evidence)]
+
+
+def _without_padding(
+    rollouts: Sequence[RolloutRecord],
+) -> tuple[Sequence[RolloutRecord], list[LikelyCause]]:
+    """The rollouts with padding that counts left out, and the finding that says so; as they are without it."""
+    padding = [_padding(rollout) for rollout in rollouts]
+    padded = int(sum(each.any() for each in padding))
+    if not is_padded(padded, len(rollouts)):
+        return rollouts, []
+    sentence = (
+        f"{padded} of {len(rollouts)} responses end with {sum(map(np.sum, padding)):,} tokens in all at "
+        "which each column has one value, as padding does"
+    )
+    counted = [
+        replace(rollout, is_counted=rollout.is_counted & ~each)
+        for rollout, each in zip(rollouts, padding, strict=True)
+    ]
+    return counted, [likely_cause("mask", sentence)]
 
 
 def _padding(rollout: RolloutRecord) -> np.ndarray:

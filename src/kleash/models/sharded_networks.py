@@ -50,7 +50,7 @@ def reshard(network: Any) -> list[Any]:
     return modules
 
 
-def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStorage | None:
+def shard_storage(network: Any, subject: str) -> ShardStorage | None:
     """How FSDP2 or ZeRO-3 stores a network's weights; None if they are whole on this process.
 
     Weights that FSDP2 has gathered are freed first, so that all ranks have their shards.
@@ -58,7 +58,6 @@ def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStora
     Args:
         network: a transformers or PEFT model.
         subject: "the policy", for errors.
-        root: the module that FSDP was applied to, if the network is a part of it.
 
     Raises:
         ModelError: if they are sharded in another way. The reason does not depend on the rank.
@@ -66,7 +65,7 @@ def shard_storage(network: Any, subject: str, *, root: Any = None) -> ShardStora
     zero3 = {name: x for name, x in network.named_parameters() if is_zero3(x)}
     if zero3:
         return _zero3_storage(zero3, subject)
-    modules = reshard(network if root is None else root)
+    modules = reshard(network)
     weights = {name: x for name, x in network.named_parameters() if hasattr(x, "device_mesh")}
     if not weights:
         return None

@@ -64,24 +64,33 @@ def step_of(path: Path) -> int | None:
     return int(name[1]) if name is not None and path.is_dir() and not path.is_symlink() else None
 
 
+def newest_checkpoint(folder: Path, last_file: str = "", *, besides: Path | None = None) -> Path | None:
+    """The newest finished checkpoint in a folder of checkpoints; None if there is none.
+
+    Args:
+        folder: the folder.
+        last_file: the file without which a checkpoint is not finished.
+        besides: a checkpoint that does not count.
+    """
+    steps = {
+        step: path
+        for path in folder.glob("*")
+        if (step := step_of(path)) is not None and path != besides and (path / last_file).exists()
+    }
+    return steps[max(steps)] if steps else None
+
+
 def last_checkpoint(root: Path, last_file: str = "") -> Path | None:
-    """The newest checkpoint of a run's folder that is finished: that has ``last_file``."""
-    folders = [path for path in (root / CHECKPOINTS).glob("*") if step_of(path) is not None]
-    return max((path for path in folders if (path / last_file).exists()), key=_number, default=None)
+    """The newest finished checkpoint of a run's folder, as ``newest_checkpoint``."""
+    return newest_checkpoint(root / CHECKPOINTS, last_file)
 
 
-def advice_if_damaged(checkpoint: Path) -> str:
-    """What to do if a checkpoint is damaged: resume from an earlier one, if there is one."""
-    other_checkpoints = [
-        path for path in checkpoint.parent.glob("*") if path != checkpoint and step_of(path) is not None
-    ]
-    if other_checkpoints:
-        return f"delete {checkpoint}, and --resume goes on from {max(other_checkpoints, key=_number).name}"
+def advice_if_damaged(checkpoint: Path, last_file: str = "") -> str:
+    """What to do if a checkpoint is damaged: resume from another finished one, if there is one."""
+    other = newest_checkpoint(checkpoint.parent, last_file, besides=checkpoint)
+    if other is not None:
+        return f"delete {checkpoint}, and --resume goes on from {other.name}"
     return "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
-
-
-def _number(checkpoint: Path) -> int:
-    return step_of(checkpoint) or 0
 
 
 def save(root: Path, progress: TrainingState, run: Run) -> None:

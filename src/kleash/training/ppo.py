@@ -365,7 +365,7 @@ def update_policy(run: Run, rollout: Rollout, signals: LearningSignals, step: in
             pass_sums = learn(run, rollout, signals, rollout.minibatches[at], token_weight)
             if not math.isfinite(pass_sums["loss"]):
                 raise NonFiniteError(
-                    f"the loss is {pass_sums['loss']} in {where}; {cause(run, rollout, signals)}"
+                    f"the loss is {pass_sums['loss']} in {where}; {describe_cause(run, rollout, signals)}"
                 )
             sums = add_sums(sums, pass_sums)
             update_kl = pass_sums["update_kl"] / pass_sums["tokens"] if pass_sums["tokens"] else 0.0
@@ -378,7 +378,9 @@ def update_policy(run: Run, rollout: Rollout, signals: LearningSignals, step: in
                 return UpdateResult(sums=sums, gradient_norms=tuple(norms), stopped=sentence)
             norm = torch.nn.utils.clip_grad_norm_(run.networks.parameters(), job.max_gradient_norm).item()
             if not math.isfinite(norm):
-                raise NonFiniteError(f"the gradient is {norm} in {where}; {cause(run, rollout, signals)}")
+                raise NonFiniteError(
+                    f"the gradient is {norm} in {where}; {describe_cause(run, rollout, signals)}"
+                )
             optimizer.step()
             optimizer.zero_grad()
             norms.append(norm)
@@ -446,7 +448,7 @@ def kl_of_update(run: Run, rollout: Rollout, head_before: Head) -> float:
     return total
 
 
-def cause(run: Run, rollout: Rollout, signals: LearningSignals) -> str:
+def describe_cause(run: Run, rollout: Rollout, signals: LearningSignals) -> str:
     """Where a NaN or an infinity comes from: the first one among the numbers of the responses, or the updates."""
     columns = {**rollout.columns(), "advantages": signals.advantages, "returns": signals.returns}
     sentence = ""

@@ -24,12 +24,12 @@ class Run:
     optimizer: torch.optim.Optimizer
     rewards: Rewards
     device: torch.device
-    is_half: bool
-    """Whether products are in bfloat16: if job, checkpoint or Accelerate ask for it."""
+    has_bfloat16_products: bool
+    """In forward passes: if job, checkpoint or Accelerate ask for them."""
 
     def autocast(self) -> torch.autocast:
         """The context of forward passes."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_half)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.has_bfloat16_products)
 
 
 def set_up(job: PPOJob) -> Run:
@@ -70,7 +70,9 @@ def set_up(job: PPOJob) -> Run:
         optimizer=torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=0.0),
         rewards=rewards,
         device=device,
-        is_half=networks.sampler.dtype == torch.bfloat16 or accelerator.mixed_precision == "bf16",
+        has_bfloat16_products=(
+            networks.sampler.dtype == torch.bfloat16 or accelerator.mixed_precision == "bf16"
+        ),
     )
 
 

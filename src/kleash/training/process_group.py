@@ -1,6 +1,6 @@
-"""Collectives used by training: object gathers, sums, maxima, a broadcast and a barrier."""
+"""Collectives used by training: object gathers, sums, a broadcast and a barrier."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,10 +34,6 @@ class ProcessGroup:
         """The sum over ranks of each named value, added in rank order. A collective."""
         gathered = self.all_gather_object(dict(value))
         return {name: sum(values[name] for values in gathered) for name in value}
-
-    def max_over_ranks(self, value: Sequence[int]) -> list[int]:
-        """The elementwise maximum over ranks. A collective."""
-        return [max(column) for column in zip(*self.all_gather_object(list(value)), strict=True)]
 
     def broadcast_from_first(self, value: T) -> T:
         """The object of rank 0. A collective."""

@@ -1,5 +1,6 @@
 """Building a transformers network from the files of a GGUF model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,8 +83,19 @@ def load_gguf_network(
         if setting.startswith(SAMPLING):
             key = setting.removeprefix(SAMPLING)
             setattr(network.generation_config, SAMPLING_NAMES.get(key, key), value)
+    parameters_in_all = sum(parameter.numel() for parameter in network.parameters())
+    return BaseNetwork(
+        network=network,
+        parameters=parameters_in_all,
+        notes=_notes(files, name, subject, unmapped),
+        tensors=files.tensors,
+    )
+
+
+def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence[str]) -> tuple[str, ...]:
+    """What is said of a GGUF model: its types, whether it is one of embeddings, and settings that are not mapped."""
     notes = [describe_types(files, subject)]
-    pooling = files.settings.get(f"{name}.{POOLING}", 0)
+    pooling = files.settings.get(f"{architecture}.{POOLING}", 0)
     if pooling:
         notes.append(
             f"{subject} is a model of embeddings (its pooling_type is {str(pooling)[:20]}), whose head may not "
@@ -94,10 +106,7 @@ def load_gguf_network(
             f"{subject} has {len(unmapped)} settings that are not mapped to transformers and may matter: "
             f"{', '.join(unmapped[:MAX_SHOWN_NAMES])}"
         )
-    parameters_in_all = sum(parameter.numel() for parameter in network.parameters())
-    return BaseNetwork(
-        network=network, parameters=parameters_in_all, notes=tuple(notes), tensors=files.tensors
-    )
+    return tuple(notes)
 
 
 def describe_types(files: GGUFFiles, subject: str) -> str:

@@ -104,5 +104,5 @@ def verify_checkpoint(checkpoint: Path) -> tuple[str, ...]:
     checksums = Checksums.read(checkpoint, declared_by=CHECKSUMS)
     if not checksums.exists:
         return (f"{checkpoint} carries no checksums, so damage to it would not be noticed",)
-    checksums.check_all(advice=advice_if_damaged(checkpoint))
+    checksums.check_all(advice=advice_if_damaged(checkpoint, STATE))
     return ()

@@ -42,6 +42,11 @@ GRANITE_SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GRANITE_EXPERT_SETTINGS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+}
 STATE_SPACE_SIZES = frozenset(
     f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
 )
@@ -256,9 +261,7 @@ HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
         names=GRANITE_EXPERTS,
         settings={
             **GRANITE_SCALES,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            **GRANITE_EXPERT_SETTINGS,
         },
         biases={"attention_bias": PROJECTIONS},
         adjusted=STATE_SPACE_SIZES,
@@ -272,9 +275,7 @@ HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
         settings={
             **GRANITE_SCALES,
             **MAMBA_SETTINGS,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            **GRANITE_EXPERT_SETTINGS,
         },
         biases={"attention_bias": PROJECTIONS},
         defaults={"num_local_experts": 0},
