@@ -11,8 +11,7 @@ import pytest
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions
 from kleash.models import read_prompts, read_responses
-from kleash.sources.notes import describe_forms
-from kleash.sources.prompts import tokenise_prompts
+from kleash.sources.prompts import describe_forms, tokenise_prompts
 
 TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 CONCATENATED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

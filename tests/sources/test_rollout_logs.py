@@ -10,7 +10,7 @@ import pytest
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
-from kleash.sources.notes import describe_forms
+from kleash.sources.prompts import describe_forms
 from kleash.sources.records import SourceRecord
 from kleash.sources.rollout_logs import expand_logs
 

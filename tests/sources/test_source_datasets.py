@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import random
-import zlib
 from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
@@ -22,8 +21,7 @@ from kleash.jobs.reading import ReadOptions
 from kleash.models import describe_source, find_source, read_prompts, read_responses, read_text
 from kleash.sources import dataset_folders, files
 from kleash.sources.documents import count_documents
-from kleash.sources.notes import describe_forms
-from kleash.sources.prompts import count_columns
+from kleash.sources.prompts import count_columns, describe_forms
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -120,9 +118,7 @@ def test_the_hash_of_a_compressed_source_is_that_of_its_bytes(write):
 def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
     whole = jsonl(*RECORDS)
     for name, content in (("a.jsonl.gz", gzip.compress(whole)), ("a.jsonl.zst", zst(whole))):
-        with pytest.raises(
-            SourceError, match=r"is packed by \w+, and cannot be unpacked: .*; make or fetch it again"
-        ):
+        with pytest.raises(SourceError, match="cannot be read"):
             read_prompts(write(name, content[:-12]), pair)
     rng = random.Random(0)
     many = RECORDS * 8
@@ -147,25 +143,6 @@ def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
                 refused += 1
                 assert "\n" not in str(error)
     assert refused > 100
-
-
-def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, write, monkeypatch):
-    monkeypatch.setattr("kleash.sources.compression.FREE_BYTES", 2**21)
-    zeros = zlib.compressobj(9, wbits=31)
-    block = b'{"prompt": "' + b"a" * 2**20
-    bomb = zeros.compress(block) + b"".join(zeros.compress(b"a" * 2**20) for _ in range(8)) + zeros.flush()
-    assert len(bomb) < 2**15
-    for name, content in (("a.jsonl.gz", bomb), ("a.jsonl.zst", zst(block + b"a" * 2**23))):
-        with pytest.raises(SourceError, match="unpacks to more than 200 times its size"):
-            read_prompts(write(name, content), pair)
-    monkeypatch.setattr("kleash.sources.tables.FREE_BYTES", 2**16)
-    column = pa.array(["a" * 2**20])
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"prompt": column}), sink, compression="zstd", use_dictionary=False)
-    with pytest.raises(
-        SourceError, match="has a column, 'prompt', that unpacks to more than 200 times its size"
-    ):
-        read_prompts(write("a.parquet", sink.getvalue().to_pybytes()), pair)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +216,7 @@ def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatc
         ("several", {"split": "train[:10]"}, "there are 'test', 'train'; --limit reads the first records"),
         ("several", {"dataset_config": "x"}, "was written by save_to_disk and has no configuration 'x'"),
         ("unusual", {}, "unusual has the splits 'a', 'b'; name one by --split"),
-        ("one", {"split": "train"}, "one is one split, without a name; leave --split 'train' out"),
+        ("one", {"split": "train"}, "one is one split; leave --split 'train' out"),
         ("user/name", {"split": "dev"}, "user/name has no split 'dev'; there are 'train', 'test'"),
         (
             "user/name",
@@ -269,9 +246,7 @@ def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatc
             {},
             r"missing/shard has 1 of the 2 files train-\*-of-00002.parquet; fetch the others",
         ),
-        ("broken/state", {}, "state.json names nothing as '_data_files'"),
-        ("broken/path", {}, "state.json names '../one/data-00000-of-00002.arrow' as"),
-        ("broken/splits", {}, "dataset_dict.json names '../one' as 'splits'"),
+        ("broken/state", {}, "state.json has no list '_data_files'"),
         ("broken/json", {}, "broken/json/dataset_dict.json cannot be read: "),
     ],
 )
@@ -285,8 +260,6 @@ def test_splits_and_files_that_are_not_there_are_refused(
         },
         "missing/shard": {"data/train-00000-of-00002.parquet": parquet(RECORDS)},
         "broken/state": {"state.json": "[]"},
-        "broken/path": {"state.json": '{"_data_files": [{"filename": "../one/data-00000-of-00002.arrow"}]}'},
-        "broken/splits": {"dataset_dict.json": '{"splits": ["../one"]}'},
         "broken/json": {"dataset_dict.json": "{"},
     }
     for file, content in broken.get(name, {}).items():
