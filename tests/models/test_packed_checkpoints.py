@@ -108,7 +108,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("pack", "settings", "kind"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_matrix_is_unpacked_in_tiles_to_the_numbers_that_were_packed(
+def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     pack: Packer,
@@ -116,7 +116,6 @@ def test_a_matrix_is_unpacked_in_tiles_to_the_numbers_that_were_packed(
     kind: str,
     dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 96 * 40)
     tensors, values = pack(np.random.default_rng(0).normal(size=(160, 96)))
     save_file(
         {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()},

@@ -16,7 +16,7 @@ from tiny_models import save_tiny
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.quantised import transformers_formats, unpacking
-from kleash.models.quantised.integers import decode_float_8
+from kleash.models.quantised.integers import scale_groups
 from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.sources.sequences import TokenSequence
 
@@ -244,10 +244,9 @@ def write_module(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_matrix_is_unpacked_in_tiles_to_the_product_of_codes_and_scales(
+def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 24 * COLUMNS)
     tensors, settings, expected, kind = CASES[case]()
     packed = find_packed_modules(packed_checkpoint(write_module(tmp_path, tensors, settings)))
     assert packed is not None
@@ -461,7 +460,9 @@ def test_every_float_of_8_bits_is_decoded_by_its_formula(
     expected[is_infinite] = np.where(codes >= 128, -np.inf, np.inf)[is_infinite]
     tensor = torch.from_numpy(codes.astype(np.uint8))
     for chosen in (~is_nan, np.ones(256, dtype=bool)):  # without NaN, and with it
-        decoded = decode_float_8(tensor[torch.from_numpy(chosen)].view(stored), dtype).numpy()
+        codes = tensor[torch.from_numpy(chosen)].view(stored)[None]
+        one, group = torch.ones(1, 1, dtype=dtype), torch.zeros(codes.shape[1], dtype=torch.long)
+        decoded = scale_groups(codes, None, one, group)[0].numpy()
         assert decoded.dtype == expected.astype(np.float64 if dtype == torch.float64 else np.float32).dtype
         np.testing.assert_array_equal(np.isnan(decoded), is_nan[chosen])
         finite = ~is_nan[chosen]

@@ -29,7 +29,6 @@ from kleash.models.quantised.integers import look_up_halves
 from kleash.models.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
-    RowDecoder,
     group_by_module,
     modules_with,
 )
@@ -91,15 +90,14 @@ def _describe_integers(tensors: ModuleTensors) -> PackedModule:
         shape=(rows, columns),
         kind=f"{METHOD} int8, rows",
         parts=tuple(tensors.full_name(part) for part in parts),
-        open=partial(_open_integers, tensors),
+        decode=partial(_decode_integers, tensors),
     )
 
 
-def _open_integers(tensors: ModuleTensors, dtype: torch.dtype) -> RowDecoder:
-    """The decoder of the rows of a module of 8 bits."""
+def _decode_integers(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
+    """The matrix of a module of 8 bits."""
     codes, scales = tensors.read_parts("weight", "SCB")
-    factors = scales.to(dtype) / INTEGER_MAX
-    return lambda start, stop: codes[start:stop].to(dtype) * factors[start:stop, None]
+    return codes.to(dtype) * (scales.to(dtype) / INTEGER_MAX)[:, None]
 
 
 def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str) -> PackedModule:
@@ -120,7 +118,6 @@ def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str)
     blocks = -(-count // codes.block_size)
     _require_size(tensors, "weight.quant_map", TABLE_SIZE, ("F32", "F16", "BF16"))
     if codes.nested_block_size is None:
-        _refuse_transposed_scales(tensors, codes)
         _require_size(tensors, "weight.absmax", blocks, ("F32",))
     else:
         _require_size(tensors, "weight.absmax", blocks, ("U8",))
@@ -133,23 +130,7 @@ def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str)
         shape=codes.shape,
         kind=f"{METHOD} {codes.kind}, groups of {codes.block_size}",
         parts=tuple(tensors.full_name(part) for part in parts),
-        open=partial(_open_codes, tensors, codes),
-    )
-
-
-def _refuse_transposed_scales(tensors: ModuleTensors, codes: BlockCodes) -> None:
-    """Refuse scales that bitsandbytes transposed for a kernel of the CPU and saved so, which it reads in another order.
-
-    Raises:
-        ModelError: if they are transposed.
-    """
-    rows, columns = codes.shape
-    header = tensors.headers.get("weight.absmax")
-    tensors.require(
-        header is None or (header.kind, header.shape) != ("BF16", (columns // codes.block_size, rows)),
-        "was saved after a forward pass on a CPU, in which bitsandbytes transposed its scales (absmax) and rounded "
-        "them to bfloat16; bitsandbytes itself loads other weights from this file. Call save_pretrained before the "
-        "first forward pass",
+        decode=partial(_decode_codes, tensors, codes),
     )
 
 
@@ -195,27 +176,16 @@ def _read_settings(tensors: ModuleTensors, state: str) -> BlockCodes:
     )
 
 
-def _open_codes(tensors: ModuleTensors, codes: BlockCodes, dtype: torch.dtype) -> RowDecoder:
-    """The decoder of the rows of a module of 4 bits."""
+def _decode_codes(tensors: ModuleTensors, codes: BlockCodes, dtype: torch.dtype) -> Tensor:
+    """The matrix of a module of 4 bits."""
     packed = tensors.read("weight").reshape(-1).view(torch.uint8)
-    table = tensors.read("weight.quant_map").to(dtype)
-    scales = tensors.read("weight.absmax")
+    table, scales = tensors.read("weight.quant_map").to(dtype), tensors.read("weight.absmax")
     if codes.nested_block_size is not None:
         nested_table = tensors.read("weight.nested_quant_map").to(dtype)
         nested_scales = tensors.read("weight.nested_absmax").to(dtype)
-        blocks = torch.arange(len(scales)) // codes.nested_block_size
-        scales = nested_table[scales.long()] * nested_scales[blocks] + codes.nested_offset
-    scales = scales.to(dtype)
-    columns = codes.shape[1]
-
-    def decode(start: int, stop: int) -> Tensor:
-        first, last = start * columns, stop * columns
-        stored = packed[first // 2 : -(-last // 2)]
-        swapped = (stored << 4) | (stored >> 4)  # the first weight of a byte is in its upper half
-        values = look_up_halves(swapped, table)[first % 2 : first % 2 + last - first]
-        if columns % codes.block_size == 0:
-            blocks = slice(first // codes.block_size, last // codes.block_size)
-            return (values.view(-1, codes.block_size) * scales[blocks, None]).view(-1, columns)
-        return (values * scales[torch.arange(first, last) // codes.block_size]).view(-1, columns)
-
-    return decode
+        nested_scales = nested_scales.repeat_interleave(codes.nested_block_size)[: len(scales)]
+        scales = nested_table[scales.long()] * nested_scales + codes.nested_offset
+    count = codes.shape[0] * codes.shape[1]
+    swapped = (packed << 4) | (packed >> 4)  # the first weight of a byte is in its upper half
+    weights = look_up_halves(swapped, table)[:count]
+    return (weights * scales.to(dtype).repeat_interleave(codes.block_size)[:count]).view(codes.shape)

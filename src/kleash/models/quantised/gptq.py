@@ -23,7 +23,6 @@ from kleash.models.quantised.packed_modules import (
     MAX_SHOWN_CHARACTERS,
     ModuleTensors,
     PackedModule,
-    RowDecoder,
     modules_with,
 )
 from kleash.models.quantised.settings import (
@@ -129,8 +128,7 @@ def _describe_module(tensors: ModuleTensors, settings: _GPTQSettings) -> PackedM
         shape=(rows, columns),
         kind=f"{tensors.method} int{bits:.0f}, " + ("rows" if groups == 1 else f"groups of {group_size}"),
         parts=tuple(tensors.full_name(name) for name in names),
-        row_multiple=WORD_BITS,
-        open=partial(_open, tensors, int(bits), group_size, settings),
+        decode=partial(_decode, tensors, int(bits), group_size, settings),
     )
 
 
@@ -158,35 +156,22 @@ def _group_size(tensors: ModuleTensors, columns: int, groups: int, settings: _GP
     return columns // groups
 
 
-def _open(
-    tensors: ModuleTensors,
-    bits: int,
-    group_size: int,
-    settings: _GPTQSettings,
-    dtype: torch.dtype,
-) -> RowDecoder:
-    """The decoder of a module's rows."""
+def _decode(
+    tensors: ModuleTensors, bits: int, group_size: int, settings: _GPTQSettings, dtype: torch.dtype
+) -> Tensor:
+    """The matrix of a module."""
     qweight, qzeros, scales = tensors.read_parts("qweight", "qzeros", "scales")
-    if settings.is_symmetric:
-        _check_symmetric_zeros(tensors, qzeros, bits, scales.shape[1], settings.has_shifted_zeros)
-    columns = len(qweight) * WORD_BITS // bits
+    columns, rows = len(qweight) * WORD_BITS // bits, scales.shape[1]
     groups = _read_groups(tensors, columns, group_size, len(scales))
-    mask = (1 << bits) - 1
-
-    def decode(start: int, stop: int) -> Tensor:
-        codes = unpack_words(qweight[:, start:stop].T.contiguous(), bits, columns)
-        first_word, last_word = start * bits // WORD_BITS, -(-stop * bits // WORD_BITS)
-        zeros = unpack_words(qzeros[:, first_word:last_word].contiguous(), bits, stop - start).T
-        if settings.has_shifted_zeros:
-            zeros = (zeros + 1) & mask
-        return scale_groups(codes, zeros, scales[:, start:stop].T.to(dtype), groups)
-
-    return decode
+    zeros = unpack_words(qzeros, bits, rows)
+    if settings.is_symmetric:
+        _check_symmetric_zeros(tensors, zeros, bits, settings.has_shifted_zeros)
+    if settings.has_shifted_zeros:
+        zeros = (zeros + 1) & ((1 << bits) - 1)
+    return scale_groups(unpack_words(qweight.T, bits, columns), zeros.T, scales.T.to(dtype), groups)
 
 
-def _check_symmetric_zeros(
-    tensors: ModuleTensors, qzeros: Tensor, bits: int, rows: int, has_shifted_zeros: bool
-) -> None:
+def _check_symmetric_zeros(tensors: ModuleTensors, zeros: Tensor, bits: int, has_shifted_zeros: bool) -> None:
     """Refuse the zero points of symmetric weights that are 2^(bits - 1) only by the other version of the layout.
 
     Raises:
@@ -197,7 +182,7 @@ def _check_symmetric_zeros(
     if not has_shifted_zeros:
         stored, other = other, stored
         names = "gptq (AutoRound: packing_format to auto_round:auto_gptq)"
-    if bool((unpack_words(qzeros.contiguous(), bits, rows) == other).all()):
+    if bool((zeros == other).all()):
         raise ModelError(
             f"{tensors.checkpoint} is symmetric (sym) by its quantization_config, whose layout stores its zero points "
             f"as {stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format "

@@ -1,5 +1,6 @@
-"""Unpacking integers of a few bits from words of 32 bits, and floating-point numbers of 4 and 8 bits."""
+"""Unpacking integers of a few bits from words of 32 bits, floating-point numbers of 4 bits, and scaling both."""
 
+import numpy as np
 import torch
 from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
@@ -30,29 +31,12 @@ def unpack_words(words: Int[Tensor, "rows words"], bits: int, count: int) -> UIn
     Returns:
         The integers from 0 to 2^bits - 1.
     """
+    stored = words.contiguous().view(torch.uint8)
     if 8 % bits == 0:
-        return split_bytes(words.contiguous().view(torch.uint8), bits)[:, :count]
-    first_bits = torch.arange(count) * bits
-    first_words, shifts = first_bits // WORD_BITS, first_bits % WORD_BITS
-    unsigned = words.long() & 0xFFFFFFFF
-    last_words = (first_words + 1).clamp(max=words.shape[1] - 1)
-    values = (unsigned[:, first_words] >> shifts) | (unsigned[:, last_words] << (WORD_BITS - shifts))
-    return (values & ((1 << bits) - 1)).to(torch.uint8)
-
-
-def split_bytes(values: UInt8[Tensor, "rows bytes"], bits: int) -> UInt8[Tensor, "rows parts"]:
-    """Split each byte into integers of 1, 2, 4 or 8 bits, the lowest bits first.
-
-    Bytes become the two bytes of a 16-bit word, twice as many integers of half the bits, until they have ``bits``.
-    """
-    width = 8
-    while width > bits:
-        width //= 2
-        pairs = values.to(torch.int16)
-        pairs |= pairs << (8 - width)
-        pairs &= ((1 << width) - 1) * 0x0101
-        values = pairs.view(torch.uint8)
-    return values
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((stored[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)[:, :count]
+    unpacked = np.unpackbits(stored.numpy(), axis=1, count=count * bits, bitorder="little")
+    return torch.from_numpy(unpacked.reshape(-1, count, bits) @ (1 << np.arange(bits)).astype(np.uint8))
 
 
 def scale_groups(
@@ -69,7 +53,7 @@ def scale_groups(
     rows, columns = codes.shape
     count = scales.shape[1]
     if columns % count == 0 and torch.equal(groups, torch.arange(columns) // (columns // count)):
-        codes, scales = codes.view(rows, count, -1), scales[:, :, None]  # no copies of the scales
+        codes, scales = codes.reshape(rows, count, -1), scales[:, :, None]  # no copies of the scales
         zeros = None if zeros is None else zeros[:, :, None]
     else:
         scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
@@ -77,7 +61,7 @@ def scale_groups(
     if zeros is not None:
         values -= zeros
     values *= scales
-    return values.view(rows, columns)
+    return values.reshape(rows, columns)
 
 
 def unpack_float_4(codes: UInt8[Tensor, "rows bytes"], dtype: torch.dtype) -> Tensor:
@@ -92,24 +76,6 @@ def look_up_halves(codes: UInt8[Tensor, "*bytes"], table: Shaped[Tensor, "16"]) 
     pairs = torch.stack((table[numbers & 15], table[numbers >> 4]), dim=-1)
     taken = pairs.numpy().take(codes.numpy(), axis=0)  # faster than an index of torch, which is of 64 bits
     return torch.from_numpy(taken).flatten(-2)
-
-
-def decode_float_8(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """8-bit floating-point numbers E4M3 (without infinities) or E5M2 in ``dtype``, which is float32 or float64.
-
-    Their bits, moved to the places of a float16, are the number (E5M2) or a 256th of it (E4M3, by its exponent bias of
-    7 instead of 15), which is exact. The conversion of torch is several times as slow.
-    """
-    stored = codes.contiguous().view(torch.int8)
-    if codes.dtype == torch.float8_e5m2:
-        return (stored.to(torch.int16) << 8).view(torch.float16).to(dtype)
-    has_nan = int(stored.amax()) == 0x7F or int(stored.view(torch.uint8).amax()) == 0xFF
-    if codes.dtype != torch.float8_e4m3fn or has_nan:
-        return codes.to(dtype)
-    halves = stored.to(torch.int16)
-    halves <<= 7
-    halves &= ~(1 << 14)  # a copy of the sign, by its extension to 16 bits
-    return halves.view(torch.float16).to(dtype).mul_(256)
 
 
 def decode_powers_of_two(codes: UInt8[Tensor, "*sizes"], dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,6 @@ from torch import Tensor
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.integers import (
     WORD_BITS,
-    decode_float_8,
     decode_powers_of_two,
     scale_groups,
     unpack_float_4,
@@ -38,7 +37,6 @@ from kleash.models.quantised.integers import (
 from kleash.models.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
-    RowDecoder,
     modules_with,
 )
 from kleash.models.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
@@ -135,7 +133,7 @@ def _describe_module(tensors: ModuleTensors, settings: MLXSettings) -> Iterator[
             shape=(rows, columns),
             kind=f"{METHOD} {code}, groups of {settings.group_size}",
             parts=tuple(map(tensors.full_name, parts)),
-            open=partial(_open, tensors, settings, expert),
+            decode=partial(_decode, tensors, settings, expert),
         )
 
 
@@ -157,49 +155,24 @@ def _parameter_name(module: str, expert: int | None) -> str:
     return f"{block}.experts.{expert}.{name}.weight"
 
 
-def _open(
-    tensors: ModuleTensors,
-    settings: MLXSettings,
-    expert: int | None,
-    dtype: torch.dtype,
-) -> RowDecoder:
-    """The decoder of a module's rows."""
+def _decode(tensors: ModuleTensors, settings: MLXSettings, expert: int | None, dtype: torch.dtype) -> Tensor:
+    """The matrix of a module."""
 
     def read(part: str) -> Tensor:
         tensor = tensors.read(part)
-        return tensor if expert is None else tensor[expert]
+        return (tensor if expert is None else tensor[expert]).contiguous()
 
-    words = read("weight").view(torch.int32)
-    scales = _decode_scales(read("scales"), settings.mode, dtype)
-    columns = scales.shape[1] * settings.group_size
-    groups = torch.arange(columns) // settings.group_size
-    biases = None
+    words, scales = read("weight").view(torch.int32), read("scales")
+    groups = torch.arange(scales.shape[1] * settings.group_size) // settings.group_size
     if settings.mode == AFFINE:
+        codes = unpack_words(words, settings.bits, len(groups))
         biases = read("qbiases" if "qbiases" in tensors.headers else "biases").to(dtype)
-
-    def decode(start: int, stop: int) -> Tensor:
-        stored = words[start:stop]
-        if settings.mode == AFFINE:
-            codes = unpack_words(stored, settings.bits, columns)
-        elif settings.bits == 4:
-            codes = unpack_float_4(stored.contiguous().view(torch.uint8), dtype)
-        else:
-            codes = decode_float_8(stored.contiguous().view(torch.float8_e4m3fn), dtype)
-        values = scale_groups(codes, None, scales[start:stop], groups)
-        if biases is not None:
-            values.view(len(values), -1, settings.group_size).add_(biases[start:stop, :, None])
-        return values
-
-    return decode
-
-
-def _decode_scales(stored: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
-    """The scales of a module in ``dtype``."""
-    if mode == AFFINE:
-        return stored.to(dtype)
-    if mode in POWERS_OF_TWO:
-        return decode_powers_of_two(stored, dtype)
-    return decode_float_8(stored.contiguous().view(torch.float8_e4m3fn), dtype)
+        return scale_groups(codes, None, scales.to(dtype), groups) + biases[:, groups]
+    is_power = settings.mode in POWERS_OF_TWO
+    scales = decode_powers_of_two(scales, dtype) if is_power else scales.view(torch.float8_e4m3fn).to(dtype)
+    has_halves = settings.bits == 4
+    codes = unpack_float_4(words.view(torch.uint8), dtype) if has_halves else words.view(torch.float8_e4m3fn)
+    return scale_groups(codes, None, scales, groups)
 
 
 def arrange_tensors(checkpoint: Checkpoint) -> Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]:

@@ -1,4 +1,4 @@
-"""A matrix that a checkpoint stores packed: its tensors, checked by their headers, and how its rows are unpacked."""
+"""A matrix that a checkpoint stores packed: its tensors, checked by their headers, and how it is unpacked."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,6 @@ from kleash.models.checkpoints.files import StoredTensor
 from kleash.models.checkpoints.resolution import Checkpoint
 
 MAX_SHOWN_CHARACTERS = 120
-RowDecoder = Callable[[int, int], Tensor]
-"""Unpacks rows ``start`` to ``stop`` of a matrix into [rows, columns]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +27,9 @@ class PackedModule:
     """The type of its weights for records: "gptq int4, groups of 128"."""
     parts: tuple[str, ...]
     """Names of the tensors that it is stored as."""
-    row_multiple: int = 1
-    """Rows that are packed together: tiles begin at multiples of it."""
-    open: Callable[[torch.dtype], RowDecoder]
-    """Reads the tensors, checks their values, and returns the decoder of rows, which computes in the given dtype.
-    Raises ``ModelError``."""
+    decode: Callable[[torch.dtype], Tensor]
+    """Reads the tensors, checks their values, and unpacks the matrix, computed and returned in the given dtype. Raises
+    ``ModelError``."""
 
 
 @dataclass(frozen=True, kw_only=True)

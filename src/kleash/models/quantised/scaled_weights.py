@@ -23,21 +23,20 @@ Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_ut
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.quantised.integers import (
-    decode_float_8,
     decode_powers_of_two,
     scale_groups,
     unpack_float_4,
     unpack_words,
     words_of,
 )
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, RowDecoder, modules_with
+from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, modules_with
 from kleash.models.quantised.settings import (
     UnsupportedLayoutError,
     check_modelopt_algorithms,
@@ -84,18 +83,6 @@ class WeightScheme:
     """Rows and columns of a block; None if the scales are of the matrix, of rows or of groups in a row."""
     divides: bool = False
     """Whether weights are the stored numbers divided by the scales, and not multiplied."""
-
-
-class BlockValues(NamedTuple):
-    """Numbers of the blocks of a matrix, such as scales."""
-
-    values: Tensor
-    """[blocks of rows, blocks of columns]."""
-    block_rows: int
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The numbers of the blocks in some rows of the matrix: [stop - start, blocks of columns]."""
-        return self.values[torch.arange(start, stop) // self.block_rows]
 
 
 def find_compressed_modules(checkpoint: Checkpoint) -> list[PackedModule]:
@@ -188,7 +175,9 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
         shape=shape,
         kind=f"{' '.join(dict.fromkeys((tensors.method, kind)))}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),
-        open=partial(_open, tensors, codes, shape, bits, block, any(scheme.divides for scheme in schemes)),
+        decode=partial(
+            _decode, tensors, codes, shape, bits, block, any(scheme.divides for scheme in schemes)
+        ),
     )
 
 
@@ -283,7 +272,7 @@ def _scheme_words(schemes: Sequence[WeightScheme], columns: int) -> list[str]:
     )
 
 
-def _open(
+def _decode(
     tensors: ModuleTensors,
     codes_part: str,
     shape: tuple[int, int],
@@ -291,40 +280,23 @@ def _open(
     block: tuple[int, int],
     divides: bool,
     dtype: torch.dtype,
-) -> RowDecoder:
-    """The decoder of a module's rows."""
+) -> Tensor:
+    """The matrix of a module."""
     rows, columns = shape
     codes = tensors.read(codes_part)
-    column_blocks = _column_blocks(tensors, columns, block[1])
-
-    def by_block(values: Tensor) -> BlockValues:
-        return BlockValues(values.reshape(-(-rows // block[0]), -1), block[0])
-
-    stored_scales = _read_scales(tensors, dtype)
-    scales = by_block(stored_scales.reciprocal() if divides else stored_scales)
-    zeros = None
+    zeros, scales = None, _read_scales(tensors, dtype).reshape(-(-rows // block[0]), -1)
     if "weight_zero_point" in tensors.headers:
-        zeros = by_block(_read_zeros(tensors, scales.values, bits, codes.dtype).to(dtype))
-
-    column_factors = None
+        stored = _read_zeros(tensors, scales, bits, codes.dtype).to(dtype)
+        zeros = stored.repeat_interleave(block[0], dim=0)[:rows]
+    scales = (scales.reciprocal() if divides else scales).repeat_interleave(block[0], dim=0)[:rows]
+    if codes.dtype == torch.int32:
+        values = unpack_words(codes, bits, columns).to(dtype).sub_(1 << (bits - 1))
+    else:
+        values = unpack_float_4(codes, dtype) if codes.dtype == torch.uint8 else codes
+    weights = scale_groups(values, zeros, scales, _column_blocks(tensors, columns, block[1]))
     if COLUMN_FACTORS in tensors.headers:
-        column_factors = tensors.read(COLUMN_FACTORS).to(dtype)
-
-    def decode(start: int, stop: int) -> Tensor:
-        tile = codes[start:stop]
-        if codes.dtype == torch.int32:
-            values = unpack_words(tile, bits, columns).to(dtype).sub_(1 << (bits - 1))
-        elif codes.dtype == torch.int8:
-            values = tile
-        else:
-            values = (
-                unpack_float_4(tile, dtype) if codes.dtype == torch.uint8 else decode_float_8(tile, dtype)
-            )
-        tile_zeros = None if zeros is None else zeros.rows(start, stop)
-        weights = scale_groups(values, tile_zeros, scales.rows(start, stop), column_blocks)
-        return weights if column_factors is None else weights.mul_(column_factors)
-
-    return decode
+        weights = weights * tensors.read(COLUMN_FACTORS).to(dtype)
+    return weights
 
 
 def _column_blocks(tensors: ModuleTensors, columns: int, block_columns: int) -> Tensor:

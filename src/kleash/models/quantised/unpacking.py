@@ -14,8 +14,6 @@ from kleash.models.quantised.packed_formats import PackedCheckpoint
 from kleash.models.quantised.packed_modules import PackedModule
 from kleash.models.text_towers import NetworkClass, is_of_other_part
 
-TILE_WEIGHTS = 1 << 20
-"""Weights unpacked at once: 4 MB in float32, and as much for the integers and the scales of each."""
 ACTIVATION_TENSORS = frozenset(
     (
         *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
@@ -36,8 +34,8 @@ def load_unpacked_network(
 ) -> tuple[Any, Any]:
     """Load a checkpoint with packed weights as an ordinary network, with each matrix unpacked into ``dtype``.
 
-    Products are those of the unpacked matrices with unrounded activations. Beside the result, memory holds a tile of
-    one matrix; the packed tensors are mapped from their files.
+    Products are those of the unpacked matrices with unrounded activations. Beside the result, memory holds one
+    matrix in float32; the packed tensors are mapped from their files.
 
     Args:
         packed: its packed modules.
@@ -117,7 +115,7 @@ def _zero_biases(packed: PackedCheckpoint, names: Iterable[str]) -> set[str]:
 
 
 def unpack(module: PackedModule, dtype: torch.dtype) -> Tensor:
-    """The matrix of a packed module, unpacked a tile of rows at a time.
+    """The matrix of a packed module.
 
     Args:
         module: the module.
@@ -126,14 +124,7 @@ def unpack(module: PackedModule, dtype: torch.dtype) -> Tensor:
     Raises:
         ModelError: if a value of its tensors is invalid.
     """
-    decode = module.open(torch.promote_types(dtype, torch.float32))
-    columns = module.shape[-1]
-    rows = torch.empty(module.shape, dtype=dtype)
-    step = max(1, TILE_WEIGHTS // columns // module.row_multiple) * module.row_multiple
-    for start in range(0, len(rows), step):
-        stop = min(start + step, len(rows))
-        rows[start:stop] = decode(start, stop)
-    return rows
+    return module.decode(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
