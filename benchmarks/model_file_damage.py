@@ -189,7 +189,7 @@ def gguf_case(folder: Path) -> tuple[bytes, int, Callable[[Path], Any]]:
     from gguf_file import write_gguf  # pyright: ignore[reportMissingImports]
 
     from kleash.models import load_pair
-    from kleash.models.checkpoints.gguf_header import read_gguf_header
+    from kleash.models.checkpoints.gguf_files import read_gguf_header
     from kleash.shipped import shipped_folder
 
     path = write_gguf(shipped_folder("shipped:policy"), folder / "intact.gguf", "Q8_0")

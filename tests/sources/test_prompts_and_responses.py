@@ -158,14 +158,10 @@ def test_messages_need_a_chat_template_that_accepts_them(pair: Pair, write, unho
     name = write("a.jsonl", [{"messages": [MESSAGE]}])
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
-    with pytest.raises(
-        SourceError, match="line 1: it holds messages in 'messages' and the policy's tokenizer has no chat"
-    ):
+    with pytest.raises(SourceError, match="line 1: it holds messages in 'messages'"):
         read_prompts(name, replace(pair, tokenizer=bare))
     bare.chat_template = "{{ raise_exception('only systems speak') }}"
-    with pytest.raises(
-        SourceError, match="line 1: the chat template refuses the messages: only systems speak"
-    ):
+    with pytest.raises(SourceError, match="line 1: the chat template refuses"):
         read_prompts(name, replace(pair, tokenizer=bare))
     bare.chat_template = "{# nothing #}"
     with pytest.raises(SourceError, match="makes nothing of the messages"):
@@ -355,7 +351,7 @@ def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records
 def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
     with pytest.raises(SourceError, match="is read as plain text"):
         list(read_responses(write("a.txt", "hello"), pair))
-    with pytest.raises(SourceError, match=r"entry 1: expected a field 'response' .* and found 'prompt'"):
+    with pytest.raises(SourceError, match="entry 1: expected a field 'response'"):
         list(read_responses(write("a.json", '["hello"]'), pair))
     with pytest.raises(SourceError, match=r"holds no response$"):
         list(read_responses(write("a.jsonl", "\n"), pair))

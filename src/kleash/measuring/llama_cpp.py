@@ -38,12 +38,12 @@ from kleash.models.base_logits import (
 )
 from kleash.models.checkpoints.gguf_files import open_gguf
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.gguf.vocabulary import begin_token
+from kleash.models.gguf.vocabulary import begin_token, puts_begin_token
 from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
-from kleash.models.tokenizers import puts_begin_token, token_count
+from kleash.models.tokenizers import token_count
 from kleash.sources.files import read_whole_text
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 from kleash.store.file_hashes import require_unchanged_files, watching_files

@@ -178,7 +178,7 @@ def _draw(
     model: Model, hidden: Float[Tensor, "rows dim"], responses: list[_Response], sampling: Sampling
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
     """The next token of each response, and its log-probability under the sampling distribution."""
-    model.wait_for_log_probabilities()
+    model.wait_for("logp")
     logp = log_probabilities(hidden, model.head, temperature=sampling.temperature or 1.0)
     if sampling.temperature == 0:
         best = logp.max(-1)
@@ -293,7 +293,7 @@ class IncrementalDecoder:
     def _run_with_cache(self, ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows dim"]:
         """Hidden states after new tokens, with the key-value cache of the earlier ones."""
         positions = {"position_ids": (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]}
-        self.model.wait_for_pass()
+        self.model.wait_for("pass")
         output = self.network(
             input_ids=ids,
             attention_mask=self.mask,
@@ -337,6 +337,6 @@ class IncrementalDecoder:
         ids = torch.zeros(len(sequences), max(last) + 1, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = torch.tensor(sequence)
-        self.model.wait_for_pass()
+        self.model.wait_for("pass")
         output = self.network(input_ids=ids.to(self.model.device), use_cache=False)
         return self._hidden_states(output)[torch.arange(len(last)), last]

@@ -16,14 +16,11 @@ from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
-from kleash.models.network_loading import PARALLEL_MAPS, load_networks
+from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_tokenizers import load_tokenizers
-from kleash.models.shard_storage import ShardStorage
-from kleash.models.sharded_networks import shard_storage, view_of_shards
-from kleash.models.tokenizers import token_count
-from kleash.models.weight_storage import describe_weights
+from kleash.models.sharded_networks import ShardStorage, shard_storage, view_of_shards
+from kleash.models.tokenizers import load_tokenizers, token_count
 from kleash.store.checksums import UNCHECKED
 
 DTYPES = {

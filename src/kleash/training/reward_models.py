@@ -9,7 +9,7 @@ import torch
 from kleash.errors import CannotRunError, ModelError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.checkpoints.size_checks import check_network_size
+from kleash.models.filling import check_network_size
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.quantised.transformers_formats import check_stored_types
 from kleash.models.tokenizers import load_tokenizer

@@ -11,17 +11,15 @@ from typing import Any
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
-from kleash.models.checkpoints.config_checks import (
-    check_adapter_files,
-    check_index,
-    check_model_settings,
-)
 from kleash.models.checkpoints.files import (
     ADAPTER_WEIGHTS,
     INDEX,
     SINGLE_FILE,
     SafetensorsFiles,
     StoredTensor,
+    check_adapter_files,
+    check_index,
+    check_model_settings,
     check_pointers,
     open_model_files,
     open_safetensors,

@@ -1,6 +1,6 @@
 """Building a transformers network from the files of a GGUF model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,25 +11,85 @@ from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork
 from kleash.models.checkpoints.gguf_files import GGUFFiles
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.checkpoints.size_checks import check_network_size
 from kleash.models.compat import find_backbone
-from kleash.models.filling import check_complete, fill_network
-from kleash.models.gguf.architecture_table import find_architecture
+from kleash.models.filling import check_complete, check_network_size, fill_network
 from kleash.models.gguf.architectures import (
     DRAFT_LAYERS,
     POOLING,
     GGUFArchitecture,
+    Settings,
     TensorSummary,
     config_attributes,
 )
-from kleash.models.gguf.names import BLOCK_NUMBER, ParameterNames
-from kleash.models.gguf.tensor_decoding import LONG_ROPE, ROPE_FACTORS, read_parameters, rope_factors
+from kleash.models.gguf.families.dense import DENSE_FAMILIES
+from kleash.models.gguf.families.gemma import GEMMA_FAMILY
+from kleash.models.gguf.families.hybrids import HYBRID_FAMILIES
+from kleash.models.gguf.families.llama import LLAMA_FAMILY
+from kleash.models.gguf.families.qwen import QWEN_FAMILY
+from kleash.models.gguf.families.routed import ROUTED_FAMILIES
+from kleash.models.gguf.families.shared import SIGMOID
+from kleash.models.gguf.tensor_decoding import (
+    BLOCK_NUMBER,
+    LONG_ROPE,
+    ROPE_FACTORS,
+    ParameterNames,
+    read_parameters,
+    rope_factors,
+)
 from kleash.models.gguf.vocabulary import END_TOKENS
 
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    **LLAMA_FAMILY,
+    **QWEN_FAMILY,
+    **GEMMA_FAMILY,
+    **HYBRID_FAMILIES,
+    **ROUTED_FAMILIES,
+    **DENSE_FAMILIES,
+}
+"""``general.architecture``, or the kind of it that ``find_architecture`` tells apart → mapping."""
+KINDS_OF_ARCHITECTURES = ("mixtral", "ministral3", "olmo3", "deepseek3", "glm4v")
+"""Entries that are no ``general.architecture``."""
+SCORE_BIAS = ".exp_probs_b.bias"
 MAX_SHOWN_NAMES = 4
 SAMPLING = "general.sampling."
 SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 """Settings of a sampler in a GGUF file that have another name in a generation configuration."""
+
+
+def find_architecture(settings: Settings, tensors: Collection[str]) -> tuple[str, GGUFArchitecture]:
+    """The prefix of a file's settings, and the mapping of its architecture.
+
+    Args:
+        settings: of the file.
+        tensors: names of its tensors.
+
+    Raises:
+        ModelError: if it is not supported, with the list of those that are.
+    """
+    name = settings.get("general.architecture")
+    if not isinstance(name, str) or not name:
+        raise ModelError("it does not name its general.architecture")
+    kind = name
+    if name == "llama" and settings.get("llama.expert_count"):
+        kind = "mixtral"
+    elif name == "mistral3" and settings.get("mistral3.attention.temperature_scale"):
+        kind = "ministral3"
+    elif name == "olmo2" and settings.get("olmo2.attention.sliding_window"):
+        kind = "olmo3"
+    elif name == "glm4" and settings.get("glm4.rope.dimension_sections"):
+        kind = "glm4v"
+    elif name == "deepseek2" and (
+        settings.get("deepseek2.expert_gating_func") == SIGMOID
+        or any(tensor.endswith(SCORE_BIAS) for tensor in tensors)
+    ):
+        kind = "deepseek3"
+    if kind not in ARCHITECTURES or name in KINDS_OF_ARCHITECTURES:
+        listed = ", ".join(sorted(set(ARCHITECTURES) - set(KINDS_OF_ARCHITECTURES)))
+        raise ModelError(
+            f"it is of the architecture {name[:40]!r}, and kleash reads GGUF files of {listed}; give the model as a "
+            "folder of safetensors"
+        )
+    return name, ARCHITECTURES[kind]
 
 
 def load_gguf_network(

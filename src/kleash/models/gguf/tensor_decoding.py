@@ -1,9 +1,13 @@
-"""Decoding the tensors of GGUF files into parameters, a few rows at a time and in several threads."""
+"""The parameters of a network that the tensors of a GGUF file stand for: their names and their decoded values.
 
+Names follow from the table by which llama.cpp's converter names the parameters of a checkpoint. What the converter
+renames before it looks there is an exception of the architecture.
+"""
+
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from math import gcd
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +23,9 @@ from kleash.models.gguf.architectures import (
     PROJECTIONS,
     GGUFArchitecture,
 )
-from kleash.models.gguf.names import ParameterNames
 
-TILE_WEIGHTS = 1 << 20
-"""Weights decoded at once by a thread: 4 MB in float32."""
-ROW_WEIGHTS = 1 << 13
-"""Weights in a row that is passed to gguf, which decodes 16 rows at once; with few it is several times as slow."""
+MAX_THREADS = 4
+"""Tensors that are decoded at once, each of which is in memory in float32."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies."""
 LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -33,6 +34,54 @@ SCALES = (".scale", ".input_scale")
 """Ends of the names of factors beside NVFP4."""
 FACTORS = frozenset((ROPE_FACTORS, *LONG_ROPE))
 """Tensors that no parameter holds."""
+LAYERS = "model.layers"
+BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.([a-z0-9_.]+?)(?:\.(weight|bias|scale))?")
+BLOCK_NUMBER = re.compile(r"blk\.(\d{1,6})\.")
+OLD_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,4})")
+"""Part of a block that is one expert, as files of 2023 have them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterNames:
+    """The names in a checkpoint of the parameters that a file's tensors stand for."""
+
+    exceptions: Mapping[str, str]
+    """Of the architecture: part of a block → module of a layer, part with its suffix → parameter, and tensor outside of
+    blocks → parameter; "{expert}" stands for the number of an expert."""
+    converted: Mapping[str, str]
+    """Tensor → parameter by the table of the package gguf."""
+
+    @classmethod
+    def of(cls, name: str, exceptions: Mapping[str, str], network: Any) -> "ParameterNames":
+        """The names for a network of the architecture ``name``, on any device."""
+        gguf = import_extra("gguf", "models")
+        (arch,) = (arch for arch, its_name in gguf.MODEL_ARCH_NAMES.items() if its_name == name)
+        depth = len({match[1] for key in network.state_dict() if (match := re.search(r"\.(\d+)\.", key))})
+        table = gguf.get_tensor_name_map(arch, depth)
+        tensors = {
+            parameter: table.get_name(parameter, try_suffixes=(".weight", ".bias"))
+            for parameter in network.state_dict()
+        }
+        return cls(
+            exceptions=exceptions,
+            converted={tensor: parameter for parameter, tensor in tensors.items() if tensor is not None},
+        )
+
+    def find(self, name: str) -> str | None:
+        """The parameter that a tensor such as "blk.3.attn_q.weight" stands for; None if there is none."""
+        match = BLOCK_TENSOR.fullmatch(name)
+        if match is None:
+            return self.exceptions.get(name, self.converted.get(name))
+        number, part, suffix = match.groups()
+        expert = OLD_EXPERT.fullmatch(part)
+        if expert is not None and f"{expert[1]}_exps" in self.exceptions:
+            module = self.exceptions[f"{expert[1]}_exps"].replace("{expert}", expert[2])
+            return f"{LAYERS}.{number}.{module}.{suffix}"
+        if f"{part}.{suffix}" in self.exceptions:
+            return f"{LAYERS}.{number}.{self.exceptions[f'{part}.{suffix}']}"
+        if part in self.exceptions and suffix != "scale":
+            return f"{LAYERS}.{number}.{self.exceptions[part]}" + (f".{suffix}" if suffix else "")
+        return self.converted.get(name)
 
 
 def split_projections(
@@ -72,38 +121,29 @@ def split_projections(
             start += size
 
 
-def decode_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
-    """Decode rows ``start`` to ``stop`` of a tensor: [rows, columns] in float32.
-
-    The decoder is ``dequantize`` of the package gguf.
+def decode(tensor: StoredTensor) -> Tensor:
+    """The values of a tensor in float32, decoded by ``dequantize`` of the package gguf.
 
     Raises:
         ModelError: if gguf has no decoder for its type, or the file has become shorter.
     """
-    constants = import_extra("gguf.constants", "models")
-    quants = import_extra("gguf.quants", "models")
-    kind = constants.GGMLQuantizationType[tensor.kind]
-    row_bytes = tensor.num_bytes // (tensor.elements // tensor.shape[-1])
+    constants, quants = import_extra("gguf.constants", "models"), import_extra("gguf.quants", "models")
     with tensor.path.open("rb") as file:
-        data = np.fromfile(
-            file, dtype=np.uint8, count=(stop - start) * row_bytes, offset=tensor.offset + start * row_bytes
-        )
-    if data.size != (stop - start) * row_bytes:
+        data = np.fromfile(file, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+    if data.size != tensor.num_bytes:
         raise ModelError(f"{tensor.path} ends within {tensor.name}; fetch or make it again")
-    blocks = data.reshape(stop - start, row_bytes)
     if tensor.kind == "F64":
-        return blocks.view(np.float64).astype(np.float32)
-    block_weights, block_bytes = constants.GGML_QUANT_SIZES[kind]
-    row_blocks = gcd(data.size // block_bytes, max(1, ROW_WEIGHTS // block_weights))
+        return torch.from_numpy(data.view(np.float64).astype(np.float32)).reshape(tensor.shape)
+    rows = data.reshape(tensor.elements // tensor.shape[-1], -1)
     try:
         with np.errstate(all="ignore"):
-            values = quants.dequantize(data.reshape(-1, row_blocks * block_bytes), kind)
-            return values.reshape(stop - start, -1)
+            values = quants.dequantize(rows, constants.GGMLQuantizationType[tensor.kind])
     except NotImplementedError as error:
         raise ModelError(
             f"{tensor.path} holds {tensor.name} in the type {tensor.kind}, which the package gguf does not decode; "
             "quantise the model to another type"
         ) from error
+    return torch.from_numpy(values.copy()).reshape(tensor.shape)
 
 
 def read_parameters(
@@ -114,8 +154,6 @@ def read_parameters(
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Decode all tensors of a model.
-
-    Each tensor is decoded by rows into one of ``dtype``, so that a thread holds a tile of float32 beside it.
 
     Args:
         tensors: of all files of the model.
@@ -130,28 +168,33 @@ def read_parameters(
     Raises:
         ModelError: if a tensor cannot be decoded.
     """
-    parameters: dict[str, Tensor] = {}
-    unused: list[str] = []
     stored = {tensor.name: tensor for tensor in tensors}
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for tensor in split_projections(tensors, parameter_names, attributes):
-            names = _list_parameters(tensor, parameter_names)
-            if not names:
-                is_used = tensor.name in FACTORS or _weight_of_scale(tensor.name) in stored
-                unused += [] if is_used else [tensor.name]
-                continue
-            rows = _row_order(tensor, architecture, attributes)
-            scale = stored.get(f"{tensor.name.removesuffix('.weight')}.scale")
-            is_factor = scale is not None and parameter_names.find(scale.name) is None
-            factors = _row_factors(tensor, scale) if scale is not None and is_factor else None
-            function = _value_function(tensor.name, architecture)
-            values = _decode(tensor, rows, function, factors, dtype, threads)
-            parts = [values] if len(names) == 1 else values.chunk(len(names), dim=1)
-            for name, part in zip(names, parts, strict=True):
-                parameters |= dict(_by_parameter(tensor, name, part))
+    parts = {
+        tensor: _list_parameters(tensor, parameter_names)
+        for tensor in split_projections(tensors, parameter_names, attributes)
+    }
+
+    def convert(tensor: StoredTensor) -> dict[str, Tensor]:
+        values = _value_function(tensor.name, architecture)(decode(tensor))
+        scale = stored.get(f"{tensor.name.removesuffix('.weight')}.scale")
+        if scale is not None and parameter_names.find(scale.name) is None:
+            values = values * _factors(tensor, scale)
+        values = _by_halves(tensor, values, architecture, attributes).to(dtype)
+        chunks = [values] if len(parts[tensor]) == 1 else values.chunk(len(parts[tensor]), dim=1)
+        return dict(
+            each
+            for name, chunk in zip(parts[tensor], chunks, strict=True)
+            for each in _by_parameter(tensor, name, chunk)
+        )
+
+    parameters: dict[str, Tensor] = {}
+    with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as threads:
+        for converted in threads.map(convert, (tensor for tensor, names in parts.items() if names)):
+            parameters |= converted
     if architecture.arrange is not None:
         architecture.arrange(parameters, attributes)
-    return parameters, tuple(unused)
+    unused = [tensor.name for tensor, names in parts.items() if not names and tensor.name not in FACTORS]
+    return parameters, tuple(name for name in unused if _weight_of_scale(name) not in stored)
 
 
 def _list_parameters(tensor: StoredTensor, parameter_names: ParameterNames) -> list[str]:
@@ -170,19 +213,17 @@ def _weight_of_scale(name: str) -> str:
     return f"{name.removesuffix(suffix)}.weight" if suffix else ""
 
 
-def _row_factors(tensor: StoredTensor, scale: StoredTensor) -> Tensor:
-    """The factor of each row of a tensor of NVFP4, which has one, or one for each expert: [rows, 1].
+def _factors(tensor: StoredTensor, scale: StoredTensor) -> Tensor:
+    """The factor of a tensor of NVFP4, or one for each expert, in a shape that multiplies its values.
 
     Raises:
         ModelError: if there is another number of them.
     """
-    num_rows = tensor.elements // tensor.shape[-1]
     if scale.elements not in (1, tensor.shape[0] if len(tensor.shape) == 3 else 1):
         raise ModelError(
             f"{scale.path} has {scale.elements} factors in {scale.name} for {list(tensor.shape)} weights"
         )
-    factors = torch.from_numpy(decode_rows(scale, 0, 1).copy()).reshape(-1, 1)
-    return factors.repeat_interleave(num_rows // len(factors), dim=0)
+    return decode(scale).reshape(-1, *[1] * (len(tensor.shape) - 1))
 
 
 def _by_parameter(tensor: StoredTensor, parameter: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -198,66 +239,40 @@ def _by_parameter(tensor: StoredTensor, parameter: str, values: Tensor) -> Itera
         yield parameter, values
 
 
-def _value_function(name: str, architecture: GGUFArchitecture) -> Callable[[Tensor], Tensor] | None:
-    """The function of a tensor's decoded values that gives the parameter's; None if they are the same."""
+def _value_function(name: str, architecture: GGUFArchitecture) -> Callable[[Tensor], Tensor]:
+    """The function of a tensor's decoded values that gives the parameter's."""
     part = name.removeprefix("blk.").partition(".")[2].partition(".")[0]
     if part in architecture.functions:
         return architecture.functions[part]
     has_offset = name.endswith("norm.weight") and part not in architecture.norms_without_offset
-    if has_offset and architecture.norm_offset:
-        return lambda values: values - architecture.norm_offset
-    return None
+    offset = architecture.norm_offset if has_offset else 0.0
+    return lambda values: values - offset if offset else values
 
 
-def _row_order(
-    tensor: StoredTensor, architecture: GGUFArchitecture, attributes: Mapping[str, Any]
-) -> Tensor | None:
-    """The row of the parameter for each row of the file; None if they agree."""
+def _by_halves(
+    tensor: StoredTensor, values: Tensor, architecture: GGUFArchitecture, attributes: Mapping[str, Any]
+) -> Tensor:
+    """The rows of a query or key projection in the order of the parameter, by halves of a head; others as they are.
+
+    A file has rows i and i + half of a head next to each other where the architecture has an interleaved embedding.
+
+    Raises:
+        ModelError: if the rows are not those of the heads.
+    """
     part = tensor.name.split(".")[-2]
     if not architecture.interleaved_rope or part not in ("attn_q", "attn_k"):
-        return None
+        return values
     heads = attributes["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-    rows = tensor.shape[0]
-    if rows % (2 * heads):
+    if len(values) % (2 * heads):
         raise ModelError(
-            f"{tensor.path} has {rows} rows in {tensor.name}, which are not those of {heads} heads"
+            f"{tensor.path} has {len(values)} rows in {tensor.name}, which are not those of {heads} heads"
         )
-    # The file has pairs (i, i + half) of a head next to each other, the parameter has halves.
-    return torch.arange(rows).reshape(heads, 2, -1).transpose(1, 2).reshape(-1)
-
-
-def _decode(
-    tensor: StoredTensor,
-    rows: Tensor | None,
-    function: Callable[[Tensor], Tensor] | None,
-    factors: Tensor | None,
-    dtype: torch.dtype,
-    threads: ThreadPoolExecutor,
-) -> Tensor:
-    """Decode a tensor into ``dtype``; arguments by ``_row_order``, ``_value_function`` and ``_row_factors``."""
-    columns = tensor.shape[-1]
-    num_rows = tensor.elements // columns
-    values = torch.empty(num_rows, columns, dtype=dtype)
-    step = max(1, TILE_WEIGHTS // columns)
-
-    def fill(start: int) -> None:
-        stop = min(start + step, num_rows)
-        tile = torch.from_numpy(np.ascontiguousarray(decode_rows(tensor, start, stop)))
-        if function is not None:
-            tile = function(tile)
-        if factors is not None:
-            tile = tile * factors[start:stop]
-        values[slice(start, stop) if rows is None or num_rows == 1 else rows[start:stop]] = tile.to(dtype)
-
-    list(threads.map(fill, range(0, num_rows, step)))  # raises the first error
-    if rows is not None and num_rows == 1:  # a bias
-        return torch.empty_like(values[0]).index_copy_(0, rows, values[0])
-    return values.reshape(tensor.shape)
+    return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def rope_factors(tensors: Sequence[StoredTensor], name: str = ROPE_FACTORS) -> Tensor | None:
     """The divisors of the rotary frequencies, [head_dim / 2] in float32; None if the model has none."""
     for tensor in tensors:
         if tensor.name == name:
-            return torch.from_numpy(decode_rows(tensor, 0, 1).copy()).reshape(-1)
+            return decode(tensor).reshape(-1)
     return None

@@ -1,12 +1,11 @@
 """The vocabulary of a GGUF file, compared with a tokenizer: tokens, their types, merges and special tokens."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kleash.errors import ModelError
-from kleash.models.tokenizers import puts_begin_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Token types of llama.cpp."""
@@ -130,6 +129,12 @@ def begin_token(settings: Mapping[str, Any]) -> int | None:
     return begin if has_token and adds_begin_token(settings) else None
 
 
+def puts_begin_token(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts its begin token before a text."""
+    begin = tokenizer.bos_token_id
+    return begin is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [begin]
+
+
 def _list_of(settings: Mapping[str, Any], name: str, kind: type, subject: str) -> list[Any]:
     """The array ``tokenizer.ggml.<name>``; empty if it is missing."""
     values = settings.get(f"tokenizer.ggml.{name}", [])
@@ -140,10 +145,8 @@ def _list_of(settings: Mapping[str, Any], name: str, kind: type, subject: str) -
     return values
 
 
-def compare_with_tokenizer(
-    vocabulary: GGUFVocabulary, tokenizer: Any, owner: str, mismatch: Callable[[str], ModelError]
-) -> tuple[str, ...]:
-    """Check that a tokenizer gives a GGUF model the tokens that it was trained with.
+def find_difference(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> str | None:
+    """The first difference by which a tokenizer gives a GGUF model other tokens than it was trained with.
 
     Compares each id's text, that special tokens are no ordinary ones in the file, and the merges with their order (of
     SentencePiece, the order of the scores). Ids that the file marks as unused may be added tokens of the tokenizer, or
@@ -153,30 +156,14 @@ def compare_with_tokenizer(
         vocabulary: of the file.
         tokenizer: a transformers tokenizer.
         owner: whose tokenizer it is: "the reference's tokenizer".
-        mismatch: makes the error of a sentence.
-
-    Returns:
-        Notes on differences that do not change the tokens of a text.
-
-    Raises:
-        ModelError: made by ``mismatch``, with the first difference.
     """
+    return _different_tokens(vocabulary, tokenizer, owner) or _different_merges(vocabulary, tokenizer, owner)
+
+
+def _different_tokens(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> str | None:
+    """The differences in the text of each id, and in the types of special tokens; None if there are none."""
     texts = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    _check_tokens(vocabulary, texts, added, tokenizer, owner, mismatch)
-    _check_merges(vocabulary, tokenizer, owner, mismatch)
-    return tuple(_notes(vocabulary, tokenizer, owner))
-
-
-def _check_tokens(
-    vocabulary: GGUFVocabulary,
-    texts: Mapping[int, str],
-    added: Mapping[int, Any],
-    tokenizer: Any,
-    owner: str,
-    mismatch: Callable[[str], ModelError],
-) -> None:
-    """Check the text of each id, and the types of special tokens."""
     differences: list[str] = []
     for token_id in range(max(len(vocabulary.tokens), max(texts) + 1)):
         text = texts.get(token_id)
@@ -200,11 +187,12 @@ def _check_tokens(
             differences.append(
                 f"token {token_id}, {text!r}, is {kind_name} in the file and special in {owner}"
             )
-    if differences:
-        raise mismatch(
-            f"{vocabulary.subject} has {len(vocabulary.tokens)} tokens, of which {len(differences)} differ from "
-            f"{owner}: {'; '.join(differences[:3])}"
-        )
+    if not differences:
+        return None
+    return (
+        f"{vocabulary.subject} has {len(vocabulary.tokens)} tokens, of which {len(differences)} differ from "
+        f"{owner}: {'; '.join(differences[:3])}"
+    )
 
 
 def _is_same_text(stored: str, text: str, kind: int, is_added: bool, tokenizer: Any) -> bool:
@@ -220,10 +208,8 @@ def _is_same_text(stored: str, text: str, kind: int, is_added: bool, tokenizer: 
     return stored == tokenizer.decode(encoded, clean_up_tokenization_spaces=False)
 
 
-def _check_merges(
-    vocabulary: GGUFVocabulary, tokenizer: Any, owner: str, mismatch: Callable[[str], ModelError]
-) -> None:
-    """Check the merges of a byte-pair encoding, or the order of SentencePiece's scores."""
+def _different_merges(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> str | None:
+    """The first difference in the merges of a byte-pair encoding, or in the order of SentencePiece's scores."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = {} if backend is None else json.loads(backend.to_str()).get("model") or {}
     merges = model.get("merges") or []
@@ -242,7 +228,7 @@ def _check_merges(
                 min(len(stored), len(pairs)),
             )
             sides = [" ".join(each[place]) if place < len(each) else "none" for each in (stored, pairs)]
-            raise mismatch(
+            return (
                 f"{vocabulary.subject} has {len(stored)} merges and {owner} {len(pairs)}: merge {place} is "
                 f"{sides[0]!r} in the file and {sides[1]!r} in {owner}"
             )
@@ -252,9 +238,8 @@ def _check_merges(
         scores = [vocabulary.scores[n] for n in merged_ids if vocabulary.types[n] == NORMAL]
         place = next((n for n in range(1, len(scores)) if scores[n] > scores[n - 1]), None)
         if place is not None:
-            raise mismatch(
-                f"{vocabulary.subject} merges pieces by scores in another order than {owner}, from merge {place} on"
-            )
+            return f"{vocabulary.subject} merges pieces by scores in another order than {owner}, from merge {place} on"
+    return None
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
@@ -263,7 +248,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return merge[:1] + left, right
 
 
-def _notes(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> list[str]:
+def describe_differences(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> list[str]:
     """Notes on what differs and does not change the tokens of a text."""
     what = "tokens with types and merges" if vocabulary.merges else "tokens with types"
     count = len(vocabulary.tokens)
