@@ -15,10 +15,9 @@ from tiny_models import save_tiny, tiny_adapter
 from torch._dynamo.utils import counters as dynamo_counters
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
-from kleash.models import load_pair, score
-from kleash.models.quantised import unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models import load_pair, score, unpacking
 from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 30, 35

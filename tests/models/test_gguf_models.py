@@ -15,14 +15,14 @@ from gguf_models import MODELS
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoConfig
 
+from kleash.checkpoints.gguf.tensor_decoding import ParameterNames, decode, read_parameters
+from kleash.checkpoints.gguf.vocabulary import begin_token
+from kleash.checkpoints.gguf_files import read_gguf_header
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError, RunFolderError
 from kleash.measuring import cache_reference, measure
 from kleash.models import Pair, load_pair, read_text, score
-from kleash.models.checkpoints.gguf_files import read_gguf_header
-from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.gguf.network import ARCHITECTURES
-from kleash.models.gguf.tensor_decoding import ParameterNames, decode, read_parameters
-from kleash.models.gguf.vocabulary import begin_token
+from kleash.models.gguf_network import ARCHITECTURES
 from kleash.models.tokenizers import load_tokenizers
 from kleash.records import CacheJob, MeasureJob
 from kleash.sources.sequences import TokenSequence

@@ -17,10 +17,9 @@ from tiny_models import save_tiny, tiny_tokenizer
 from tiny_towers import save_tower
 from transformers import AutoModelForCausalLM
 
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
-from kleash.models import load_pair, score
-from kleash.models.quantised import unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models import load_pair, score, unpacking
 from kleash.sources.sequences import TokenSequence
 
 AFFINE = {"group_size": 32, "bits": 4}

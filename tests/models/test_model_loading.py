@@ -15,10 +15,10 @@ from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+from kleash.checkpoints import files, resolution
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
 from kleash.models import Model, Pair, load_pair, score
-from kleash.models.checkpoints import files, resolution
-from kleash.models.checkpoints.resolution import find_checkpoint
 
 
 @pytest.fixture

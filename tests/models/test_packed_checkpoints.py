@@ -16,11 +16,10 @@ from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_
 from tiny_towers import save_tower
 from transformers import Qwen3MoeConfig
 
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
-from kleash.models import load_pair, score
-from kleash.models.quantised import transformers_formats, unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules
-from kleash.models.quantised.transformers_formats import has_kernels
+from kleash.models import load_pair, score, transformers_formats, unpacking
+from kleash.models.transformers_formats import has_kernels
 from kleash.sources.sequences import TokenSequence
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq"}

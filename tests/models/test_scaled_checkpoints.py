@@ -13,11 +13,10 @@ from packed_checkpoints import bit_string, packed_checkpoint, save_packed
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
+from kleash.checkpoints.quantised.integers import scale_groups
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
-from kleash.models import load_pair, score
-from kleash.models.quantised import transformers_formats, unpacking
-from kleash.models.quantised.integers import scale_groups
-from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models import load_pair, score, transformers_formats, unpacking
 from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 80, 96

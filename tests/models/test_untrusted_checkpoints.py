@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.models import load_pair
-from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.models.heads import head_logits
 from kleash.sandbox import process
 from kleash.sandbox.process import TemplateError, render_chat

@@ -11,6 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
+from kleash.checkpoints.gguf_files import open_gguf
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError, NonFiniteError, SourceError
 from kleash.jobs import LogitsJob
 from kleash.measuring.estimand import padding_note, padding_warnings
@@ -36,9 +39,6 @@ from kleash.models.base_logits import (
     split_chunks,
     write_header,
 )
-from kleash.models.checkpoints.gguf_files import open_gguf
-from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.gguf.vocabulary import begin_token, puts_begin_token
 from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader

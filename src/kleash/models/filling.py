@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError, summarise_error
-from kleash.models.checkpoints.resolution import Checkpoint
 
 ALWAYS_ALLOWED_BUFFER_ELEMENTS = 1 << 26
 """Number of elements of buffers (computed tables, which no file stores) that is accepted for any weights."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.files import read_json
+from kleash.checkpoints.resolution import GENERATION_CONFIG
 from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.linear import Head
-from kleash.models.checkpoints.files import read_json
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.compat import find_backbone
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model

@@ -8,23 +8,14 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_packed_modules
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import CannotRunError, ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
-from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import run_uncompiled, use_exact_experts
 from kleash.models.filling import check_complete, check_network_size
-from kleash.models.gguf.network import load_gguf_network
-from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
-from kleash.models.quantised.transformers_formats import (
-    check_stored_types,
-    check_unused_parts,
-    describe_quantisation,
-    has_kernels,
-    is_packed,
-    quantisation_advice,
-)
-from kleash.models.quantised.unpacking import load_unpacked_network
+from kleash.models.gguf_network import load_gguf_network
 from kleash.models.text_towers import (
     NetworkClass,
     has_other_parts,
@@ -32,6 +23,15 @@ from kleash.models.text_towers import (
     list_network_classes,
     needs_other_parts,
 )
+from kleash.models.transformers_formats import (
+    check_stored_types,
+    check_unused_parts,
+    describe_quantisation,
+    has_kernels,
+    is_packed,
+    quantisation_advice,
+)
+from kleash.models.unpacking import load_unpacked_network
 from kleash.store.measurement import StoredWeights
 
 PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}

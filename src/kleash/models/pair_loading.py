@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models.adapters.shared_base import LoadedNetwork
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage

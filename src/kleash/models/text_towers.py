@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.files import INDEX, open_model_files
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import INDEX, open_model_files
 from kleash.models.compat import class_of_config, forget_renaming, loaded_from
 
 OTHER_CONFIG_NAMES = re.compile(

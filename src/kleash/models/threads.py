@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import resolve_device
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kleash.checkpoints.gguf.vocabulary import describe_differences, find_difference, read_vocabulary
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.models.gguf.vocabulary import describe_differences, find_difference, read_vocabulary
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
+from kleash.checkpoints.files import iterate_settings
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.network_state import bitwise_equal, make_probe, probe_logits
 from kleash.models.adapters.rules import find_rule, peft_type
-from kleash.models.checkpoints.files import iterate_settings
-from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import has_adapter_on_one_embedding
 from kleash.sandbox.process import check_patterns
 

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.integers import WORD_BITS, scale_groups, unpack_words
-from kleash.models.quantised.packed_modules import (
+from kleash.checkpoints.quantised.integers import WORD_BITS, scale_groups, unpack_words
+from kleash.checkpoints.quantised.packed_modules import (
     MAX_SHOWN_CHARACTERS,
     ModuleTensors,
     PackedModule,
     modules_with,
 )
-from kleash.models.quantised.settings import (
+from kleash.checkpoints.quantised.settings import (
     UnsupportedLayoutError,
     read_group_size,
     read_integer,
     read_module_group_sizes,
 )
+from kleash.checkpoints.resolution import Checkpoint
+from kleash.errors import ModelError
 
 BITS = (2, 3, 4, 8)
 SCALE_TYPES = ("F16", "BF16", "F32")

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.quantised.settings import SCALE_MEANING
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.settings import SCALE_MEANING
 from kleash.models.text_towers import is_of_other_part
 
 INTEGER_TYPES = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))

@@ -6,27 +6,27 @@ from typing import Any
 
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.awq import describe_modules as describe_awq_modules
-from kleash.models.quantised.awq import find_awq_modules
-from kleash.models.quantised.bitsandbytes import find_bitsandbytes_modules
-from kleash.models.quantised.gptq import find_gptq_modules, find_word_modules
-from kleash.models.quantised.mlx import arrange_tensors, find_mlx_modules
-from kleash.models.quantised.packed_modules import PackedModule
-from kleash.models.quantised.scaled_weights import (
+from kleash.checkpoints.quantised.awq import describe_modules as describe_awq_modules
+from kleash.checkpoints.quantised.awq import find_awq_modules
+from kleash.checkpoints.quantised.bitsandbytes import find_bitsandbytes_modules
+from kleash.checkpoints.quantised.gptq import find_gptq_modules, find_word_modules
+from kleash.checkpoints.quantised.mlx import arrange_tensors, find_mlx_modules
+from kleash.checkpoints.quantised.packed_modules import PackedModule
+from kleash.checkpoints.quantised.scaled_weights import (
     WeightScheme,
     find_compressed_modules,
     find_scaled_float_modules,
     find_scaled_modules,
 )
-from kleash.models.quantised.settings import (
+from kleash.checkpoints.quantised.settings import (
     UnsupportedLayoutError,
     check_rotations,
     read_group_size,
     read_integer,
     read_weight_groups,
 )
+from kleash.checkpoints.resolution import Checkpoint
+from kleash.errors import ModelError
 
 GPTQ_PACKINGS = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
 """``packing_format`` of GPTQ → whether zero points are stored less one."""

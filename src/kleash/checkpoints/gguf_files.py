@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kleash.checkpoints.files import StoredTensor
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import StoredTensor
 
 SUFFIX = ".gguf"
 HUB_FILE = re.compile(r"([\w][\w.-]*/[\w][\w.-]*):([^\\:]+\.gguf)", re.IGNORECASE)

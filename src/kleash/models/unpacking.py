@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint
+from kleash.checkpoints.quantised.packed_modules import PackedModule
+from kleash.checkpoints.resolution import GENERATION_CONFIG
 from kleash.extras import import_extra
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.filling import fill_network
-from kleash.models.quantised.packed_formats import PackedCheckpoint
-from kleash.models.quantised.packed_modules import PackedModule
 from kleash.models.text_towers import NetworkClass, is_of_other_part
 
 ACTIVATION_TENSORS = frozenset(

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.models.checkpoints.files import StoredTensor
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.integers import look_up_halves
-from kleash.models.quantised.packed_modules import (
+from kleash.checkpoints.files import StoredTensor
+from kleash.checkpoints.quantised.integers import look_up_halves
+from kleash.checkpoints.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     group_by_module,
     modules_with,
 )
+from kleash.checkpoints.resolution import Checkpoint
 
 QUANT_STATE = re.compile(r"(.+)\.(weight\.quant_state\.bitsandbytes__\w+)")
 """Name of the tensor that holds the settings of a matrix of 4 bits, as JSON."""

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.extras import import_extra
-from kleash.models.checkpoints.files import StoredTensor
-from kleash.models.gguf.architectures import (
+from kleash.checkpoints.files import StoredTensor
+from kleash.checkpoints.gguf.architectures import (
     FUSED_EXPERTS,
     FUSED_PROJECTIONS,
     PROJECTIONS,
     GGUFArchitecture,
 )
+from kleash.errors import ModelError
+from kleash.extras import import_extra
 
 MAX_THREADS = 4
 """Tensors that are decoded at once, each of which is in memory in float32."""

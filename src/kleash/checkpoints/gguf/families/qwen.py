@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
-from kleash.models.gguf.families.shared import (
+from kleash.checkpoints.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
+from kleash.checkpoints.gguf.families.shared import (
     EXPERT_SETTINGS,
     EXPERTS,
     log_of_negated,
     restore_convolutions,
     set_rope,
 )
+from kleash.errors import ModelError
 
 QWEN2 = GGUFArchitecture(model_type="qwen2")
 QWEN3 = GGUFArchitecture(

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
-from kleash.models.gguf.families.shared import (
+from kleash.checkpoints.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
+from kleash.checkpoints.gguf.families.shared import (
     EXPERTS,
     GATING,
     LEADING_DENSE,
@@ -28,6 +27,7 @@ from kleash.models.gguf.families.shared import (
     check_gating,
     layer_types,
 )
+from kleash.errors import ModelError
 
 ROUTED_EXPERTS = EXPERTS | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 """Experts chosen by scores with a bias."""

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.gguf.architectures import (
+from kleash.checkpoints.gguf.architectures import (
     MLP_PROJECTIONS,
     PROJECTIONS,
     SHAPE_SETTINGS,
     Settings,
     TensorSummary,
 )
+from kleash.errors import ModelError
 
 RMS_NORM = "attention.layer_norm_rms_epsilon"
 LLAMA_BIASES = {"attention_bias": PROJECTIONS, "mlp_bias": MLP_PROJECTIONS}

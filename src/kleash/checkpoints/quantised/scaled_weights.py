@@ -28,16 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.integers import (
+from kleash.checkpoints.quantised.integers import (
     decode_powers_of_two,
     scale_groups,
     unpack_float_4,
     unpack_words,
     words_of,
 )
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, modules_with
-from kleash.models.quantised.settings import (
+from kleash.checkpoints.quantised.packed_modules import ModuleTensors, PackedModule, modules_with
+from kleash.checkpoints.quantised.settings import (
     UnsupportedLayoutError,
     check_modelopt_algorithms,
     has_reciprocal_scales,
@@ -47,6 +46,7 @@ from kleash.models.quantised.settings import (
     read_object,
     read_weight_groups,
 )
+from kleash.checkpoints.resolution import Checkpoint
 
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
 SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "U8")

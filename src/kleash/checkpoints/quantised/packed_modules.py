@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kleash.checkpoints.files import StoredTensor
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
-from kleash.models.checkpoints.files import StoredTensor
-from kleash.models.checkpoints.resolution import Checkpoint
 
 MAX_SHOWN_CHARACTERS = 120
 

@@ -6,14 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError, summarise_error
-from kleash.extras import import_extra
-from kleash.models.adapters.shared_base import BaseNetwork
-from kleash.models.checkpoints.gguf_files import GGUFFiles
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import find_backbone
-from kleash.models.filling import check_complete, check_network_size, fill_network
-from kleash.models.gguf.architectures import (
+from kleash.checkpoints.gguf.architectures import (
     DRAFT_LAYERS,
     POOLING,
     GGUFArchitecture,
@@ -21,14 +14,14 @@ from kleash.models.gguf.architectures import (
     TensorSummary,
     config_attributes,
 )
-from kleash.models.gguf.families.dense import DENSE_FAMILIES
-from kleash.models.gguf.families.gemma import GEMMA_FAMILY
-from kleash.models.gguf.families.hybrids import HYBRID_FAMILIES
-from kleash.models.gguf.families.llama import LLAMA_FAMILY
-from kleash.models.gguf.families.qwen import QWEN_FAMILY
-from kleash.models.gguf.families.routed import ROUTED_FAMILIES
-from kleash.models.gguf.families.shared import SIGMOID
-from kleash.models.gguf.tensor_decoding import (
+from kleash.checkpoints.gguf.families.dense import DENSE_FAMILIES
+from kleash.checkpoints.gguf.families.gemma import GEMMA_FAMILY
+from kleash.checkpoints.gguf.families.hybrids import HYBRID_FAMILIES
+from kleash.checkpoints.gguf.families.llama import LLAMA_FAMILY
+from kleash.checkpoints.gguf.families.qwen import QWEN_FAMILY
+from kleash.checkpoints.gguf.families.routed import ROUTED_FAMILIES
+from kleash.checkpoints.gguf.families.shared import SIGMOID
+from kleash.checkpoints.gguf.tensor_decoding import (
     BLOCK_NUMBER,
     LONG_ROPE,
     ROPE_FACTORS,
@@ -36,7 +29,14 @@ from kleash.models.gguf.tensor_decoding import (
     read_parameters,
     rope_factors,
 )
-from kleash.models.gguf.vocabulary import END_TOKENS
+from kleash.checkpoints.gguf.vocabulary import END_TOKENS
+from kleash.checkpoints.gguf_files import GGUFFiles
+from kleash.checkpoints.resolution import Checkpoint
+from kleash.errors import ModelError, summarise_error
+from kleash.extras import import_extra
+from kleash.models.adapters.shared_base import BaseNetwork
+from kleash.models.compat import find_backbone
+from kleash.models.filling import check_complete, check_network_size, fill_network
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **LLAMA_FAMILY,

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.gguf.architectures import (
+from kleash.checkpoints.gguf.architectures import (
     MLP_PROJECTIONS,
     PROJECTIONS,
     GGUFArchitecture,
     Settings,
     TensorSummary,
 )
-from kleash.models.gguf.families.shared import (
+from kleash.checkpoints.gguf.families.shared import (
     LLAMA_BIASES,
     RMS_NORM,
     adjust_partial_rope,
@@ -32,6 +31,7 @@ from kleash.models.gguf.families.shared import (
     layer_types,
     set_rope,
 )
+from kleash.errors import ModelError
 
 GLM4 = GGUFArchitecture(
     model_type="glm4",

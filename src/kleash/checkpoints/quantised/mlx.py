@@ -26,20 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.integers import (
+from kleash.checkpoints.quantised.integers import (
     WORD_BITS,
     decode_powers_of_two,
     scale_groups,
     unpack_float_4,
     unpack_words,
 )
-from kleash.models.quantised.packed_modules import (
+from kleash.checkpoints.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     modules_with,
 )
-from kleash.models.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
+from kleash.checkpoints.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
+from kleash.checkpoints.resolution import Checkpoint
 
 METHOD = "mlx"
 AFFINE = "affine"

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.gptq import SCALE_TYPES
-from kleash.models.quantised.integers import scale_groups, unpack_words
-from kleash.models.quantised.packed_modules import ModuleTensors, PackedModule, modules_with
-from kleash.models.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
+from kleash.checkpoints.quantised.gptq import SCALE_TYPES
+from kleash.checkpoints.quantised.integers import scale_groups, unpack_words
+from kleash.checkpoints.quantised.packed_modules import ModuleTensors, PackedModule, modules_with
+from kleash.checkpoints.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
+from kleash.checkpoints.resolution import Checkpoint
 
 PARTS = ("qweight", "qzeros", "scales")
 """Last parts of the names of a module's tensors."""

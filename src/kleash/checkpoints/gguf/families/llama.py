@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary
+from kleash.checkpoints.gguf.families.shared import LLAMA_BIASES
 from kleash.errors import ModelError
-from kleash.models.gguf.architectures import GGUFArchitecture, Settings, TensorSummary
-from kleash.models.gguf.families.shared import LLAMA_BIASES
 
 LLAMA = GGUFArchitecture(model_type="llama", biases=LLAMA_BIASES, interleaved_rope=True)
 MIXTRAL_EXPERTS = {

@@ -8,10 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import ModelError, summarise_error
-from kleash.extras import import_extra, suppress_library_output
-from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
-from kleash.models.checkpoints.files import (
+from kleash.checkpoints.files import (
     ADAPTER_WEIGHTS,
     INDEX,
     SINGLE_FILE,
@@ -25,7 +22,10 @@ from kleash.models.checkpoints.files import (
     open_safetensors,
     read_json,
 )
-from kleash.models.checkpoints.gguf_files import HUB_FILE, GGUFFiles, list_part_names, open_gguf
+from kleash.checkpoints.gguf_files import HUB_FILE, GGUFFiles, list_part_names, open_gguf
+from kleash.errors import ModelError, summarise_error
+from kleash.extras import import_extra, suppress_library_output
+from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.shipped import shipped_folder
 from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import ModelError
-from kleash.models.gguf.architectures import (
+from kleash.checkpoints.gguf.architectures import (
     PROJECTIONS,
     SHAPE_SETTINGS,
     GGUFArchitecture,
     Settings,
     TensorSummary,
 )
-from kleash.models.gguf.families.shared import (
+from kleash.checkpoints.gguf.families.shared import (
     GATING,
     LEADING_DENSE,
     LLAMA_BIASES,
@@ -35,6 +34,7 @@ from kleash.models.gguf.families.shared import (
     log_of_negated,
     restore_convolutions,
 )
+from kleash.errors import ModelError
 
 GRANITE_SCALES = {
     "attention.scale": "attention_multiplier",

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary
+from kleash.checkpoints.gguf.families.shared import layer_types
 from kleash.errors import ModelError
-from kleash.models.gguf.architectures import GGUFArchitecture, Settings, TensorSummary
-from kleash.models.gguf.families.shared import layer_types
 
 ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
 """Caps of Gemma 2 and 3n, which llama.cpp applies if a file has none, as those of June 2024."""
