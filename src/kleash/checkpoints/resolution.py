@@ -11,7 +11,6 @@ from typing import Any
 from kleash.checkpoints.files import (
     ADAPTER_WEIGHTS,
     INDEX,
-    SINGLE_FILE,
     SafetensorsFiles,
     StoredTensor,
     check_adapter_files,
@@ -31,7 +30,6 @@ from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 IGNORED_FILES = ["*/*", "consolidated*"]
@@ -423,17 +421,6 @@ def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
     check_model_settings(folder / "config.json", checkpoint.config)
     if (folder / INDEX).is_file():
         check_index(folder / INDEX, read_json(folder / INDEX))
-    elif not (folder / SINGLE_FILE).is_file():
-        shard = next(
-            (path.name for path in sorted(folder.glob("*.safetensors")) if SHARD.fullmatch(path.name)), None
-        )
-        if shard is not None:
-            raise ModelError(f"{name} has shards such as {shard}, and no {INDEX}; fetch that file, too")
-    _check_weights(name, folder)
-
-
-def _check_weights(name: str, folder: Path) -> None:
-    """Check that a folder has safetensors files."""
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

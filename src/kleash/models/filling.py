@@ -22,6 +22,25 @@ element."""
 MAX_SHOWN_NAMES = 3
 
 
+@contextmanager
+def loading(checkpoint: Checkpoint, advice: str = "") -> Iterator[None]:
+    """Context in which the errors of transformers, of any type, become one that names the checkpoint.
+
+    Args:
+        checkpoint: that is loaded.
+        advice: what to do; "" for what follows from the error.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # the exception type depends on the configuration, down to AssertionError
+        hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
+        raise ModelError(
+            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
+        ) from error
+
+
 def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_quantised: bool = False) -> Any:
     """Build the network of a configuration on the meta device and compare its parameters with those in its files.
 
@@ -39,14 +58,9 @@ def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_qu
     """
     elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
     is_quantised |= getattr(config, "quantization_config", None) is not None
-    try:
-        with torch.device("meta"), _limit_registrations(checkpoint, 4096 + 32 * len(checkpoint.tensors)):
-            network = build(deepcopy(config))
-    except ModelError:
-        raise
-    except Exception as error:  # the exception type depends on the configuration
-        hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(f"{checkpoint} cannot be loaded: {summarise_error(error)}{hint}") from error
+    limit = 4096 + 32 * len(checkpoint.tensors)
+    with loading(checkpoint), torch.device("meta"), _limit_registrations(checkpoint, limit):
+        network = build(deepcopy(config))
     parameters = sum(parameter.numel() for parameter in network.parameters())
     buffer_elements = sum(buffer.numel() for buffer in network.buffers())
     max_ratio = MAX_QUANTISED_RATIO if is_quantised else MAX_RATIO

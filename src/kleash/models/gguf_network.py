@@ -32,11 +32,11 @@ from kleash.checkpoints.gguf.tensor_decoding import (
 from kleash.checkpoints.gguf.vocabulary import END_TOKENS
 from kleash.checkpoints.gguf_files import GGUFFiles
 from kleash.checkpoints.resolution import Checkpoint
-from kleash.errors import ModelError, summarise_error
+from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork
 from kleash.models.compat import find_backbone
-from kleash.models.filling import check_complete, check_network_size, fill_network
+from kleash.models.filling import check_complete, check_network_size, fill_network, loading
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **LLAMA_FAMILY,
@@ -115,7 +115,10 @@ def load_gguf_network(
         attributes, unmapped = read_attributes(files, name, architecture)
     except ModelError as error:
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
-    config, skeleton = _build_config(checkpoint, architecture, attributes)
+    transformers = import_extra("transformers", "models")
+    with loading(checkpoint):
+        config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
+    skeleton = check_network_size(checkpoint, config, transformers.AutoModelForCausalLM.from_config)
     resolved = torch.bfloat16 if isinstance(dtype, str) else dtype
     tensors = [tensor for tensor in files.tensors if not _is_draft(tensor.name, name, files)]
     names = ParameterNames.of(name, architecture.names, skeleton)
@@ -125,12 +128,10 @@ def load_gguf_network(
             f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "
             f"{', '.join(unused[:MAX_SHOWN_NAMES])}; give the model as a folder of safetensors"
         )
-    try:
+    with loading(checkpoint):
         network, report = fill_network(
             type(skeleton).from_pretrained, config, parameters, resolved, device_map
         )
-    except Exception as error:  # the exception type depends on the configuration
-        raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}") from error
     check_complete(report, subject)
     if report["unexpected_keys"]:
         names = ", ".join(sorted(report["unexpected_keys"])[:MAX_SHOWN_NAMES])
@@ -235,22 +236,6 @@ def _special_tokens(files: GGUFFiles) -> dict[str, Any]:
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": None,
     }
-
-
-def _build_config(
-    checkpoint: Checkpoint, architecture: GGUFArchitecture, attributes: dict[str, Any]
-) -> tuple[Any, Any]:
-    """The configuration, and the network on the meta device; checks its size."""
-    transformers = import_extra("transformers", "models")
-    try:
-        config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
-        build = transformers.AutoModelForCausalLM.from_config
-        skeleton = check_network_size(checkpoint, config, build)
-    except ModelError:
-        raise
-    except Exception as error:  # the exception type depends on the configuration
-        raise ModelError(f"{checkpoint} cannot be loaded: {summarise_error(error)}") from error
-    return config, skeleton
 
 
 def _divide_rope(network: Any, files: GGUFFiles, subject: str) -> None:

@@ -25,8 +25,8 @@ BLOCK_BYTES = 2**26
 MASK_BELOW = -1e4
 """Logits up to this one are masks of tokens that a network never gives, and not numbers that are rounded."""
 
-LENGTH_TOLERANCE, LENGTH_TOLERANCE_HALF = 1e-3, 5e-2
-"""Largest relative difference between logits with and without later tokens that is rounding, in float32 and below."""
+ROUNDING, ROUNDING_HALF = 1e-3, 5e-2
+"""Largest relative difference between two ways to run a network that is rounding, in float32 and below."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,9 +95,7 @@ def find_max_padded_length(
     time = probe.shape[1] // 2 + 1
     alone = network(input_ids=probe[:1, :time], use_cache=False).logits
     difference, max_logit = _largest_difference(network_logits[:1, :time], alone)
-    is_half = alone.dtype not in (torch.float32, torch.float64)
-    tolerance = LENGTH_TOLERANCE_HALF if is_half else LENGTH_TOLERANCE
-    if difference > tolerance * max_logit:
+    if difference > rounding_tolerance(alone.dtype) * max_logit:
         return 0
     text_config = network.config.get_text_config(decoder=True)
     settings = (
@@ -110,6 +108,11 @@ def find_max_padded_length(
             )
             return length if isinstance(length, int) else 0
     return None
+
+
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """The largest relative difference between two ways to run a network of this dtype that is rounding."""
+    return ROUNDING if dtype in (torch.float32, torch.float64) else ROUNDING_HALF
 
 
 def _largest_difference(before: Tensor, after: Tensor) -> tuple[float, float]:

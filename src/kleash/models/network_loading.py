@@ -10,11 +10,11 @@ import torch
 
 from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_packed_modules
 from kleash.checkpoints.resolution import Checkpoint
-from kleash.errors import CannotRunError, ModelError, summarise_error
+from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.compat import run_uncompiled, use_exact_experts
-from kleash.models.filling import check_complete, check_network_size
+from kleash.models.filling import check_complete, check_network_size, loading
 from kleash.models.gguf_network import load_gguf_network
 from kleash.models.text_towers import (
     NetworkClass,
@@ -158,7 +158,7 @@ def _load_base(
     """Load the network of a folder, without adapters."""
     packed = _find_unpacked(checkpoint, device, device_map)
     advice = "" if packed is not None else quantisation_advice(checkpoint)
-    try:
+    with loading(checkpoint, advice):
         config = import_extra("transformers", "models").AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
@@ -178,13 +178,6 @@ def _load_base(
             )
         else:
             network, report = _load_stored(network_class, checkpoint, dtype, device_map)
-    except ModelError:
-        raise
-    except Exception as error:  # the exception type depends on the configuration, down to AssertionError
-        hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(
-            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
-        ) from error
     check_complete(report, str(checkpoint), advice)
     notes = (packed.describe(),) if packed is not None else describe_quantisation(checkpoint, network)
     notes += _describe_unused(checkpoint, config, report, packed)

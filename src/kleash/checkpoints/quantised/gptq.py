@@ -118,8 +118,6 @@ def _describe_module(tensors: ModuleTensors, settings: _GPTQSettings) -> PackedM
     columns = words * WORD_BITS // int(bits)
     names = ["qweight", "scales", "qzeros"]
     if "g_idx" in tensors.headers:
-        (length,) = tensors.shape("g_idx", ("I32", "I64"), (1,))
-        tensors.require(length == columns, f"has a g_idx of {length} inputs, and weights of {columns}")
         names.append("g_idx")
     group_size = _group_size(tensors, columns, groups, settings)
     return PackedModule(
@@ -162,7 +160,10 @@ def _decode(
     """The matrix of a module."""
     qweight, qzeros, scales = tensors.read_parts("qweight", "qzeros", "scales")
     columns, rows = len(qweight) * WORD_BITS // bits, scales.shape[1]
-    groups = _read_groups(tensors, columns, group_size, len(scales))
+    if "g_idx" in tensors.headers:
+        groups = tensors.read_groups("g_idx", columns, len(scales))
+    else:
+        groups = torch.arange(columns) // group_size
     zeros = unpack_words(qzeros, bits, rows)
     if settings.is_symmetric:
         _check_symmetric_zeros(tensors, zeros, bits, settings.has_shifted_zeros)
@@ -188,18 +189,3 @@ def _check_symmetric_zeros(tensors: ModuleTensors, zeros: Tensor, bits: int, has
             f"as {stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format "
             f"to {names}"
         )
-
-
-def _read_groups(tensors: ModuleTensors, columns: int, group_size: int, groups: int) -> Tensor:
-    """The group of each input, [columns].
-
-    Raises:
-        ModelError: if one does not exist.
-    """
-    if "g_idx" not in tensors.headers:
-        return torch.arange(columns) // group_size
-    indices = tensors.read("g_idx").long()
-    low, high = int(indices.min()), int(indices.max())
-    if low < 0 or high >= groups:
-        raise tensors.error(f"has a g_idx from {low} to {high}, and groups from 0 to {groups - 1}")
-    return indices

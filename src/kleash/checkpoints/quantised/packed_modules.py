@@ -57,6 +57,20 @@ class ModuleTensors:
         """Several tensors."""
         return map(self.read, parts)
 
+    def read_groups(self, part: str, columns: int, groups: int) -> Tensor:
+        """The group of each column, [columns], in a tensor of group numbers.
+
+        Raises:
+            ModelError: if it is not one for each column, or a group does not exist.
+        """
+        (length,) = self.shape(part, ("I32", "I64"), (1,))
+        self.require(length == columns, f"has a {part} of {length} inputs, and weights of {columns}")
+        indices = self.read(part).long()
+        low, high = int(indices.min()), int(indices.max())
+        fits = low >= 0 and high < groups
+        self.require(fits, f"has a {part} from {low} to {high}, and groups from 0 to {groups - 1}")
+        return indices
+
     def shape(self, part: str, kinds: Sequence[str], dimensions: Sequence[int] = (2,)) -> tuple[int, ...]:
         """The shape of a tensor.
 

@@ -254,22 +254,10 @@ def _find_block(
         and 0 < scales[1] <= columns
         and columns % scales[1] == 0
         and (not sizes or columns // scales[1] in sizes),
-        f"has scales of shape {list(scales)} for {rows} x {columns} weights"
-        + (f" in {' or '.join(_scheme_words(schemes, columns))}" if schemes else ""),
+        f"has scales of shape {list(scales)} for {rows} x {columns} weights, and its settings name "
+        f"{[scheme.block or scheme.group_size for scheme in schemes]}",
     )
     return 1, columns // scales[1]
-
-
-def _scheme_words(schemes: Sequence[WeightScheme], columns: int) -> list[str]:
-    """The blocks of the settings in words, for errors."""
-    return sorted(
-        {
-            f"blocks of {scheme.block[0]} x {scheme.block[1]}"
-            if scheme.block
-            else f"groups of {scheme.group_size if scheme.group_size and scheme.group_size > 0 else columns}"
-            for scheme in schemes
-        }
-    )
 
 
 def _decode(
@@ -305,19 +293,10 @@ def _column_blocks(tensors: ModuleTensors, columns: int, block_columns: int) -> 
     Raises:
         ModelError: if one does not exist.
     """
-    if "weight_g_idx" not in tensors.headers:
+    # compressed-tensors fills an index that has no meaning with -1
+    if "weight_g_idx" not in tensors.headers or bool((tensors.read("weight_g_idx") == -1).all()):
         return torch.arange(columns) // block_columns
-    (length,) = tensors.shape("weight_g_idx", ("I32", "I64"), (1,))
-    tensors.require(length == columns, f"has a weight_g_idx of {length} columns, and {columns} columns")
-    indices = tensors.read("weight_g_idx").long()
-    if bool((indices == -1).all()):  # how compressed-tensors fills one that has no meaning
-        return torch.arange(columns) // block_columns
-    low, high, groups = int(indices.min()), int(indices.max()), columns // block_columns
-    tensors.require(
-        low >= 0 and high < groups,
-        f"has a weight_g_idx from {low} to {high}, and groups from 0 to {groups - 1}",
-    )
-    return indices
+    return tensors.read_groups("weight_g_idx", columns, columns // block_columns)
 
 
 def _read_scales(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
