@@ -85,17 +85,11 @@ def pq_bytes(records):
 
 def test_a_record_has_every_column_of_its_row(write):
     record = {"prompt": "x", "answer": "4", "tests": ["a", None], "level": 3, "extra": {"k": 1.5}}
-    rows = list(read_records(_path(write("a.parquet", [record, {**record, "answer": None}])), "prompts"))
+    rows = list(read_records(Path(write("a.parquet", [record, {**record, "answer": None}])), "prompts"))
     assert [row.fields for row in rows] == [record, {**record, "answer": None}]
     assert rows[1].location.endswith("a.parquet, row 2")
-    (row,) = read_records(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])), "prompts")
+    (row,) = read_records(Path(write("a.csv", [["prompt", "answer"], ["x", "4"]])), "prompts")
     assert row.fields == {"prompt": "x", "answer": "4"}
-
-
-def _path(name):
-    from pathlib import Path
-
-    return Path(name)
 
 
 def test_headers_of_a_csv_may_span_lines_and_follow_blank_ones(pair, write):
@@ -241,8 +235,8 @@ def test_a_sentence_with_a_field_name_is_not_a_header(pair, write):
     for first in ("Summarise this, prompt", "text: the sea", "prompt me, please", "Hi"):
         name = write("a.prompts", f"{first}\nThe sea\n")
         assert [one.text for one in read_prompts(name, pair)] == [first, "The sea"]
-    assert detect_format(_path(write("b", "prompt,answer\nx,1\n")), "prompts") == "CSV"
-    assert detect_format(_path(write("b.txt", "prompt,answer\nx,1\n")), "prompts") == "plain text"
+    assert detect_format(Path(write("b", "prompt,answer\nx,1\n")), "prompts") == "CSV"
+    assert detect_format(Path(write("b.txt", "prompt,answer\nx,1\n")), "prompts") == "plain text"
 
 
 FORMATS = {
@@ -268,7 +262,7 @@ def test_trl_formats_give_the_same_prompts(pair, write, record, suffix):
 
 def test_null_keys_of_messages_in_parquet_are_removed(write):
     tool = {"role": "tool", "content": None, "name": "search"}
-    (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])), "prompts")
+    (row,) = read_records(Path(write("a.parquet", [{"messages": [USER, tool]}])), "prompts")
     assert row.fields == {"messages": [USER, tool]}
     calls = [
         {
@@ -278,7 +272,7 @@ def test_null_keys_of_messages_in_parquet_are_removed(write):
         }
         for arguments in ({"a": 1}, {"b": "two"})
     ]
-    rows = read_records(_path(write("b.parquet", [{"messages": [USER, call]} for call in calls])), "prompts")
+    rows = read_records(Path(write("b.parquet", [{"messages": [USER, call]} for call in calls])), "prompts")
     assert [row.fields for row in rows] == [{"messages": [USER, call]} for call in calls]
 
 

@@ -143,7 +143,7 @@ def decode(tensor: StoredTensor) -> Tensor:
             f"{tensor.path} holds {tensor.name} in the type {tensor.kind}, which the package gguf does not decode; "
             "quantise the model to another type"
         ) from error
-    return torch.from_numpy(values.copy()).reshape(tensor.shape)
+    return torch.from_numpy(np.ascontiguousarray(values)).reshape(tensor.shape)
 
 
 def read_parameters(
