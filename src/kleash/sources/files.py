@@ -191,8 +191,9 @@ def source_path(name: str, kind: SourceKind) -> Path:
     try:
         size, is_file = path.stat().st_size, path.is_file()
     except (FileNotFoundError, NotADirectoryError) as error:
-        advice = "; files are not downloaded: download it, and give the file's name" if "://" in name else ""
-        raise SourceError(f"there is no file {shown_endpoint(name)}{advice}") from error
+        shown = shown_endpoint(name)
+        address = f"{shown} is an address; download it, and give the file's name"
+        raise SourceError(address if "://" in name else f"there is no file {shown}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
