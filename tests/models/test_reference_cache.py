@@ -93,7 +93,7 @@ def test_a_cache_of_another_model_is_an_error(folders, pair: Pair, tmp_path, unh
 
 
 def test_a_model_without_a_head_cannot_be_cached(pair: Pair, tmp_path, unhooked):
-    with pytest.raises(OptionError, match="measured through its logits, which are too many to keep"):
+    with pytest.raises(OptionError, match="measured through its logits, which are too"):
         ReferenceCache(tmp_path, replace(pair.reference, head=Head(weight=None)))
 
 
@@ -109,7 +109,5 @@ def test_a_damaged_file_is_an_error_with_its_name(pair: Pair, tmp_path, unhooked
     score(pair, random_sequences(), cache=ReferenceCache(tmp_path, pair.reference))
     (stored,) = tmp_path.glob("*.safetensors")
     stored.write_bytes(stored.read_bytes()[:-9])
-    with pytest.raises(
-        ModelError, match=r"not fully covered.* damaged; delete .* and give the kleash cache command again"
-    ):
+    with pytest.raises(ModelError, match=r"not fully covered.* damaged; delete"):
         ReferenceCache(tmp_path, pair.reference)

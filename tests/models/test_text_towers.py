@@ -162,9 +162,7 @@ def test_a_text_part_without_one_of_its_weights_is_refused(towers, tmp_path):
             folder / "model.safetensors",
             metadata={"format": "pt"},
         )
-        with pytest.raises(
-            ModelError, match=r"lacks 1 of its weights, which would be random: .*weight; fetch"
-        ):
+        with pytest.raises(ModelError, match="lacks 1 of its weights, which would be"):
             load_pair(str(folder), str(reference))
 
 

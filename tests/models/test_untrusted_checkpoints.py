@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.models import load_pair
-from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.models.heads import head_logits
 from kleash.sandbox import process
 from kleash.sandbox.process import TemplateError, render_chat
@@ -147,7 +147,7 @@ def test_python_files_of_a_checkpoint_are_not_executed(model, here):
 @pytest.mark.parametrize(
     ("weight_map", "reason"),
     [
-        ({"a": "../base/model.safetensors"}, "every shard must be a .safetensors file in the same folder"),
+        ({"a": "../base/model.safetensors"}, "every shard must be a .safetensors file"),
         ({"a": "pytorch_model.bin"}, "every shard must be a .safetensors file"),
         ({"a": ["x"]}, "every shard must be a .safetensors file"),
         ({"a": "absent.safetensors"}, "which is not there"),
@@ -235,11 +235,11 @@ def test_a_folder_named_as_a_weights_file_is_refused(model):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"num_hidden_layers": 10**9}, "a network of [0-9]+ parts and more, and its files hold 21 tensors"),
-        ({"vocab_size": 10**12}, "describes in its settings a network of [0-9]+ weights"),
+        ({"num_hidden_layers": 10**9}, "a network of [0-9]+ parts and more,"),
+        ({"vocab_size": 10**12}, "describes in its settings a network"),
         ({"hidden_size": 10**9}, "describes in its settings a network of [0-9]+ weights|cannot be loaded"),
-        ({"hidden_size": 10**4}, "describes in its settings a network of [0-9]+ weights"),
-        ({"num_hidden_layers": 250}, "a network of [0-9]+ parts and more, and its files hold 21 tensors"),
+        ({"hidden_size": 10**4}, "describes in its settings a network"),
+        ({"num_hidden_layers": 250}, "a network of [0-9]+ parts and more,"),
         ({"head_dim": 0}, "cannot be|other shapes|lacks"),
         ({"pad_token_id": 10**9}, "cannot be loaded"),
         ({"num_attention_heads": 0}, "cannot be|other shapes"),
@@ -321,13 +321,10 @@ def test_an_invalid_model_max_length_is_refused(model, limit):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"r": 10**6}, "has r 1e.06 in its adapter_config.json, and no tensor of it has a size above 32"),
+        ({"r": 10**6}, "has r 1e.06 in its adapter_config.json"),
         ({"rank_pattern": {"q_proj": 10**6}}, "has q_proj of rank_pattern 1e.06"),
         ({"target_modules": "("}, r"cannot be used \(missing \)"),
-        (
-            {"layer_replication": [[0, 10**9]]},
-            "has layer_replication|makes 1000000000 layers by its layer_replication",
-        ),
+        ({"layer_replication": [[0, 10**9]]}, "has layer_replication 1e.09"),
     ],
 )
 def test_adapters_with_impossible_sizes_or_patterns_are_refused(over, base, settings, reason):

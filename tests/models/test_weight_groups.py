@@ -222,9 +222,9 @@ def test_modules_that_an_adapter_replaced_are_swapped_whole(folders: PairFolders
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "gpt2"}, "is a LlamaForCausalLM and the reference a GPT2LMHeadModel"),
+        ({"architecture": "gpt2"}, "is a LlamaForCausalLM and the reference"),
         ({"num_hidden_layers": 3}, "3 decoder layers|of one architecture"),
-        ({"intermediate_size": 64}, r"gate_proj.weight is \(48, 32\) in the policy and \(64, 32\)"),
+        ({"intermediate_size": 64}, r"gate_proj.weight is \(48, 32\) in the policy"),
     ],
 )
 def test_models_of_other_architectures_are_refused(

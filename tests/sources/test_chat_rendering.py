@@ -11,8 +11,7 @@ import pytest
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions
 from kleash.models import read_prompts, read_responses
-from kleash.sources.notes import describe_forms
-from kleash.sources.prompts import tokenise_prompts
+from kleash.sources.prompts import describe_forms, tokenise_prompts
 
 TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 CONCATENATED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -86,15 +85,13 @@ def test_a_template_that_leaves_out_thoughts_is_followed(read):
 
 def test_the_error_of_a_template_is_that_about_the_messages_as_they_are(read):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEXT
-    with pytest.raises(SourceError, match="line 1: the chat template refuses the messages: no system"):
+    with pytest.raises(SourceError, match="line 1: the chat template refuses"):
         read({"messages": [said([part("Be")], "system"), said("Hi")]}, template)
 
 
 def test_parts_that_are_printed_as_python_does_are_refused(read):
     template = "{% for m in messages %}{% if m['content'] is not string %}{{ m['content'] }}{% endif %}\n{% endfor %}"
-    with pytest.raises(
-        SourceError, match="line 1: the chat template prints the parts of a content of 'messages'"
-    ):
+    with pytest.raises(SourceError, match="line 1: the chat template prints the parts"):
         read({"messages": [said([part("Hi")])]}, template)
 
 
@@ -154,7 +151,7 @@ def test_every_turn_of_the_assistant_is_a_response_to_what_came_before(read):
     responses = read(pairs, kind=read_responses)
     assert [one.response_text for one in responses] == ["\n", "It is 42\n", "No\n"]
     assert {one.prompt_id for one in responses} == {0}
-    with pytest.raises(SourceError, match="line 1: expected an answer of the assistant and found"):
+    with pytest.raises(SourceError, match="line 1: expected an answer of the assistant"):
         read({"prompt": [said("Hi")], "completion": [tool]}, kind=read_responses)
 
 
@@ -183,7 +180,7 @@ def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, tmp_path, text):
     assert rendered.token_ids[:2] != (tokenizer.bos_token_id,) * 2
     notes = describe_forms("prompts", Counter([plain.form, rendered.form]), tokenizer)
     assert "1 of the 2 prompts are plain text that begins as the policy's chat template does" in notes
-    with pytest.raises(SourceError, match=r"line 2: a chat template has rendered the prompt '.*' already"):
+    with pytest.raises(SourceError, match="line 2: a chat template has rendered"):
         read_prompts(str(path), pair, reading=ReadOptions(chat_template="apply"))
 
 

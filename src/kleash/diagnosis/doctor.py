@@ -30,7 +30,7 @@ from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtyp
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with
-from kleash.sources.padding import is_padded, padding_length
+from kleash.sources.sequences import is_padded, padding_length
 from kleash.store import Diagnosis
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.likely_causes import LikelyCause

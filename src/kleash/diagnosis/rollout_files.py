@@ -22,11 +22,10 @@ from kleash.diagnosis.rollout_records import (
 from kleash.errors import SourceError
 from kleash.leash import mismatch
 from kleash.models import find_source
-from kleash.sources.compression import uncompressed_suffix
 from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
-from kleash.sources.padding import is_padded, padding_length
-from kleash.sources.records import shorten
+from kleash.sources.records import shorten, uncompressed_suffix
+from kleash.sources.sequences import is_padded, padding_length
 from kleash.store import Number
 
 SUFFIXES_OF_ROLLOUTS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".ipc")

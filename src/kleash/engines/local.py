@@ -11,7 +11,7 @@ from kleash.engines.base import Shard, ShardResult, sequence_columns
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
-from kleash.models.scoring import score_against_float32, score_batched_against_single
+from kleash.models.scoring import score_against_float32, score_against_itself
 from kleash.models.tokenizers import token_texts
 from kleash.store.file_hashes import WatchedFiles, watched_files
 
@@ -97,7 +97,7 @@ class LocalEngine:
         stored = self.pair.reference.stored
         if stored is not None:
             return stored.rounding_columns("noise", self.temperature)
-        columns = score_batched_against_single(
+        columns = score_against_itself(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
         self.files.require_unchanged()

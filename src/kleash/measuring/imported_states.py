@@ -18,7 +18,7 @@ from kleash.models.cache.layer_states import find_final_norm
 from kleash.models.cache.saved_records import SavedRequest
 from kleash.models.cache.saved_state_checks import SavedStateChecker
 from kleash.models.cache.saved_states import SavedStates, check_rows
-from kleash.models.scoring import score_against_states
+from kleash.models.scoring import score_against_itself
 
 NORM_TOKENS = 8
 """Tokens on which the final norm is found."""
@@ -100,7 +100,7 @@ class ImportedStates:
             return torch.cat([self._rows(*pair) for pair in zip(requests, batch, strict=True)])
 
         probes = [probe for probe, _ in self._probes.values()]
-        return score_against_states(self._model, probes, read, temperature=temperature)
+        return score_against_itself(self._model, probes, read, temperature=temperature)
 
     def summary(self) -> tuple[str, ...]:
         """Sentences about where the hidden states come from and what was verified."""

@@ -11,6 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
+from kleash.checkpoints.gguf_files import open_gguf
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError, NonFiniteError, SourceError
 from kleash.jobs import LogitsJob
 from kleash.measuring.estimand import padding_note, padding_warnings
@@ -36,14 +39,11 @@ from kleash.models.base_logits import (
     split_chunks,
     write_header,
 )
-from kleash.models.checkpoints.gguf_files import open_gguf
-from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.gguf.vocabulary import begin_token
 from kleash.models.heads import head_logits, truncate_head
 from kleash.models.pair_loading import load_alone
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
-from kleash.models.tokenizers import puts_begin_token, token_count
+from kleash.models.tokenizers import token_count
 from kleash.sources.files import read_whole_text
 from kleash.store import LogitsMeasurement, Number, WrittenLogits
 from kleash.store.file_hashes import require_unchanged_files, watching_files

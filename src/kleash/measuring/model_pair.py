@@ -5,6 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import Engine, LocalEngine
 from kleash.engines.endpoints import (
     EndpointEngine,
@@ -31,7 +32,6 @@ from kleash.models import (
     load_beside,
 )
 from kleash.models.cache.reference_cache import check_cache_folder
-from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import load_alone, load_pair_with
 from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
 from kleash.sources.documents import resolve_window

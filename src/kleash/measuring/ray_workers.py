@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine, Shard, ShardResult
 from kleash.errors import CannotRunError, ClusterError, summarise_error
 from kleash.extras import suppress_library_output
@@ -29,8 +30,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_cluster import connected_cluster, start_actors
 from kleash.measuring.run_identity import PACKAGES, header_of
 from kleash.models import Model, Pair, StoredReference, TokenSequence
-from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.pair_tokenizers import load_tokenizers
+from kleash.models.tokenizers import load_tokenizers
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import RunHeader
 from kleash.version import __version__

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
 from kleash.jobs import CacheJob
@@ -28,7 +29,6 @@ from kleash.models.cache.stored_reference import (
     head_tensors,
     save_rounding_columns,
 )
-from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring

@@ -2,11 +2,11 @@
 
 from importlib.metadata import version
 
+from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.engines.endpoints import ServedModel
 from kleash.jobs import MeasureJob
 from kleash.measuring.model_pair import finished_cache
 from kleash.models import Pair
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.keyed_draws import SAMPLER
 from kleash.store.cache import cache_fingerprint, read_label
 from kleash.store.job_folder import RunHeader

@@ -9,7 +9,7 @@ from kleash.engines import Shard
 from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
 from kleash.sources.documents import count_documents
-from kleash.sources.notes import describe_forms
+from kleash.sources.prompts import describe_forms
 from kleash.sources.sequences import SourceForm, retokenisation_warnings
 
 BATCHES = 4

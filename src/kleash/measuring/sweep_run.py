@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from kleash.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.errors import Interrupted, KleashError, ModelError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
@@ -25,7 +26,6 @@ from kleash.measuring.sweep_ranking import (
     read_sequences,
 )
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
 from kleash.reports.gate_verdicts import gate_of_sweep
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.trackers import require_trackers, send_sweep

@@ -11,8 +11,7 @@ from kleash.models.pair_loading import Loading, load_beside, load_pair, load_ref
 from kleash.models.scoring import score
 from kleash.models.tokenizers import TokenizerMismatchError
 from kleash.sources.documents import read_text
-from kleash.sources.files import Source, find_source
-from kleash.sources.notes import describe_source
+from kleash.sources.files import Source, describe_source, find_source
 from kleash.sources.prompts import read_prompts, tokenise_prompts
 from kleash.sources.responses import read_responses
 from kleash.sources.sequences import Prompt, TokenSequence

@@ -1,14 +1,101 @@
-"""Filling a network with decoded parameters, and checking that a network got all of its weights."""
+"""Building a network no larger than its files, filling it with parameters, and checking that it got all of them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_modules
 
-from kleash.errors import ModelError
+from kleash.checkpoints.resolution import Checkpoint
+from kleash.errors import ModelError, summarise_error
 
+ALWAYS_ALLOWED_BUFFER_ELEMENTS = 1 << 26
+"""Number of elements of buffers (computed tables, which no file stores) that is accepted for any weights."""
+MAX_RATIO, MAX_QUANTISED_RATIO = 2, 64
+"""Largest ratio of a network's parameters to the elements in its files. Quantised files pack several weights into one
+element."""
 MAX_SHOWN_NAMES = 3
+
+
+@contextmanager
+def loading(checkpoint: Checkpoint, advice: str = "") -> Iterator[None]:
+    """Context in which the errors of transformers, of any type, become one that names the checkpoint.
+
+    Args:
+        checkpoint: that is loaded.
+        advice: what to do; "" for what follows from the error.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # the exception type depends on the configuration, down to AssertionError
+        hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
+        raise ModelError(
+            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
+        ) from error
+
+
+def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_quantised: bool = False) -> Any:
+    """Build the network of a configuration on the meta device and compare its parameters with those in its files.
+
+    Args:
+        checkpoint: the files.
+        config: a transformers configuration.
+        build: builds the network of a configuration, such as ``AutoModelForCausalLM.from_config``.
+        is_quantised: whether its weights are quantised by settings that ``config`` does not have.
+
+    Returns:
+        The network on the meta device.
+
+    Raises:
+        ModelError: if it has too many parameters or buffers, or cannot be built.
+    """
+    elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
+    is_quantised |= getattr(config, "quantization_config", None) is not None
+    limit = 4096 + 32 * len(checkpoint.tensors)
+    with loading(checkpoint), torch.device("meta"), _limit_registrations(checkpoint, limit):
+        network = build(deepcopy(config))
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    buffer_elements = sum(buffer.numel() for buffer in network.buffers())
+    max_ratio = MAX_QUANTISED_RATIO if is_quantised else MAX_RATIO
+    if parameters > max_ratio * elements or buffer_elements > max(
+        ALWAYS_ALLOWED_BUFFER_ELEMENTS, 4 * elements
+    ):
+        raise ModelError(
+            f"{checkpoint} describes in its settings a network of {parameters} weights and tables of "
+            f"{buffer_elements} numbers, and its files hold {elements} numbers; correct them, or fetch the "
+            "checkpoint again"
+        )
+    return network
+
+
+@contextmanager
+def _limit_registrations(checkpoint: Checkpoint, limit: int) -> Iterator[None]:
+    """Context in which this thread cannot register more than ``limit`` modules and parameters of networks."""
+    thread, registered = threading.get_ident(), count(1)
+
+    def refuse_too_many(*_: Any) -> None:
+        if threading.get_ident() == thread and next(registered) > limit:
+            raise ModelError(
+                f"{checkpoint} describes in its settings a network of {limit} parts and more, and its files hold "
+                f"{len(checkpoint.tensors)} tensors; correct them, or fetch the checkpoint again"
+            )
+
+    handles = [
+        torch_modules.register_module_parameter_registration_hook(refuse_too_many),
+        torch_modules.register_module_module_registration_hook(refuse_too_many),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def fill_network(

@@ -14,6 +14,7 @@ from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.extras import suppress_library_output
 from kleash.linear import log_probabilities
+from kleash.models.heads import rounding_tolerance
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
 from kleash.sources.sequences import Prompt, TokenSequence, batch_by_length, group_for_padding
@@ -178,7 +179,7 @@ def _draw(
     model: Model, hidden: Float[Tensor, "rows dim"], responses: list[_Response], sampling: Sampling
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
     """The next token of each response, and its log-probability under the sampling distribution."""
-    model.wait_for_log_probabilities()
+    model.wait_for("logp")
     logp = log_probabilities(hidden, model.head, temperature=sampling.temperature or 1.0)
     if sampling.temperature == 0:
         best = logp.max(-1)
@@ -219,11 +220,6 @@ def _check_finite_logp(token_logp: Float[Tensor, " rows"], responses: list[_Resp
 
 CACHE_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Exceptions of networks that cannot run with a key-value cache, such as the byte-latent transformer."""
-CACHE_TOLERANCE = 1e-3
-"""Largest relative difference between hidden states with and without left padding and cache that is rounding, in
-float32."""
-CACHE_TOLERANCE_HALF = 5e-2
-"""The same in half precision."""
 
 
 class IncrementalDecoder:
@@ -293,7 +289,7 @@ class IncrementalDecoder:
     def _run_with_cache(self, ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows dim"]:
         """Hidden states after new tokens, with the key-value cache of the earlier ones."""
         positions = {"position_ids": (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]}
-        self.model.wait_for_pass()
+        self.model.wait_for("pass")
         output = self.network(
             input_ids=ids,
             attention_mask=self.mask,
@@ -320,8 +316,7 @@ class IncrementalDecoder:
         by_length = sorted(range(len(self.token_ids)), key=lambda row: len(self.token_ids[row]))
         rows = sorted({by_length[0], by_length[-1]})
         uncached = self._run_without_cache([self.token_ids[row] for row in rows])
-        is_half = hidden.dtype not in (torch.float32, torch.float64)
-        tolerance = CACHE_TOLERANCE_HALF if is_half else CACHE_TOLERANCE
+        tolerance = rounding_tolerance(hidden.dtype)
         differences = (hidden[rows] - uncached).abs().amax(-1)
         return bool((differences <= tolerance * uncached.abs().amax(-1)).all())
 
@@ -337,6 +332,6 @@ class IncrementalDecoder:
         ids = torch.zeros(len(sequences), max(last) + 1, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = torch.tensor(sequence)
-        self.model.wait_for_pass()
+        self.model.wait_for("pass")
         output = self.network(input_ids=ids.to(self.model.device), use_cache=False)
         return self._hidden_states(output)[torch.arange(len(last)), last]

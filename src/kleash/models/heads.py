@@ -11,7 +11,6 @@ from torch import Tensor
 from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.linear.api import stored_logits
-from kleash.linear.head_storage import all_gather_numbers
 from kleash.models.compat import effective_weight_and_bias
 from kleash.precision import at_least_float32
 
@@ -26,8 +25,8 @@ BLOCK_BYTES = 2**26
 MASK_BELOW = -1e4
 """Logits up to this one are masks of tokens that a network never gives, and not numbers that are rounded."""
 
-LENGTH_TOLERANCE, LENGTH_TOLERANCE_HALF = 1e-3, 5e-2
-"""Largest relative difference between logits with and without later tokens that is rounding, in float32 and below."""
+ROUNDING, ROUNDING_HALF = 1e-3, 5e-2
+"""Largest relative difference between two ways to run a network that is rounding, in float32 and below."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,9 +95,7 @@ def find_max_padded_length(
     time = probe.shape[1] // 2 + 1
     alone = network(input_ids=probe[:1, :time], use_cache=False).logits
     difference, max_logit = _largest_difference(network_logits[:1, :time], alone)
-    is_half = alone.dtype not in (torch.float32, torch.float64)
-    tolerance = LENGTH_TOLERANCE_HALF if is_half else LENGTH_TOLERANCE
-    if difference > tolerance * max_logit:
+    if difference > rounding_tolerance(alone.dtype) * max_logit:
         return 0
     text_config = network.config.get_text_config(decoder=True)
     settings = (
@@ -113,14 +110,16 @@ def find_max_padded_length(
     return None
 
 
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """The largest relative difference between two ways to run a network of this dtype that is rounding."""
+    return ROUNDING if dtype in (torch.float32, torch.float64) else ROUNDING_HALF
+
+
 def _largest_difference(before: Tensor, after: Tensor) -> tuple[float, float]:
     """The largest difference of logits that are finite in both, and the largest of these in ``before`` but masks."""
-    difference, max_logit = 0.0, 0.0
-    for row, other in zip(_rows(before), _rows(after), strict=True):
-        finite = row.isfinite() & other.isfinite()
-        difference = max(difference, float(torch.where(finite, row - other, 0).abs().amax()))
-        max_logit = max(max_logit, float(torch.where(finite, _without_masks(row), 0).abs().amax()))
-    return difference, max_logit
+    finite = before.isfinite() & after.isfinite()
+    difference = torch.where(finite, before - after, 0).abs().amax()
+    return float(difference), float(torch.where(finite, _without_masks(before), 0).abs().amax())
 
 
 def _without_masks(logits: Tensor) -> Tensor:
@@ -141,49 +140,18 @@ def logit_discrepancy(
     (u is float32's, or float64's for a float64 network). Equal infinities and NaN in both agree.
 
     Returns:
-        At most 1 if the logits agree (the second term is left out where the first is enough); inf if NaN or infinities
-        meet numbers, or the sizes do not fit.
+        At most 1 if the logits agree; inf if NaN or infinities meet numbers, or the sizes do not fit.
     """
     if head.weight is None or head.weight.shape[-1] != hidden.shape[-1]:
         return torch.inf
     logits = head_logits(hidden, head)
-    discrepancy = _largest_excess(network_logits, logits, None)
-    if not _on_any_rank(discrepancy > 1, head):  # the second term is not needed
-        return discrepancy
-    terms = _head_magnitudes(at_least_float32(hidden).abs(), head)
-    terms *= hidden.shape[-1] ** 0.5 * torch.finfo(at_least_float32(hidden).dtype).eps * abs(head.scale)
-    return _largest_excess(network_logits, logits, terms)
-
-
-def _largest_excess(network_logits: Tensor, logits: Tensor, rounding: Tensor | None) -> float:
-    """The largest difference over the tolerance ``4 ulp + rounding``, computed for one token at a time."""
-    largest = 0.0
-    dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
-    rows = list(_rows(network_logits))
-    roundings = [None] * len(rows) if rounding is None else list(_rows(rounding))
-    for row, of_head, added in zip(rows, _rows(logits), roundings, strict=True):
-        max_logit = _without_masks(row).abs().amax()
-        tolerance = TOLERANCE_ULPS * max_logit.to(dtype) * torch.finfo(row.dtype).eps
-        if added is not None:
-            tolerance = tolerance + added.to(dtype)
-        equal = (row == of_head.to(row.dtype)) | (row.isnan() & of_head.isnan())
-        excess = torch.where(equal, 0, (row.to(dtype) - of_head.to(dtype)).abs() / tolerance)
-        largest = max(largest, float(torch.where(excess.isnan(), torch.inf, excess).max()))
-    return largest
-
-
-def _rows(values: Float[Tensor, "*tokens vocab"]) -> Iterator[Float[Tensor, "vocab"]]:
-    """The rows of a tensor, without a copy."""
-    return iter([values]) if values.ndim == 1 else (row for part in values for row in _rows(part))
-
-
-def _on_any_rank(flag: bool, head: Head) -> bool:
-    """Whether the flag is set on any rank that stores rows of the head. A collective."""
-    mesh: Any = getattr(head.weight, "device_mesh", None)
-    if mesh is None:
-        return flag
-    flags = all_gather_numbers(mesh.get_group(), torch.device(mesh.device_type), [int(flag)])
-    return any(flags[0])
+    rounding = _head_magnitudes(at_least_float32(hidden).abs(), head)
+    rounding *= hidden.shape[-1] ** 0.5 * torch.finfo(at_least_float32(hidden).dtype).eps * abs(head.scale)
+    max_logit = _without_masks(network_logits).abs().amax(-1, keepdim=True)
+    tolerance = TOLERANCE_ULPS * max_logit.to(logits.dtype) * torch.finfo(network_logits.dtype).eps + rounding
+    equal = (network_logits == logits.to(network_logits.dtype)) | (network_logits.isnan() & logits.isnan())
+    excess = torch.where(equal, 0, (network_logits - logits).abs() / tolerance)
+    return float(torch.where(excess.isnan(), torch.inf, excess).max())
 
 
 def head_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tensor, "*tokens vocab"]:

@@ -29,8 +29,8 @@ class CollectiveCall(IntEnum):
     POLICY_LOGP = 2
     REFERENCE_PASS = 3
     REFERENCE_LOGP = 4
-    STATISTICS = 5
-    STATISTICS_AND_TOP = 6
+    POLICY_STATISTICS = 5
+    POLICY_STATISTICS_AND_TOP = 6
     REFERENCE_STATISTICS = 7
     """Of the reference against itself."""
 
@@ -44,27 +44,17 @@ class Lockstep:
         storages = [model.storage for model in (pair.policy, pair.reference) if model.storage is not None]
         self.pair, self.storage = pair, storages[0]
 
-    def wait_for_pass(self, role: str) -> None:
-        """Wait until all ranks make a forward pass of the model with this role. Errors as ``wait_for_turn``."""
-        self.wait_for_turn(CollectiveCall.POLICY_PASS if role == "policy" else CollectiveCall.REFERENCE_PASS)
-
-    def wait_for_log_probabilities(self, role: str) -> None:
-        """Wait until all ranks compute log-probabilities of the model with this role."""
-        self.wait_for_turn(CollectiveCall.POLICY_LOGP if role == "policy" else CollectiveCall.REFERENCE_LOGP)
-
-    def wait_for_statistics(self, role: str, *, top: bool) -> None:
-        """Wait until all ranks compare the model with this role with the reference."""
-        if role != "policy":
-            self.wait_for_turn(CollectiveCall.REFERENCE_STATISTICS)
-        else:
-            self.wait_for_turn(CollectiveCall.STATISTICS_AND_TOP if top else CollectiveCall.STATISTICS)
-
-    def wait_for_turn(self, call: CollectiveCall) -> None:
+    def wait_for(self, role: str, name: str) -> None:
         """Take part in the calls of other ranks until all make this one.
+
+        Args:
+            role: of the model that is called: "policy" or "reference".
+            name: of the call: "pass", "logp", "statistics" or "statistics_and_top".
 
         Raises:
             CannotRunError: if another rank has failed.
         """
+        call = CollectiveCall[f"{role}_{name}".upper()]
         while (chosen := self._announce(call)) != call:
             self._make_without_tokens(CollectiveCall(chosen))
 
@@ -110,7 +100,7 @@ class Lockstep:
                 first = reference if call == CollectiveCall.REFERENCE_STATISTICS else policy
                 inputs = (_no_tokens(first), first.head, _no_tokens(reference), reference.head)
                 token_ids = torch.zeros(0, dtype=torch.long, device=policy.device)
-                if call == CollectiveCall.STATISTICS_AND_TOP:
+                if call == CollectiveCall.POLICY_STATISTICS_AND_TOP:
                     token_statistics_and_top(*inputs, token_ids, top=1, temperature=self.temperature)
                 else:
                     token_statistics(*inputs, token_ids, temperature=self.temperature)

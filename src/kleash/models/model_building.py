@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.files import read_json
+from kleash.checkpoints.resolution import GENERATION_CONFIG
 from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.linear import Head
-from kleash.models.checkpoints.files import read_json
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.compat import find_backbone
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
-from kleash.models.shard_storage import ShardStorage
+from kleash.models.sharded_networks import ShardStorage
 from kleash.models.tokenizers import PROBES, token_count
 
 HEAD_PROBE_TOKENS = 24

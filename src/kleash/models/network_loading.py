@@ -1,28 +1,21 @@
-"""Loading networks from checkpoints, with checks of their configuration and weights."""
+"""Loading networks from checkpoints, with checks of their configuration and weights, and how they are stored."""
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kleash.errors import CannotRunError, ModelError, summarise_error
+from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_packed_modules
+from kleash.checkpoints.resolution import Checkpoint
+from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.checkpoints.size_checks import check_network_size
 from kleash.models.compat import run_uncompiled, use_exact_experts
-from kleash.models.filling import check_complete
-from kleash.models.gguf.network import load_gguf_network
-from kleash.models.quantised.packed_formats import PackedCheckpoint, find_packed_modules
-from kleash.models.quantised.transformers_formats import (
-    check_stored_types,
-    check_unused_parts,
-    describe_quantisation,
-    has_kernels,
-    is_packed,
-    quantisation_advice,
-)
-from kleash.models.quantised.unpacking import load_unpacked_network
+from kleash.models.filling import check_complete, check_network_size, loading
+from kleash.models.gguf_network import load_gguf_network
 from kleash.models.text_towers import (
     NetworkClass,
     has_other_parts,
@@ -30,9 +23,26 @@ from kleash.models.text_towers import (
     list_network_classes,
     needs_other_parts,
 )
+from kleash.models.transformers_formats import (
+    check_stored_types,
+    check_unused_parts,
+    describe_quantisation,
+    has_kernels,
+    is_packed,
+    quantisation_advice,
+)
+from kleash.models.unpacking import load_unpacked_network
+from kleash.store.measurement import StoredWeights
 
 PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}
 """Device maps that spread a model over the ranks of torch.distributed, and transformers' name of their number."""
+
+PACKED_NAMES = ("qweight", "weight_packed", "blocks")
+"""Names of tensors that hold packed weights, where "weight" does not."""
+SCALE_NAMES = ("scales", "weight_scale", "weight_scale_inv", "absmax", "SCB", "_scale", "_shift", "scale")
+"""Names of tensors that stand beside quantised weights."""
+DENSE_TYPES = ("F64", "F32", "F16", "BF16")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def load_networks(
@@ -148,7 +158,7 @@ def _load_base(
     """Load the network of a folder, without adapters."""
     packed = _find_unpacked(checkpoint, device, device_map)
     advice = "" if packed is not None else quantisation_advice(checkpoint)
-    try:
+    with loading(checkpoint, advice):
         config = import_extra("transformers", "models").AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
@@ -168,13 +178,6 @@ def _load_base(
             )
         else:
             network, report = _load_stored(network_class, checkpoint, dtype, device_map)
-    except ModelError:
-        raise
-    except Exception as error:  # the exception type depends on the configuration, down to AssertionError
-        hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(
-            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
-        ) from error
     check_complete(report, str(checkpoint), advice)
     notes = (packed.describe(),) if packed is not None else describe_quantisation(checkpoint, network)
     notes += _describe_unused(checkpoint, config, report, packed)
@@ -264,3 +267,70 @@ def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[s
         "is measured; --trust-remote-code runs that code"
     )
     return (note,)
+
+
+def describe_weights(checkpoint: Checkpoint, base: BaseNetwork) -> StoredWeights:
+    """How the weights of a network and of the adapter over it are stored.
+
+    Args:
+        checkpoint: with the adapter, if any.
+        base: the network, as it was loaded.
+    """
+    adapter = checkpoint.adapter_tensors.values()
+    if checkpoint.gguf:
+        matrices = [tensor for tensor in base.tensors if len(tensor.shape) > 1]
+        modules = {tensor.name.rpartition(".")[0]: tensor.kind for tensor in matrices}
+        elements = sum(tensor.elements for tensor in base.tensors)
+    else:
+        modules = _types_of_modules(checkpoint, base)
+        is_dense = all(kind in DENSE_TYPES for kind in modules.values())
+        # Packed weights and their scales are other numbers than the network's; tensors that are not loaded count here.
+        elements = sum(tensor.elements for tensor in base.tensors) if is_dense else base.parameters
+    elements += sum(tensor.elements for tensor in adapter)
+    num_bytes = sum(tensor.num_bytes for tensor in (*base.tensors, *adapter))
+    return StoredWeights(
+        bytes=num_bytes,
+        bits_per_weight=8 * num_bytes / elements if elements else 0.0,
+        modules=_by_layers(modules),
+    )
+
+
+def _types_of_modules(checkpoint: Checkpoint, base: BaseNetwork) -> dict[str, str]:
+    """The type of the weights of each module with a matrix: "BF16", "gptq int4, groups of 128", "mxfp4 (U8)"."""
+    names = {tensor.name for tensor in base.tensors}
+    packed = [module for module in base.packed if not names.isdisjoint(module.parts)]
+    packed_parts = {part for module in packed for part in module.parts}
+    method = checkpoint.quant_method or "quantised"
+
+    kinds = {module.name: module.kind for module in packed}
+    for tensor in base.tensors:
+        module, _, part = tensor.name.rpartition(".")
+        is_weight = part in ("weight", *PACKED_NAMES) or part.endswith(("_blocks", "_proj"))
+        if len(tensor.shape) > 1 and tensor.name not in packed_parts and is_weight:
+            is_quantised = tensor.kind not in DENSE_TYPES or any(
+                f"{module}.{scale}" in names for scale in SCALE_NAMES
+            )
+            name = module if part == "weight" else tensor.name
+            kinds[name] = f"{method} ({tensor.kind})" if is_quantised else tensor.kind
+    return kinds
+
+
+def _by_layers(modules: Mapping[str, str]) -> dict[str, str]:
+    """Modules by type, those that differ in the number of a layer together: "blk.0-27.attn_q" → "Q4_K"."""
+    layers: dict[tuple[str, str], set[int]] = {}
+    for module, kind in modules.items():
+        numbers = NUMBER.findall(module)
+        pattern = NUMBER.sub("*", module)
+        layers.setdefault((pattern, kind), set()).update(int(number) for number in numbers[:1])
+    return {
+        pattern.replace("*", _ranges(sorted(numbers)), 1): kind for (pattern, kind), numbers in layers.items()
+    }
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: "0-3,7"."""
+    runs: Iterable[list[int]] = (
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda place: place[1] - place[0])
+    )
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.padding_rows import PaddingRows
-from kleash.models.shard_storage import ShardStorage
+from kleash.models.sharded_networks import ShardStorage
 from kleash.sources.sequences import TokenSequence
 from kleash.store.measurement import ModelRecord, StoredWeights
 
@@ -27,23 +27,6 @@ class StoredHiddenStates(Protocol):
 
     def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
         """The token columns of the "noise" floor or the dtype "gap" at a temperature; None if they are not stored."""
-        ...
-
-
-@runtime_checkable
-class Turns(Protocol):
-    """The order in which ranks that share weights make the calls that take all of them (``lockstep``)."""
-
-    def wait_for_pass(self, role: str) -> None:
-        """Wait until all ranks make a forward pass of the model with this role."""
-        ...
-
-    def wait_for_log_probabilities(self, role: str) -> None:
-        """Wait until all ranks compute log-probabilities by the head of the model with this role."""
-        ...
-
-    def wait_for_statistics(self, role: str, *, top: bool) -> None:
-        """Wait until all ranks compare the model with this role with the reference; ``top``: also likeliest tokens."""
         ...
 
 
@@ -102,8 +85,9 @@ class Model:
     """Source of hidden states of a model that is not loaded; then ``network`` is None."""
     storage: ShardStorage | None = None
     """The ranks that store the weights between them; None if they are whole on this process."""
-    turns: Turns | None = None
-    """The turns of these ranks, with which each can have tokens of its own; None if all make the same calls."""
+    turns: Any = None
+    """The turns of these ranks (``Lockstep``), with which each can have tokens of its own; None if all make the same
+    calls."""
 
     @contextmanager
     def activate_adapter(self) -> Iterator[None]:
@@ -130,22 +114,20 @@ class Model:
         """
         ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
-        self.wait_for_pass()
+        self.wait_for("pass")
         with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
                 output = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
                 return output.logits[..., : self.vocab_size]
             return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
-    def wait_for_pass(self) -> None:
-        """Wait until all ranks that store the weights make a forward pass; returns at once if they are whole."""
-        if self.turns is not None and self.storage is not None:
-            self.turns.wait_for_pass(self.role)
+    def wait_for(self, call: Literal["pass", "logp"]) -> None:
+        """Wait until all ranks that store the weights make a forward pass, or compute log-probabilities by the head.
 
-    def wait_for_log_probabilities(self) -> None:
-        """Wait until all ranks that store the head compute log-probabilities; returns at once if it is whole."""
+        Returns at once if the weights are whole.
+        """
         if self.turns is not None and self.storage is not None:
-            self.turns.wait_for_log_probabilities(self.role)
+            self.turns.wait_for(self.role, call)
 
     def is_same_as(self, other: "Model") -> bool:
         """Whether both are the same network with the same adapter, so that one forward pass serves both."""
@@ -190,7 +172,7 @@ class Pair:
     def wait_for_statistics(self, *, top: bool) -> None:
         """Wait until all ranks that store weights compare the two models; returns at once if they are whole."""
         if self.policy.turns is not None:
-            self.policy.turns.wait_for_statistics(self.policy.role, top=top)
+            self.policy.turns.wait_for(self.policy.role, "statistics_and_top" if top else "statistics")
 
     @property
     def vocab_size(self) -> int:

@@ -6,24 +6,21 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.jobs.rollout_jobs import DoctorJob
 from kleash.models.adapters.shared_base import LoadedNetwork
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, check_vocab_size, with_storage
-from kleash.models.network_loading import PARALLEL_MAPS, load_networks
+from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_tokenizers import load_tokenizers
-from kleash.models.shard_storage import ShardStorage
-from kleash.models.sharded_networks import shard_storage, view_of_shards
-from kleash.models.tokenizers import token_count
-from kleash.models.weight_storage import describe_weights
+from kleash.models.sharded_networks import ShardStorage, shard_storage, view_of_shards
+from kleash.models.tokenizers import load_tokenizers, token_count
 from kleash.store.checksums import UNCHECKED
 
 DTYPES = {

@@ -312,7 +312,7 @@ def _acceptance(
                 (pair.policy, hidden_p[some], head_p),
                 (pair.reference, hidden_q[some], head_q),
             ):
-                model.wait_for_log_probabilities()
+                model.wait_for("logp")
                 logps.append(
                     truncate(log_probabilities(hidden, head, temperature=temperature), **limits).logp
                 )
@@ -352,41 +352,29 @@ def _check_finite(
         position -= len(sequence.response_ids)
 
 
-def score_batched_against_single(
+def score_against_itself(
     model: Model,
     sequences: Sequence[TokenSequence],
+    states: HiddenStateReader | None = None,
     *,
     temperature: float = 1.0,
     batch_tokens: int = 4096,
     options: LinearOptions | None = None,
 ) -> dict[str, np.ndarray]:
-    """``score`` of a model in batches (as policy) against itself with each sequence alone (as reference).
+    """``score`` of a model in batches (as policy) against hidden states of it computed otherwise (as reference).
 
-    In exact arithmetic the KL would be 0. It is the noise floor: a smaller drift in this dtype cannot be measured.
+    In exact arithmetic the KL would be 0. With ``states`` from elsewhere it is the difference between two
+    implementations of one model. Without, each sequence is run alone, and the KL is the noise floor: a smaller drift in
+    this dtype cannot be measured.
     """
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
     read = hidden_state_reader(model)
-    readers = PairReaders(
-        pair=pair, policy=read, reference=lambda batch: torch.cat([read([sequence]) for sequence in batch])
-    )
+
+    def read_singly(batch: Sequence[TokenSequence]) -> Tensor:
+        return torch.cat([read([sequence]) for sequence in batch])
+
+    readers = PairReaders(pair=pair, policy=read, reference=states or read_singly)
     return score_with_readers(readers, sequences, temperature, batch_tokens, options)
-
-
-def score_against_states(
-    model: Model,
-    sequences: Sequence[TokenSequence],
-    states: HiddenStateReader,
-    *,
-    temperature: float = 1.0,
-    batch_tokens: int = 4096,
-) -> dict[str, np.ndarray]:
-    """``score`` of a model (as policy) against hidden states of it that were computed elsewhere (as reference).
-
-    The KL is the difference between the two implementations of one model.
-    """
-    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
-    readers = PairReaders(pair=pair, policy=hidden_state_reader(model), reference=states)
-    return score_with_readers(readers, sequences, temperature, batch_tokens, None)
 
 
 def score_against_float32(

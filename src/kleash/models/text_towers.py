@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.files import INDEX, open_model_files
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import INDEX, open_model_files
 from kleash.models.compat import class_of_config, forget_renaming, loaded_from
 
 OTHER_CONFIG_NAMES = re.compile(
@@ -35,7 +35,6 @@ META_PROBE = ((3, 4, 5, 6), (6, 5, 4, 3))
 class NetworkClass:
     """A class that a checkpoint's network can be loaded as, with the configuration and the names of tensors for it."""
 
-    name: str
     config: Any
     from_config: Any
     """Builds the network of a configuration."""
@@ -84,7 +83,6 @@ def list_network_classes(
     if composite is None or (text_config is not config and composite.config_class is type(text_config)):
         remote = {"trust_remote_code": trust_remote_code}
         yield NetworkClass(
-            name=type(config).__name__,
             config=config,
             from_config=partial(auto_class.from_config, **remote),
             from_pretrained=partial(auto_class.from_pretrained, **remote),
@@ -93,7 +91,6 @@ def list_network_classes(
     is_text_only = not any(COMPOSITE_TEXT_NAME.search(name) for name in tensor_names)
     tower = _tower_class(composite)
     yield NetworkClass(
-        name=composite.__name__,
         config=config,
         from_config=tower._from_config,
         from_pretrained=partial(_load_tower, tower, is_text_only),
@@ -108,7 +105,6 @@ def list_network_classes(
         }
         load = partial(_load_renamed, text_class, key_mapping=prefixes)
         yield NetworkClass(
-            name=text_class.__name__,
             config=text_config,
             from_config=text_class._from_config,
             from_pretrained=load,

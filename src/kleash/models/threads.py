@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import resolve_device
 
@@ -17,6 +17,7 @@ TINY_BYTES = 16_000_000
 thousands of tokens at once, a load that threads split well on an idle machine unless the matrices are tiny."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set torch's number of threads; if one is set, the number is not changed."""
+ONE_THREAD = f"one CPU thread: the models are small (set {THREAD_VARIABLES[0]} to choose another number)"
 
 
 @contextmanager
@@ -39,9 +40,8 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         CannotRunError: if the device is not available.
     """
     is_default = _is_default_number(torch.get_num_threads())
-    with _one_thread_if(
-        is_default and resolve_device(device, None).type == "cpu" and _are_small(names)
-    ) as note:
+    is_small = is_default and resolve_device(device, None).type == "cpu" and _are_small(names)
+    with _threads(1 if is_small else None, ONE_THREAD) as note:
         yield note
 
 
@@ -66,13 +66,14 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
     are_tiny = all(map(_is_tiny, models))
     is_default = _is_default_number(torch.get_num_threads())
     if processes == 1 or (are_tiny and is_default):
-        with _one_thread_if(are_on_cpu and are_tiny and is_default) as note:
+        with _threads(1 if are_on_cpu and are_tiny and is_default else None, ONE_THREAD) as note:
             yield note
         return
     share = max(1, _cores() // processes)
     if is_default and are_on_cpu:
-        with _threads(share):
-            yield f"{share} CPU threads for each of {processes} processes on this machine"
+        words = f"{share} CPU threads for each of {processes} processes on this machine"
+        with _threads(share, words) as note:
+            yield note
         return
     # torchrun sets one thread for each process unless the variable is set.
     has_unused_cores = are_on_cpu and not are_tiny and share > 1 and torch.get_num_threads() == 1
@@ -86,22 +87,15 @@ def _is_tiny(model: Model) -> bool:
 
 
 @contextmanager
-def _one_thread_if(condition: bool) -> Iterator[str | None]:
-    """Context with one torch thread and a note for the user; changes nothing if the condition is false."""
-    if not condition:
+def _threads(number: int | None, note: str) -> Iterator[str | None]:
+    """Context with a number of torch threads and a note for the user; changes nothing for None."""
+    if number is None:
         yield None
         return
-    with _threads(1):
-        yield f"one CPU thread: the models are small (set {THREAD_VARIABLES[0]} to choose another number)"
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Context with a number of torch threads; restores the number on exit."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
-        yield
+        yield note
     finally:
         torch.set_num_threads(threads_before)
 

@@ -1,12 +1,14 @@
-"""Loading tokenizers, and checking that two of them give every text the same tokens."""
+"""Loading tokenizers, and checking that two of them, or one and the vocabulary of a GGUF file, give the same tokens."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kleash.checkpoints.gguf.vocabulary import describe_differences, find_difference, read_vocabulary
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.resolution import Checkpoint
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -37,7 +39,7 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     Raises:
         TokenizerMismatchError: if they are not interchangeable, with the number of differences and the first ones.
     """
-    _check_equal("tokens", _vocabulary(policy), _vocabulary(reference))
+    _check_equal("tokens", policy.get_vocab(), reference.get_vocab())
     _check_equal("special tokens", _special_tokens(policy), _special_tokens(reference))
     policy_backend, reference_backend = _backend(policy), _backend(reference)
     _check_equal("merges", _merges(policy_backend), _merges(reference_backend))
@@ -80,12 +82,6 @@ def token_count(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def puts_begin_token(tokenizer: Any) -> bool:
-    """Whether a tokenizer puts its begin token before a text."""
-    begin = tokenizer.bos_token_id
-    return begin is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [begin]
-
-
 def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -> None:
     """Check that two tables from tokens to ids, or from merges to ranks, are equal.
 
@@ -125,10 +121,6 @@ def _check_probe(text: str, policy_ids: list[int], reference_ids: list[int]) -> 
             f"tokens in the policy's and {len(reference_ids)} in the reference's, different from token {index} on; "
             "compare models of one tokenizer"
         )
-
-
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    return dict(tokenizer.get_vocab())
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -185,3 +177,86 @@ def tokenizer_folder(checkpoint: Checkpoint) -> Path:
     if checkpoint.adapter is not None and any(checkpoint.adapter.glob("tokenizer*")):
         return checkpoint.adapter
     return checkpoint.folder
+
+
+def load_tokenizers(
+    checkpoints: Mapping[str, Checkpoint],
+    trust_remote_code: bool,
+    tokenizer: str | None = None,
+    stored_reference: Any = None,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Load the tokenizer of each role, and check that they can be compared.
+
+    A GGUF file has a vocabulary and no tokenizer that transformers could rebuild without changes. Its text is read
+    by the tokenizer ``tokenizer`` if it is given, else by the other model's, else by one in the file's folder; this
+    tokenizer must have the tokens, types and merges of the file.
+
+    Args:
+        checkpoints: by role: one, or policy and reference.
+        trust_remote_code: whether Python code of the checkpoints may run.
+        tokenizer: folder or hub id of a tokenizer for GGUF files.
+        stored_reference: tokenizer of a reference that is not loaded.
+
+    Returns:
+        The tokenizers by role, and notes on differences that do not matter.
+
+    Raises:
+        ModelError: if there is none, or it cannot be loaded.
+        TokenizerMismatchError: if they are not interchangeable, with the first differences.
+    """
+    tokenizers = {
+        role: load_tokenizer(checkpoint, trust_remote_code)
+        for role, checkpoint in checkpoints.items()
+        if not checkpoint.gguf
+    }
+    notes: list[str] = []
+    stated_tokenizer = None
+    if tokenizer is not None and len(tokenizers) < len(checkpoints):
+        stated_tokenizer = load_tokenizer(_find_tokenizer(tokenizer), trust_remote_code)
+    if stored_reference is not None:
+        tokenizers["reference"] = stored_reference
+    available = dict(tokenizers)
+    for role, checkpoint in checkpoints.items():
+        if not checkpoint.gguf:
+            continue
+        if stated_tokenizer is not None:
+            owner, loaded = f"the tokenizer {tokenizer}", stated_tokenizer
+        elif available:
+            other = next(iter(available))
+            owner, loaded = f"the {other}'s tokenizer", available[other]
+        else:
+            owner, loaded = "the tokenizer beside it", _load_beside(checkpoint, trust_remote_code)
+        notes += _compare_gguf(checkpoint, loaded, owner)
+        tokenizers[role] = loaded
+    if len(tokenizers) == 2:
+        notes += compare_tokenizers(tokenizers["policy"], tokenizers["reference"])
+    return tokenizers, tuple(notes)
+
+
+def _find_tokenizer(name: str) -> Checkpoint:
+    """The folder of a tokenizer; it needs no weights if it is a folder on disk."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        return Checkpoint(role="tokenizer", name=name, folder=folder)
+    return find_checkpoint(name, role="tokenizer")
+
+
+def _load_beside(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The tokenizer in the folder of a GGUF file."""
+    if not any(next(checkpoint.folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        raise ModelError(
+            f"{checkpoint} is a GGUF file, and no other model has a tokenizer for it; give "
+            "--tokenizer, the folder or hub id of the model that it was made from"
+        )
+    return load_tokenizer(checkpoint, trust_remote_code)
+
+
+def _compare_gguf(checkpoint: Checkpoint, tokenizer: Any, owner: str) -> list[str]:
+    """Check a tokenizer against the vocabulary of a GGUF file; returns notes."""
+    vocabulary = read_vocabulary(checkpoint.gguf_files.settings, str(checkpoint))
+    difference = find_difference(vocabulary, tokenizer, owner)
+    if difference is not None:
+        raise TokenizerMismatchError(
+            f"{difference}; give --tokenizer or a reference with the tokens of the file"
+        )
+    return describe_differences(vocabulary, tokenizer, owner)

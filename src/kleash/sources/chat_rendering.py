@@ -1,13 +1,19 @@
 """The text of conversations: rendered by a chat template, or their contents joined."""
 
-import json
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 from kleash.errors import summarise_error
 from kleash.sandbox.process import SandboxLimitError, render_chat
-from kleash.sources.records import SourceRecord, check_unicode, is_list_of, show_value, without_nulls
+from kleash.sources.records import (
+    SourceRecord,
+    check_unicode,
+    is_list_of,
+    parse_if_json,
+    show_value,
+    without_nulls,
+)
 from kleash.sources.sequences import SourceForm
 
 MARK = "kleash"
@@ -272,7 +278,9 @@ def _template_options(record: SourceRecord) -> dict[str, Any]:
     Raises:
         SourceError: if the tools are no list of objects, the variables no object, or one of them an option.
     """
-    tools, variables = (_parsed(record.source_fields.get(name)) for name in ("tools", "chat_template_kwargs"))
+    tools, variables = (
+        parse_if_json(record.source_fields.get(name)) for name in ("tools", "chat_template_kwargs")
+    )
     if tools and not is_list_of(tools, dict):
         raise record.error(
             f"expected 'tools' to be a list of JSON schemas and found {show_value(tools)}; leave the column out"
@@ -284,11 +292,3 @@ def _template_options(record: SourceRecord) -> dict[str, Any]:
         )
     options: dict[str, Any] = {"tools": [without_nulls(tool) for tool in tools]} if tools else {}
     return options | {name: value for name, value in (variables or {}).items() if value is not None}
-
-
-def _parsed(value: Any) -> Any:
-    """A value, of JSON if it is a text that is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra, is_installed, suppress_library_output
 from kleash.jobs.reading import ReadOptions
-from kleash.sources.compression import uncompressed_suffix
-from kleash.sources.records import shorten
+from kleash.sources.records import shorten, uncompressed_suffix
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A data set on the hub, as "user/name"."""
@@ -75,7 +74,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         raise SourceError(f"the split {shorten(split)} of {name} has no files")
     paths = tuple(map(Path, _fetch(name, urls) if "://" in urls[0] else urls))
     _require_all_shards(name, paths)
-    return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
+    return DatasetFiles(paths, notes)
 
 
 def _saved_files(name: str, folder: Path, reading: ReadOptions, *, has_splits: bool) -> DatasetFiles:
@@ -86,48 +85,27 @@ def _saved_files(name: str, folder: Path, reading: ReadOptions, *, has_splits: b
             "--dataset-config out"
         )
     if has_splits:
-        splits = _file_names(folder / SPLITS, "splits")
-        split, notes = _choose_split(name, splits, reading.split)
+        split, notes = _choose_split(name, _read_state(folder / SPLITS, "splits")["splits"], reading.split)
         folder = folder / split
     else:
-        split, notes = _read_json(folder / STATE).get("_split"), ()
-        if reading.split not in (None, split):
-            raise SourceError(
-                f"{name} is one split, {shorten(str(split)) if split else 'without a name'}; leave --split "
-                f"{shorten(str(reading.split))} out, or name the folder of that split"
-            )
-    names = _file_names(folder / STATE, "_data_files")
-    missing = [each for each in names if not (folder / each).is_file()]
+        notes = ()
+    state = _read_state(folder / STATE, "_data_files")
+    if not has_splits and reading.split not in (None, state.get("_split")):
+        raise SourceError(f"{name} is one split; leave --split {shorten(str(reading.split))} out")
+    paths = tuple(folder / str(each["filename"]) for each in state["_data_files"])
+    missing = [path for path in paths if not path.is_file()]
     if missing:
-        raise SourceError(f"{folder} lacks {missing[0]}, which its {STATE} names; save the data set again")
-    return DatasetFiles(tuple(folder / each for each in names), notes)
+        raise SourceError(
+            f"{folder} lacks {missing[0].name}, which its {STATE} names; save the data set again"
+        )
+    return DatasetFiles(paths, notes)
 
 
-def _file_names(path: Path, key: str) -> list[str]:
-    """The names of files or folders that a file of ``save_to_disk`` lists, each within the folder.
-
-    Raises:
-        SourceError: if there are none, or one lies elsewhere.
-    """
-    entries = _read_json(path).get(key)
-    names: list[Any] = [
-        entry.get("filename") if isinstance(entry, dict) else entry
-        for entry in (entries if isinstance(entries, list) else [])
-    ]
-    for name in names or [None]:
-        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-            raise SourceError(
-                f"{path} names {'nothing' if name is None else shorten(str(name))} as {key!r}; save the data set again "
-                "with save_to_disk"
-            )
-    return names
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a small file of a data set.
+def _read_state(path: Path, key: str) -> dict[str, Any]:
+    """The object in a file of ``save_to_disk``, in which ``key`` is a list.
 
     Raises:
-        SourceError: if it cannot be read.
+        SourceError: if it is not.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -135,7 +113,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise SourceError(
             f"{path} cannot be read: {summarise_error(error)}; save the data set again"
         ) from error
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict) or not isinstance(content.get(key), list) or not content[key]:
+        raise SourceError(f"{path} has no list {key!r}; save the data set again with save_to_disk")
+    return content
 
 
 def _has_data_suffix(path: Path) -> bool:
@@ -173,16 +153,6 @@ def _choose_split(name: str, splits: list[str], requested_split: str | None) -> 
     return PREFERRED_SPLIT, (
         f"the split '{PREFERRED_SPLIT}' of {name} is read, of {shown}; --split names another",
     )
-
-
-def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
-    suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
-    unread = sorted(str(path) for path in _data_files(folder) if uncompressed_suffix(path) not in suffixes)
-    if not unread:
-        return ()
-    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:

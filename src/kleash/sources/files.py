@@ -17,21 +17,30 @@ from kleash.errors import SourceError, summarise_error
 from kleash.jobs.option_groups import shown_endpoint
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
 from kleash.shipped import shipped_prompts, shipped_text
-from kleash.sources.columns import choose_columns, named_columns, rename_columns
-from kleash.sources.compression import open_unpacked, uncompressed_suffix
-from kleash.sources.csv_files import find_delimiter, read_csv
+from kleash.sources.columns import choose_columns, describe_choices, named_columns, rename_columns
 from kleash.sources.dataset_folders import find_dataset
 from kleash.sources.records import (
     COPY_OF_STANDARD_INPUT,
     SourceRecord,
+    open_unpacked,
+    parse_if_json,
     read_jsonl,
     read_plain_documents,
     read_plain_lines,
     read_text_lines,
     shorten,
     source_label,
+    uncompressed_suffix,
 )
-from kleash.sources.tables import ARROW_FILE, ARROW_STREAM, read_arrow, read_json_array, read_parquet
+from kleash.sources.tables import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    find_delimiter,
+    read_arrow,
+    read_csv,
+    read_json_array,
+    read_parquet,
+)
 from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import hash_watched, watch_files
 
@@ -58,6 +67,16 @@ FORMAT_BY_SUFFIX: Mapping[str, SourceFormat | None] = {
 """Formats of files by suffix, which takes precedence over their content; None for text of a structure of its own."""
 JSON_START = re.compile(r'\s*(\{\s*"|\[\s*\{\s*")')
 """Beginning of an object, or of an array of objects."""
+
+
+VERL_COLUMNS = frozenset(("input", "output", "gts", "score", "step"))
+"""Columns of verl's log of rollouts."""
+VERL_NOTE = (
+    "verl leaves special tokens out of 'input' and 'output', so the models read other tokens than in the rollout if "
+    "its prompts were rendered by a chat template"
+)
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Usual names of columns with a system prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +147,33 @@ def find_source(name: str, kind: SourceKind, options: DatasetOptions | None = No
     return Source(name=name, kind=kind, paths=(path,), reading=reading)
 
 
+def describe_source(kind: SourceKind, name: str, options: DatasetOptions | None = None) -> tuple[str, ...]:
+    """The notes about the files of a source and its columns, of which the first record decides.
+
+    Args:
+        kind: what the source is read for.
+        name: of the source.
+        options: how it is read, such as a job; None for the defaults.
+
+    Raises:
+        SourceError: if the first record cannot be read.
+    """
+    source = find_source(name, kind, options)
+    first = next(source.raw_records(), None)
+    if first is None:
+        return source.notes
+    choices = choose_columns(first, kind, source.reading)
+    unread = [
+        f"the column {name!r} is not read; put it into the messages, as the first, of the role system"
+        for name in SYSTEM_COLUMNS
+        if isinstance(first.fields.get(name), str) and first.fields[name].strip()
+    ]
+    is_of_verl = (
+        kind == "responses" and first.fields.keys() >= VERL_COLUMNS and not named_columns(source.reading)
+    )
+    return (*source.notes, *describe_choices(choices), *unread, *((VERL_NOTE,) if is_of_verl else ()))
+
+
 def source_path(name: str, kind: SourceKind) -> Path:
     """The path of a source: the file ``name``, a shipped file, or a copy of standard input.
 
@@ -143,24 +189,21 @@ def source_path(name: str, kind: SourceKind) -> Path:
     else:
         path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
     try:
-        size, is_file, is_folder = path.stat().st_size, path.is_file(), path.is_dir()
+        size, is_file = path.stat().st_size, path.is_file()
     except (FileNotFoundError, NotADirectoryError) as error:
         shown = shown_endpoint(name)
-        problem = (
-            f"{shown} is an address, and files are not downloaded; download it, and give the file's name"
-        )
-        raise SourceError(problem if "://" in name else f"there is no file {shown}") from error
+        address = f"{shown} is an address; download it, and give the file's name"
+        raise SourceError(address if "://" in name else f"there is no file {shown}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
             f"of {accepted_formats(kind)}"
         ) from error
-    if is_folder:
-        raise SourceError(f"{name} is a folder; give a file of {accepted_formats(kind)}")
     if not is_file:
+        what = "a folder" if path.is_dir() else "a pipe or a device"
         raise SourceError(
-            f"{name} is a pipe or a device, and a source is read more than once; write it to a file first, or "
-            f"give {STANDARD_INPUT} and pipe it to standard input"
+            f"{name} is {what}; give a file of {accepted_formats(kind)}, or {STANDARD_INPUT} and pipe it to standard "
+            "input"
         )
     if size == 0:
         raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")
@@ -178,11 +221,8 @@ def _copy_of_standard_input() -> Path:
     folder = Path(mkdtemp(prefix="kleash-"))
     atexit.register(rmtree, folder, ignore_errors=True)
     path = folder / COPY_OF_STANDARD_INPUT
-    try:
-        with path.open("xb") as copy:
-            copyfileobj(stream, copy)
-    except OSError as error:
-        raise SourceError(f"standard input cannot be read: {error.strerror or error}") from error
+    with path.open("xb") as copy:
+        copyfileobj(stream, copy)
     return path
 
 
@@ -243,11 +283,8 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
         SourceError: if the format is none of ``FORMATS[kind]``, or the file cannot be read.
     """
     label, suffix = source_label(path), uncompressed_suffix(path)
-    try:
-        with open_unpacked(path, label) as file:
-            start = file.read(len(ARROW_FILE))
-    except OSError as error:
-        raise SourceError(f"{label} cannot be read: {error.strerror or error}") from error
+    with open_unpacked(path) as file:
+        start = file.read(len(ARROW_FILE))
     if start.startswith(b"PAR1"):
         source_format = "Parquet"
     elif start.startswith((ARROW_FILE, ARROW_STREAM)):
@@ -269,19 +306,12 @@ def _format_by_content(path: Path, suffix: str, named: Collection[str]) -> Sourc
     for _, text in read_text_lines(path):
         if not text.strip():
             continue
-        if _is_object(text):
+        if isinstance(parse_if_json(text), dict):
             return "JSONL"
         if suffix == ".json" or (text.lstrip().startswith(("[", "{")) and _is_json(path)):
             return "a JSON array"
         return "CSV" if find_delimiter(text, named, names_only=True) else "plain text"
     return "JSONL" if suffix == ".json" else "plain text"
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _is_json(path: Path) -> bool:

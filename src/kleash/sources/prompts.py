@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from kleash.errors import SourceError
-from kleash.jobs.reading import DatasetOptions
+from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
 from kleash.sources.chat_rendering import form_of_text, join_contents, render_messages
 from kleash.sources.dataset_formats import (
     TextOrMessages,
@@ -25,6 +26,9 @@ from kleash.sources.records import (
     show_value,
 )
 from kleash.sources.sequences import Prompt, SourceForm, TokenLimits, hash_prompt
+
+NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
+"""What a chat template renders, by the kind of a source."""
 
 
 def read_prompts(
@@ -103,38 +107,16 @@ def _prompts(
     for record in records:
         prompt = tokenise_prompt(record, pair, chat_template)
         check_length(record, "prompt", len(prompt.token_ids), pair)
-        prompt_hash = hash_prompt(prompt.token_ids, pair.tokenizer)
+        fields = record.source_fields if columns else {}
         prompts.append(
-            Prompt(
-                prompt_id=len(prompts),
-                token_ids=prompt.token_ids,
-                text=prompt.text,
-                prompt_hash=prompt_hash,
-                copy=copies[prompt_hash],
-                location=record.location,
-                form=prompt.form,
-                messages=prompt.messages,
-                columns=record.source_fields if columns else {},
-            )
+            replace(prompt, prompt_id=len(prompts), copy=copies[prompt.prompt_hash], columns=fields)
         )
-        copies[prompt_hash] += 1
+        copies[prompt.prompt_hash] += 1
     return prompts
 
 
-class TokenisedPrompt(NamedTuple):
-    """The prompt of a record as tokens."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    form: SourceForm
-    messages: tuple[dict[str, Any], ...] | None = None
-    """The messages that the text was rendered from."""
-
-
-def tokenise_prompt(
-    record: SourceRecord, pair: TokenLimits, chat_template: str | None = None
-) -> TokenisedPrompt:
-    """The prompt of a record as tokens; token ids take precedence over text.
+def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str | None = None) -> Prompt:
+    """The prompt of a record as tokens, numbered 0; token ids take precedence over text.
 
     Args:
         record: the record.
@@ -147,9 +129,23 @@ def tokenise_prompt(
     """
     check_text_only(record)
     values, tokenizer = get_field(record, "prompt_token_ids", list, "a list of token ids"), pair.tokenizer
+
+    def made_of(
+        token_ids: tuple[int, ...], text: str, form: SourceForm, messages: list[Any] | None = None
+    ) -> Prompt:
+        return Prompt(
+            prompt_id=0,
+            token_ids=token_ids,
+            text=text,
+            prompt_hash=hash_prompt(token_ids, tokenizer),
+            location=record.location,
+            form=form,
+            messages=None if messages is None else tuple(messages),
+        )
+
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
-        return TokenisedPrompt(token_ids, tokenizer.decode(list(token_ids)), "token ids")
+        return made_of(token_ids, tokenizer.decode(list(token_ids)), "token ids")
     name, prompt = _find_prompt(record)
     form = "messages" if isinstance(prompt, list) else form_of_text(prompt, tokenizer)
     if isinstance(prompt, list) and chat_template == "raw":
@@ -158,13 +154,13 @@ def tokenise_prompt(
         raise record.error("the prompt is empty")
     if isinstance(prompt, str):
         if chat_template != "apply":
-            return TokenisedPrompt(_encode_prompt(record, prompt, tokenizer), prompt, form)
+            return made_of(_encode_prompt(record, prompt, tokenizer), prompt, form)
         prompt = [_as_message(record, prompt, form, tokenizer)]
     text = render_messages(record, prompt, tokenizer, name, generate=True)
     token_ids = tuple(encode_text(tokenizer, text, special_tokens=False))
     if not token_ids:
         raise record.error("the chat template makes nothing of the messages")
-    return TokenisedPrompt(token_ids, text, form, tuple(prompt))
+    return made_of(token_ids, text, form, prompt)
 
 
 def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
@@ -268,3 +264,40 @@ def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
     """Token ids with one begin token of two: the text begins with it, as one in a log or of a template does."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
+
+
+def describe_forms(
+    kind: SourceKind, forms: Counter[SourceForm], tokenizer: Any, options: DatasetOptions | None = None
+) -> tuple[str, ...]:
+    """The notes about what the chat template renders of a source that was read, and what not.
+
+    Args:
+        kind: what the source was read for.
+        forms: what its prompts or documents are.
+        tokenizer: of the policy.
+        options: how it was read, such as a job; None for the defaults.
+    """
+    template, noun, total = ReadOptions.of(options).chat_template, NOUNS.get(kind, "prompts"), forms.total()
+    treatments: dict[SourceForm, str] = {
+        "messages": "{}, rendered by the policy's chat template",
+        "rendered text": "plain text that begins as the policy's chat template does",
+        "text": "plain text, read without the policy's chat template; --chat-template apply renders them as a user's "
+        "message",
+    }
+    if template == "raw":
+        treatments = {"messages": "{}, whose contents are joined; no chat template is applied"}
+    elif not getattr(tokenizer, "chat_template", None):
+        treatments = {}
+    elif kind == "text":
+        treatments = {"messages": treatments["messages"]}
+    elif template == "apply":
+        treatments["text"] = "plain text, rendered as a user's message by the policy's chat template"
+    notes: list[str] = []
+    for form, treatment in treatments.items():
+        count = forms[form]
+        some = f"the {total} {noun} are" if count == total else f"{count} of the {total} {noun} are"
+        if total == 1:
+            some = f"the {noun.removesuffix('s')} is"
+        if count:
+            notes.append(f"{some} {treatment.format('a list of messages' if total == 1 else 'messages')}")
+    return tuple(notes)

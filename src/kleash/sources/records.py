@@ -1,21 +1,32 @@
 """Records of source files, checks of their fields with errors that name file and line, and lines of text."""
 
+import gzip
+import io
 import json
+import re
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from kleash.errors import SourceError, summarise_error
-from kleash.sources.compression import open_unpacked
+from kleash.extras import import_extra
 
 Entry = TypeVar("Entry")
 MAX_SHOWN_CHARACTERS = 60
 MAX_SHOWN_FIELDS = 16
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
 """File name of the copy of standard input."""
+COMPRESSIONS = {
+    "gzip": re.compile(rb"\x1f\x8b"),
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+}
+"""Program -> first bytes of its files; pzstd begins with a frame that is skipped (RFC 8878, 3.1.2)."""
+COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".zst", ".zstd"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,14 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)
+
+
+def parse_if_json(value: Any) -> Any:
+    """A value, of JSON if it is a text that is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRecord]:
@@ -207,6 +226,45 @@ def source_label(path: Path) -> str:
     return "standard input" if path.name == COPY_OF_STANDARD_INPUT else str(path)
 
 
+def uncompressed_suffix(path: Path) -> str:
+    """The suffix of a file in lower case, without that of its compression: ".jsonl" of "a.jsonl.gz"."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+
+
+def compression_of(path: Path) -> str | None:
+    """The program that compressed a file; None if it is not compressed."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return next((program for program, pattern in COMPRESSIONS.items() if pattern.match(start)), None)
+
+
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[BinaryIO]:
+    """Context with a file that is open for reading, unpacked if gzip or zstd compressed it.
+
+    Raises:
+        SourceError: if it cannot be opened, or what is read of it is damaged.
+        MissingExtraError: if it is compressed by zstd and pyarrow is not installed.
+    """
+    try:
+        program = compression_of(path)
+        if program == "gzip":
+            file: Any = gzip.GzipFile(path)
+        elif program == "zstd":
+            file = io.BufferedReader(
+                import_extra("pyarrow", "models").CompressedInputStream(str(path), program)
+            )
+        else:
+            file = path.open("rb")
+        with file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise SourceError(
+            f"{source_label(path)} cannot be read: {getattr(error, 'strerror', None) or summarise_error(error)}"
+        ) from error
+
+
 def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
     """Number and text of each line of a UTF-8 file, unpacked and without a byte-order mark.
 
@@ -220,7 +278,7 @@ def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[in
     """
     number, label = 0, source_label(path)
     try:
-        with open_unpacked(path, label) as file:
+        with open_unpacked(path) as file:
             for number, raw in enumerate(file, start=1):
                 text = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).decode("utf-8")
                 if "\0" in text:
@@ -228,8 +286,6 @@ def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[in
                 yield number, text if keep_ends else text.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise SourceError(_not_text(label, number, error.object[error.start])) from error
-    except OSError as error:
-        raise SourceError(f"{label} cannot be read: {error.strerror or error}") from error
 
 
 def _not_text(label: str, number: int, byte: int) -> str:

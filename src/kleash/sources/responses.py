@@ -16,7 +16,6 @@ from kleash.sources.dataset_formats import (
     text_or_messages,
 )
 from kleash.sources.files import find_source
-from kleash.sources.padding import is_padded, padding_length
 from kleash.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
 from kleash.sources.records import (
     SourceRecord,
@@ -27,7 +26,7 @@ from kleash.sources.records import (
     show_value,
 )
 from kleash.sources.rollout_logs import expand_logs
-from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt
+from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt, is_padded, padding_length
 
 MAX_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3
@@ -147,8 +146,9 @@ def _response(
         record, pair, prompt.text, finish_reason, chat_template
     )
     check_length(record, "prompt with its response", len(prompt.token_ids) + len(response_ids) - 1, pair)
-    prompt_hash = hash_prompt(prompt.token_ids, pair.tokenizer)
-    prompt_id, sample_id = assigner.assign(record, prompt_hash, _first_hash(record, pair, chat_template))
+    prompt_id, sample_id = assigner.assign(
+        record, prompt.prompt_hash, _first_hash(record, pair, chat_template)
+    )
     return TokenSequence(
         prompt_id=prompt_id,
         sample_id=sample_id,
@@ -158,7 +158,7 @@ def _response(
         response_text=response_text,
         finish_reason=finish_reason,
         logp_sampled=_logprobs(record, len(response_ids), pair.vocab_size),
-        prompt_hash=prompt_hash,
+        prompt_hash=prompt.prompt_hash,
         temperature=_temperature(record),
         retokenised=retokenised,
         location=record.location,
@@ -171,7 +171,7 @@ def _first_hash(record: SourceRecord, pair: TokenLimits, chat_template: str | No
     first = record.first_prompt
     if isinstance(first, list):
         first_turn = record.with_fields({**record.fields, "prompt": first})
-        first = tokenise_prompt(first_turn, pair, chat_template).token_ids
+        return tokenise_prompt(first_turn, pair, chat_template).prompt_hash
     return None if first is None else hash_prompt(first, pair.tokenizer)
 
 

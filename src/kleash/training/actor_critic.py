@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.adapters.network_state import make_probe, probe_logits
-from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows, truncate_head
 from kleash.models.scoring import pad_batch

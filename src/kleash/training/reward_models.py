@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
-from kleash.models.checkpoints.resolution import find_checkpoint
-from kleash.models.checkpoints.size_checks import check_network_size
+from kleash.models.filling import check_network_size
 from kleash.models.pair_loading import resolve_device, resolve_dtype
-from kleash.models.quantised.transformers_formats import check_stored_types
 from kleash.models.tokenizers import load_tokenizer
+from kleash.models.transformers_formats import check_stored_types
 from kleash.sandbox.process import render_chat
 from kleash.sources.sequences import batch_by_length
 

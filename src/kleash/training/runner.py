@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
 from kleash.jobs import DistillJob, TrainJob
@@ -15,7 +16,6 @@ from kleash.jobs.train import OnlineJob
 from kleash.launch_environment import launched_rank, launched_world_size
 from kleash.measuring.run import default_out
 from kleash.models import find_source
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.models.keyed_draws import SAMPLER
 from kleash.models.threads import threads_for
 from kleash.reports import write_training_report

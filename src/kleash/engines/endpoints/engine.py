@@ -24,7 +24,7 @@ from kleash.models.scoring import (
     checked_reader,
     columns_of_sequences,
     score_against_float32,
-    score_batched_against_single,
+    score_against_itself,
 )
 from kleash.models.tokenizers import token_texts
 from kleash.sources.sequences import batch_by_length
@@ -155,7 +155,7 @@ class EndpointEngine:
         """Token columns of the local reference in batches compared with one sequence at a time; None for a server."""
         if self.endpoint_role == "reference":
             return None
-        return score_batched_against_single(
+        return score_against_itself(
             self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
         )
 

@@ -4,16 +4,20 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
+from kleash.checkpoints.files import iterate_settings
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.adapters.network_state import bitwise_equal, make_probe, probe_logits
 from kleash.models.adapters.rules import find_rule, peft_type
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.checkpoints.size_checks import check_adapter_sizes
 from kleash.models.compat import has_adapter_on_one_embedding
 from kleash.sandbox.process import check_patterns
 
 MAX_SHOWN_NAMES = 4
+RANK_SETTINGS = re.compile(r"(^|_)r$|rank|layer_replication")
+"""Names of settings that are ranks, or numbers of layers."""
+MAX_SMALL_RANK = 512
+"""Largest rank or number of a layer that is accepted for any adapter, since it takes little memory."""
 
 
 def check_adapter(checkpoint: Checkpoint) -> None:
@@ -26,7 +30,18 @@ def check_adapter(checkpoint: Checkpoint) -> None:
     if rule is not None and rule.treatment == "refused":
         kind = peft_type(checkpoint.adapter_settings)[:40]
         raise ModelError(f"{checkpoint.adapter_subject} ({kind}) {rule.reason}; {rule.advice}")
-    check_adapter_sizes(checkpoint)
+    shapes = [tensor.shape for tensor in checkpoint.adapter_tensors.values()]
+    largest = max((MAX_SMALL_RANK, *(size for shape in shapes for size in shape)))
+    for name, value in iterate_settings(checkpoint.adapter_settings):
+        if (
+            RANK_SETTINGS.search(name.lower())
+            and isinstance(value, int | float)
+            and not abs(value) <= largest
+        ):
+            raise ModelError(
+                f"{checkpoint.adapter_subject} has {name} {value:.6g} in its adapter_config.json, and no tensor of it "
+                "is as large; correct adapter_config.json, or fetch the adapter again"
+            )
 
 
 def describe_unknown_settings(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -7,6 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kleash.checkpoints.files import StoredTensor
+from kleash.checkpoints.quantised.packed_modules import PackedModule
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.models.adapters.network_state import NetworkState, bitwise_equal, probe_logits, record_state
 from kleash.models.adapters.peft_adapters import (
     attach_adapter,
@@ -18,9 +21,6 @@ from kleash.models.adapters.peft_adapters import (
 )
 from kleash.models.adapters.rules import AdapterSettings, find_rule, is_plain_lora
 from kleash.models.adapters.tensor_names import fit_adapter_names
-from kleash.models.checkpoints.files import StoredTensor
-from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.quantised.packed_modules import PackedModule
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

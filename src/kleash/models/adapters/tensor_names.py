@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kleash.checkpoints.files import ADAPTER_WEIGHTS
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import ADAPTER_WEIGHTS
-from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import adapter_tensor_prefixes
 from kleash.models.text_towers import OTHER_PART_NAMES
 

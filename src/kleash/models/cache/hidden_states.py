@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import SafetensorsFiles
 from kleash.sources.sequences import TokenSequence
 from kleash.store.atomic import write_atomically
 from kleash.store.cache import REMAKE_CACHE, cache_checksums

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.checkpoints.files import SafetensorsFiles, open_safetensors
 from kleash.errors import ModelError, NonFiniteError, OptionError, RunFolderError, summarise_error
 from kleash.models.cache.hidden_states import KEY_BYTES
 from kleash.models.cache.saved_records import SavedRecord, SavedRequest, parse_record
-from kleash.models.checkpoints.files import SafetensorsFiles, open_safetensors
 from kleash.sources.sequences import TokenSequence
 from kleash.store.file_hashes import watch_files
 

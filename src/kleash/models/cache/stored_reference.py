@@ -9,18 +9,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, RunFolderError
-from kleash.linear import Head
-from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
-from kleash.models.cache.reference_cache import check_same_model
-from kleash.models.checkpoints.files import SafetensorsFiles
-from kleash.models.checkpoints.resolution import (
+from kleash.checkpoints.files import SafetensorsFiles
+from kleash.checkpoints.resolution import (
     HUB_ID,
     Checkpoint,
     find_checkpoint,
     list_input_files,
     resolve_commit,
 )
+from kleash.errors import ModelError, RunFolderError
+from kleash.linear import Head
+from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
+from kleash.models.cache.reference_cache import check_same_model
 from kleash.models.pair import Model
 from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
 from kleash.sources.sequences import TokenSequence

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError
 from kleash.jobs import TrainJob
 from kleash.models import Pair
-from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.compat import find_backbone
 from kleash.training.model_options import load_models, lora_settings
 

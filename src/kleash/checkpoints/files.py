@@ -1,0 +1,274 @@
+"""Reading the files of an untrusted checkpoint: its settings, which may fetch no code, and its safetensors."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.errors import ModelError, summarise_error
+from kleash.extras import import_extra
+
+POINTER_START = b"version https://git-lfs"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_JSON_BYTES = 1 << 26
+"""Size limit for settings files; the largest index of shards known is a tenth of it."""
+MAX_NAME_CHARACTERS = 200
+MEGATRON = "megatron.core"
+"""Module name that PEFT writes into every adapter's settings and imports only with a megatron_config."""
+MAX_SHOWN_CHARACTERS = 80
+BITS = {
+    name: bits
+    for bits, names in {
+        4: "F4",
+        6: "F6_E2M3 F6_E3M2",
+        8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+        16: "U16 I16 F16 BF16",
+        32: "U32 I32 F32",
+        64: "U64 I64 F64 C64",
+    }.items()
+    for name in names.split()
+}
+"""Bits per element for each dtype name of safetensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file: where it is, and how it is stored."""
+
+    name: str
+    path: Path
+    kind: str
+    """Name of the type in its format: "BF16", "F8_E4M3"; in GGUF files "F32", "Q4_K"."""
+    shape: tuple[int, ...]
+    """In the order of torch: rows before columns."""
+    num_bytes: int
+    offset: int = 0
+    """Of the first byte in a GGUF file."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def check_pointers(paths: Iterable[Path]) -> None:
+    """Check that files are not the pointers that Git writes where Git LFS is not installed.
+
+    Raises:
+        ModelError: naming the first that is one.
+    """
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                start = file.read(len(POINTER_START))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        if start == POINTER_START:
+            raise ModelError(
+                f"{path} is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder"
+            )
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file, whose header the library checks: dtypes, shapes, and offsets without gaps or overlaps.
+
+    Raises:
+        ModelError: if it is damaged or cannot be read.
+    """
+    safetensors = import_extra("safetensors", "models")
+    try:
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path} is not a regular file; fetch or make it again")
+        return safetensors.safe_open(path, framework="pt")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {summarise_error(error)}") from error
+    except safetensors.SafetensorError as error:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({summarise_error(error)}); fetch or make it again"
+        ) from error
+
+
+class SafetensorsFiles(Mapping[str, StoredTensor]):
+    """The tensors of several safetensors files by name, each read from its mapped file when it is asked for."""
+
+    def __init__(self, paths: Iterable[Path], beside: Iterable[Path] = ()) -> None:
+        """Read the headers of the files.
+
+        Args:
+            paths: the files.
+            beside: further files, whose tensors must be the same where they have the same names.
+
+        Raises:
+            ModelError: if a file is damaged, or two files hold different contents under one name.
+        """
+        self._files: dict[Path, Any] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+        own_paths = list(paths)
+        for path in dict.fromkeys((*own_paths, *beside)):
+            file = self._files[path] = open_safetensors(path)
+            for name in file.keys():  # noqa: SIM118  no mapping
+                first = self._tensors.get(name)
+                if first is not None and not _is_equal(self.read(name), file.get_tensor(name)):
+                    raise ModelError(
+                        f"{first.path} and {path.name} hold the tensor {name[:MAX_NAME_CHARACTERS]} with different "
+                        "contents; remove the file that does not belong to it, or fetch the checkpoint again"
+                    )
+                if first is None and path in own_paths:
+                    self._tensors[name] = _stored_tensor(name, path, file.get_slice(name))
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Where a tensor is."""
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the CPU, in the dtype that it is stored in."""
+        return self._files[self._tensors[name].path].get_tensor(name)
+
+
+def _stored_tensor(name: str, path: Path, part: Any) -> StoredTensor:
+    """A tensor by its slice in an open file."""
+    kind, shape = part.get_dtype(), tuple(part.get_shape())
+    return StoredTensor(name=name, path=path, kind=kind, shape=shape, num_bytes=prod(shape) * BITS[kind] // 8)
+
+
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have one dtype, shape and content."""
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(
+        *(tensor.reshape(-1).view(torch.uint8) for tensor in (first, second))
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ModelError: if the file is too long, is not JSON, or holds another type.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is {size} bytes long, too long for settings; fetch or make it again")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} cannot be read as JSON: {summarise_error(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")
+    return content
+
+
+def open_model_files(folder: Path) -> SafetensorsFiles:
+    """The tensors that transformers would read of a model's folder: of one file, of the files of its index, or of all.
+
+    Where a folder has both a single file and the files of an index, programs differ in which of them they read.
+
+    Raises:
+        ModelError: if a file is damaged, or two files hold different contents under one name.
+    """
+    single, indexed = folder / SINGLE_FILE, list[Path]()
+    if (folder / INDEX).is_file():
+        indexed = [
+            folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        ]
+    if single.is_file():
+        return SafetensorsFiles([single], beside=indexed)
+    return SafetensorsFiles(indexed or sorted(folder.glob("*.safetensors")))
+
+
+def check_model_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Refuse a config.json that makes transformers fetch and run kernels, or read weights that are not safetensors.
+
+    Raises:
+        ModelError: naming the setting.
+    """
+    for name, value in iterate_settings(settings):
+        if "implementation" in name and isinstance(value, str) and ("/" in value or "\\" in value):
+            raise ModelError(
+                f"{path} takes {name} from {_abbreviate(value)}, whose code would be fetched and run; set it to null "
+                "or to an implementation of transformers, such as 'sdpa'"
+            )
+    weights = settings.get("transformers_weights")
+    if weights not in (None, "model.safetensors"):
+        raise ModelError(
+            f"{path} takes its weights from {_abbreviate(weights)}; name the file model.safetensors and remove "
+            "transformers_weights"
+        )
+
+
+def check_index(path: Path, index: dict[str, Any]) -> None:
+    """Refuse an index of shards that names files outside its folder, or files that are not safetensors.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
+        raise ModelError(f"{path} has no weight_map from tensors to files; fetch or make it again")
+    for shard in {str(shard): shard for shard in shards.values()}.values():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or Path(shard).name != shard:
+            raise ModelError(
+                f"{path} leads to {_abbreviate(shard)}; every shard must be a .safetensors file in the same folder"
+            )
+        if not (path.parent / shard).is_file():
+            raise ModelError(
+                f"{path} leads to {_abbreviate(shard)}, which is not there; fetch the checkpoint again"
+            )
+
+
+def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse an adapter that makes PEFT import a module, or whose weights are not in adapter_model.safetensors.
+
+    Raises:
+        ModelError: naming the setting or the file.
+    """
+    core = settings.get("megatron_core")
+    if settings.get("megatron_config") is not None or core not in (None, MEGATRON):
+        raise ModelError(
+            f"the adapter {name} has a megatron_config, for which the module {_abbreviate(core)} would be imported "
+            "and run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
+        )
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        has_pickle = (folder / "adapter_model.bin").exists()
+        raise ModelError(
+            f"the adapter {name} has no {ADAPTER_WEIGHTS}"
+            + (", only adapter_model.bin, a pickle that can run code when opened" if has_pickle else "")
+            + "; where you trust it, load it with PEFT and save it again with save_pretrained"
+        )
+
+
+def iterate_settings(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the leaf values of nested settings, each with the name of its key."""
+    stack = [("", settings)]
+    while stack:
+        name, value = stack.pop()
+        if isinstance(value, dict):
+            # The keys of an implementation or pattern setting are module names, so the setting's name is added.
+            stack += [
+                (f"{key} of {name}" if "implementation" in name or "pattern" in name else str(key), child)
+                for key, child in value.items()
+            ]
+        elif isinstance(value, list):
+            stack += [(name, item) for item in value]
+        else:
+            yield name, value
+
+
+def _abbreviate(value: Any) -> str:
+    """The first 80 characters of a value's ``repr``, for errors."""
+    return repr(value)[:MAX_SHOWN_CHARACTERS]

@@ -1,0 +1,259 @@
+"""Further models with an MLP in each layer: OLMo, GLM 4, Cohere, Phi, EXAONE 4, StableLM, GPT-2, GPT-NeoX and others.
+
+What differs from the checkpoint:
+
+1. An "olmo2" with a sliding window is OLMo 3; a "glm4" with sections of positions is GLM-4V, whose rotated
+   halves are in another order.
+2. Matrices of GPT-2 are transposed; GPT-NeoX has all queries before all keys and values.
+3. Nemotron's norms have 1 added.
+4. Phi 3's lists of factors (LongRoPE) are tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.checkpoints.gguf.architectures import (
+    MLP_PROJECTIONS,
+    PROJECTIONS,
+    GGUFArchitecture,
+    Settings,
+    TensorSummary,
+)
+from kleash.checkpoints.gguf.families.shared import (
+    LLAMA_BIASES,
+    RMS_NORM,
+    adjust_partial_rope,
+    layer_norm_shapes,
+    layer_types,
+    set_rope,
+)
+from kleash.errors import ModelError
+
+GLM4 = GGUFArchitecture(
+    model_type="glm4",
+    biases={"attention_bias": PROJECTIONS},
+)
+COHERE = GGUFArchitecture(
+    model_type="cohere",
+    shapes=layer_norm_shapes("layer_norm_eps"),
+    settings={"logit_scale": "logit_scale"},
+    biases={"attention_bias": PROJECTIONS},
+    present={"use_qk_norm": "attn_q_norm.weight"},
+)
+OLMO_EPSILON = 1e-5
+STABLELM_NAMES = {
+    "attn_q_norm": "self_attn.q_layernorm.norms.{expert}",
+    "attn_k_norm": "self_attn.k_layernorm.norms.{expert}",
+}
+"""Norms of the heads of StableLM 2 12B, which are rows of one tensor."""
+
+
+def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """A sliding window of 0 is none; two lists of factors scale the positions (LongRoPE)."""
+    attributes["sliding_window"] = attributes.get("sliding_window") or None
+    if tensors.long_rope is None:
+        return
+    short, long = tensors.long_rope
+    length = settings.get("rope.scaling.original_context_length", attributes["max_position_embeddings"])
+    attributes["original_max_position_embeddings"] = length
+    set_rope(
+        attributes,
+        rope_type="longrope",
+        short_factor=list(short),
+        long_factor=list(long),
+        attention_factor=settings.get("rope.scaling.attn_factor", 1.0),
+        original_max_position_embeddings=length,
+    )
+
+
+def adjust_gpt2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Positions are embeddings."""
+    attributes["n_inner"] = attributes.pop("intermediate_size")
+    for name in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+        attributes.pop(name, None)
+
+
+def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Norms have no weights, and an epsilon that transformers does not let be set."""
+    epsilon = attributes.pop("layer_norm_eps")
+    if abs(epsilon - OLMO_EPSILON) > OLMO_EPSILON / 1000:
+        raise ModelError(
+            f"its attention.layer_norm_epsilon is {epsilon:.3g}, and that of OLMo {OLMO_EPSILON}"
+        )
+
+
+def adjust_olmo3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Layers with a sliding window do not scale positions."""
+    attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 4)
+    local = settings.get("rope.freq_base_swa", attributes["rope_theta"])
+    set_rope(attributes)
+    attributes["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        "full_attention": attributes["rope_parameters"],
+    }
+
+
+def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Small models have no sliding window."""
+    count = attributes["num_hidden_layers"]
+    window = attributes.get("sliding_window") or None
+    attributes["sliding_window"] = window
+    attributes["layer_types"] = (
+        layer_types(settings, count, 4) if window is not None else ["full_attention"] * count
+    )
+
+
+def adjust_cohere2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Every fourth layer has neither a sliding window nor positions."""
+    attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 4)
+    if not attributes.get("sliding_window"):
+        raise ModelError("it has no attention.sliding_window")
+
+
+def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """A sliding window is refused."""
+    if settings.get("attention.sliding_window"):
+        raise ModelError("its layers have a sliding window, which is read of other architectures only")
+
+
+def transpose_gpt2(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
+    """Transpose the matrices of GPT-2, which has inputs before outputs."""
+    for name in [
+        name for name in parameters if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    ]:
+        parameters[name] = parameters[name].T.contiguous()
+
+
+def interleave_neox_heads(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
+    """Put queries, keys and values of GPT-NeoX in turns, head by head; a file has all queries first."""
+    heads = attributes["num_attention_heads"]
+    for name in [name for name in parameters if ".query_key_value." in name]:
+        value = parameters[name]
+        if len(value) % (3 * heads) == 0:
+            parts = value.reshape(3, heads, -1, *value.shape[1:])
+            parameters[name] = parts.transpose(0, 1).reshape(value.shape)
+
+
+def restore_glm4v_heads(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
+    """Put pairs of the rotated part of a head next to each other; files of GLM-4V have their first numbers first."""
+    head_dim, rotary = (
+        attributes["head_dim"],
+        int(attributes["head_dim"] * attributes["partial_rotary_factor"]),
+    )
+    for name in [name for name in parameters if ".q_proj." in name or ".k_proj." in name]:
+        value = parameters[name]
+        if len(value) % head_dim == 0:
+            heads = value.reshape(-1, head_dim, *value.shape[1:])
+            halves = heads[:, :rotary].unflatten(1, (2, -1))
+            pairs = halves.transpose(1, 2).flatten(1, 2)
+            parameters[name] = torch.cat([pairs, heads[:, rotary:]], dim=1).reshape(value.shape)
+
+
+OLMO2 = GGUFArchitecture(
+    model_type="olmo2",
+    biases={"attention_bias": PROJECTIONS},
+    adjust=refuse_sliding_window,
+)
+DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
+    "olmo": GGUFArchitecture(
+        model_type="olmo",
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        settings={"attention.clamp_kqv": "clip_qkv"},
+        adjust=adjust_olmo,
+        interleaved_rope=True,
+    ),
+    "olmo2": OLMO2,
+    "olmo3": replace(
+        OLMO2,
+        model_type="olmo3",
+        settings={"attention.sliding_window": "sliding_window"},
+        adjust=adjust_olmo3,
+    ),
+    "glm4": GLM4,
+    "glm4v": replace(GLM4, arrange=restore_glm4v_heads),
+    "chatglm": GGUFArchitecture(
+        model_type="glm",
+        biases={"attention_bias": PROJECTIONS[:3]},
+        adjust=adjust_partial_rope,
+    ),
+    "command-r": COHERE,
+    "cohere2": replace(
+        COHERE,
+        model_type="cohere2",
+        settings={**COHERE.settings, "attention.sliding_window": "sliding_window"},
+        present={},
+        adjust=adjust_cohere2,
+    ),
+    "phi2": GGUFArchitecture(
+        model_type="phi",
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        adjust=adjust_partial_rope,
+    ),
+    "phi3": GGUFArchitecture(
+        model_type="phi3",
+        settings={"attention.sliding_window": "sliding_window"},
+        adjust=adjust_phi3,
+        has_long_rope=True,
+    ),
+    "exaone4": GGUFArchitecture(
+        model_type="exaone4",
+        settings={"attention.sliding_window": "sliding_window"},
+        adjust=adjust_exaone4,
+    ),
+    "stablelm": GGUFArchitecture(
+        model_type="stablelm",
+        names=STABLELM_NAMES,
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        settings={"use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": PROJECTIONS[:3]},
+        present={"qk_layernorm": "attn_q_norm.weight"},
+        adjust=adjust_partial_rope,
+    ),
+    "nemotron": GGUFArchitecture(
+        model_type="nemotron",
+        shapes=layer_norm_shapes("norm_eps"),
+        biases=LLAMA_BIASES,
+        adjusted=frozenset((RMS_NORM,)),
+        adjust=adjust_partial_rope,
+        norm_offset=1.0,
+    ),
+    "starcoder2": GGUFArchitecture(
+        model_type="starcoder2",
+        shapes=layer_norm_shapes("norm_epsilon"),
+        constants={"sliding_window": None},
+        biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)},
+    ),
+    "seed_oss": GGUFArchitecture(
+        model_type="seed_oss",
+        biases={
+            "attention_bias": PROJECTIONS[:3],
+            "attention_out_bias": PROJECTIONS[3:],
+            "mlp_bias": MLP_PROJECTIONS,
+        },
+    ),
+    "ernie4_5": GGUFArchitecture(
+        model_type="ernie4_5", biases={"use_bias": (*PROJECTIONS, *MLP_PROJECTIONS)}
+    ),
+    "hunyuan-dense": GGUFArchitecture(
+        model_type="hunyuan_v1_dense",
+        biases={"attention_bias": PROJECTIONS},
+    ),
+    "gpt2": GGUFArchitecture(
+        model_type="gpt2",
+        shapes=layer_norm_shapes("layer_norm_epsilon"),
+        adjust=adjust_gpt2,
+        arrange=transpose_gpt2,
+    ),
+    "gptneox": GGUFArchitecture(
+        model_type="gpt_neox",
+        shapes=layer_norm_shapes("layer_norm_eps"),
+        settings={"use_parallel_residual": "use_parallel_residual"},
+        adjust=adjust_partial_rope,
+        arrange=interleave_neox_heads,
+    ),
+}
+"""``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

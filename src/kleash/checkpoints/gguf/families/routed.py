@@ -1,0 +1,243 @@
+"""Models with many experts: DeepSeek 2 and 3, GLM 4.5, dots.llm1, ERNIE 4.5, OLMoE, gpt-oss.
+
+What differs from the checkpoint:
+
+1. A "deepseek2" whose scores are sigmoids is DeepSeek 3; newer files have the latent projection to keys and
+   values in two parts, that to keys transposed.
+2. The first layer with experts follows from the tensors, since the setting is 0 in some files.
+3. gpt-oss has gate and up projections apart, and matrices of experts transposed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.checkpoints.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
+from kleash.checkpoints.gguf.families.shared import (
+    EXPERTS,
+    GATING,
+    LEADING_DENSE,
+    ROUTED_SETTINGS,
+    SIGMOID,
+    SOFTMAX,
+    adjust_partial_rope,
+    check_gating,
+    layer_types,
+)
+from kleash.errors import ModelError
+
+ROUTED_EXPERTS = EXPERTS | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+"""Experts chosen by scores with a bias."""
+LATENT_ATTENTION = ROUTED_EXPERTS | {"attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj"}
+"""Multi-head latent attention in newer files, whose ``kv_b_proj`` is in two parts; ``join_latent_projections``."""
+ROUTED_DEFAULTS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+}
+YARN_SCALE = 0.1
+"""Factor of the logarithm in YaRN's scale of attention, by which DeepSeek's setting is multiplied."""
+GPT_OSS_NAMES = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+GPT_OSS_GATE = ".mlp.experts.gate_proj."
+
+
+def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Experts are chosen by sigmoids, and the first layers have none."""
+    check_gating(settings, SIGMOID)
+    # Not by leading_dense_block_count, which is 0 in some files of GLM-4.7 Flash.
+    layers = range(attributes["num_hidden_layers"])
+    routed = [number for number in layers if f"blk.{number}.ffn_gate_inp.weight" in tensors.shapes]
+    attributes["first_k_dense_replace"] = routed[0] if routed else len(layers)
+    attributes["sliding_window"] = None
+
+
+def adjust_glm4_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Half of a head is rotated."""
+    adjust_routed_experts(attributes, settings, tensors)
+    adjust_partial_rope(attributes, settings, tensors)
+
+
+def adjust_deepseek2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Experts are chosen by a softmax, and keys and values come from a latent vector."""
+    check_gating(settings, SOFTMAX)
+    if settings.get("attention.temperature_scale"):
+        raise ModelError(
+            "its queries are scaled by their positions (attention.temperature_scale, Mistral Large 3), which is not "
+            "read of deepseek2"
+        )
+    adjust_routed_experts(attributes, {}, tensors)
+    attributes["topk_method"] = "group_limited_greedy" if attributes["n_group"] > 1 else "greedy"
+    _set_latent_attention(attributes, settings)
+
+
+def adjust_deepseek3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Experts are chosen by sigmoids with a bias, and keys and values come from a latent vector."""
+    adjust_routed_experts(attributes, settings, tensors)
+    _set_latent_attention(attributes, settings)
+
+
+def _set_latent_attention(attributes: dict[str, Any], settings: Settings) -> None:
+    """The sizes of heads and latent vectors, and YaRN's scale, which also changes that of attention."""
+    rotary = settings["rope.dimension_count"]
+    lengths = [settings.get(f"attention.{part}_length_mla") for part in ("key", "value")]
+    key, value = (
+        length or settings[f"attention.{part}_length"]
+        for part, length in zip(("key", "value"), lengths, strict=True)
+    )
+    attributes |= {
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "head_dim": rotary,
+        "num_key_value_heads": attributes["num_attention_heads"],
+        "q_lora_rank": settings.get("attention.q_lora_rank"),
+        "kv_lora_rank": settings["attention.kv_lora_rank"],
+    }
+    del attributes["partial_rotary_factor"]
+    rope = attributes.pop("rope_scaling", {"rope_type": "default"})
+    multiplier = settings.get("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn":
+        del rope["attention_factor"]
+        if multiplier is not None:
+            rope["mscale"] = rope["mscale_all_dim"] = multiplier / YARN_SCALE
+    attributes["rope_parameters"] = {**rope, "rope_theta": attributes.pop("rope_theta")}
+
+
+def join_latent_projections(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
+    """Join the projections from the latent vector to keys, which are transposed, and to values, head by head."""
+    for name in [name for name in parameters if ".self_attn.k_b_proj." in name]:
+        values = parameters.pop(name.replace(".k_b_proj.", ".v_b_proj."), None)
+        keys = parameters.pop(name)
+        if values is None or keys.dim() != 3 or values.dim() != 3 or keys.shape[1] != values.shape[2]:
+            continue  # kv_b_proj is then reported as missing
+        joined = torch.cat([keys.transpose(1, 2), values], dim=1)
+        parameters[name.replace(".k_b_proj.", ".kv_b_proj.")] = joined.flatten(0, 1)
+
+
+def adjust_ernie_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """All layers from the first on, or every second or third of them, have experts."""
+    attributes["moe_layer_end_index"] = attributes["num_hidden_layers"] - 1
+
+
+def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Every second layer has a sliding window; the bounds of YaRN are not rounded."""
+    if settings.get("rope.freq_base_swa", attributes["rope_theta"]) != attributes["rope_theta"]:
+        raise ModelError(
+            "its layers with a sliding window have another rope.freq_base_swa, which gpt-oss has not"
+        )
+    attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 2)
+    scaling: dict[str, Any] = attributes.pop("rope_scaling", None) or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False
+    attributes["rope_parameters"] = {**scaling, "rope_theta": attributes.pop("rope_theta")}
+
+
+def merge_gpt_oss_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
+    """Put gate and up projections of gpt-oss in turns, and transpose matrices to [experts, inputs, outputs]."""
+    for name in [name for name in parameters if GPT_OSS_GATE in name]:
+        place, suffix = name.split("gate_proj.")
+        up = parameters.pop(f"{place}up_proj.{suffix}", None)
+        gate = parameters.pop(name)
+        if up is None or up.shape != gate.shape:
+            continue  # gate_up_proj is then reported as missing
+        merged = torch.stack([gate, up], dim=2).flatten(1, 2)
+        is_bias = suffix == "bias"
+        parameters[f"{place}gate_up_proj{'_bias' if is_bias else ''}"] = (
+            merged if is_bias else merged.transpose(1, 2).contiguous()
+        )
+    for name in [name for name in parameters if ".mlp.experts.down_proj." in name]:
+        place, suffix = name.split("down_proj.")
+        down = parameters.pop(name)
+        parameters[f"{place}down_proj{'_bias' if suffix == 'bias' else ''}"] = (
+            down if suffix == "bias" else down.transpose(1, 2).contiguous()
+        )
+
+
+DEEPSEEK2 = GGUFArchitecture(
+    model_type="deepseek_v2",
+    names=LATENT_ATTENTION,
+    settings=ROUTED_SETTINGS,
+    defaults=ROUTED_DEFAULTS,
+    biases={"attention_bias": ("attn_q_a", "attn_kv_a_mqa", "attn_output")},
+    adjusted=frozenset(
+        (
+            *(GATING, LEADING_DENSE, "attention.key_length_mla", "attention.value_length_mla"),
+            *("attention.q_lora_rank", "attention.kv_lora_rank"),
+        )
+    ),
+    adjust=adjust_deepseek2,
+    arrange=join_latent_projections,
+    has_latent_attention=True,
+)
+ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
+    "deepseek2": DEEPSEEK2,
+    "deepseek3": replace(DEEPSEEK2, model_type="deepseek_v3", adjust=adjust_deepseek3),
+    "glm4moe": GGUFArchitecture(
+        model_type="glm4_moe",
+        names=ROUTED_EXPERTS,
+        settings=ROUTED_SETTINGS,
+        defaults=ROUTED_DEFAULTS,
+        adjusted=frozenset((GATING, LEADING_DENSE)),
+        biases={"attention_bias": PROJECTIONS[:3]},
+        present={"use_qk_norm": "attn_q_norm.weight"},
+        adjust=adjust_glm4_experts,
+    ),
+    "dots1": GGUFArchitecture(
+        model_type="dots1",
+        names=ROUTED_EXPERTS,
+        settings=ROUTED_SETTINGS,
+        defaults=ROUTED_DEFAULTS,
+        adjusted=frozenset((GATING, LEADING_DENSE)),
+        biases={"attention_bias": PROJECTIONS},
+        adjust=adjust_routed_experts,
+    ),
+    "ernie4_5-moe": GGUFArchitecture(
+        model_type="ernie4_5_moe",
+        names=EXPERTS | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        settings={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            LEADING_DENSE: "moe_layer_start_index",
+        },
+        adjusted=frozenset(("expert_shared_feed_forward_length", GATING)),
+        biases={"use_bias": PROJECTIONS},
+        defaults={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
+        adjust=adjust_ernie_experts,
+    ),
+    "olmoe": GGUFArchitecture(
+        model_type="olmoe",
+        names=EXPERTS,
+        settings={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.clamp_kqv": "clip_qkv",
+        },
+        constants={"norm_topk_prob": False},
+    ),
+    "gpt-oss": GGUFArchitecture(
+        model_type="gpt_oss",
+        names=GPT_OSS_NAMES,
+        settings={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        adjust=adjust_gpt_oss,
+        arrange=merge_gpt_oss_experts,
+    ),
+}
+"""``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

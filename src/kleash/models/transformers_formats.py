@@ -1,0 +1,197 @@
+"""Quantised checkpoints that kleash does not unpack: which run packed, how they run, and why one cannot be loaded."""
+
+from collections.abc import Collection
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from kleash.checkpoints.quantised.settings import SCALE_MEANING
+from kleash.checkpoints.resolution import Checkpoint
+from kleash.errors import ModelError
+from kleash.extras import import_extra
+from kleash.models.text_towers import is_of_other_part
+
+INTEGER_TYPES = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
+SMALL_FLOAT_TYPES = frozenset(
+    (*("F4", "F6_E2M3", "F6_E3M2"), *("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+)
+QUANTISATION_PARTS = frozenset(
+    (
+        *("scales", "zeros", "qweight", "qzeros", "SCB", "absmax", "weight_scale", "weight_scale_inv"),
+        *("weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_packed", "pre_quant_scale"),
+        *("smooth_scale", "act_scales", "global_scale"),
+    )
+)
+"""Last parts of the names of tensors that weights or activations are multiplied by, or that hold codes."""
+MXFP4_BLOCK_BYTES = 16
+MATRIX_NAMES = (".weight", "_proj")
+"""Ends of the names of tensors that are matrices of a network."""
+KERNEL_PACKAGES = {
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "auto-round": "auto_round",
+    "intel/auto-round": "auto_round",
+    "compressed-tensors": "compressed_tensors",
+    "fbgemm_fp8": "fbgemm_gpu",
+    "fp8": "kernels",
+    "bitsandbytes": "bitsandbytes",
+}
+"""``quant_method`` → the package with which transformers runs packed weights on an accelerator."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs with units for FP8; on older ones transformers decodes it."""
+
+
+def has_kernels(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether transformers can run a checkpoint packed on a device: on accelerators, with the format's package."""
+    if device.type == "cpu":
+        return False
+    settings, method = checkpoint.quantisation, checkpoint.quant_method
+    if settings is not None and method == "fp8":
+        has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+        if not settings.get("weight_block_size") or not has_units or settings.get(SCALE_MEANING):
+            return False
+    return method in KERNEL_PACKAGES and find_spec(KERNEL_PACKAGES[method]) is not None
+
+
+def describe_quantisation(checkpoint: Checkpoint, network: Any) -> tuple[str, ...]:
+    """A note on how a quantised checkpoint runs, on decoded or on packed weights; none if it is not quantised."""
+    method, types = checkpoint.quant_method, {tensor.kind for tensor in checkpoint.tensors.values()}
+    if method is None:
+        small = " and ".join(sorted(types & SMALL_FLOAT_TYPES))
+        note = f"{checkpoint} has weights in {small} without scales, which were read as they are"
+        return (note,) if small else ()
+    if method == "bitnet":
+        how = ", and its layers round activations to 8 bits, as the model was trained"
+    elif is_packed(network):
+        how = ", and it runs on packed weights"
+    elif types & (INTEGER_TYPES | SMALL_FLOAT_TYPES):
+        how = ", and its weights were decoded when it was loaded"
+    else:
+        how = " by its settings, and its files hold ordinary weights, which were read as they are"
+    return (f"{checkpoint} is quantised ({method}){how}",)
+
+
+def is_packed(network: Any) -> bool:
+    """Whether a network computes with packed weights: integers, numbers of 8 bits, or tensors of other classes."""
+    return any(
+        not weight.is_floating_point()
+        or weight.element_size() == 1
+        or (type(weight) is not torch.nn.Parameter and not hasattr(weight, "device_mesh"))
+        for weight in network.parameters()
+    ) or any(
+        name.endswith(".weight") and not buffer.is_floating_point()
+        for name, buffer in network.named_buffers()
+    )
+
+
+def check_stored_types(checkpoint: Checkpoint, config: Any, decoded: Collection[str] | None) -> None:
+    """Refuse a checkpoint with a matrix of codes that nothing decodes: transformers would take them for weights.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: its transformers configuration.
+        decoded: names of the tensors that are unpacked; None if no format is.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    method, headers = checkpoint.quant_method, checkpoint.tensors
+    if method == "mxfp4":
+        _check_mxfp4_parts(checkpoint)
+    if (
+        decoded is None
+        and method in import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
+    ):
+        return
+    # Numbers of 8 bits and no scales are weights that were rounded to them.
+    has_scales = any("scale" in name.rpartition(".")[2] for name in headers)
+    types = INTEGER_TYPES | (SMALL_FLOAT_TYPES if has_scales or method is not None else frozenset[str]())
+    codes = [
+        name
+        for name, header in headers.items()
+        if header.kind in types
+        and len(header.shape) > 1
+        and name.endswith(MATRIX_NAMES)
+        and name not in (decoded or ())
+        and not is_of_other_part(config, name)
+    ]
+    if codes:
+        kind = headers[codes[0]].kind
+        if decoded is not None:
+            advice = "; its other matrices were stored with scales; fetch or quantise the model again"
+        else:
+            advice = (
+                quantisation_advice(checkpoint)
+                or "; its config.json names no quantisation; save it dequantised"
+            )
+        raise ModelError(
+            f"{checkpoint} has matrices stored as codes that are not decoded here, {len(codes)} in all, such as "
+            f"{codes[0][:120]} ({kind}){advice}"
+        )
+
+
+def _check_mxfp4_parts(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in MXFP4 of which codes and scales do not fit together: a scale for 16 bytes of codes.
+
+    Raises:
+        ModelError: naming the first tensor.
+    """
+    stored = checkpoint.tensors
+    for stem in sorted({name.rpartition("_")[0] for name in stored if name.endswith(("_blocks", "_scales"))}):
+        codes, scales = (stored.get(f"{stem}_{part}") for part in ("blocks", "scales"))
+        if (
+            codes is None
+            or scales is None
+            or {codes.kind, scales.kind} != {"U8"}
+            or codes.shape != (*scales.shape, MXFP4_BLOCK_BYTES)
+        ):
+            shapes = [None if tensor is None else (tensor.kind, *tensor.shape) for tensor in (codes, scales)]
+            raise ModelError(
+                f"{checkpoint} is quantised (mxfp4), and its {stem[:120]}_blocks ({shapes[0]}) do not fit the _scales "
+                f"({shapes[1]}): a scale (U8) belongs to {MXFP4_BLOCK_BYTES} bytes of codes; fetch the checkpoint "
+                "again"
+            )
+
+
+def check_unused_parts(
+    names: Collection[str], checkpoint: Checkpoint, packed_modules: Collection[str] = ()
+) -> None:
+    """Refuse a quantised checkpoint with tensors that were not used, without which it is another model.
+
+    They are scales or codes, and whatever a packed module has beside its format's tensors and a bias, such as factors
+    of its inputs.
+
+    Args:
+        names: of the tensors that were not used.
+        checkpoint: the checkpoint.
+        packed_modules: names of the modules that were unpacked.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    modules = set(packed_modules)
+
+    def is_needed(name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        parts = module.split(".")
+        within = any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+        return part in QUANTISATION_PARTS or (within and part != "bias")
+
+    needed = [name for name in names if is_needed(name)]
+    if needed and checkpoint.quant_method is not None:
+        raise ModelError(
+            f"{checkpoint} has {len(needed)} tensors of a quantisation that were not used, such as {needed[0][:120]}, "
+            "and its numbers would be wrong without them; save it dequantised where it can be loaded"
+        )
+
+
+def quantisation_advice(checkpoint: Checkpoint) -> str:
+    """What to add to the error about a checkpoint that transformers cannot load; "" if it is not quantised."""
+    method = checkpoint.quant_method
+    if method is None:
+        return ""
+    return (
+        f"; it is quantised ({method}), which transformers reads at most with the format's own package and hardware; "
+        "install that, or save it dequantised where it can be loaded"
+    )
