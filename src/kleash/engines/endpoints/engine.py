@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kleash.engines.base import Shard, ShardResult, sequence_columns
+from kleash.engines.base import Shard, ShardResult, begin_columns, round_outwards, sequence_columns
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.engines.endpoints.server import Endpoint
@@ -22,7 +22,6 @@ from kleash.linear.api import token_statistics_and_top
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import (
     checked_reader,
-    columns_of_sequences,
     score_against_float32,
     score_batched_against_single,
 )
@@ -30,7 +29,7 @@ from kleash.models.tokenizers import token_texts
 from kleash.sources.sequences import batch_by_length
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import STATISTICS, stored_column
-from kleash.store.tables import BOUND_COLUMNS, TOKEN_COLUMNS
+from kleash.store.tables import BOUND_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30
 UNKNOWN_COLUMNS = tuple(
@@ -173,12 +172,7 @@ class EndpointEngine:
         """The columns of ``tokens/`` and of the likeliest tokens of a shard."""
         counts = [len(sequence.response_ids) for sequence in sequences]
         ends = np.cumsum(counts, dtype=np.int64)
-        columns: dict[str, Any] = columns_of_sequences(sequences, counts)
-        for name, kind in {**TOKEN_COLUMNS, **BOUND_COLUMNS}.items():
-            if name not in columns and kind != "string":
-                columns[name] = np.full(
-                    sum(counts), np.nan if kind == "float32" else -1, dtype=np.dtype(kind)
-                )
+        columns = begin_columns(sequences, BOUND_COLUMNS)
         for role in ("policy", "reference"):
             columns[f"top_token_id_{role}"] = np.zeros((sum(counts), self.top), dtype=np.int32)
             columns[f"top_probability_{role}"] = np.zeros((sum(counts), self.top), dtype=np.float32)
@@ -236,7 +230,7 @@ class EndpointEngine:
             f"top1_probability_{served}": np.exp(answer.top1_logp).astype(np.float32),
             f"top1_probability_{local}": statistics.top1_probability_p.float().cpu().numpy(),
             "rank_reference": rank.astype(np.int32),
-            **{name: _rounded_outwards(name, values) for name, values in bounds.items()},
+            **{name: round_outwards(name, values) for name, values in bounds.items()},
             f"top_token_id_{served}": np.take_along_axis(answer.listed_ids, order, axis=-1).astype(np.int32),
             f"top_probability_{served}": probability.astype(np.float32),
             f"top_token_id_{local}": top_local.token_ids.cpu().numpy().astype(np.int32),
@@ -279,14 +273,3 @@ def _concatenated(answers: Sequence[ListedLogprobs], least_width: int) -> Listed
         listed_logp=np.concatenate([padded(answer.listed_logp, -np.inf) for answer in answers]),
         **arrays,
     )
-
-
-def _rounded_outwards(name: str, values: np.ndarray) -> np.ndarray:
-    """float64 values in float32: lower bounds rounded down, upper bounds up, others to the nearest."""
-    with np.errstate(over="ignore"):
-        rounded = values.astype(np.float32)
-    for ending, limit in (("_lower", -np.inf), ("_upper", np.inf)):
-        if name.endswith(ending):
-            is_inside = rounded > values if ending == "_lower" else rounded < values
-            rounded = np.where(is_inside, np.nextafter(rounded, np.float32(limit)), rounded)
-    return rounded
