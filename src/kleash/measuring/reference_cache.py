@@ -20,8 +20,8 @@ from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.sequence_clusters import SequenceClusters
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import Pair, ReferenceCache, describe_source, load_reference
+from kleash.models.cache.engine_states import EngineStates
 from kleash.models.cache.reference_cache import check_cache_folder
-from kleash.models.cache.saved_states import SavedStates
 from kleash.models.cache.stored_reference import (
     TOKENIZER,
     StoredReference,
@@ -108,7 +108,9 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         return write_base_logits(job, reporter)
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
     check_cache_folder(folder)
-    saved = None if job.from_hidden_states is None else SavedStates(Path(job.from_hidden_states).expanduser())
+    saved = (
+        None if job.from_hidden_states is None else EngineStates(Path(job.from_hidden_states).expanduser())
+    )
     if saved is not None:
         job = with_saved_dtype(job, saved)
     digest = hash_source(job.measurement())
@@ -145,7 +147,7 @@ def _cache(
     folder: Path,
     digest: str,
     reporter: ProgressReporter,
-    saved: SavedStates | None,
+    saved: EngineStates | None,
 ) -> CacheContents:
     """Fill and finish the cache in a locked folder."""
     measure_job = job.measurement()
