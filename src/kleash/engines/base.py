@@ -29,7 +29,8 @@ class ShardResult:
     tokens: dict[str, Any]
     sequences: dict[str, Any]
     likeliest: dict[str, np.ndarray]
-    """Ids and probabilities of the likeliest tokens of both models, with a row for each token."""
+    """Ids and probabilities of the likeliest tokens of both models, with a row for each token; empty where the exact KL
+    is unknown, so that no sequence is known to have drifted most."""
 
 
 @runtime_checkable

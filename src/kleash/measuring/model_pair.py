@@ -184,7 +184,6 @@ def engine_for(
                 job=job,
                 endpoint=model.endpoint,
                 endpoint_role=model.role,
-                top=top,
                 on_scored=reporter.add_scored,
             )
     return LocalEngine(

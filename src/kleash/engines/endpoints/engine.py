@@ -17,8 +17,7 @@ from kleash.engines.local import CPU_BUFFER_BYTES, ignore
 from kleash.errors import EndpointError
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
-from kleash.linear import LinearOptions
-from kleash.linear.api import token_statistics_and_top
+from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import (
     checked_reader,
@@ -86,8 +85,6 @@ class EndpointEngine:
     endpoint: Endpoint
     endpoint_role: str
     """"policy" or "reference"."""
-    top: int = 5
-    """Number of likeliest tokens of each model in a shard's result."""
     on_scored: Callable[[int, int], None] = ignore
     """Called after each shard with the number of its sequences and of their tokens."""
 
@@ -145,10 +142,8 @@ class EndpointEngine:
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-        names = [name for name in columns if name.startswith("top_")]
-        likeliest = {name.removeprefix("top_"): columns.pop(name) for name in names}
         columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
-        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest=likeliest)
+        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
 
     def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the local reference in batches compared with one sequence at a time; None for a server."""
@@ -169,18 +164,15 @@ class EndpointEngine:
     def _columns(
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
     ) -> dict[str, Any]:
-        """The columns of ``tokens/`` and of the likeliest tokens of a shard."""
+        """The columns of ``tokens/`` of a shard."""
         counts = [len(sequence.response_ids) for sequence in sequences]
         ends = np.cumsum(counts, dtype=np.int64)
         columns = begin_columns(sequences, BOUND_COLUMNS)
-        for role in ("policy", "reference"):
-            columns[f"top_token_id_{role}"] = np.zeros((sum(counts), self.top), dtype=np.int32)
-            columns[f"top_probability_{role}"] = np.zeros((sum(counts), self.top), dtype=np.float32)
         read = checked_reader(self.local_model)
         lengths = [sequence.num_input_tokens for sequence in sequences]
         for batch in batch_by_length(lengths, self.job.batch_tokens):
             hidden = read([sequences[index] for index in batch])
-            answer = _concatenated([answers[index].result() for index in batch], self.top)
+            answer = _concatenated([answers[index].result() for index in batch])
             rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
             tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
             with suppress_library_output(), torch.inference_mode():
@@ -200,13 +192,12 @@ class EndpointEngine:
         local = "reference" if served == "policy" else "policy"
         head = self.local_model.head
         buffer_bytes = CPU_BUFFER_BYTES if hidden.device.type == "cpu" else GPU_BUFFER_BYTES
-        statistics, top_local, _ = token_statistics_and_top(
+        statistics = token_statistics(
             hidden,
             head,
             hidden,
             head,
             tokens,
-            top=self.top,
             options=LinearOptions(buffer_bytes=buffer_bytes if hidden.device.type == "cpu" else None),
         )
         bounds = divergence_bounds(
@@ -219,8 +210,6 @@ class EndpointEngine:
             buffer_bytes=buffer_bytes,
         )
         rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank
-        order = np.argsort(-answer.listed_logp, axis=-1, kind="stable")[:, : self.top]
-        probability = np.exp(np.take_along_axis(answer.listed_logp, order, axis=-1))
         return {
             f"logp_{served}": answer.token_logp.astype(np.float32),
             f"logp_{local}": statistics.token_logp.float().cpu().numpy(),
@@ -231,10 +220,6 @@ class EndpointEngine:
             f"top1_probability_{local}": statistics.top1_probability_p.float().cpu().numpy(),
             "rank_reference": rank.astype(np.int32),
             **{name: round_outwards(name, values) for name, values in bounds.items()},
-            f"top_token_id_{served}": np.take_along_axis(answer.listed_ids, order, axis=-1).astype(np.int32),
-            f"top_probability_{served}": probability.astype(np.float32),
-            f"top_token_id_{local}": top_local.token_ids.cpu().numpy().astype(np.int32),
-            f"top_probability_{local}": top_local.probability.float().cpu().numpy(),
         }
 
     def _check_bounds(self, columns: Mapping[str, np.ndarray], batch: Sequence[TokenSequence]) -> None:
@@ -257,9 +242,9 @@ class EndpointEngine:
             position -= len(sequence.response_ids)
 
 
-def _concatenated(answers: Sequence[ListedLogprobs], least_width: int) -> ListedLogprobs:
-    """The positions of several answers, one after the other, with at least ``least_width`` listed tokens."""
-    width = max(least_width, *(answer.listed_ids.shape[1] for answer in answers))
+def _concatenated(answers: Sequence[ListedLogprobs]) -> ListedLogprobs:
+    """The positions of several answers, one after the other."""
+    width = max(answer.listed_ids.shape[1] for answer in answers)
 
     def padded(values: np.ndarray, filler: float | int) -> np.ndarray:
         return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
