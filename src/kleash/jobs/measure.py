@@ -112,7 +112,7 @@ class MeasureJob(
         for name, path in (("prompts", self.prompts), ("text", self.text), ("responses", self.responses)):
             if path is not None and (name, path) != ("text", file):
                 raise OptionError(
-                    f"--reference-cache {file} is a file of base logits, and has the text that it is of; leave "
+                    f"--reference-cache {file} is a file, and so one of base logits, which has its text in it; leave "
                     f"--{name} out, or give the folder of kleash cache"
                 )
         object.__setattr__(self, "text", file)
