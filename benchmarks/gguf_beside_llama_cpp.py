@@ -113,7 +113,7 @@ def kleash_logits(policy: Any, tokens: np.ndarray, begin: int) -> tuple[np.ndarr
 
 def row_of(kind: str, llama: dict[str, Any], ours: dict[str, Any], tokens: np.ndarray) -> dict[str, float]:
     """The KL of a quantisation from the base, by llama.cpp's formulas and exactly, and the differences of logits."""
-    from kleash.measuring.llama_cpp import llama_cpp_columns
+    from kleash.engines.base_logits import columns_of_rows
     from kleash.models.base_logit_bounds import kl_bounds, logp_intervals
     from kleash.models.base_logits import BaseLogitsRows, encode_rows
 
@@ -124,18 +124,19 @@ def row_of(kind: str, llama: dict[str, Any], ours: dict[str, Any], tokens: np.nd
     rows = BaseLogitsRows(
         scale=numbers[:, 0], minimum=numbers[:, 1], codes=stored[:, 4 : 4 + llama["F32"][0].shape[1]]
     )
-    columns = llama_cpp_columns(torch.from_numpy(llama[kind][0]), rows, targets)
+    intervals = logp_intervals(rows)
+    kld = columns_of_rows(torch.from_numpy(llama[kind][0]), rows, intervals, targets)["llama_cpp_kld"]
     logp, logq = (torch.from_numpy(llama[name][0]).double().log_softmax(-1) for name in ("F32", kind))
     exact_of_llama = (logp.exp() * (logp - logq)).sum(-1)
-    lower, upper = kl_bounds(logp_intervals(rows), logq)
+    lower, upper = kl_bounds(intervals, logq)
     inside = ((lower <= exact_of_llama + 1e-12) & (exact_of_llama <= upper + 1e-12)).float().mean()
     logp, logq = (torch.from_numpy(ours[name][0]).double().log_softmax(-1) for name in ("F32", kind))
     exact_of_ours = (logp.exp() * (logp - logq)).sum(-1)
     chunk_means = exact_of_ours.reshape(len(tokens), -1).mean(-1)
     difference = np.abs(llama[kind][0] - ours[kind][0])
-    llama_error = float(columns.kld.std() / (len(columns.kld) - 1) ** 0.5)
+    llama_error = float(kld.std() / (len(kld) - 1) ** 0.5)
     return {
-        "llama_cpp_kld": float(columns.kld.mean()),
+        "llama_cpp_kld": float(kld.mean()),
         "llama_cpp_kld_error": llama_error,
         "exact_kl_of_llama_cpp_logits": float(exact_of_llama.mean()),
         "share_of_tokens_within_the_bounds": float(inside),

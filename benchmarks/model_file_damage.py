@@ -219,15 +219,13 @@ def read_base_logits(path: Path) -> Any:
 
 def logits_case(folder: Path) -> tuple[bytes, int, Callable[[Path], Any]]:
     """A file of base logits of the shipped reference, the bytes before its codes, and what reads it."""
-    from kleash.measuring import write_base_logits
-    from kleash.records import LogitsJob
+    from kleash.measuring import cache_reference
+    from kleash.records import CacheJob
 
     text, path = folder / "text.txt", folder / "base.kld"
     text.write_text("A long road leads out of the town; nobody remembers where it was meant to end. " * 20)
-    result = write_base_logits(
-        LogitsJob(logits=str(path), reference="shipped:reference", text=str(text), context=32, limit=4)
-    )
-    return path.read_bytes(), 20 + 4 * result.chunks * result.context, read_base_logits
+    cache_reference(CacheJob(format="llama.cpp", out=str(path), text=str(text), window=32, limit=4))
+    return path.read_bytes(), 20 + 4 * 4 * 32, read_base_logits
 
 
 CASES: dict[str, Callable[[Path], tuple[bytes, int, Callable[[Path], Any]]]] = {

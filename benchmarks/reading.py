@@ -5,7 +5,7 @@
 Writes a ``_logits_`` file over 151 936 tokens, in chunks of 512, and parts of a cache of hidden states 1 024 wide in
 bfloat16. Each is read whole, in the order and the pieces of a measurement, by kleash's reader and by plain reads of one
 MiB; from the disk, after the kernel was told to forget the file, and from memory. The ways take turns. Beside it stand
-the rates at which the rows of base logits are worked on once they are in memory: llama.cpp's statistics, and the
+the rate at which the rows of base logits are worked on once they are in memory: the columns of a run, most of all
 bounds. Rates are MB (a million bytes) of the file for a second of wall time; the result is the median of the rounds
 with the smallest and the largest. Writes results/reading.json.
 """
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from harness import write_result
 
-from kleash.measuring.llama_cpp import TILE_LOGITS, base_logit_bounds, compared_parts, llama_cpp_columns
+from kleash.engines.base_logits import COMPARED_LOGITS, TILE_LOGITS, columns_of_rows
 from kleash.models.base_logit_bounds import impossible_row, logp_intervals
 from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits, write_header
 from kleash.models.cache.hidden_states import HiddenStateStore
@@ -113,11 +113,11 @@ def rates(paths: list[Path], kleash: Callable[[], None], rounds: int) -> dict[st
     return figures
 
 
-def checked_bounds(logits: torch.Tensor, rows: BaseLogitsRows) -> np.ndarray:
-    """The bounds of some rows, whose sums are checked first."""
+def checked_columns(logits: torch.Tensor, rows: BaseLogitsRows, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns of some rows, whose sums are checked first."""
     base = logp_intervals(rows)
     assert impossible_row(base) is None
-    return base_logit_bounds(logits, base)
+    return columns_of_rows(logits, rows, base, targets)
 
 
 def computing_rates(path: Path, rounds: int) -> dict[str, Any]:
@@ -127,11 +127,10 @@ def computing_rates(path: Path, rounds: int) -> dict[str, Any]:
     rows = file.read(0, 0, step)
     logits = 4 * torch.randn(step, VOCAB, generator=torch.Generator().manual_seed(1))
     targets = np.full(step, 5)
+    size = max(1, COMPARED_LOGITS // file.vocab_size)
+    parts = [slice(start, start + size) for start in range(0, step, size)]
     ways: dict[str, Callable[[], object]] = {
-        "llama_cpp_statistics": lambda: [
-            llama_cpp_columns(logits[part], rows[part], targets[part]) for part in compared_parts(logits)
-        ],
-        "bounds": lambda: [checked_bounds(logits[part], rows[part]) for part in compared_parts(logits)],
+        "columns": lambda: [checked_columns(logits[part], rows[part], targets[part]) for part in parts],
     }
     measured: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):

@@ -13,12 +13,11 @@ from synthetic_run import synthetic_sweep, write_synthetic_run
 
 from kleash.cli import main
 from kleash.cli.commands import RECORDS
-from kleash.cli.formats import formatted
 from kleash.errors import OptionError
-from kleash.jobs import LogitsJob, MeasureJob, SweepJob
+from kleash.jobs import MeasureJob, SweepJob
 from kleash.jobs.output_options import FORMATS, MEASUREMENT_FORMATS, FormatOption
 from kleash.measuring.llama_cpp_summary import STORED_COLUMNS, llama_cpp_text
-from kleash.records import LogitsMeasurement, Measurement, Number, RunFolder
+from kleash.records import Measurement, RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +69,19 @@ def test_llama_cpps_statistics_are_those_of_the_tokens(runs: list[Path], capsys:
     assert float(lines["Same top p"][0]) == pytest.approx(100 * same, abs=2e-3)
 
 
-def test_llama_cpps_statistics_of_few_tokens_or_bounds_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_llama_cpps_statistics_of_few_tokens_are_refused(tmp_path: Path, capsys: Any) -> None:
     write_synthetic_run(tmp_path / "few", prompts=2, samples=1, tokens=40, hostile=False, shards=1)
     assert main(["report", str(tmp_path / "few"), "--format", "llama.cpp"]) == 2
     assert "takes 100 tokens or more" in capsys.readouterr().err
-    name = "kl_reference_policy_lower"
-    numbers = {name: Number(value=0.5, unit="nats", standard_error=0.1, ci95=(0.3, 0.7))}
-    model = Measurement.read(tmp_path / "few").models["policy"]
-    few = LogitsMeasurement(
-        path="b", policy=model, chunks=1, context=8, tokens=4, per_token=numbers, llama_cpp=""
-    )
-    with pytest.raises(OptionError, match="no statistics of 4 tokens"):
-        formatted(few, "llama.cpp")
 
 
 def test_llama_cpps_statistics_of_unlikely_and_of_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = {name: np.full(100, 1.0, dtype=np.float32) for name in STORED_COLUMNS}
+    names = (*STORED_COLUMNS, "kl_reference_policy")
+    part = {name: np.full(100, 1.0, dtype=np.float32) for name in names}
     part |= {name: -part[name] for name in ("logp_policy", "logp_reference")}
     part["logp_policy"][0] = -np.inf
     monkeypatch.setattr(RunFolder, "token_parts", lambda self, names: iter([part]))
+    monkeypatch.setattr(RunFolder, "token_columns", lambda self: frozenset(part))
     assert "Mean PPL(Q)                   :        inf" in llama_cpp_text(Path("run"))
     part["kl_reference_policy"][5] = np.nan
     with pytest.raises(OptionError, match="of every token, which run does not have"):
@@ -167,9 +160,7 @@ def test_a_training_folder_has_no_format(tmp_path: Path, capsys: Any) -> None:
         ("sweep --json --format csv --candidates a", "not both"),
         ("mismatch x --json --format csv", "not both"),
         ("doctor x --json --format csv", "not both"),
-        ("logits x --json --format csv --policy p", "not both"),
-        ("logits x --format model-card --policy p", "json, csv, markdown, llama.cpp"),
-        ("logits x --format csv --reference p --text t", "with --reference a file is written"),
+        ("cache --format csv --out x", "--format must be one of llama.cpp"),
         ("report x --output-format csv", "did you mean --format?"),
     ],
 )
@@ -184,12 +175,12 @@ def test_a_format_changes_no_setting_of_a_run() -> None:
     job = SweepJob(candidates=("shipped:policy",), format="csv", out="o")
     assert job.measure_job(1, Path("o")).output_format is None
     with pytest.raises(OptionError, match="--format must be text"):
-        LogitsJob(logits="x", policy="p", format=3)  # type: ignore[arg-type]
+        MeasureJob(format=3)  # type: ignore[arg-type]
 
 
 def test_the_commands_with_formats_and_their_help_agree(capsys: Any) -> None:
     have = {name for name, record in RECORDS.items() if issubclass(record, FormatOption)}
-    assert have == {"measure", "sweep", "report", "compare", "mismatch", "doctor", "logits"}
+    assert have == {"measure", "sweep", "report", "compare", "mismatch", "doctor"}
     for name in have:
         formats = RECORDS[name].formats  # type: ignore[union-attr]
         text = " ".join(printed(capsys, name, "--help").partition("--format FORMAT")[2].split())

@@ -1,8 +1,8 @@
 """``kleash sweep --attribute``: against swaps of state dicts in float64, planted damage, resumption and failures."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,14 +16,23 @@ from kleash.cli.sweeping import EXIT_FAILED, run_sweep
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring import attribution_passes, sweep
-from kleash.measuring.attribution_passes import SwapPass, choose_sequences, read_chosen, run_passes
+from kleash.measuring.attribution import load_swap_models
+from kleash.measuring.attribution_passes import (
+    SwapModels,
+    choose_sequences,
+    plan_passes,
+    read_chosen,
+    run_passes,
+)
 from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.run_identity import header_of
 from kleash.measuring.sequence_clusters import SequenceSums
+from kleash.measuring.sweep_ranking import read_sequences
 from kleash.models import TokenSequence
 from kleash.models.weight_groups import WeightGroup
 from kleash.reports.attribution import describe_attribution, describe_sum
+from kleash.store import RunFolder
 from kleash.store.attribution import Attribution
-from kleash.store.attribution_folder import AttributionFolder
 from kleash.store.sweep import Sweep
 
 DOCUMENTS = [
@@ -182,42 +191,42 @@ def test_a_candidate_of_another_architecture_is_named_and_the_others_are_attribu
 def test_a_resumed_attribution_runs_only_the_passes_that_are_missing(
     job: SweepJob, result: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    score_pass, scored = attribution_passes.score_pass, []
+    write_shard, written = RunFolder.write_shard, []
 
-    def recorded(swap: SwapPass, *arguments: Any) -> SequenceSums:
-        scored.append(swap.name)
-        return score_pass(swap, *arguments)
+    def recorded(self: RunFolder, *arguments: Any) -> None:
+        written.append(self.root.name)
+        write_shard(self, *arguments)
 
-    monkeypatch.setattr(attribution_passes, "score_pass", recorded)
-    (Path(str(job.out)) / "attribution" / "01-noisy" / "layers-002.json").unlink()
+    monkeypatch.setattr(RunFolder, "write_shard", recorded)
+    root = Path(str(job.out)) / "attribution" / "01-noisy" / "1000000-tokens"
+    next((root / "layers-002" / "sequences").iterdir()).unlink()
     assert run_sweep(SweepJob(**{**vars(job), "resume": True})) == EXIT_FAILED
-    assert scored == ["layers-002"]
-    written = Sweep.read(Path(str(job.out))).to_dict()
-    assert written["attributions"] == result.to_dict()["attributions"]
+    assert written == ["layers-002"]
+    again = Sweep.read(Path(str(job.out))).to_dict()
+    assert again["attributions"] == result.to_dict()["attributions"]
     printed = capsys.readouterr()
     assert "Swapping layer 1 back to the reference's weights removes all of" in printed.out
     assert "a second pass without a swap changed exactly 0" in printed.out
     assert "forward passes of" in printed.err and "both models are in memory" in printed.err
 
 
-def test_a_damaged_pass_is_named(tmp_path: Path) -> None:
-    folder = AttributionFolder(tmp_path)
-    with folder.opened({}):
-        folder.write("all", [[0], [0], [0.25], [1.0]])
-    path = tmp_path / "all.json"
-    path.write_text(path.read_text().replace("0.25", "0.75"))
-    with pytest.raises(RunFolderError, match=r"all.json is damaged.*--resume"):
-        folder.read("all")
-
-
-def test_passes_of_other_settings_are_run_again(tmp_path: Path) -> None:
-    folder = AttributionFolder(tmp_path / "passes")
-    with folder.opened({"tokens": 5}):
-        folder.write("candidate", [[1], [0], [0.1], [7.0]])
-    with folder.opened({"tokens": 5}):
-        assert folder.read("candidate") == [[1], [0], [0.1], [7.0]]
-    with folder.opened({"tokens": 6}):
-        assert not folder.has("candidate")
+def test_a_damaged_pass_or_one_of_other_groups_is_no_attribution(job: SweepJob, result: Sweep) -> None:
+    root = Path(str(job.out)) / "attribution" / "01-noisy" / "1000000-tokens"
+    path = next((root / "all" / "tokens").iterdir())
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"?")
+    resumed = sweep(SweepJob(**{**vars(job), "resume": True}))
+    assert str(path) in attribution_of(resumed, 1, "layers").failure
+    path.write_bytes(content)
+    moved = root / "layers-001"
+    moved.rename(root / "kept")
+    shutil.copytree(root / "layers-002", moved)
+    resumed = sweep(SweepJob(**{**vars(job), "resume": True}))
+    assert "another run" in attribution_of(resumed, 1, "layers").failure
+    shutil.rmtree(moved)
+    (root / "kept").rename(moved)
+    resumed = sweep(SweepJob(**{**vars(job), "resume": True}))
+    assert resumed.to_dict()["attributions"] == result.to_dict()["attributions"]
 
 
 def test_sequences_are_drawn_until_they_have_the_tokens() -> None:
@@ -245,9 +254,8 @@ def test_a_source_with_other_sequences_is_refused(monkeypatch: pytest.MonkeyPatc
         for number in range(5)
     ]
     monkeypatch.setattr(attribution_passes, "source_sequences", lambda *_: iter(sequences))
-    run = SequenceSums.from_lists(
-        [[0, 1, 2, 3, 4], [0] * 5, [0, 1, 2, 3, 4], [0.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]]
-    )
+    numbers, zeros = np.arange(5), np.zeros(5, dtype=np.int64)
+    run = SequenceSums(numbers, zeros, numbers, zeros * 0.0, numbers + 1.0)
     chosen = np.array([1, 4])
     assert read_chosen(job, pair, run, chosen) == (sequences[1], sequences[4])
     sequences.pop(0)
@@ -255,32 +263,38 @@ def test_a_source_with_other_sequences_is_refused(monkeypatch: pytest.MonkeyPatc
         read_chosen(job, pair, run, chosen)
 
 
-def test_processes_share_the_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored: list[str] = []
+def test_processes_share_the_passes(
+    job: SweepJob, result: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads, each with models of its own, that score all passes of one candidate in shards of a few sequences."""
+    job = SweepJob(**{**vars(job), "batch_tokens": 64, "attribute": ("layers",)})
+    scored: list[tuple[str, int]] = []
+    write_shard = RunFolder.write_shard
 
-    def sums_of(swap: SwapPass, *_: object) -> SequenceSums:
-        scored.append(swap.name)
-        return SequenceSums.from_lists([[0, 1], [0, 0], [0, 1], [float(swap.name), 0.5], [3.0, 4.0]])
+    def recorded(self: RunFolder, index: int, *arguments: Any) -> None:
+        scored.append((self.root.name, index))
+        write_shard(self, index, *arguments)
 
-    models: Any = SimpleNamespace(sequences=(None, None))
-    monkeypatch.setattr(attribution_passes, "score_pass", sums_of)
-    passes = [SwapPass(name=str(number), groups=()) for number in range(9)]
+    monkeypatch.setattr(RunFolder, "write_shard", recorded)
+    measured = Path(str(job.out)) / "candidates" / "02-planted"
+    run = read_sequences(measured, job.statistic)
+    models = [load_swap_models(job, Path(str(job.out)), result.candidates[1], run) for _ in range(2)]
+    passes = list({swap.name: swap for swap in plan_passes(models[0].groups).values()}.values())
+    header = header_of(models[0].job, models[0].pair, "digest")
 
-    def work(_: int) -> dict[str, SequenceSums]:
-        folder = AttributionFolder(tmp_path)
-        with folder.opened({}):
-            return run_passes(passes, models, folder, NullProgressReporter())
+    def work(own: SwapModels) -> dict[str, SequenceSums]:
+        return run_passes(passes, own, tmp_path / "passes", header, NullProgressReporter())
 
     with ThreadPoolExecutor(2) as threads:
-        for sums in threads.map(work, range(2)):
-            assert {name: x.total[0] for name, x in sums.items()} == {str(n): n for n in range(9)}
-    assert sorted(scored) == sorted("012345678")
-    with (
-        AttributionFolder(tmp_path).opened({}),
-        pytest.raises(RunFolderError, match="another process"),
-        AttributionFolder(tmp_path).opened({"a": 1}),
-    ):
-        pass
+        first, second = threads.map(work, models)
+    assert len(scored) == len(set(scored)) and {name for name, _ in scored} == {swap.name for swap in passes}
+    assert max(index for _, index in scored) > 1
+    for name, sums in first.items():
+        assert all(np.array_equal(*columns) for columns in zip(sums, second[name], strict=True))
+    expected = attribution_of(result, 2, "layers").mean
+    assert expected is not None
+    mean = first["candidate"].total.sum() / first["candidate"].tokens.sum()
+    assert mean == pytest.approx(expected.value, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -301,5 +315,5 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 def test_a_candidate_equal_to_its_reference_needs_one_pass() -> None:
     group = WeightGroup(name="layer 0", modules=("a",), tensors=(), parameters=1, is_identical=True)
-    passes = attribution_passes.plan_passes({"layers": [group]})
+    passes = plan_passes({"layers": [group]})
     assert [swap.name for swap in passes.values()] == ["candidate"]

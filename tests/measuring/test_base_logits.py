@@ -1,7 +1,7 @@
 """llama.cpp's files of base logits: the codes, the bounds that they allow, and the statistics."""
 
-import json
 import math
+import re
 import runpy
 import struct
 from pathlib import Path
@@ -14,16 +14,28 @@ from gguf_file import write_gguf
 from tiny_models import double_logits, tiny_pair
 
 from kleash.cli import main
-from kleash.errors import KleashError, ModelError, NonFiniteError, OptionError, SourceError
-from kleash.measuring import measure_base_logits, write_base_logits
-from kleash.measuring.llama_cpp import llama_cpp_columns
+from kleash.engines.base_logits import columns_of_rows
+from kleash.errors import KleashError, ModelError, NonFiniteError, OptionError, RunFolderError, SourceError
+from kleash.measuring import cache_reference, measure
 from kleash.measuring.llama_cpp_summary import LlamaCppColumns, format_llama_cpp
 from kleash.models.base_logit_bounds import impossible_row, kl_bounds, logp_intervals, reverse_kl_bounds
 from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits
 from kleash.models.heads import head_logits
-from kleash.records import LogitsJob
+from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder, WrittenLogits
 
 CONTEXT = 32
+
+
+def write_base_logits(**options: Any) -> WrittenLogits:
+    """What ``kleash cache --format llama.cpp`` writes."""
+    written = cache_reference(CacheJob(format="llama.cpp", **options))
+    assert isinstance(written, WrittenLogits)
+    return written
+
+
+def measure_against(path: Path, policy: Path, out: Path, **options: Any) -> Measurement:
+    """The measurement of a policy against a file of base logits."""
+    return measure(MeasureJob(reference_cache=str(path), policy=str(policy), out=str(out), **options))
 
 
 def decode(rows: np.ndarray, vocab: int) -> tuple[float, float, list[int]]:
@@ -157,25 +169,24 @@ def test_a_code_that_changes_what_probabilities_sum_to_is_named(
     struct.pack_into("<H", data, place + 8 + 2 * token, 65_535)
     (tmp_path / "changed.kld").write_bytes(data)
     with pytest.raises(SourceError, match=r"sum to between .* not to 1, at scored position 5 of chunk 2"):
-        measure_base_logits(LogitsJob(logits=str(tmp_path / "changed.kld"), policy=str(policy)))
+        measure_against(tmp_path / "changed.kld", policy, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [(math.nan, True), (math.inf, True), (-math.inf, False)])
 def test_logits_that_are_no_numbers_are_refused(
-    written: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch, value: float, is_refused: bool
+    written: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch, value: float, is_refused: bool, tmp_path: Path
 ) -> None:
     def changed_logits(*arguments: Any) -> torch.Tensor:
         logits = head_logits(*arguments)
         logits[3, 7] = value
         return logits
 
-    monkeypatch.setattr("kleash.measuring.llama_cpp.head_logits", changed_logits)
-    job = LogitsJob(logits=str(written[2]), policy=str(written[0]), limit=1)
+    monkeypatch.setattr("kleash.engines.base_logits.head_logits", changed_logits)
     if is_refused:
         with pytest.raises(NonFiniteError, match="the policy gives NaN or infinite logits"):
-            measure_base_logits(job)
+            measure_against(written[2], written[0], tmp_path / "run", limit=1)
     else:
-        numbers = measure_base_logits(job).per_token
+        numbers = measure_against(written[2], written[0], tmp_path / "run", limit=1).per_token
         assert numbers["kl_reference_policy_upper"].value == math.inf
         assert math.isfinite(numbers["kl_policy_reference_lower"].value)
 
@@ -187,10 +198,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     policy, reference = tiny_pair(folder, max_position_embeddings=CONTEXT)
     text = folder / "text.txt"
     text.write_text("A long road leads out of the town; nobody remembers where. " * 12)
-    job = LogitsJob(
-        logits=str(folder / "base.kld"), reference=str(reference), text=str(text), context=CONTEXT, limit=8
+    result = write_base_logits(
+        out=str(folder / "base.kld"), reference=str(reference), text=str(text), window=CONTEXT, limit=8
     )
-    result = write_base_logits(job)
     assert (result.chunks, result.context, result.vocabulary) == (8, CONTEXT, 320)
     assert result.bytes == (folder / "base.kld").stat().st_size
     return policy, reference, folder / "base.kld"
@@ -208,39 +218,84 @@ def test_a_file_has_the_second_half_of_each_chunk_after_the_begin_token(written:
     assert (highest - lowest)[lowest.isfinite()].max() < 3e-4
 
 
-def test_a_policy_is_measured_against_the_file(written: tuple[Path, ...]) -> None:
+@pytest.fixture(scope="module")
+def run(written: tuple[Path, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measurement]:
+    """The folder and the measurement of the policy against the file."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    return out, measure_against(written[2], written[0], out)
+
+
+def test_a_policy_is_measured_against_the_file(
+    written: tuple[Path, ...], run: tuple[Path, Measurement], capsys: pytest.CaptureFixture[str]
+) -> None:
     policy, reference, path = written
-    result = measure_base_logits(LogitsJob(logits=str(path), policy=str(policy)))
+    folder, result = run
     file = open_base_logits(path)
-    forward, reverse, ratio = [], [], []
+    forward, reverse, ratio, entropy = [], [], [], []
     for chunk in (file.tokens(number).tolist() for number in range(file.chunks)):
         ids = [0, *chunk[1:]]
-        logp, logq = (double_logits(folder, ids)[16:31].log_softmax(-1) for folder in (reference, policy))
+        logp, logq = (double_logits(model, ids)[16:31].log_softmax(-1) for model in (reference, policy))
         forward += (logp.exp() * (logp - logq)).sum(-1).tolist()
         reverse += (logq.exp() * (logq - logp)).sum(-1).tolist()
+        entropy += (-logq.exp() * logq).sum(-1).tolist()
         ratio += [(logp - logq)[n, token].item() for n, token in enumerate(chunk[17:])]
     numbers = result.per_token
-    assert (result.tokens, result.chunks) == (120, 8)
+    assert (result.counts.tokens, result.counts.clusters) == (120, 8)
     kl = float(np.mean(forward))
     assert numbers["kl_reference_policy_lower"].value <= kl <= numbers["kl_reference_policy_upper"].value
     assert numbers["kl_reference_policy_upper"].value - numbers["kl_reference_policy_lower"].value < 1e-3 * kl
     assert numbers["kl_policy_reference_lower"].value <= float(np.mean(reverse))
     assert numbers["llama_cpp_kld"].value == pytest.approx(kl, rel=1e-3)
-    assert numbers["log_perplexity_ratio"].value == pytest.approx(float(np.mean(ratio)), abs=1e-3)
+    assert numbers["entropy_policy"].value == pytest.approx(float(np.mean(entropy)), rel=1e-5)
+    assert math.log(result.perplexity["ratio"].value) == pytest.approx(float(np.mean(ratio)), abs=1e-3)
     means = np.array(forward).reshape(8, -1).mean(-1)
     assert numbers["llama_cpp_kld"].standard_error == pytest.approx(means.std(ddof=1) / 8**0.5, rel=1e-2)
-    lines = result.llama_cpp.splitlines()
-    assert f"Mean    KLD: {numbers['llama_cpp_kld'].value:10.6f} ± " in result.llama_cpp
-    assert len(lines) == 39
-    assert result.notes[0] == "the policy's head has 320 rows for 300 tokens" and len(result.notes) == 2
+    assert "kl_reference_policy" not in numbers and "16 bits" in result.left_out["kl_reference_policy"]
+    assert result.notes[0] == "the policy's head has 320 rows for 300 tokens"
+    assert main(["report", str(folder), "--format", "llama.cpp"]) == 0
+    text = capsys.readouterr().out
+    assert f"Mean    KLD: {numbers['llama_cpp_kld'].value:10.6f} ± " in text and len(text.splitlines()) == 39
+    columns = ["kl_reference_policy_lower", "kl_reference_policy_upper", "llama_cpp_kld"]
+    low, high, kld = (
+        np.concatenate(values)
+        for values in zip(
+            *((part[name] for name in columns) for part in RunFolder(folder).token_parts(columns)),
+            strict=True,
+        )
+    )
+    assert ((low <= np.array(forward) + 1e-6) & (np.array(forward) <= high + 1e-6)).all()
+    assert kld == pytest.approx(forward, abs=1e-3)
 
 
-def test_a_reference_against_its_own_file_is_within_the_codes(written: tuple[Path, ...]) -> None:
-    _, reference, path = written
-    numbers = measure_base_logits(LogitsJob(logits=str(path), policy=str(reference), limit=2)).per_token
-    assert numbers["kl_reference_policy_lower"].value < 1e-12
-    assert numbers["kl_reference_policy_upper"].value < 3e-4
-    assert numbers["top1_agreement"].value == 1
+def test_a_run_is_gated_compared_and_resumed_as_any_other(
+    written: tuple[Path, ...],
+    run: tuple[Path, Measurement],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of base logits of another chunk it is not resumed."""
+    policy, reference, path = written
+    out = tmp_path / "own"
+    own = measure_against(path, reference, out, at_most=1.0)
+    assert own.per_token["kl_reference_policy_lower"].value < 1e-12
+    assert own.per_token["kl_reference_policy_upper"].value < 3e-4
+    assert own.top1_agreement.value == 1
+    assert own.gate is not None and own.gate.ci95[1] < 1
+    assert main(["compare", str(run[0]), str(out), "--out", str(tmp_path / "c.html")]) == 0
+    assert re.search(r"own \S+ to \S+ nats", " ".join(capsys.readouterr().out.split()))
+    next((out / "sequences").iterdir()).unlink()
+    again = measure_against(path, reference, out, at_most=1.0, resume=True)
+    assert again.statistics() == own.statistics()
+    data = bytearray(path.read_bytes())
+    data[20 + 4 * CONTEXT * 8 + 8] ^= 1
+    path.with_name("other.kld").write_bytes(data)
+    with pytest.raises(RunFolderError, match="another run"):
+        measure_against(path.with_name("other.kld"), reference, out, at_most=1.0, resume=True)
+    few = measure_against(path, policy, tmp_path / "few", limit=1)
+    assert (few.counts.tokens, few.counts.clusters) == (15, 1)
+    assert math.isnan(few.per_token["llama_cpp_kld"].standard_error)
+    assert main(["report", str(tmp_path / "few"), "--format", "llama.cpp"]) == 2
+    assert "takes 100 tokens or more" in capsys.readouterr().err
 
 
 def test_a_gguf_says_whether_a_begin_token_is_put(written: tuple[Path, ...], tmp_path: Path) -> None:
@@ -265,9 +320,8 @@ def test_a_gguf_says_whether_a_begin_token_is_put(written: tuple[Path, ...], tmp
     }
     for number, ((adds, pre), expected) in enumerate(cases.items()):
         model = write_gguf(reference, tmp_path / f"{number}.gguf", edit=set_begin(adds, pre))
-        job = LogitsJob(logits=str(path), policy=str(model), tokenizer=str(reference), limit=2)
-        kld = abs(measure_base_logits(job).per_token["llama_cpp_kld"].value)
-        assert (kld < 3e-4) == expected, (adds, pre)
+        result = measure_against(path, model, tmp_path / f"run-{number}", tokenizer=str(reference), limit=2)
+        assert (abs(result.per_token["llama_cpp_kld"].value) < 3e-4) == expected, (adds, pre)
 
 
 def test_the_statistics_are_those_of_llama_cpp() -> None:
@@ -333,13 +387,14 @@ def test_quantiles_of_many_tokens_are_rounded_as_those_of_llama_cpp() -> None:
 def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> None:
     logits = torch.tensor([[0.0, -15.9, -17.0, -40.0], [1.0, 0.0, -1.0, -30.0]])
     moved = logits + torch.tensor([0.0, 1.0, 9.0, 20.0])
-    columns = llama_cpp_columns(moved, rows_of(logits), np.array([1, 0]))
+    rows = rows_of(logits)
+    columns = columns_of_rows(moved, rows, logp_intervals(rows), np.array([1, 0]))
     logp, logq = logits.double().log_softmax(-1), moved.double().log_softmax(-1)
     terms = torch.where(logits > -16, logp.exp() * (logp - logq), 0)
-    assert columns.kld == pytest.approx(terms.sum(-1).numpy(), abs=1e-4)
-    assert columns.nll[0] == pytest.approx(-logq[0, 1].item(), rel=1e-6)
-    assert columns.dp[1] == pytest.approx((logq[1, 0].exp() - logp[1, 0].exp()).item(), abs=1e-5)
-    assert columns.same_top.tolist() == [True, False]
+    assert columns["llama_cpp_kld"] == pytest.approx(terms.sum(-1).numpy(), abs=1e-4)
+    assert columns["logp_policy"][0] == pytest.approx(logq[0, 1].item(), rel=1e-6)
+    assert columns["logp_reference"][1] == pytest.approx(logp[1, 0].item(), abs=1e-4)
+    assert (columns["top1_policy"] == columns["top1_reference"]).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -407,44 +462,67 @@ def test_models_and_options_that_do_not_fit_are_refused(written: tuple[Path, ...
     struct.pack_into("<i", data, 12, 330)
     row, scored = 334, 15
     other.write_bytes(data[: 20 + 4 * 256] + bytes(2 * row * scored * 8))
-    with pytest.raises(ModelError, match=r"has 320 logits and .* has 330"):
-        measure_base_logits(LogitsJob(logits=str(other), policy=str(policy)))
+    with pytest.raises(ModelError, match=r"has 320 logits for 300 tokens and .*other.kld has 330 logits"):
+        measure_against(other, policy, tmp_path / "run")
     struct.pack_into("<i", data, 12, 299)
     other.write_bytes(data[:20] + bytes(4 * 256 + 2 * 304 * scored * 8))
-    with pytest.raises(ModelError, match=r"has 300 tokens and .*other.kld has logits of 299"):
-        measure_base_logits(LogitsJob(logits=str(other), policy=str(policy)))
+    with pytest.raises(ModelError, match=r"has 320 logits for 300 tokens and .*other.kld has 299 logits"):
+        measure_against(other, policy, tmp_path / "run")
     text = tmp_path / "short.txt"
     text.write_text("Short.")
-    short = {"logits": str(other), "reference": str(reference), "text": str(text)}
+    short = {"out": str(other), "reference": str(reference), "text": str(text)}
     with pytest.raises(SourceError, match=r"the text has 7 tokens, and llama\.cpp needs two chunks of 32"):
-        write_base_logits(LogitsJob(**short, context=32))
+        write_base_logits(**short, window=32)
     text.write_text("Long. " * 100)
     with pytest.raises(ModelError, match="reads 32 tokens and a chunk has 64"):
-        write_base_logits(LogitsJob(**short, context=64))
-    for options, reason in (
-        ({}, "give --policy to measure"),
-        ({"policy": "a", "reference": "b", "text": "c"}, "give --policy to measure"),
-        ({"policy": "a", "text": "c"}, "--text is what the logits of --reference"),
-        ({"policy": "a", "context": 3}, "--context must be at least 4"),
-        ({"policy": "http://a"}, "is a server, which gives no logits"),
-        ({"policy": "a", "out": "b"}, "--out b has no use here"),
+        write_base_logits(**short, window=64)
+    text.write_text("logits_" * 10)
+    with pytest.raises(SourceError, match="does not begin with _logits_"):
+        measure_against(text, policy, tmp_path / "run")
+
+
+def test_options_that_do_not_suit_base_logits_are_refused(written: tuple[Path, ...]) -> None:
+    for wrong, reason in (
+        ({"format": "csv"}, "--format must be one of llama.cpp"),
+        ({"responses": "a", "text": None}, "--responses is not for"),
+        ({"window": 3}, "--window must be at least 4"),
+        ({"out": None}, "give its name as --out"),
+        ({"stride": 16, "window": 32}, "--stride is not for"),
     ):
         with pytest.raises(OptionError, match=reason):
-            LogitsJob(logits="f", **options)
+            CacheJob(**{"format": "llama.cpp", "text": "a", "out": "b", **wrong})
+    for against, reason in (
+        ({"prompts": "a"}, "leave --prompts out"),
+        ({"text": "a"}, "leave --text out"),
+        ({"temperature": 0.5}, "base logits are of 1"),
+        ({"engine": "ray"}, "has workers"),
+        ({"device_map": "fsdp"}, "divides the policy's head"),
+        ({"until_relative_error": 0.1}, "needs the exact KL"),
+        ({"policy": "http://a"}, "holds a loaded reference's hidden states"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            MeasureJob(**{"reference_cache": str(written[2]), "policy": "a", **against})
+    job = MeasureJob(reference_cache=str(written[2]), policy="a", window=8, reference="b")
+    assert [words.split()[0] for words in job.without_effect()] == ["--window", "--reference"]
 
 
-def test_the_command_prints_both_summaries(
-    written: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
+def test_the_command_writes_and_measures(
+    written: tuple[Path, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    policy, _, path = written
-    assert main(["logits", str(path), "--policy", str(policy)]) == 0
-    printed = capsys.readouterr().out
-    assert "Same top p:" in printed and "KL(base ‖ policy): between" in printed
-    assert main(["logits", str(path), "--policy", str(policy), "--json", "--limit", "2"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["tokens"] == 30 and record["llama_cpp"] == ""
-    assert main(["logits", str(path), "--policy", str(policy), "--limit", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "± unknown nats a token" in printed and "in 1 chunk of " in printed and "± nan" not in printed
+    policy, reference, path = written
+    words = ["--policy", str(policy), "--reference-cache", str(path), "--out"]
+    assert main(["measure", *words, str(tmp_path / "a"), "--quiet", "--format", "llama.cpp"]) == 0
+    assert "Same top p:" in capsys.readouterr().out
+    assert main(["measure", *words, str(tmp_path / "b"), "--limit", "2"]) == 0
+    assert "KL(reference ‖ policy), upper bound per token:" in capsys.readouterr().out
+    text = tmp_path / "text.txt"
+    text.write_text("A long road leads out of the town; nobody remembers where. " * 12)
+    options = ["--reference", str(reference), "--text", str(text), "--window", "32", "--limit", "8", "--out"]
+    again = tmp_path / "again.kld"
+    assert main(["cache", "--format", "llama.cpp", *options, str(again)]) == 0
+    assert f"use it with: kleash measure --policy MODEL --reference-cache {again}" in capsys.readouterr().out
+    assert again.read_bytes() == path.read_bytes()
+    assert main(["logits", str(path), "--policy", str(policy)]) == 2
+    assert "is now kleash measure --policy MODEL --reference-cache FILE" in capsys.readouterr().err
     with pytest.raises(KleashError):
         open_base_logits(path.with_name("missing"))

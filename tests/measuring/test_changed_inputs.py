@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from kleash.diagnosis import doctor as doctor_module
 from kleash.diagnosis import engine_numbers, measure_mismatch
 from kleash.errors import ChangedInputError, SourceError
-from kleash.jobs import LogitsJob, SweepJob
+from kleash.jobs import SweepJob
 from kleash.jobs.rollout_jobs import DoctorJob
-from kleash.measuring import cache_reference, measure, measure_base_logits, sweep, write_base_logits
+from kleash.measuring import cache_reference, measure, sweep
 from kleash.measuring.model_pair import load_models
+from kleash.measuring.progress import NullProgressReporter
 from kleash.measuring.ray_workers import ShardWorker
 from kleash.measuring.shards import plan_shards
 from kleash.models.cache.reference_cache import ReferenceCache
@@ -234,22 +236,47 @@ def test_a_candidate_that_changes_fails_and_a_source_that_changes_ends_a_sweep(
     assert not (tmp_path / "two" / "sweep.json").exists()
 
 
-def test_files_of_base_logits_are_watched(models: tuple[Path, Path], tmp_path: Path) -> None:
+def reverse_the_end(path: Path) -> None:
+    """Change the codes of the last row of a file of base logits."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-80] + data[:-81:-1])
+
+
+class ChangingReporter(NullProgressReporter):
+    """Has a function called after the first sequences."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self.change = change
+
+    def add_scored(self, sequences: int, tokens: int) -> None:
+        self.change()
+        self.change = lambda: None
+
+
+def test_files_of_base_logits_are_watched(
+    models: tuple[Path, Path], tmp_path: Path, change_after: ChangeAfter
+) -> None:
     text, logits = tmp_path / "long.txt", tmp_path / "base.logits"
     text.write_text("The sea was calm and a boat went out before dawn. " * 20)
-    writing = LogitsJob(logits=str(logits), reference=str(models[1]), text=str(text), context=16)
+    writing = CacheJob(
+        format="llama.cpp", out=str(logits), reference=str(models[1]), text=str(text), window=16
+    )
     with pytest.raises(ChangedInputError, match=r"long\.txt"):
-        write_base_logits(writing, lambda done, _: append(text) if done == 1 else None)
+        cache_reference(writing, ChangingReporter(lambda: append(text)))
     assert not logits.exists() and not list(tmp_path.glob(".base.logits*"))
-    write_base_logits(writing)
-    measuring = LogitsJob(logits=str(logits), policy=str(models[0]))
-    with pytest.raises(ChangedInputError, match=r"policy/model\.safetensors"):
-        measure_base_logits(
-            measuring,
-            lambda done, _: overwrite_in_place(models[0] / "model.safetensors") if done == 1 else None,
+    cache_reference(writing)
+    changes = {models[0] / "model.safetensors": overwrite_in_place, logits: reverse_the_end}
+    for number, (path, change) in enumerate(changes.items()):
+        job = MeasureJob(
+            reference_cache=str(logits),
+            policy=str(models[0]),
+            batch_tokens=20,
+            out=str(tmp_path / f"run-{number}"),
         )
-    with pytest.raises(ChangedInputError, match=r"base\.logits"):
-        measure_base_logits(measuring, lambda done, _: overwrite_in_place(logits) if done == 2 else None)
+        change_after(1, partial(change, path))
+        with pytest.raises(ChangedInputError, match=path.name):
+            measure(job)
+        assert not (tmp_path / f"run-{number}" / "measurement.json").exists()
 
 
 def test_rollouts_that_are_appended_to_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

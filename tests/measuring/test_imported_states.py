@@ -217,12 +217,12 @@ def test_states_before_the_norm_in_the_layout_of_sglang_are_refused(
     ("saved", "stated", "message"),
     [
         ((0, 1), "1,2", "are not the hidden states of"),
-        ((1, 2), "1", "names 1 layers and the files in"),
-        ((0, 1), "0,1", "has 2 layers: the last is missing; let the engine save layer 2"),
-        ((1, 2), "1,3", "has only 2 layers"),
+        ((1, 2), "1", "--layers is 1; it must name the 2 layers"),
+        ((0, 1), "0,1", "--layers is 0,1; it must name the 2 layers"),
+        ((1, 2), "1,3", "and end with 2, the last layer"),
         ((1, 2), "2,1", "must be in ascending order"),
         ((1, 2), "1,x", "must be numbers of layers such as 1,2,36"),
-        ((1, 2), None, "do not say which layers they hold; give --layers"),
+        ((1, 2), None, "--layers is not given; it must name"),
     ],
 )
 def test_a_wrong_list_of_layers_is_named(
@@ -244,7 +244,8 @@ def test_a_shift_in_a_file_that_is_no_probe_is_found_by_the_log_probabilities(
 ) -> None:
     monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
     path = edit(files, lambda states: states.roll(1, 0), 2)
-    assert f"{path}: " in (line := refusal(files)) and "are not the hidden states of" in line
+    line = refusal(files)
+    assert f"{path}: the engine's log-probabilities are not those of" in line
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"shift": 1}, {"shift": 12}], ids=str)
@@ -317,7 +318,7 @@ def set_row(states: torch.Tensor, value: float) -> torch.Tensor:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_rows_are_named(value: float, files: Path, refusal: Callable[..., str]) -> None:
     path = edit(files, lambda states: set_row(states, value), 1)
-    assert f"{path} holds NaN or infinities in row 7" in refusal(files)
+    assert f"{path} holds NaN, infinities or only zeros in row 7" in refusal(files)
 
 
 def test_a_row_of_zeros_is_named_in_any_file(
@@ -331,7 +332,7 @@ def test_a_row_of_zeros_is_named_in_any_file(
         return states
 
     path = edit(without_logps(files), clear, 2)
-    assert f"{path} holds only zeros in row 11, which no model computes" in refusal(files)
+    assert f"{path} holds NaN, infinities or only zeros in row 11" in refusal(files)
 
 
 def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.Tensor) -> None:
@@ -342,32 +343,33 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
     ("damage", "message"),
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-40]), "let the engine save it again, or wait until it is written"),
-        (lambda p: p.write_bytes(b""), "is not a whole safetensors file"),
-        (lambda p: p.write_bytes(b"\x1b[31m" * 40), "is not a whole safetensors file"),
-        (lambda p: save(p, torch.zeros(9, 2, 16), torch.arange(9)), "layers of 16 numbers in float32 and"),
+        (lambda p: p.write_bytes(b""), "is no whole file of vLLM"),
+        (lambda p: p.write_bytes(b"\x1b[31m" * 40), "is no whole file of vLLM"),
+        (lambda p: save(p, torch.zeros(9, 2, 16), torch.arange(9)), "2 layers of 16 numbers in float32"),
         (lambda p: save(p, torch.zeros(9, 3, 32), torch.arange(9)), "holds 3 layers of 32 numbers"),
-        (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16 and"),
-        (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "holds 8 rows of hidden states (shape [8, 2, 32])"),
-        (lambda p: save(p, torch.zeros(2, 9, 32), torch.arange(9)), "holds 2 rows of hidden states"),
+        (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16, before the final norm"),
+        (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "8 rows of hidden_states and token_ids [9]"),
+        (lambda p: save(p, torch.zeros(2, 9, 32), torch.arange(9)), "2 rows of hidden_states and token_ids [9]"),
         (lambda p: save(p, torch.zeros(9, 2, 0), torch.arange(9)), "holds 2 layers of 0 numbers"),
-        (lambda p: (p.unlink(), p.mkdir()), "is not a regular file"),
+        (lambda p: (p.unlink(), p.mkdir()), "is no whole file of vLLM"),
         (lambda p: (p.unlink(), p.symlink_to("gone")), "No such file"),
-        (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "of shape [9, 32]"),
+        (lambda p: (p.parent / "a.jsonl").mkdir(), "a.jsonl cannot be read: Is a directory"),
+        (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "is no whole file of vLLM"),
         (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "holds no tokens"),
-        (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token ids of dtype F32"),
-        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) + 315), "holds the token id 323"),
-        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) - 1), "holds the token id -1"),
-        (lambda p: save_file({"states": torch.zeros(2)}, p), "has no tensor 'hidden_states'"),
-        (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is not JSON"),
-        (lambda p: (p.parent / "a.jsonl").write_text("\n[1]"), "a.jsonl, line 2 is not a JSON object"),
+        (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token_ids [9] torch.float32"),
+        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) + 315), "token ids from"),
+        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) - 1), "token ids from -1 to"),
+        (lambda p: save_file({"states": torch.zeros(2)}, p), "is no whole file of vLLM"),
+        (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is no response of SGLang"),
+        (lambda p: (p.parent / "a.jsonl").write_text("\n[1]"), "a.jsonl, line 2 is no response of SGLang"),
         (lambda p: (p.parent / "a.jsonl").write_text("{}"), "has neither 'meta_info'"),
         (
             lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null]}'),
-            "has 1 log-probabilities for 2 tokens",
+            "a.jsonl, line 1 is no response of SGLang",
         ),
         (
             lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null, NaN]}'),
-            "has 'nan' as the log-probability of token 1",
+            "has nan as the log-probability of token 1",
         ),
     ],
 )  # fmt: skip
@@ -383,16 +385,19 @@ def test_damaged_files_are_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r["meta_info"]["hidden_states"].pop(), "rows of hidden states for"),
+        (lambda r: r["meta_info"]["hidden_states"].pop(), "line 2 is no response of SGLang"),
         (
             lambda r: r["meta_info"].update(hidden_states=r["meta_info"]["hidden_states"][-1:]),
             'ask for return_hidden_states true, not "last", and run SGLang with',
         ),
-        (lambda r: r["meta_info"]["hidden_states"][0][3].pop(), "not rows of numbers of one length"),
-        (lambda r: r["meta_info"]["hidden_states"][0][3].__setitem__(0, float("nan")), "infinities in row 3"),
+        (lambda r: r["meta_info"]["hidden_states"][0][3].pop(), "line 2 is no response of SGLang"),
+        (
+            lambda r: r["meta_info"]["hidden_states"][0][3].__setitem__(0, float("nan")),
+            "NaN, infinities or only zeros in row 3",
+        ),
         (lambda r: r["meta_info"].pop("input_token_logprobs"), "has no token ids: add the 'input_ids'"),
         (lambda r: r["output_ids"].reverse(), "'output_token_logprobs' of other tokens than 'output_ids'"),
-        (lambda r: r["output_ids"].__setitem__(0, "x"), "are not a list of token ids"),
+        (lambda r: r["output_ids"].__setitem__(0, "x"), "token ids that are not a list of whole numbers"),
     ],
 )
 def test_damaged_responses_of_sglang_are_named(
@@ -409,7 +414,7 @@ def test_damaged_responses_of_sglang_are_named(
 def test_folders_without_the_source_are_named(
     pair: Pair, requests: list[list[int]], files: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    assert "is not a folder" in refusal(tmp_path / "none")
+    assert "none holds no hidden states" in refusal(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "holds no hidden states: expected *.safetensors" in refusal(tmp_path / "empty")
     no_bos = write_vllm(tmp_path / "no-bos", pair[1], [ids[1:] for ids in requests])

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax, rel_entr
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 
-from kleash.measuring import cache_reference, measure, measure_base_logits, sweep, write_base_logits
-from kleash.records import CacheJob, LogitsJob, MeasureJob, SweepJob
+from kleash.measuring import cache_reference, measure, sweep
+from kleash.records import CacheJob, MeasureJob, SweepJob
 from kleash.reports.model_card import card_section
 from kleash.store.summary_tables import summarize
 
@@ -136,11 +136,12 @@ def test_base_logits_say_it_too(models: dict[str, Path], base: str) -> None:
     text = root / "long.txt"
     text.write_text(f"{TEXT} " * 12)
     path = root / f"{base}.kld"
-    written = write_base_logits(
-        LogitsJob(logits=str(path), reference=str(models[base]), text=str(text), context=32, limit=3)
-    )
+    options = {"reference": str(models[base]), "text": str(text), "window": 32, "limit": 3}
+    written = cache_reference(CacheJob(format="llama.cpp", out=str(path), **options))
     assert any(ROWS in note for note in written.notes) == (base == "reference")
-    result = measure_base_logits(LogitsJob(logits=str(path), policy=str(models["policy"])))
+    result = measure(
+        MeasureJob(reference_cache=str(path), policy=str(models["policy"]), out=str(root / f"against-{base}"))
+    )
     ids = [*tiny_tokenizer()(f"{TEXT} " * 12, add_special_tokens=False)["input_ids"]]
     ids = np.array([0, *ids])[: 32 * 3].reshape(3, 32)
     p, q = (
@@ -157,13 +158,15 @@ def test_base_logits_say_it_too(models: dict[str, Path], base: str) -> None:
     p = np.pad(p, ((0, 0), (0, 320 - p.shape[1])))
     of_base, of_policy = (x[:, 300:].sum(-1).mean() for x in (p, q))
     (note,) = (each for each in result.notes if ROWS in each)
-    assert f"{of_policy:.3g} of the policy's and {of_base:.3g} of the base's" in note
+    assert f"{of_policy:.3g} of the policy's and {of_base:.3g} of the reference's" in note
     warnings = {each for number in result.per_token.values() for each in number.warnings if ROWS in each}
     (warning,) = warnings
-    low, high = warning.split("KL(base ‖ policy) is between ")[1].split(" over all rows")[0].split(" and ")
+    low, high = (
+        warning.split("KL(reference ‖ policy) is between ")[1].split(" over all rows")[0].split(" and ")
+    )
     exact = rel_entr(p, q).sum(-1).mean()
     assert float(low) * (1 - 1e-3) <= exact <= float(high) * (1 + 1e-3)
     tokens = warning.split("over all rows and between ")[1].split(" over the tokens")[0].split(" and ")
     assert float(tokens[0]) < 1e-6 and float(tokens[1]) < 1e-4
-    assert ("KL(policy ‖ base) is between inf" in warning) == (base == "narrow")
+    assert ("KL(policy ‖ reference) is between inf" in warning) == (base == "narrow")
     assert any(ROWS in each for each in summarize(result).warnings)

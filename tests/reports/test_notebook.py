@@ -12,7 +12,6 @@ from synthetic_run import HOSTILE, synthetic_comparison, synthetic_sweep
 
 from kleash.records import (
     Diagnosis,
-    LogitsMeasurement,
     Measurement,
     MismatchRecord,
     Number,
@@ -74,15 +73,6 @@ def results(run: tuple[Path, Measurement]) -> list[Any]:
         ),
         Diagnosis(**shared, models=(HOSTILE[2],), examined=True, findings=(cause,)),
         Diagnosis(**shared, models=(), examined=False, findings=(), notes=("<i>few</i>",)),
-        LogitsMeasurement(
-            path=HOSTILE[3],
-            policy=run[1].models["policy"],
-            chunks=1,
-            context=8,
-            tokens=4,
-            per_token={"kl_reference_policy_lower": NUMBER},
-            llama_cpp="",
-        ),
         synthetic_audit(),
         TrainingResult(
             kleash="0.1.0",

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
-from kleash.records import Diagnosis, LogitsMeasurement, Measurement, MismatchRecord, Number
+from kleash.records import Diagnosis, Measurement, MismatchRecord, Number
 from kleash.reports.formatting import make_visible
 from kleash.reports.text_formats import (
     CSV_COLUMNS,
@@ -89,23 +89,10 @@ DIAGNOSIS = Diagnosis(
 )
 
 
-def logits_measurement(run: tuple[Path, Measurement]) -> LogitsMeasurement:
-    names = ("kl_reference_policy_lower", "llama_cpp_kld")
-    return LogitsMeasurement(
-        path="base.kld",
-        policy=run[1].models["policy"],
-        chunks=3,
-        context=64,
-        tokens=96,
-        per_token={name: number(0.5, warnings=("few clusters: 3",)) for name in names},
-        llama_cpp="",
-    )
-
-
 @pytest.fixture(scope="module")
 def results(run: tuple[Path, Measurement]) -> list[Any]:
     comparison, sweep = synthetic_comparison(), synthetic_sweep(HOSTILE[:4], ("b|ad",))
-    return [run[1], comparison, sweep, MISMATCH, DIAGNOSIS, logits_measurement(run)]
+    return [run[1], comparison, sweep, MISMATCH, DIAGNOSIS]
 
 
 def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results: list[Any]) -> None:

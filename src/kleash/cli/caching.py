@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kleash.cli.progress import Progress
-from kleash.cli.terminal import Terminal, say
+from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import CacheJob
 from kleash.jobs.reading import READ_OPTIONS
 from kleash.launch_environment import require_one_process
 from kleash.reports.formatting import format_bytes
-from kleash.store import CacheContents
+from kleash.store import CacheContents, WrittenLogits
 from kleash.store.cache import read_label
 
 
@@ -34,9 +34,26 @@ def run_cache(job: CacheJob) -> int:
             contents = cache_reference(job, progress)
     if job.json:
         sys.stdout.write(contents.to_json())
+    elif isinstance(contents, WrittenLogits):
+        print_written(contents, quiet=job.quiet)
     elif not job.quiet:
         print_cache(contents, job)
     return 0
+
+
+def print_written(written: WrittenLogits, *, quiet: bool) -> None:
+    """Print what was written into a file of base logits, and the command that uses it."""
+    if quiet:
+        return
+    console, noun = Terminal(), "chunk" if written.chunks == 1 else "chunks"
+    for note in written.notes:
+        remark(console, "note", note, "dim")
+    say(
+        console,
+        f"wrote {written.chunks} {noun} of {written.context} tokens over {written.vocabulary} logits to "
+        f"{written.path}: {written.bytes:,} bytes",
+    )
+    say(console, f"use it with: kleash measure --policy MODEL --reference-cache {shlex.quote(written.path)}")
 
 
 def print_cache(contents: CacheContents, job: CacheJob) -> None:

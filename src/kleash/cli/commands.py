@@ -8,7 +8,6 @@ from kleash.jobs import (
     DistillJob,
     DPOJob,
     GRPOJob,
-    LogitsJob,
     MeasureJob,
     PPOJob,
     RLOOJob,
@@ -18,9 +17,7 @@ from kleash.jobs import (
 from kleash.jobs.pages import AuditJob, CompareJob, ReportJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
-RichCommand = (
-    MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | LogitsJob | TrainJob
-)
+RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
 """A command that prints with rich."""
 Command = RichCommand | AuditJob
 ALGORITHMS: Mapping[str, type[TrainJob]] = {
@@ -28,7 +25,7 @@ ALGORITHMS: Mapping[str, type[TrainJob]] = {
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
-        *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "logits", "audit"),
+        *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "audit"),
         "train",
     ),
     "train": tuple(ALGORITHMS),
@@ -41,7 +38,6 @@ RECORDS: Mapping[str, type[Command]] = {
     "mismatch": MismatchJob,
     "doctor": DoctorJob,
     "cache": CacheJob,
-    "logits": LogitsJob,
     "audit": AuditJob,
     **{f"train {name}": job for name, job in ALGORITHMS.items()},
 }

@@ -7,7 +7,6 @@ from pathlib import Path
 from kleash.cli.caching import run_cache
 from kleash.cli.commands import CompareJob, ReportJob, RichCommand
 from kleash.cli.formats import print_formatted
-from kleash.cli.logits_command import run_logits
 from kleash.cli.progress import Progress
 from kleash.cli.report_command import run_report
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
@@ -16,7 +15,7 @@ from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
 from kleash.cli.training import run_train
 from kleash.errors import OptionError
-from kleash.jobs import CacheJob, LogitsJob, MeasureJob, SweepJob, TrainJob
+from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.launch_environment import launched_rank
@@ -56,8 +55,6 @@ def run(command: RichCommand) -> int:
             return run_doctor(command)
         case CacheJob():
             return run_cache(command)
-        case LogitsJob():
-            return run_logits(command)
         case TrainJob():
             return run_train(command)
 
@@ -71,7 +68,8 @@ def _measure(job: MeasureJob) -> int:
         job = replace(job, out=default_out())
     shows_progress = launched_rank() == 0 and not job.quiet
     with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
-        if progress is not None and job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
+        is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
+        if progress is not None and is_shipped and not job.has_base_logits:
             progress.note(SHIPPED_PAIR)
         result = measure_together(job, progress)
     if not result.is_own:

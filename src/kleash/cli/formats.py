@@ -10,7 +10,7 @@ from kleash.reports.formatting import as_sentence, measure_command
 from kleash.reports.gate_verdicts import describe_gate, describe_sweep_gate
 from kleash.reports.model_card import model_card
 from kleash.reports.text_formats import to_csv, to_markdown
-from kleash.store import Comparison, Gate, LogitsMeasurement, Measurement, MismatchRecord
+from kleash.store import Comparison, Gate, Measurement, MismatchRecord
 from kleash.store.number_rows import NumericResult, number_rows
 from kleash.store.summary_tables import Name, Summary, summarize
 from kleash.store.sweep import Sweep
@@ -46,17 +46,10 @@ def formatted(result: NumericResult, output_format: str, folder: Path | None = N
             return to_markdown(_summary_with_command(result), notes)
         case "model-card" if isinstance(result, Measurement):
             return model_card(result)
-        case "llama.cpp" if isinstance(result, LogitsMeasurement) and result.llama_cpp:
-            return f"{result.llama_cpp}\n"
         case "llama.cpp" if isinstance(result, Measurement) and folder is not None:
             from kleash.measuring.llama_cpp_summary import llama_cpp_text
 
             return llama_cpp_text(folder)
-        case "llama.cpp" if isinstance(result, LogitsMeasurement):
-            raise OptionError(
-                f"llama.cpp prints no statistics of {result.tokens} tokens; it takes 100 or more. --format csv has "
-                "the numbers that there are"
-            )
         case _:
             raise OptionError(f"this result has no format {output_format}")
 
@@ -65,8 +58,7 @@ def _summary_with_command(result: NumericResult) -> Summary:
     """The summary of a result with the version of kleash and the command that repeats it, where they are recorded."""
     summary = summarize(result)
     facts = [fact for fact in summary.facts if not fact[0].startswith("gate")]  # sentences follow
-    if not isinstance(result, LogitsMeasurement):
-        facts.append(("kleash", result.kleash))
+    facts.append(("kleash", result.kleash))
     if isinstance(result, Measurement):
         facts.append(("command", Name(measure_command(result.job))))
     return replace(summary, facts=tuple(facts))

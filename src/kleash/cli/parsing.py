@@ -46,6 +46,8 @@ LOST = {
     "demonstration": "the demonstration is now an example: python examples/leash_demonstration.py",
     "merge": "kleash merge is gone, since nothing is left to merge: start kleash measure with the same options and one "
     "--out in every array task, and the last one makes the measurement",
+    "logits": "kleash logits is now kleash measure --policy MODEL --reference-cache FILE (with --format llama.cpp for "
+    "its statistics alone); kleash cache --format llama.cpp --reference MODEL --text FILE --out FILE writes the file",
     "--shard": "--shard is gone: start the same command with one --out in every array task, and each scores shards "
     "that no other has",
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
 from kleash.extras import is_installed, require_installed
-from kleash.jobs import CacheJob, LogitsJob, MeasureJob, PPOJob, SweepJob, TrainJob
+from kleash.jobs import CacheJob, MeasureJob, PPOJob, SweepJob, TrainJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 
 PAGES = ("jinja2", "matplotlib")
@@ -39,7 +39,7 @@ def require_packages(command: Command) -> None:
             _require_with_trackers(packages, command.report_to, "'kleash[models]'")
         case CacheJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
-        case LogitsJob() | DoctorJob():
+        case DoctorJob():
             adapters = _for_adapters((command.policy, command.reference))
             require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case TrainJob():

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from kleash.models import Pair, Prompt, TokenSequence
+from kleash.models.scoring import columns_of_sequences
+from kleash.store.tables import TOKEN_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class ShardResult:
     tokens: dict[str, Any]
     sequences: dict[str, Any]
     likeliest: dict[str, np.ndarray]
-    """Ids and probabilities of the likeliest tokens of both models, with a row for each token."""
+    """Ids and probabilities of the likeliest tokens of both models, with a row for each token; empty where the exact KL
+    is unknown, so that no sequence is known to have drifted most."""
 
 
 @runtime_checkable
@@ -70,6 +73,32 @@ class Engine(Protocol):
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
         """Token columns of the reference compared with itself in float32; None if it runs in float32."""
         ...
+
+
+def begin_columns(sequences: Sequence[TokenSequence], further: Mapping[str, str]) -> dict[str, Any]:
+    """The columns of ``tokens/`` of a shard but the text, in which everything that needs a model is unknown.
+
+    Args:
+        sequences: of the shard.
+        further: columns beside ``TOKEN_COLUMNS`` and their types; an unknown number is NaN, or -1 of whole ones.
+    """
+    counts = [len(sequence.response_ids) for sequence in sequences]
+    columns: dict[str, Any] = columns_of_sequences(sequences, counts)
+    for name, kind in {**TOKEN_COLUMNS, **further}.items():
+        if name not in columns and kind != "string":
+            columns[name] = np.full(sum(counts), np.nan if kind == "float32" else -1, dtype=np.dtype(kind))
+    return columns
+
+
+def round_outwards(name: str, values: np.ndarray) -> np.ndarray:
+    """The float64 values of a column of bounds in float32, lower ones rounded down, upper ones up; others unchanged."""
+    limit = {"lower": -np.inf, "upper": np.inf}.get(name.rpartition("_")[2])
+    if limit is None:
+        return values
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    is_inside = rounded > values if limit < 0 else rounded < values
+    return np.where(is_inside, np.nextafter(rounded, np.float32(limit)), rounded)
 
 
 def sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:

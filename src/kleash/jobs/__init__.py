@@ -2,7 +2,6 @@
 
 from kleash.jobs.algorithms import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob
 from kleash.jobs.cache import CacheJob
-from kleash.jobs.logits import LogitsJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.reading import ReadOptions
 from kleash.jobs.sweep import SweepJob
@@ -13,7 +12,6 @@ __all__ = [
     "DPOJob",
     "DistillJob",
     "GRPOJob",
-    "LogitsJob",
     "MeasureJob",
     "PPOJob",
     "RLOOJob",

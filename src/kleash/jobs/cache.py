@@ -9,12 +9,18 @@ from kleash.jobs.option_groups import (
     SHIPPED_REFERENCE,
     SHIPPED_TEXT,
     ScoringOptions,
+    changed_options,
+    flag,
     is_endpoint,
+    require_word,
     shown_endpoint,
 )
 
 IMPORT_OPTIONS = ("from_hidden_states", "layers")
 """Options of hidden states that an engine saved; they do not change what is read."""
+LLAMA_CPP = "llama.cpp"
+CHUNK_TOKENS = 512
+"""Tokens in a chunk of llama-perplexity without -c."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,10 @@ class CacheJob(ScoringOptions):
     layers: str | None = None
     """The engine's eagle_aux_hidden_state_layer_ids, such as 1,2,36, for hidden states of vLLM; the last is the number
     of layers of the reference."""
+    format: str | None = None
+    """llama.cpp writes base logits, 16 bits each, into the file --out, as llama-perplexity --kl-divergence-base does:
+    of --text, plain text, in chunks of --window tokens (512 if not given), of which --limit are read. If not given,
+    hidden states are written."""
     out: str | None = None
     """Folder for the cache; kleash-caches/<date-time> if not given."""
 
@@ -62,7 +72,30 @@ class CacheJob(ScoringOptions):
                 "--layers says what the files of --from-hidden-states hold; give that folder as well"
             )
         self.layer_ids()
+        self._check_base_logits()
         self.measurement()
+
+    @property
+    def writes_base_logits(self) -> bool:
+        """Whether a file of llama.cpp's base logits is written."""
+        return self.format is not None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in a chunk of base logits."""
+        return CHUNK_TOKENS if self.window is None else self.window
+
+    def _check_base_logits(self) -> None:
+        if self.format is None:
+            return
+        require_word("--format", self.format, (LLAMA_CPP,))
+        unused = changed_options(self, ("responses", "stride", "from_hidden_states", "temperature"))
+        if unused:
+            raise OptionError(f"{flag(unused[0])} is not for --format llama.cpp; leave it out")
+        if self.out is None:
+            raise OptionError("--format llama.cpp writes one file; give its name as --out")
+        if self.chunk_tokens < 4:
+            raise OptionError(f"--window must be at least 4 for --format llama.cpp; it is {self.window}")
 
     def layer_ids(self) -> tuple[int, ...] | None:
         """The numbers of ``--layers``; None without it.

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from kleash.errors import OptionError
 from kleash.jobs.directions import GateOptions, headline_of
 from kleash.jobs.option_groups import (
     DEALING_OPTIONS,
     OUTPUT_OPTIONS,
+    RANK_MAPS,
     REQUEST_OPTIONS,
     SHIPPED_POLICY,
     SHIPPED_PROMPTS,
@@ -74,7 +76,8 @@ class MeasureJob(
     """Stop once the standard error of the headline's KL is below this share of it, and never before 64 clusters."""
     reference_cache: str | None = None
     """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
-    or else filled by this run for later ones."""
+    or else filled by this run for later ones. Or a file of llama.cpp's base logits, which is the reference and has the
+    text: KL is then bounded, as 16 bits a log-probability allow."""
     resume: bool = False
     """Go on with an interrupted run in --out. A run that other processes work on is joined without it."""
 
@@ -85,6 +88,7 @@ class MeasureJob(
             OptionError: naming the option, its value and what it may be.
         """
         super().__post_init__()
+        self._read_stored_text()
         self._check_sources()
         self._at_least_1("limit", "top_k")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -98,6 +102,20 @@ class MeasureJob(
         self.check_format()
         self.check_trackers()
         self._check_endpoint()
+        self._check_base_logits()
+
+    def _read_stored_text(self) -> None:
+        """Make a file of base logits the text as well, which is in it."""
+        file = self.reference_cache
+        if file is None or not _is_file(file):
+            return
+        for name, path in (("prompts", self.prompts), ("text", self.text), ("responses", self.responses)):
+            if path is not None and (name, path) != ("text", file):
+                raise OptionError(
+                    f"--reference-cache {file} is a file, and so one of base logits, which has its text in it; leave "
+                    f"--{name} out, or give the folder of kleash cache"
+                )
+        object.__setattr__(self, "text", file)
 
     def _check_sources(self) -> None:
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
@@ -157,6 +175,24 @@ class MeasureJob(
             if getattr(self, name) is not None:
                 raise OptionError(f"{flag(name)} {reason}; leave it out where --{role} is a server")
 
+    def _check_base_logits(self) -> None:
+        """Check that a file of base logits is measured against as far as such files allow."""
+        if not self.has_base_logits:
+            return
+        for is_set, problem in (
+            (self.temperature != 1, f"--temperature is {self.temperature:g}, and base logits are of 1"),
+            (self.engine != "local", f"--engine {self.engine} has workers, and base logits are read here"),
+            (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides the policy's head"),
+            (self.until_relative_error, "--until-relative-error needs the exact KL, which base logits bound"),
+        ):
+            if is_set:
+                raise OptionError(f"{problem}; leave it out where --reference-cache is a file of base logits")
+
+    @property
+    def has_base_logits(self) -> bool:
+        """Whether ``reference_cache`` is a file of base logits, and so the source as well."""
+        return self.reference_cache is not None and self.text == self.reference_cache
+
     @property
     def endpoint_role(self) -> str | None:
         """The role whose model is behind an inference server, "policy" or "reference"; None if both are loaded."""
@@ -182,6 +218,9 @@ class MeasureJob(
         # Without a source option, the prompts are the shipped ones, and no option is to be named.
         there = f"with --{kind}" if getattr(self, kind) is not None else f"with {kind}"
         unused = changed_options(self, WITHOUT_EFFECT[kind])
+        if self.has_base_logits:
+            there = "with a file of base logits"
+            unused += changed_options(self, (*WINDOWS, "reference"))
         sentences = [f"{flag(name)} does nothing {there}" for name in unused]
         if self.temperature == 0 and kind != "prompts":
             sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
@@ -222,3 +261,11 @@ class MeasureJob(
         return {
             option.name: getattr(self, option.name) for option in fields(self) if option.name not in left_out
         }
+
+
+def _is_file(name: str) -> bool:
+    """Whether there is a file of this name."""
+    try:
+        return Path(name).expanduser().is_file()
+    except (OSError, RuntimeError):  # a name that is too long, or a user that is unknown
+        return False

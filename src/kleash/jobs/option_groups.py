@@ -20,6 +20,8 @@ SHIPPED_TEXT = "shipped:text"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ENGINES = ("local", "ray")
+RANK_MAPS = ("fsdp", "tensor")
+"""Device maps that divide a model over processes."""
 MIN_RESOURCE = 0.0001
 """The least amount of a resource that Ray reserves, other than 0."""
 OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to"})
@@ -28,7 +30,7 @@ DEALING_OPTIONS = frozenset({"engine", "address", "workers", "resources_per_work
 """Options that change which process does which part of the work, and not the result."""
 REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})
 """Options of how an inference server is asked, which change no number."""
-POSITIONAL = ("target", "folder", "folders", "rollouts", "logits")
+POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy candidates reference teacher prompts text responses pairs reward steps rounding out",
     "what is read": "limit split dataset_config prompt_column response_column text_column chat_template "
@@ -36,7 +38,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
     "beta_max early_stop_nats",
     "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
-    "text that is read": "window stride context max_tokens",
+    "text that is read": "window stride max_tokens",
     "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
     "vf_coef clip_range_value ent_coef",
     "attribution of the KL": "attribute attribute_tokens",

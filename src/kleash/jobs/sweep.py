@@ -10,6 +10,7 @@ from kleash.jobs.directions import DIRECTION_OF_SWEEPS, DIRECTIONS
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
+    RANK_MAPS,
     SHIPPED_REFERENCE,
     Job,
     ScoringOptions,
@@ -24,8 +25,6 @@ from kleash.jobs.output_options import FormatOption, TrackerOption
 
 GROUPINGS = ("layers", "modules")
 """Groups of weights to which a candidate's KL can be attributed."""
-RANK_MAPS = ("fsdp", "tensor")
-"""Device maps that divide a model over processes."""
 MAX_SLUG = 40
 """Characters of a candidate's name in the name of its folder."""
 

@@ -9,7 +9,6 @@ from kleash.store import CacheContents, Measurement
 if TYPE_CHECKING:
     from kleash.measuring.comparison import compare
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
-    from kleash.measuring.llama_cpp import measure_base_logits, write_base_logits
     from kleash.measuring.progress import ProgressReporter
     from kleash.measuring.reference_cache import cache_reference
     from kleash.measuring.run import measure
@@ -28,16 +27,13 @@ __all__ = [
     "draw_drift",
     "drift_of",
     "measure",
-    "measure_base_logits",
     "sweep",
-    "write_base_logits",
 ]
 
 MODULES = {
     "comparison": ("compare",),
     "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
     "progress": ("ProgressReporter",),
-    "llama_cpp": ("measure_base_logits", "write_base_logits"),
     "reference_cache": ("cache_reference",),
     "run": ("measure",),
     "sweep_run": ("sweep",),
@@ -46,16 +42,21 @@ MODULES = {
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
 
 
-LOST = frozenset({"RankGroup", "launched_ranks", "measure_part", "merge"})
-"""Former names of processes that share a run."""
+LOST = {
+    **dict.fromkeys(
+        ("RankGroup", "launched_ranks", "measure_part", "merge"),
+        "call measure with one job in every process, and they share it",
+    ),
+    "measure_base_logits": "call measure with MeasureJob(policy=…, reference_cache=FILE)",
+    "write_base_logits": "call cache_reference with CacheJob(format='llama.cpp', …)",
+}
+"""Former names, and what to use instead."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that comparing runs does not import torch."""
     if name in LOST:
-        raise ImportError(
-            f"{__name__}.{name} is gone: call measure with one job in every process, and they share it"
-        )
+        raise ImportError(f"{__name__}.{name} is gone: {LOST[name]}")
     if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

@@ -1,7 +1,7 @@
 """Attribution of a candidate's KL to groups of its weights: swap one group back at a time, and measure again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from kleash.measuring.attribution_passes import (
 from kleash.measuring.model_pair import load_models, loading
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
+from kleash.measuring.run_identity import header_of
 from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of
 from kleash.models import load_reference
 from kleash.models.threads import threads_for_scoring
@@ -28,9 +29,7 @@ from kleash.models.weight_groups import WeightGroup, weight_groups
 from kleash.reports.formatting import format_bytes
 from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
-from kleash.store.attribution_folder import AttributionFolder
 from kleash.store.file_hashes import watching_files
-from kleash.store.job_folder import PLACE_OF_CACHE
 from kleash.store.sweep import SweepCandidate
 from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums
 from kleash.uncertainty.diagnostics import few_clusters
@@ -51,8 +50,8 @@ def attribute(
 ) -> tuple[Attribution, ...]:
     """The attributions of a candidate that was measured, one for each grouping of ``job.attribute``.
 
-    Loads the candidate and the reference, and says what the passes cost before the first. Each finished pass is
-    written into ``attribution/`` of the sweep's folder, and read from there when the sweep is resumed.
+    Loads the candidate and the reference, and says what the passes cost before the first. Each pass is a run in a
+    folder of its own under ``attribution/`` of the sweep's, and goes on there when the sweep is resumed.
 
     Args:
         job: the sweep.
@@ -68,13 +67,14 @@ def attribute(
         RunFolderError: if a finished pass is damaged, or one cannot be written.
     """
     with watching_files():
-        models = _load(job, out, candidate, run)
+        models = load_swap_models(job, out, candidate, run)
         passes = plan_passes(models.groups)
-        folder = AttributionFolder(out / "attribution" / Path(candidate.folder).name)
-        reporter.note(_cost(candidate, models, len(run.tokens)))
-        identity = _identity(job, models, digest)
-        with folder.opened(identity), threads_for_scoring(models.pair, local_world_size()):
-            sums = run_passes(passes.values(), models, folder, reporter)
+        reporter.note(_cost(candidate, models, len(passes), len(run.tokens)))
+        header = header_of(models.job, models.pair, digest)
+        header = replace(header, settings={**header.settings, "attribute_tokens": job.attribute_tokens})
+        root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
+        with threads_for_scoring(models.pair, local_world_size()):
+            sums = run_passes(passes.values(), models, root, header, reporter)
         by_group = {key: sums[swap.name] for key, swap in passes.items()}
         return tuple(
             attribution_of(models, candidate.number, grouping, by_group, on_text=job.responses is None)
@@ -82,7 +82,7 @@ def attribute(
         )
 
 
-def _load(job: SweepJob, out: Path, candidate: SweepCandidate, run: SequenceSums) -> SwapModels:
+def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: SequenceSums) -> SwapModels:
     """Load both models, find the groups, and read the sequences.
 
     Raises:
@@ -106,38 +106,19 @@ def _load(job: SweepJob, out: Path, candidate: SweepCandidate, run: SequenceSums
     )
 
 
-def _identity(job: SweepJob, models: SwapModels, digest: str) -> dict[str, object]:
-    """What decides the numbers of a pass, except for its groups."""
-    return {
-        "settings": {name: value for name, value in models.job.settings().items() if name != PLACE_OF_CACHE},
-        "source_sha256": digest,
-        "fingerprints": {
-            "policy": models.pair.policy.fingerprint,
-            "reference": models.pair.reference.fingerprint,
-        },
-        "statistic": models.statistic,
-        "tokens": job.attribute_tokens,
-        "columns": SequenceSums._fields,
-    }
-
-
-def _cost(candidate: SweepCandidate, models: SwapModels, num_sequences: int) -> str:
+def _cost(candidate: SweepCandidate, models: SwapModels, passes: int, num_sequences: int) -> str:
     """What the passes of a candidate cost, in a sentence."""
-    all_groups = [group for groups in models.groups.values() for group in groups]
-    identical = sum(group.is_identical for group in all_groups)
-    passes = len({swap.name for swap in plan_passes(models.groups).values()})
+    groups = [group for groups in models.groups.values() for group in groups]
     tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
     size = sum(
         parameter.numel() * parameter.element_size()
         for model in (models.pair.policy, models.reference)
         for parameter in model.network.parameters()
     )
-    noun = "group is identical and takes" if identical == 1 else "groups are identical and take"
-    skipped = f" ({identical} {noun} no pass)" if identical else ""
-    word = "pass" if passes == 1 else "passes"
     return (
-        f"attribution of {candidate.name} by {' and '.join(models.groups)}: {passes} forward {word} of {tokens:,} "
-        f"tokens in {len(models.sequences):,} of {num_sequences:,} sequences{skipped}; both models are in memory "
+        f"attribution of {candidate.name} by {' and '.join(models.groups)}: at most {passes} forward passes of "
+        f"{tokens:,} tokens in {len(models.sequences):,} of {num_sequences:,} sequences (none for "
+        f"{sum(group.is_identical for group in groups)} identical groups); both models are in memory "
         f"({format_bytes(size)})"
     )
 

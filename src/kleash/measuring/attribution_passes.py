@@ -1,21 +1,24 @@
 """The passes of an attribution: the candidate scored again with groups of its weights swapped for the reference's."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 
 import numpy as np
 
+from kleash.engines import LocalEngine, Shard
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, sum_sequences
+from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums
 from kleash.measuring.shards import group_by_cost, source_sequences
-from kleash.models import Model, Pair, TokenSequence, score
+from kleash.measuring.sweep_ranking import sum_run
+from kleash.models import Model, Pair, TokenSequence
 from kleash.models.weight_groups import WeightGroup, swapped_weights
 from kleash.reports.formatting import format_duration
-from kleash.store.attribution_folder import AttributionFolder
-from kleash.store.file_hashes import require_unchanged_files
+from kleash.store import RunFolder
+from kleash.store.job_folder import RunHeader
 from kleash.store.locks import claim, wait_for_parts
 
 CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
@@ -31,7 +34,7 @@ class SwapPass:
     """One pass over the sequences."""
 
     name: str
-    """Of its file."""
+    """Of its run folder."""
     groups: tuple[WeightGroup, ...]
     """Those that are swapped."""
 
@@ -118,63 +121,83 @@ def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, 
 
 
 def run_passes(
-    passes: Iterable[SwapPass], models: SwapModels, folder: AttributionFolder, reporter: ProgressReporter
+    passes: Iterable[SwapPass], models: SwapModels, root: Path, header: RunHeader, reporter: ProgressReporter
 ) -> dict[str, SequenceSums]:
-    """The sums by sequence of each pass, by name: this process scores those that no other has claimed.
+    """The sums by sequence of each pass, by name: this process scores the shards that no other has claimed.
 
     Args:
         passes: all of them.
         models: loaded here.
-        folder: of the attribution, open.
+        root: the folder that has a run folder for each pass.
+        header: of the candidate's run on the sequences that are scored.
         reporter: receives the progress.
 
     Raises:
         NonFiniteError: if a swapped network gives NaN or infinite logits.
-        RunFolderError: if a pass cannot be written, or is damaged.
+        RunFolderError: if a shard cannot be written, or is damaged, or a folder holds a run of something else.
     """
     by_name = {swap.name: swap for swap in passes}
+    shards = [
+        Shard(index=index, sequences=tuple(part))
+        for index, part in enumerate(
+            group_by_cost(models.sequences, lambda sequence: sequence.num_input_tokens, models.job)
+        )
+    ]
 
     def missing() -> list[str]:
-        return [name for name in by_name if not folder.has(name)]
+        return [
+            _claim_of(name, shard)
+            for name in by_name
+            for shard in shards
+            if not RunFolder(root / name).has(shard.index)
+        ]
 
-    todo = missing()
-    reporter.set_total(len(todo) * len(models.sequences))
+    reporter.set_total(len(missing()) * len(models.sequences) // len(shards))
     has_noted, is_complete = False, False
     while not is_complete:
-        for name in missing():
-            with claim(folder.root, name) as is_ours:
-                if not is_ours or folder.has(name):
-                    continue
-                start = monotonic()
-                folder.write(name, score_pass(by_name[name], models, reporter.add_scored).to_lists())
-                seconds = monotonic() - start
-            if not has_noted and (remaining := seconds * len(missing())) >= SHORT_S:
-                reporter.note(
-                    f"one pass took {seconds:.1f} s: about {format_duration(remaining)} for the others"
-                )
+        for swap in by_name.values():
+            start = monotonic()
+            if not _score_missing(swap, shards, models, root, header, reporter) or has_noted:
+                continue
+            remaining = (monotonic() - start) * len(missing()) / len(shards)
+            if remaining >= SHORT_S:
+                reporter.note(f"the first pass is done: about {format_duration(remaining)} for the others")
             has_noted = True
-        is_complete = wait_for_parts(folder.root, missing, reporter.note, poll_seconds=POLL_S)
-    return {name: SequenceSums.from_lists(folder.read(name)) for name in by_name}
+        is_complete = wait_for_parts(root, missing, reporter.note, poll_seconds=POLL_S)
+    return {name: sum_run(root / name, models.statistic, len(shards)) for name in by_name}
 
 
-def score_pass(swap: SwapPass, models: SwapModels, add_scored: Callable[[int, int], None]) -> SequenceSums:
-    """The statistic's sums by sequence with the pass's groups swapped.
+def _score_missing(
+    swap: SwapPass,
+    shards: Sequence[Shard],
+    models: SwapModels,
+    root: Path,
+    header: RunHeader,
+    reporter: ProgressReporter,
+) -> bool:
+    """Score the shards of a pass that are not on disk and that no other process has claimed; whether there were any.
 
     Raises:
-        ChangedInputError: if a file of the models or the source has changed.
+        OtherRunError: if its folder holds another run.
     """
-    parts: list[SequenceSums] = []
-    with swapped_weights(models.pair.policy, models.reference, swap.groups) as policy:
+    has_scored = False
+    swapped = ", ".join(group.name for group in swap.groups) or "none"
+    header = replace(header, fingerprints={**header.fingerprints, "policy groups of the reference": swapped})
+    with (
+        RunFolder(root / swap.name).writing(header, resume=True) as folder,
+        swapped_weights(models.pair.policy, models.reference, swap.groups) as policy,
+    ):
         pair = replace(models.pair, policy=policy)
-        for part in group_by_cost(models.sequences, lambda sequence: sequence.num_input_tokens, models.job):
-            columns = score(
-                pair,
-                part,
-                temperature=models.job.temperature or 1.0,
-                batch_tokens=models.job.batch_tokens,
-            )
-            hashes = [sequence.prompt_hash for sequence in part]
-            parts.append(sum_sequences(columns, hashes, models.statistic))
-            add_scored(len(part), int(parts[-1].tokens.sum()))
-    require_unchanged_files()
-    return SequenceSums.concatenate(parts)
+        engine = LocalEngine(pair=pair, job=models.job, top=0, on_scored=reporter.add_scored)
+        for shard in shards:
+            with claim(root, _claim_of(swap.name, shard)) as is_ours:
+                if is_ours and not folder.has(shard.index):
+                    result = engine.run(shard)
+                    folder.write_shard(shard.index, result.tokens, result.sequences)
+                    has_scored = True
+    return has_scored
+
+
+def _claim_of(name: str, shard: Shard) -> str:
+    """The name of the claim of a pass's shard."""
+    return f"{name}-{shard.index:05d}"

@@ -52,7 +52,7 @@ def columns_to_read(statistics: Collection[str]) -> list[str]:
         *("prompt_id", "sample_id", "logp_policy", "logp_reference", "logp_sampled"),
         *(binning.column for binning in BINNINGS.values()),
         *columns_of(tuple(statistics)),
-        *(() if KL.name in statistics else ("kl_of_listed", "token_is_listed")),
+        *(("kl_of_listed", "token_is_listed") if "listed_probability" in statistics else ()),
     ]
     return list(dict.fromkeys(names))
 

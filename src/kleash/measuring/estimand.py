@@ -77,6 +77,8 @@ def estimand_of(
 def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
     """The estimand on text, over the windows of documents."""
     windows = _windows(job) if split else "each document read whole"
+    if job.has_base_logits:
+        windows = "in chunks of which the second half is scored"
     return Estimand(
         description=f"the prefixes of the text {path}, {windows}",
         weighting=None,
@@ -152,6 +154,8 @@ def _description(job: MeasureJob, vocabulary: str) -> str:
     if job.endpoint_role is not None:
         listed = f"the {job.top_logprobs} tokens that the {job.endpoint_role}'s server lists"
         what = f"bounds, from {listed}, of the divergence"
+    elif job.has_base_logits:
+        what = "bounds, from 16 bits for each of the reference's log-probabilities, of the divergence"
     return (
         f"{label_of(job.headline)} in nats per token: {what} between the two next-token "
         f"distributions over {vocabulary}, both at temperature {temperature:g}, averaged over all scored positions"
@@ -200,12 +204,19 @@ def measured_padding(numbers: Mapping[str, Number], tokens: int) -> tuple[tuple[
     note = f"{padding_note(probabilities)}; {scored:,} of the {tokens:,} scored tokens are such rows"
     over_rows, over_tokens = (
         {
-            label_of(name): f"{numbers[f'{name}_{part}'].value:.4g}"
+            label_of(name): _value_or_bounds(numbers, f"{name}_{part}")
             for name in ("kl_policy_reference", "kl_reference_policy")
         }
         for part in ("over_rows", "over_tokens")
     )
     return (note,), padding_warnings(probabilities, over_rows, over_tokens)
+
+
+def _value_or_bounds(numbers: Mapping[str, Number], name: str) -> str:
+    """A number in digits; "between 1 and 2" where its bounds are known."""
+    if name in numbers:
+        return f"{numbers[name].value:.4g}"
+    return f"between {numbers[f'{name}_lower'].value:.4g} and {numbers[f'{name}_upper'].value:.4g}"
 
 
 def storage_notes(policy: ModelRecord, reference: ModelRecord) -> tuple[str, ...]:

@@ -13,24 +13,22 @@ from kleash.jobs import CacheJob
 from kleash.measuring.rescoring import NOISE_SEQUENCES, noise_tokens
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence
+from kleash.models.cache.engine_state_checks import EngineStateReader, check_layout, final_norm
+from kleash.models.cache.engine_states import EngineRequest, EngineStates
 from kleash.models.cache.hidden_states import sequence_key
-from kleash.models.cache.layer_states import find_final_norm
-from kleash.models.cache.saved_records import SavedRequest
-from kleash.models.cache.saved_state_checks import SavedStateChecker
-from kleash.models.cache.saved_states import SavedStates, check_rows
 from kleash.models.scoring import score_against_itself
 
 NORM_TOKENS = 8
 """Tokens on which the final norm is found."""
 
 
-def with_saved_dtype(job: CacheJob, saved: SavedStates) -> CacheJob:
+def with_saved_dtype(job: CacheJob, saved: EngineStates) -> CacheJob:
     """The job with the dtype of the saved hidden states, in which the reference is loaded too.
 
     Raises:
         OptionError: if the job names another dtype.
     """
-    dtype = str(saved.dtype).removeprefix("torch.")
+    dtype = str(saved.layout.dtype).removeprefix("torch.")
     if job.dtype not in ("auto", dtype):
         raise OptionError(
             f"the hidden states in {saved.folder} are in {dtype} and --dtype is {job.dtype}; leave --dtype out"
@@ -41,7 +39,7 @@ def with_saved_dtype(job: CacheJob, saved: SavedStates) -> CacheJob:
 class ImportedStates:
     """The final hidden states of a source, read from an engine's files."""
 
-    def __init__(self, job: CacheJob, pair: Pair, saved: SavedStates) -> None:
+    def __init__(self, job: CacheJob, pair: Pair, saved: EngineStates) -> None:
         """Check that the files hold the source, and on a few of its sequences that they are the reference's.
 
         Args:
@@ -51,22 +49,16 @@ class ImportedStates:
 
         Raises:
             ModelError: if a sequence is in no file, or hidden states are not the reference's.
-            NonFiniteError: if hidden states are NaN or infinite, naming file and row.
             OptionError: if ``--layers`` is not the list of the files.
         """
         self._saved, self._model = saved, pair.reference
-        self._checker = SavedStateChecker(
-            saved=saved,
-            model=pair.reference,
-            norm=find_final_norm(pair.reference, range(min(NORM_TOKENS, pair.vocab_size))),
-            layers=job.layer_ids(),
-        )
+        check_layout(saved, pair.reference, job.layer_ids())
+        has_norm = not saved.layout.is_after_norm
+        norm = final_norm(pair.reference, range(min(NORM_TOKENS, pair.vocab_size))) if has_norm else None
+        self._reader = EngineStateReader(saved=saved, model=pair.reference, norm=norm)
         probes, self.notes = self._find_sequences(job, pair)
-        self._probes: dict[bytes, tuple[TokenSequence, SavedRequest]] = {}
-        errors = []
-        for probe, request in probes:
-            errors.append(self._checker.check_states(request, probe))
-            self._probes.setdefault(sequence_key(probe), (probe, request))
+        self._probes = {sequence_key(probe): (probe, request) for probe, request in probes}
+        errors = [self._reader.check_states(request, probe) for probe, request in probes]
         self._median_error = float(np.median(errors))
         self._num_rows = 0
         self._num_verified = 0
@@ -76,16 +68,16 @@ class ImportedStates:
         """Final hidden states at the scored positions of a batch, one sequence after the other.
 
         Raises:
-            ModelError: if they contradict the engine's log-probabilities, or two files of one request differ.
-            NonFiniteError: if they are NaN or infinite, naming file and row.
+            ModelError: if they are NaN or infinite, naming file and row; if they contradict the engine's
+                log-probabilities; or if two files of one request differ.
         """
         parts: list[Tensor] = []
         for sequence in batch:
             first, *copies = self._saved.find(sequence)
             hidden = self._rows(first, sequence)
             for copy in copies:
-                self._checker.check_copy(first, hidden, copy, self._rows(copy, sequence))
-            verified, difference = self._checker.check_token_logps(first, sequence, hidden)
+                self._reader.check_copy(first, hidden, copy, self._rows(copy, sequence))
+            verified, difference = self._reader.check_token_logps(first, sequence, hidden)
             self._num_rows += len(hidden)
             self._num_verified += verified
             self._largest_difference = max(self._largest_difference, difference)
@@ -120,42 +112,33 @@ class ImportedStates:
         )
         return origin, verified
 
-    def _rows(self, request: SavedRequest, sequence: TokenSequence) -> Tensor:
+    def _rows(self, request: EngineRequest, sequence: TokenSequence) -> Tensor:
         """The final hidden states of a request at the scored positions of a sequence."""
         start = len(sequence.prompt_ids) - 1
-        rows = self._saved.read(request, start, start + len(sequence.response_ids))
-        check_rows(rows[:, -1:], request, start)
-        return self._checker.final_states(rows)
+        return self._reader.read(request, start, start + len(sequence.response_ids))
 
     def _find_sequences(
         self, job: CacheJob, pair: Pair
-    ) -> tuple[list[tuple[TokenSequence, SavedRequest]], tuple[str, ...]]:
+    ) -> tuple[list[tuple[TokenSequence, EngineRequest]], tuple[str, ...]]:
         """Evenly spaced probes of the source with their requests, and notes about files that are not used."""
-        spaced: list[tuple[TokenSequence, SavedRequest]] = []
-        matched: set[SavedRequest] = set()
-        stride, num_sequences, num_missing, num_tokens, missing = 1, 0, 0, 0, ""
+        requests: list[list[EngineRequest]] = []
+        num_tokens, num_missing, missing = 0, 0, ""
         for sequence in source_sequences(job.measurement(), pair):
-            requests = self._saved.find(sequence)
-            if requests:
-                matched.update(requests)
-                if num_sequences % stride == 0:
-                    spaced.append((sequence, requests[0]))
-                if len(spaced) > 2 * NOISE_SEQUENCES:
-                    spaced, stride = spaced[::2], 2 * stride
-            else:
+            requests.append(self._saved.find(sequence))
+            num_tokens += len(sequence.response_ids)
+            if not requests[-1]:
                 num_missing += 1
                 missing = missing or sequence.name
-            num_sequences += 1
-            num_tokens += len(sequence.response_ids)
         if num_missing:
             kind, path = job.measurement().source
             raise ModelError(
-                f"{self._saved.folder} holds no hidden states of {num_missing} of the {num_sequences} sequences of "
+                f"{self._saved.folder} holds no hidden states of {num_missing} of the {len(requests)} sequences of "
                 f"--{kind} {path}, the first being {missing}; send the "
                 "token ids of each sequence, and not its text, to the engine as one prompt, without prefix caching and "
                 "chunked prefill"
             )
-        unused = [request for request in self._saved.requests() if request not in matched]
+        used = {request for of_sequence in requests for request in of_sequence}
+        unused = [request for request in self._saved.requests() if request not in used]
         notes = ()
         if unused:
             note = (
@@ -163,9 +146,11 @@ class ImportedStates:
                 f"{unused[0]}; they are not used"
             )
             notes = (note,)
-        picks = np.unique(np.linspace(0, len(spaced) - 1, NOISE_SEQUENCES).round().astype(int))
+        picks = set(np.linspace(0, len(requests) - 1, NOISE_SEQUENCES).round().astype(int).tolist())
         budget = noise_tokens(num_tokens) // NOISE_SEQUENCES
-        return [(_cut(spaced[pick][0], budget), spaced[pick][1]) for pick in picks], notes
+        sequences = enumerate(source_sequences(job.measurement(), pair))
+        probes = [(_cut(each, budget), requests[place][0]) for place, each in sequences if place in picks]
+        return probes, notes
 
 
 def _cut(sequence: TokenSequence, tokens: int) -> TokenSequence:

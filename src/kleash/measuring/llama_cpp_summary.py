@@ -4,7 +4,6 @@ Source: llama.cpp, ``tools/perplexity/perplexity.cpp``: ``log_softmax`` with bas
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from kleash.store import RunFolder
 
 LEAST_VALUES = 100
 """llama.cpp prints no statistics of fewer tokens."""
-STORED_COLUMNS = ("logp_policy", "logp_reference", "kl_reference_policy", "top1_policy", "top1_reference")
-"""Columns of ``tokens/`` that the statistics are made of."""
+STORED_COLUMNS = ("logp_policy", "logp_reference", "top1_policy", "top1_reference")
+"""Columns of ``tokens/`` that the statistics are made of, beside the KL."""
 KLD_LEVELS = (0.999, 0.99, 0.95, 0.9, None, 0.1, 0.05, 0.01, 0.001)
 DP_LEVELS = (0.999, 0.99, 0.95, 0.9, 0.75, None, 0.25, 0.1, 0.05, 0.01, 0.001)
 """Quantiles in the order in which they are printed; None is the median."""
@@ -37,50 +36,41 @@ class LlamaCppColumns:
     """Whether both have the same likeliest token."""
 
 
-def concatenated_columns(parts: Sequence[LlamaCppColumns]) -> LlamaCppColumns:
-    """The columns of consecutive positions in one."""
-    names = ("nll", "nll_base", "kld", "dp", "same_top")
-    return LlamaCppColumns(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    )
-
-
 def llama_cpp_text(folder: Path) -> str:
     """llama.cpp's statistics of a measurement, from the files of its run; the base is the reference.
 
-    The KL of each token is the exact one, without llama.cpp's rounding and cut-off.
+    The KL of each token is llama.cpp's where the reference is a file of base logits; otherwise it is exact, without the
+    rounding and cut-off of llama.cpp.
 
     Raises:
         OptionError: if fewer than 100 tokens were scored, or one model is behind a server.
         RunFolderError: if a file is missing or damaged.
     """
-    columns = concatenated_columns(
-        [_columns_of_part(part) for part in RunFolder(folder).token_parts(list(STORED_COLUMNS))]
-    )
-    if np.isnan(columns.kld).any():
+    run = RunFolder(folder)
+    kld = "llama_cpp_kld" if "llama_cpp_kld" in run.token_columns() else "kl_reference_policy"
+    parts = list(run.token_parts([*STORED_COLUMNS, kld]))
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if np.isnan(columns[kld]).any():
         raise OptionError(
             f"--format llama.cpp needs KL(reference ‖ policy) of every token, which {folder} does not have: one model "
             "is behind a server; its numbers are printed by --format csv"
         )
-    text = format_llama_cpp(columns)
+    nll, nll_base = -columns["logp_policy"], -columns["logp_reference"]
+    text = format_llama_cpp(
+        LlamaCppColumns(
+            nll=nll,
+            nll_base=nll_base,
+            kld=columns[kld],
+            dp=np.exp(-nll) - np.exp(-nll_base),
+            same_top=columns["top1_policy"] == columns["top1_reference"],
+        )
+    )
     if not text:
         raise OptionError(
-            f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(columns.kld)}; its numbers "
-            "are printed by --format csv"
+            f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(nll)}; its numbers are "
+            "printed by --format csv"
         )
     return text + "\n"
-
-
-def _columns_of_part(part: Mapping[str, np.ndarray]) -> LlamaCppColumns:
-    """llama.cpp's columns from those of a shard."""
-    nll, nll_base = -part["logp_policy"], -part["logp_reference"]
-    return LlamaCppColumns(
-        nll=nll,
-        nll_base=nll_base,
-        kld=part["kl_reference_policy"],
-        dp=np.exp(-nll) - np.exp(-nll_base),
-        same_top=part["top1_policy"] == part["top1_reference"],
-    )
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")

@@ -52,7 +52,8 @@ from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
 from kleash.store.measurement import EstimatorRecord, describe_storage
-from kleash.store.statistics import STATISTICS, known_statistics, to_fields
+from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
+from kleash.store.tables import KL_BOUND_COLUMNS
 from kleash.version import __version__
 
 
@@ -156,7 +157,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         )
     numbers, estimators, left_out = _estimates(run, sums, statistics)
     padding_notes, padding_warnings = measured_padding(numbers, counts.tokens)
-    for name in ("kl_policy_reference", "kl_reference_policy") if padding_warnings else ():
+    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if padding_warnings else ():
         numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *padding_warnings))
     return Measurement(
         kleash=__version__,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import Engine, LocalEngine
+from kleash.engines.base_logits import BaseLogits, BaseLogitsEngine, base_logits_beside
 from kleash.engines.endpoints import (
     EndpointEngine,
     JSONClient,
@@ -21,7 +22,7 @@ from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.reading import READ_OPTIONS
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.shards import source_sequences
+from kleash.measuring.shards import hash_source, source_sequences
 from kleash.models import (
     Loading,
     Pair,
@@ -31,6 +32,7 @@ from kleash.models import (
     in_lockstep,
     load_beside,
 )
+from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.pair_loading import load_alone, load_pair_with
 from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
@@ -68,6 +70,8 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
     """``load_models`` without its advice about the shipped models."""
     if job.endpoint_role is not None:
         return load_beside_server(job, job.endpoint_role)
+    if job.has_base_logits:
+        return load_beside_base_logits(job)
     folder = finished_cache(job)
     if folder is None:
         return load_pair_with(job.policy, job.reference, job)
@@ -83,6 +87,37 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
     if source_sha256 is not None:
         _check_covered(job, pair, stored, source_sha256)
     return pair
+
+
+def load_beside_base_logits(job: MeasureJob) -> Pair:
+    """Load the policy of a job, and pair it with the reference of a file of base logits.
+
+    Raises:
+        SourceError: if the file is damaged.
+        ModelError: if the policy cannot be loaded, or does not suit the file.
+    """
+    file = open_base_logits(Path(str(job.reference_cache)).expanduser())
+    loaded = load_alone("policy", job.policy, job.revision_policy, loading(job))
+    reference = base_logits_beside(loaded.policy, job.revision_policy, file, f"sha256:{hash_source(job)}")
+    size, vocabulary = file.vocab_size, f"the {file.vocab_size} logits of the file"
+    note = (
+        f"the reference is the file of base logits {file.path}, of {file.chunks} chunks of {file.context} tokens: each "
+        "log-probability is known to half a step of 16 bits, and where it is 16 nats or more below the largest, as an "
+        "upper bound"
+    )
+    notes = (*loaded.notes, note)
+    if loaded.policy.vocab_size > size:
+        vocabulary = f"{vocabulary}, to which the policy is cut"
+        notes += (
+            f"the policy has {loaded.policy.vocab_size} logits and the file {size}; the policy is cut to them",
+        )
+    return Pair(
+        policy=loaded.policy,
+        reference=reference,
+        tokenizer=loaded.tokenizer,
+        notes=notes,
+        vocabulary=vocabulary,
+    )
 
 
 def load_beside_server(job: MeasureJob, role: str) -> Pair:
@@ -131,7 +166,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
 def engine_for(
     job: MeasureJob, pair: Pair, cache: ReferenceCache | None, reporter: ProgressReporter, top: int
 ) -> Engine:
-    """The engine that runs a job's shards: of this process, or of a server and this process.
+    """The engine that runs a job's shards: of this process, alone or with a server or a file of base logits.
 
     Args:
         job: the job.
@@ -140,6 +175,8 @@ def engine_for(
         reporter: receives the progress within shards.
         top: number of likeliest tokens of each model in a shard's result.
     """
+    if isinstance(pair.reference, BaseLogits):
+        return BaseLogitsEngine(pair=pair, job=job, reference=pair.reference, on_scored=reporter.add_scored)
     for model in (pair.policy, pair.reference):
         if isinstance(model, ServedModel):
             return EndpointEngine(
@@ -147,7 +184,6 @@ def engine_for(
                 job=job,
                 endpoint=model.endpoint,
                 endpoint_role=model.role,
-                top=top,
                 on_scored=reporter.add_scored,
             )
     return LocalEngine(
@@ -168,7 +204,7 @@ def filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | None
         ModelError, OptionError: if it is of another model, or the option is unsupported.
         RunFolderError: if it cannot be written, or is in use by another process.
     """
-    if job.reference_cache is None or pair.reference.stored is not None:
+    if job.reference_cache is None or job.has_base_logits or pair.reference.stored is not None:
         yield None
         return
     folder = Path(job.reference_cache).expanduser()

@@ -1,4 +1,4 @@
-"""What a measurement lacks where one model is behind a server, with the reasons."""
+"""What a measurement lacks where one model is behind a server, or a file of base logits, with the reasons."""
 
 import math
 from collections.abc import Mapping
@@ -36,12 +36,15 @@ def with_reasons(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Nu
         name = f"{direction}_upper"
         if name not in numbers or not math.isinf(numbers[name].value):
             continue
-        reason = (
-            f"no upper bound: the {model}'s server does not say how unlikely the tokens are that it does not list"
-            if model == job.endpoint_role
-            else f"no upper bound: the {model} gives tokens that the server does not list a probability of 0"
-        )
-        explained[name] = replace(numbers[name], warnings=(reason,))
+        if model == (job.endpoint_role or "reference"):
+            reason = (
+                f"the {model}'s server does not say how unlikely the tokens are that it does not list"
+                if job.endpoint_role
+                else "base logits do not say how unlikely the tokens are that are 16 nats or more below the likeliest"
+            )
+        else:
+            reason = f"the {model} gives tokens a probability of 0 that the other model may not"
+        explained[name] = replace(numbers[name], warnings=(f"no upper bound: {reason}",))
     return explained
 
 

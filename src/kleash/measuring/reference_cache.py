@@ -12,6 +12,7 @@ from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
 from kleash.jobs import CacheJob
+from kleash.measuring.base_logits import write_base_logits
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import loading, source_of
@@ -20,8 +21,8 @@ from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.sequence_clusters import SequenceClusters
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import Pair, ReferenceCache, describe_source, load_reference
+from kleash.models.cache.engine_states import EngineStates
 from kleash.models.cache.reference_cache import check_cache_folder
-from kleash.models.cache.saved_states import SavedStates
 from kleash.models.cache.stored_reference import (
     TOKENIZER,
     StoredReference,
@@ -32,7 +33,7 @@ from kleash.models.cache.stored_reference import (
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
-from kleash.store import CacheContents
+from kleash.store import CacheContents, WrittenLogits
 from kleash.store.atomic import is_disk_full, remove_leftovers
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.locks import folder_lock
@@ -75,7 +76,7 @@ def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
 
 
 @watching_files()
-def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents:
+def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents | WrittenLogits:
     """Run the reference once over a source and store its hidden states for later measurements.
 
     With ``job.from_hidden_states``, the hidden states are read from the files of a serving engine, and the reference
@@ -90,7 +91,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         reporter: receives the progress.
 
     Returns:
-        The contents of the cache, as in ``contents.json``.
+        The contents of the cache, as in ``contents.json``; with ``job.format``, what was written into the file.
 
     Raises:
         SourceError: if the text or the responses cannot be read.
@@ -103,9 +104,13 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         Interrupted: on Ctrl-C, with the command that resumes.
     """
     reporter = reporter if reporter is not None else NullProgressReporter()
+    if job.writes_base_logits:
+        return write_base_logits(job, reporter)
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
     check_cache_folder(folder)
-    saved = None if job.from_hidden_states is None else SavedStates(Path(job.from_hidden_states).expanduser())
+    saved = (
+        None if job.from_hidden_states is None else EngineStates(Path(job.from_hidden_states).expanduser())
+    )
     if saved is not None:
         job = with_saved_dtype(job, saved)
     digest = hash_source(job.measurement())
@@ -142,7 +147,7 @@ def _cache(
     folder: Path,
     digest: str,
     reporter: ProgressReporter,
-    saved: SavedStates | None,
+    saved: EngineStates | None,
 ) -> CacheContents:
     """Fill and finish the cache in a locked folder."""
     measure_job = job.measurement()

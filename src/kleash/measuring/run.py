@@ -177,7 +177,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter) -> Generator[OpenRun
         pair = workers.pair if workers is not None else load_models(on_device_of_rank(job), digest)
         kind, name = job.source
         source_notes = (
-            *describe_source(kind, name, job),
+            *(() if job.has_base_logits else describe_source(kind, name, job)),
             *sampler_notes(job, pair.policy),
         )
         for sentence in (*pair.notes, *source_notes):

@@ -123,27 +123,12 @@ class SequenceSums(NamedTuple):
         """``distinct_prompts`` of the sequences."""
         return distinct_prompts(self.prompt_id, self.sample_id, self.prompt_hash, on_text=on_text)
 
-    def to_lists(self) -> list[list[Any]]:
-        """The columns as lists, which JSON can hold without rounding."""
-        return [column.tolist() for column in self]
-
-    @classmethod
-    def from_lists(cls, columns: list[list[Any]]) -> "SequenceSums":
-        """The sums that ``to_lists`` made lists of."""
-        prompt_id, sample_id, prompt_hash, total, tokens = columns
-        return cls(
-            prompt_id=np.asarray(prompt_id, dtype=np.int64),
-            sample_id=np.asarray(sample_id, dtype=np.int64),
-            prompt_hash=np.asarray(prompt_hash, dtype=np.int64),
-            total=np.asarray(total, dtype=np.float64),
-            tokens=np.asarray(tokens, dtype=np.float64),
-        )
-
     @classmethod
     def concatenate(cls, shards: Sequence["SequenceSums"]) -> "SequenceSums":
         """The rows of several shards, in their order; no rows if there is no shard."""
         if not shards:
-            return cls.from_lists([[] for _ in cls._fields])
+            ids, numbers = np.zeros(0, dtype=np.int64), np.zeros(0)
+            return cls(ids, ids, ids, numbers, numbers)
         return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
 

@@ -260,9 +260,10 @@ def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest
     run, running, claimed = claims.run, claims.running, claims.claimed(shards)
     for shard, result in _results(engine, claimed):
         require_unchanged_files()
+        alternatives = None
         if running.has_kl:
             largest.add_sequences(result.tokens)
-        alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
+            alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
         if not run.folder.has(shard.index):  # as it may be where the disk knows no claims
             run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
             prompt_hash = result.sequences["prompt_hash"]

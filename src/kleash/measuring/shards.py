@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from kleash.engines import Shard
+from kleash.engines.base_logits import BaseLogits
 from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
 from kleash.sources.documents import count_documents
@@ -38,9 +39,10 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
     """
     kind, path = job.source
     if kind != "prompts":
-        if kind == "text":
+        forms = Counter[SourceForm]()
+        if kind == "text" and not job.has_base_logits:
             forms = count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
-        else:
+        elif kind == "responses":
             forms = Counter[SourceForm](sequence.prompt_form for sequence in source_sequences(job, pair))
         groups = group_by_cost(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
@@ -57,7 +59,9 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
 def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
     """The sequences of a source of text or responses, in order; none for prompts, whose responses are generated."""
     kind, path = job.source
-    if kind == "text":
+    if isinstance(pair.reference, BaseLogits):
+        yield from pair.reference.sequences(job.limit)
+    elif kind == "text":
         yield from read_text(path, pair, window=job.window, stride=job.stride, limit=job.limit, reading=job)
     elif kind == "responses":
         yield from read_responses(path, pair, limit=job.limit, reading=job)

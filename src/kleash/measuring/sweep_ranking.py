@@ -157,8 +157,23 @@ def read_sequences(path: Path, statistic: str) -> SequenceSums:
         RunFolderError: if the run is damaged.
     """
     with damage_as_sentence(path):
+        return sum_run(path, statistic, Measurement.read(path).counts.shards)
+
+
+def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
+    """The sequences of a run folder with the sums of a statistic.
+
+    Args:
+        path: the folder.
+        statistic: a column of ``tokens/``.
+        shards: number of shards of the run.
+
+    Raises:
+        RunFolderError: if one is missing or damaged.
+    """
+    with damage_as_sentence(path):
         folder = RunFolder(path)
-        folder.require_shards(Measurement.read(path).counts.shards)
+        folder.require_shards(shards)
         parts = zip(
             folder.token_parts(["prompt_id", "sample_id", statistic]),
             folder.sequence_parts(["prompt_hash"]),

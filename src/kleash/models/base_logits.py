@@ -26,7 +26,6 @@ from kleash.store.file_hashes import watch_files
 MAGIC = b"_logits_"
 HEADER_BYTES = 20
 MAX_CONTEXT, MAX_VOCAB = 1 << 22, 1 << 24
-TOKENS_AT_ONCE = 1 << 20
 RANGE, IK_RANGE = 16.0, 24.0
 """Nats below the largest logit that codes can express: in files of llama.cpp, and of ik_llama.cpp."""
 MAX_CODE = 65535
@@ -79,9 +78,14 @@ class BaseLogitsFile:
         """The text of a chunk, [context], int32.
 
         Raises:
-            SourceError: if the file has become shorter.
+            SourceError: if a token is none of the vocabulary, or the file has become shorter.
         """
-        return self._values("<i4", HEADER_BYTES + 4 * self.context * chunk, self.context, chunk)
+        tokens = self._values("<i4", HEADER_BYTES + 4 * self.context * chunk, self.context, chunk)
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise SourceError(
+                f"{self.path} has a token beyond its vocabulary of {self.vocab_size}; write it again"
+            )
+        return tokens
 
     def read(self, chunk: int, start: int, stop: int) -> BaseLogitsRows:
         """Read positions ``start`` to ``stop`` of those that are scored in a chunk.
@@ -146,7 +150,8 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
             head = file.read(HEADER_BYTES)
             if head[:8] != MAGIC:
                 raise SourceError(
-                    f"{path} does not begin with _logits_; give a file of llama-perplexity --kl-divergence-base"
+                    f"{path} does not begin with _logits_, so it is no file of llama-perplexity --kl-divergence-base; "
+                    "give one, or the folder of kleash cache"
                 )
             if len(head) < HEADER_BYTES:
                 raise SourceError(
@@ -165,16 +170,12 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
                     f"{path} should have {expected} bytes, for {chunks} chunks of {context} tokens and a vocabulary "
                     f"of {vocab_size}, and has {size}; write it again"
                 )
-            for start in range(0, chunks * context, TOKENS_AT_ONCE):
-                count = min(TOKENS_AT_ONCE, chunks * context - start)
-                tokens = np.fromfile(file, dtype="<i4", count=count)
-                if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab_size:
-                    raise SourceError(
-                        f"{path} has a token beyond its vocabulary of {vocab_size}; write it again"
-                    )
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
-    return BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, chunks=chunks)
+    opened = BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, chunks=chunks)
+    for chunk in range(chunks):
+        opened.tokens(chunk)
+    return opened
 
 
 def write_header(file: BinaryIO, tokens: np.ndarray, vocab_size: int) -> None:
@@ -218,7 +219,7 @@ def split_chunks(token_ids: Iterable[int], context: int, chunks: int | None) -> 
     if len(stream) < 2 * context:
         raise SourceError(
             f"the text has {len(stream)} tokens, and llama.cpp needs two chunks of {context}; give a longer text or a "
-            "smaller --context"
+            "smaller --window"
         )
     whole = stream[: len(stream) // context * context].reshape(-1, context)
     return whole if chunks is None else whole[:chunks]

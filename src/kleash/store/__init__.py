@@ -2,11 +2,10 @@
 
 from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit, Finding
-from kleash.store.cache import CacheContents
+from kleash.store.cache import CacheContents, WrittenLogits
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.gate import Gate
 from kleash.store.likely_causes import Diagnosis
-from kleash.store.logits_record import LogitsMeasurement, WrittenLogits
 from kleash.store.measurement import Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
 from kleash.store.number import Number
@@ -30,7 +29,6 @@ __all__ = [
     "Finding",
     "Gate",
     "HackingAlert",
-    "LogitsMeasurement",
     "Measurement",
     "MismatchRecord",
     "Number",

@@ -108,6 +108,26 @@ class CacheContents:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrittenLogits:
+    """A file of llama.cpp's base logits that was written."""
+
+    path: str
+    reference: ModelRecord
+    chunks: int
+    context: int
+    """Tokens in a chunk."""
+    vocabulary: int
+    bytes: int
+    """Of the file."""
+    notes: tuple[str, ...] = ()
+    """How the model was loaded."""
+
+    def to_json(self) -> str:
+        """The record as JSON."""
+        return to_json(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchemaOfCache:
     """What every version of kleash can read of a label."""
 

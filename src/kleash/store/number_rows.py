@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 from kleash.store.comparison import Comparison
 from kleash.store.likely_causes import Diagnosis
-from kleash.store.logits_record import LogitsMeasurement
 from kleash.store.measurement import Bin, Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
 from kleash.store.number import Estimated
 from kleash.store.sweep import Sweep, SweepCandidate
 
-NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis | LogitsMeasurement
+NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +51,6 @@ def number_rows(result: NumericResult) -> list[NumberRow]:
             return [
                 NumberRow(run=result.file, name=cause.cause, value=cause.probability, unit="probability")
                 for cause in result.findings
-            ]
-        case LogitsMeasurement():
-            return [
-                _row(result.policy.path, name, number, tokens=result.tokens, clusters=result.chunks)
-                for name, number in result.per_token.items()
             ]
 
 

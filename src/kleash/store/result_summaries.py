@@ -8,7 +8,6 @@ from kleash.store.audit import FAULTS, Audit
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.gate import Verdict
 from kleash.store.likely_causes import Diagnosis
-from kleash.store.logits_record import LogitsMeasurement
 from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import (
     all_warnings,
@@ -315,27 +314,6 @@ def _(diagnosis: Diagnosis) -> Summary:
         )
         if diagnosis.findings
         else (),
-    )
-
-
-@summarize.register
-def _(logits: LogitsMeasurement) -> Summary:
-    lower = logits.per_token["kl_reference_policy_lower"]
-    return Summary(
-        headline=f"{label_of('kl_reference_policy_lower')} per token: {with_interval(lower)}",
-        facts=(
-            ("policy", Name(logits.policy.path)),
-            ("base logits", Name(logits.path)),
-            ("sample", _sample_size(logits.tokens, logits.chunks, "chunk", logits.chunks)),
-            *(("note", note) for note in logits.notes),
-        ),
-        tables=(
-            SummaryTable(
-                header=NUMBER_HEADER,
-                rows=tuple(_number_row(label_of(name), number) for name, number in logits.per_token.items()),
-            ),
-        ),
-        warnings=tuple(merge_warnings((label_of(name), number) for name, number in logits.per_token.items())),
     )
 
 

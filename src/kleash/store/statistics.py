@@ -263,20 +263,20 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
 KL_DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
 
 
-def _bounds_of(name: str) -> dict[str, Statistic]:
-    """The statistics of the lower and the upper bound of a divergence."""
-    exact = STATISTICS[name]
+def _bounds_of(name: str, exact: Statistic) -> dict[str, Statistic]:
+    """The statistics of the lower and the upper bound of a divergence of this name."""
     ends = {"lower": "no smaller value is possible", "upper": "no larger value is possible"}
     return {
         f"{name}_{end}": Statistic(
             label=f"{exact.label}, {end} bound",
-            explanation=f"from the tokens that the server lists: {meaning}",
+            explanation=f"{meaning}, from what is known of both models",
             columns=(f"{name}_{end}",),
             unit=exact.unit,
             lower=exact.lower,
             upper=exact.upper,
             same_model_value=None,
             compared=False,
+            in_summary=exact.in_summary,
         )
         for end, meaning in ends.items()
     }
@@ -284,10 +284,10 @@ def _bounds_of(name: str) -> dict[str, Statistic]:
 
 BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     {
-        **_bounds_of("kl_policy_reference"),
-        **_bounds_of("kl_reference_policy"),
-        **_bounds_of("jensen_shannon"),
-        **_bounds_of("total_variation"),
+        **_bounds_of("kl_policy_reference", STATISTICS["kl_policy_reference"]),
+        **_bounds_of("kl_reference_policy", STATISTICS["kl_reference_policy"]),
+        **_bounds_of("jensen_shannon", STATISTICS["jensen_shannon"]),
+        **_bounds_of("total_variation", STATISTICS["total_variation"]),
         "listed_probability": Statistic(
             label="Probability of the listed tokens",
             explanation="under the model behind the server; the bounds are tighter the larger it is",
@@ -300,7 +300,8 @@ BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
         ),
     }
 )
-"""Likewise, of runs in which one model is behind a server, whose distribution is known in part."""
+"""Name -> statistic, of runs in which one distribution is known within bounds: behind a server, or from a file of base
+logits."""
 
 
 def _over(name: str, what: str) -> Statistic:
@@ -316,8 +317,24 @@ def _over(name: str, what: str) -> Statistic:
     )
 
 
+OVER_PARTS: Mapping[str, Statistic] = MappingProxyType(
+    {
+        f"{name}_over_{what.split()[-1]}": _over(name, what)
+        for name in KL_DIRECTIONS
+        for what in ("tokens", "all rows")
+    }
+)
+"""Name -> statistic of both KLs over the tokens alone, and over all rows of the heads."""
+
 OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     {
+        "llama_cpp_kld": Statistic(
+            label="llama.cpp's KLD",
+            explanation="KL(reference ‖ policy) of the stored codes, without tokens of log q of -16 or less",
+            columns=("llama_cpp_kld",),
+            same_model_value=None,
+            compared=False,
+        ),
         "acceptance_rate_of_sampler": Statistic(
             label="Expected acceptance rate of the sampler",
             explanation="draft and target each truncated as the responses were, or both greedy",
@@ -354,15 +371,16 @@ OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
                 ),
             )
         },
+        **OVER_PARTS,
         **{
-            f"{name}_over_{what.split()[-1]}": _over(name, what)
-            for name in ("kl_policy_reference", "kl_reference_policy")
-            for what in ("tokens", "all rows")
+            name: bound
+            for over, exact in OVER_PARTS.items()
+            for name, bound in _bounds_of(over, exact).items()
         },
     }
 )
-"""Likewise, of runs that draw greedily or from truncated distributions, and of those in which a head has rows that are
-no tokens."""
+"""Name -> statistic, of runs that draw greedily or from truncated distributions, of those in which a head has rows that
+are no tokens, and of those against a file of base logits."""
 
 ALL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     {**BOUND_STATISTICS, **STATISTICS, **OPTIONAL_STATISTICS}

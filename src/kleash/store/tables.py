@@ -35,11 +35,16 @@ TOKEN_COLUMNS: Mapping[str, str] = {
 """``position`` counts from 0 at the first response token; ``logp_sampled`` is null where it is unknown. Where one model
 is behind a server, so is every column that needs its whole distribution."""
 
-BOUND_COLUMNS: Mapping[str, str] = {
+KL_BOUND_COLUMNS: Mapping[str, str] = {
     "kl_policy_reference_lower": "float32",
     "kl_policy_reference_upper": "float32",
     "kl_reference_policy_lower": "float32",
     "kl_reference_policy_upper": "float32",
+}
+"""Certified bounds of both KLs, where one distribution is known within bounds."""
+
+BOUND_COLUMNS: Mapping[str, str] = {
+    **KL_BOUND_COLUMNS,
     "jensen_shannon_lower": "float32",
     "jensen_shannon_upper": "float32",
     "total_variation_lower": "float32",
@@ -64,10 +69,28 @@ PADDING_COLUMNS: Mapping[str, str] = {
 """Further columns of ``tokens/`` where a head has rows that are no tokens of the tokenizer: whether the scored token is
 one (1 or 0), their probability, and the KL over the tokens alone and over all rows."""
 
+LLAMA_CPP_COLUMNS: Mapping[str, str] = {**KL_BOUND_COLUMNS, "llama_cpp_kld": "float32"}
+"""Further columns of ``tokens/`` where the reference is a file of llama.cpp's base logits: bounds, and the KL of the
+reference from the policy as llama.cpp computes it, without tokens of a log-probability of -16 or less."""
+
+PADDING_BOUND_COLUMNS: Mapping[str, str] = {
+    f"{name}_over_{part}_{end}": "float32"
+    for name in ("kl_reference_policy", "kl_policy_reference")
+    for part in ("tokens", "rows")
+    for end in ("lower", "upper")
+}
+"""In place of the last four of ``PADDING_COLUMNS``, where one distribution is known within bounds."""
+
 SAMPLER_COLUMNS: Mapping[str, str] = {"acceptance_of_sampler": "float32"}
 """A further column of ``tokens/`` where responses are generated greedily or from a truncated distribution."""
 
-OPTIONAL_COLUMNS: Mapping[str, str] = {**BOUND_COLUMNS, **PADDING_COLUMNS, **SAMPLER_COLUMNS}
+OPTIONAL_COLUMNS: Mapping[str, str] = {
+    **BOUND_COLUMNS,
+    **LLAMA_CPP_COLUMNS,
+    **PADDING_COLUMNS,
+    **PADDING_BOUND_COLUMNS,
+    **SAMPLER_COLUMNS,
+}
 """Columns of ``tokens/`` that only some runs have."""
 
 SEQUENCE_COLUMNS: Mapping[str, str] = {
@@ -105,7 +128,7 @@ NEVER_NULL = frozenset(
     [name for name, kind in {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}.items() if kind == "int32"]
     + ["prompt_hash"]
 ) - {"top1_policy", "top1_reference", "rank_reference"}
-"""Columns without nulls. The likeliest token and the rank are null where a server does not say them."""
+"""Columns without nulls. The likeliest token and the rank are null where a server or a file does not say them."""
 
 
 def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:

@@ -58,14 +58,13 @@ def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(
         ["sweep", "--candidates", "ADDRESS"],
         ["measure", "--policy", "ADDRESS", "--prompts", "shipped:prompts"],
         ["train", "rloo", "--policy", "ADDRESS", "--prompts", "shipped:prompts", "--reward", "math.fsum"],
-        ["logits", "base.kld", "--policy", "ADDRESS"],
     ],
     ids=lambda words: words[0],
 )
 def test_a_refused_address_is_shown_without_its_password(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = [] if words[0] == "logits" else ["--out", str(tmp_path / "out")]
+    out = ["--out", str(tmp_path / "out")]
     given = [word.replace("ADDRESS", "http://me:a/secret@127.0.0.1:1/v1") for word in words]
     assert main([*given, *out]) == 2
     error = capsys.readouterr().err
@@ -79,7 +78,6 @@ def test_a_refused_address_is_shown_without_its_password(
         ["measure", "--policy", "shipped:policy", "--tokenizer", "ADDRESS"],
         ["sweep", "--candidates", "shipped:policy", "--tokenizer", "ADDRESS"],
         ["cache", "--reference", "shipped:reference", "--text", "shipped:text", "--tokenizer", "ADDRESS"],
-        ["logits", "base.kld", "--policy", "shipped:policy", "--tokenizer", "ADDRESS"],
         ["measure", "--policy", "shipped:policy", "--text", "ADDRESS"],
         ["measure", "--policy", "shipped:policy", "--prompts", "ADDRESS"],
         ["sweep", "--candidates", "shipped:policy", "--responses", "ADDRESS"],
@@ -90,7 +88,7 @@ def test_a_refused_address_is_shown_without_its_password(
 def test_an_address_where_a_folder_or_file_is_expected_is_refused_without_its_password(
     words: list[str], scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = [] if words[0] == "logits" else ["--out", str(tmp_path / "out")]
+    out = ["--out", str(tmp_path / "out")]
     address = f"{scheme}://me:secret@127.0.0.1:1/file.jsonl"
     assert main([*[word.replace("ADDRESS", address) for word in words], *out]) == 2
     error = capsys.readouterr().err

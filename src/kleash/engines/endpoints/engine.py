@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kleash.engines.base import Shard, ShardResult, sequence_columns
+from kleash.engines.base import Shard, ShardResult, begin_columns, round_outwards, sequence_columns
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.engines.endpoints.server import Endpoint
@@ -17,12 +17,10 @@ from kleash.engines.local import CPU_BUFFER_BYTES, ignore
 from kleash.errors import EndpointError
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
-from kleash.linear import LinearOptions
-from kleash.linear.api import token_statistics_and_top
+from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import (
     checked_reader,
-    columns_of_sequences,
     score_against_float32,
     score_against_itself,
 )
@@ -30,7 +28,7 @@ from kleash.models.tokenizers import token_texts
 from kleash.sources.sequences import batch_by_length
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import STATISTICS, stored_column
-from kleash.store.tables import BOUND_COLUMNS, TOKEN_COLUMNS
+from kleash.store.tables import BOUND_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30
 UNKNOWN_COLUMNS = tuple(
@@ -87,8 +85,6 @@ class EndpointEngine:
     endpoint: Endpoint
     endpoint_role: str
     """"policy" or "reference"."""
-    top: int = 5
-    """Number of likeliest tokens of each model in a shard's result."""
     on_scored: Callable[[int, int], None] = ignore
     """Called after each shard with the number of its sequences and of their tokens."""
 
@@ -146,10 +142,8 @@ class EndpointEngine:
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-        names = [name for name in columns if name.startswith("top_")]
-        likeliest = {name.removeprefix("top_"): columns.pop(name) for name in names}
         columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
-        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest=likeliest)
+        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
 
     def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the local reference in batches compared with one sequence at a time; None for a server."""
@@ -170,23 +164,15 @@ class EndpointEngine:
     def _columns(
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
     ) -> dict[str, Any]:
-        """The columns of ``tokens/`` and of the likeliest tokens of a shard."""
+        """The columns of ``tokens/`` of a shard."""
         counts = [len(sequence.response_ids) for sequence in sequences]
         ends = np.cumsum(counts, dtype=np.int64)
-        columns: dict[str, Any] = columns_of_sequences(sequences, counts)
-        for name, kind in {**TOKEN_COLUMNS, **BOUND_COLUMNS}.items():
-            if name not in columns and kind != "string":
-                columns[name] = np.full(
-                    sum(counts), np.nan if kind == "float32" else -1, dtype=np.dtype(kind)
-                )
-        for role in ("policy", "reference"):
-            columns[f"top_token_id_{role}"] = np.zeros((sum(counts), self.top), dtype=np.int32)
-            columns[f"top_probability_{role}"] = np.zeros((sum(counts), self.top), dtype=np.float32)
+        columns = begin_columns(sequences, BOUND_COLUMNS)
         read = checked_reader(self.local_model)
         lengths = [sequence.num_input_tokens for sequence in sequences]
         for batch in batch_by_length(lengths, self.job.batch_tokens):
             hidden = read([sequences[index] for index in batch])
-            answer = _concatenated([answers[index].result() for index in batch], self.top)
+            answer = _concatenated([answers[index].result() for index in batch])
             rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
             tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
             with suppress_library_output(), torch.inference_mode():
@@ -206,13 +192,12 @@ class EndpointEngine:
         local = "reference" if served == "policy" else "policy"
         head = self.local_model.head
         buffer_bytes = CPU_BUFFER_BYTES if hidden.device.type == "cpu" else GPU_BUFFER_BYTES
-        statistics, top_local, _ = token_statistics_and_top(
+        statistics = token_statistics(
             hidden,
             head,
             hidden,
             head,
             tokens,
-            top=self.top,
             options=LinearOptions(buffer_bytes=buffer_bytes if hidden.device.type == "cpu" else None),
         )
         bounds = divergence_bounds(
@@ -225,8 +210,6 @@ class EndpointEngine:
             buffer_bytes=buffer_bytes,
         )
         rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank
-        order = np.argsort(-answer.listed_logp, axis=-1, kind="stable")[:, : self.top]
-        probability = np.exp(np.take_along_axis(answer.listed_logp, order, axis=-1))
         return {
             f"logp_{served}": answer.token_logp.astype(np.float32),
             f"logp_{local}": statistics.token_logp.float().cpu().numpy(),
@@ -236,11 +219,7 @@ class EndpointEngine:
             f"top1_probability_{served}": np.exp(answer.top1_logp).astype(np.float32),
             f"top1_probability_{local}": statistics.top1_probability_p.float().cpu().numpy(),
             "rank_reference": rank.astype(np.int32),
-            **{name: _rounded_outwards(name, values) for name, values in bounds.items()},
-            f"top_token_id_{served}": np.take_along_axis(answer.listed_ids, order, axis=-1).astype(np.int32),
-            f"top_probability_{served}": probability.astype(np.float32),
-            f"top_token_id_{local}": top_local.token_ids.cpu().numpy().astype(np.int32),
-            f"top_probability_{local}": top_local.probability.float().cpu().numpy(),
+            **{name: round_outwards(name, values) for name, values in bounds.items()},
         }
 
     def _check_bounds(self, columns: Mapping[str, np.ndarray], batch: Sequence[TokenSequence]) -> None:
@@ -263,9 +242,9 @@ class EndpointEngine:
             position -= len(sequence.response_ids)
 
 
-def _concatenated(answers: Sequence[ListedLogprobs], least_width: int) -> ListedLogprobs:
-    """The positions of several answers, one after the other, with at least ``least_width`` listed tokens."""
-    width = max(least_width, *(answer.listed_ids.shape[1] for answer in answers))
+def _concatenated(answers: Sequence[ListedLogprobs]) -> ListedLogprobs:
+    """The positions of several answers, one after the other."""
+    width = max(answer.listed_ids.shape[1] for answer in answers)
 
     def padded(values: np.ndarray, filler: float | int) -> np.ndarray:
         return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
@@ -279,14 +258,3 @@ def _concatenated(answers: Sequence[ListedLogprobs], least_width: int) -> Listed
         listed_logp=np.concatenate([padded(answer.listed_logp, -np.inf) for answer in answers]),
         **arrays,
     )
-
-
-def _rounded_outwards(name: str, values: np.ndarray) -> np.ndarray:
-    """float64 values in float32: lower bounds rounded down, upper bounds up, others to the nearest."""
-    with np.errstate(over="ignore"):
-        rounded = values.astype(np.float32)
-    for ending, limit in (("_lower", -np.inf), ("_upper", np.inf)):
-        if name.endswith(ending):
-            is_inside = rounded > values if ending == "_lower" else rounded < values
-            rounded = np.where(is_inside, np.nextafter(rounded, np.float32(limit)), rounded)
-    return rounded

@@ -1,0 +1,198 @@
+"""Checks of an engine's hidden states against the model that they should be of: layers, rows, log-probabilities."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ModelError, OptionError
+from kleash.extras import suppress_library_output
+from kleash.linear import token_statistics
+from kleash.models.cache.engine_states import EngineRequest, EngineStates
+from kleash.models.pair import Model
+from kleash.sources.sequences import TokenSequence
+
+STATE_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Largest relative error of nine in ten rows that is rounding, by dtype: another implementation of the same model."""
+ROW_TOLERANCES = {torch.float64: 0.05, torch.float32: 0.05, torch.float16: 0.5, torch.bfloat16: 0.5}
+"""Largest relative error of any row, by dtype: rounding may send a token to other experts."""
+LOGP_TOLERANCES = {torch.float64: 0.01, torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""Largest difference of a token's log-probability, in nats, that is rounding of hidden states and logits."""
+TYPICAL_SHARE = 0.1
+"""The median difference may be this share of the largest."""
+Norm = Callable[[Tensor], Tensor]
+
+
+def check_layout(saved: EngineStates, model: Model, layers: tuple[int, ...] | None) -> None:
+    """Check the width of the rows, the token ids, and the list of layers.
+
+    Args:
+        saved: the engine's files.
+        model: the reference, loaded.
+        layers: the layer of each row of a token, 0 for the embeddings; None for final hidden states.
+
+    Raises:
+        OptionError: if the list is not that of the files.
+        ModelError: if the files cannot be of the model.
+    """
+    assert model.head.weight is not None, "a cache has a head"
+    dim, (least, most) = model.head.weight.shape[1], saved.token_range
+    if saved.layout.dim != dim or least < 0 or most >= model.vocab_size:
+        raise ModelError(
+            f"{saved.folder} holds {saved.layout}, for token ids from {least} to {most}, and {model.path} has {dim} "
+            f"numbers and {model.vocab_size} tokens; give the model that the engine served as --reference"
+        )
+    depth = getattr(model.network.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    shown = "not given" if layers is None else f"{','.join(map(str, layers))}"
+    if saved.layout.is_after_norm:
+        if layers is not None:
+            raise OptionError(f"--layers is {shown} and {saved.folder} has final hidden states; leave it out")
+    elif layers is None or len(layers) != saved.layout.num_layers or layers[-1] != depth:
+        raise OptionError(
+            f"--layers is {shown}; it must name the {saved.layout.num_layers} layers that the files in {saved.folder} "
+            f"hold, as the engine's eagle_aux_hidden_state_layer_ids, and end with {depth}, the last layer of "
+            f"{model.path}, which the engine must save"
+        )
+
+
+def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
+    """The final norm of a model, found by running it on a few tokens.
+
+    It is the module outside the layers whose output is the backbone's final hidden state; a network without such a
+    module has none, and its rows stay as they are.
+    """
+    outputs: list[tuple[Any, Tensor]] = []
+    handles = [
+        module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
+        for name, module in model.backbone.named_modules()
+        if name and not any(part.isdigit() for part in name.split(".")) and not list(module.children())
+    ]
+    try:
+        final = final_states(model, token_ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    module = next((module for module, output in reversed(outputs) if _is_equal(output, final[None])), None)
+    weight = None if module is None else next(module.parameters(), None)
+
+    def norm(states: Tensor) -> Tensor:
+        with torch.inference_mode():
+            states = states if weight is None else states.to(weight.device, weight.dtype)
+            return states if module is None else module(states)
+
+    return norm
+
+
+def _is_equal(output: Any, final: Tensor) -> bool:
+    """Whether a module's output is the final hidden states."""
+    return isinstance(output, Tensor) and output.shape == final.shape and torch.equal(output, final)
+
+
+def final_states(model: Model, token_ids: Sequence[int]) -> Float[Tensor, "tokens dim"]:
+    """The final hidden states of a model for the input tokens of one sequence."""
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.inference_mode(), model.activate_adapter(), suppress_library_output():
+        return model.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
+
+
+def row_errors(rows: Tensor, expected: Tensor) -> Tensor:
+    """The relative error of each row."""
+    rows, expected = rows.double(), expected.to(rows.device).double()
+    errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return torch.where(errors.isnan(), torch.inf, errors)
+
+
+def are_rounding(errors: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the errors of rows are rounding."""
+    return bool(errors.quantile(0.9) <= STATE_TOLERANCES[dtype] and errors.max() <= ROW_TOLERANCES[dtype])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EngineStateReader:
+    """Reads an engine's hidden states, and compares them with the model that they should be of."""
+
+    saved: EngineStates
+    model: Model
+    """The reference, loaded."""
+    norm: Norm | None
+    """The final norm of the model; None if the rows are after it."""
+
+    def read(self, request: EngineRequest, start: int, stop: int) -> Float[Tensor, "tokens dim"]:
+        """The final hidden states of rows ``start`` to ``stop - 1``, on the model's device and in its dtype.
+
+        Raises:
+            ModelError: if they are damaged.
+        """
+        last = self.saved.read(request, start, stop).to(self.model.device, self.model.dtype)
+        return last if self.norm is None else self.norm(last)
+
+    def check_states(self, request: EngineRequest, sequence: TokenSequence) -> float:
+        """Check the hidden states of a request against those that the model computes itself.
+
+        Args:
+            request: the request that holds the sequence.
+            sequence: its input tokens are compared.
+
+        Returns:
+            The median relative error of a row, |saved − computed| / |computed|, after the final norm.
+
+        Raises:
+            ModelError: if rows differ by more than rounding: of another model, layer or token, or on the other side of
+                the final norm.
+        """
+        token_ids = (*sequence.prompt_ids, *sequence.response_ids)[:-1]
+        errors = row_errors(self.read(request, 0, len(token_ids)), final_states(self.model, token_ids))
+        if not are_rounding(errors, self.model.dtype):
+            wrong = (errors > STATE_TOLERANCES[self.model.dtype]).nonzero().flatten().tolist()
+            side = "after" if self.norm is None else "before"
+            raise ModelError(
+                f"{request}: {len(wrong)} of {len(errors)} rows are not the hidden states of {self.model.path}, the "
+                f"first being row {wrong[0]} (relative error {float(errors[wrong[0]]):.2g}); they must be those {side} "
+                "the final norm, of the tokens as they were sent, without chunked prefill and prefix caching, from the "
+                "weights, adapter and quantisation of --reference"
+            )
+        return float(errors.median())
+
+    def check_copy(self, first: EngineRequest, hidden: Tensor, copy: EngineRequest, other: Tensor) -> None:
+        """Check that two requests with the same tokens have the same final hidden states.
+
+        Raises:
+            ModelError: if they differ by more than rounding.
+        """
+        errors = row_errors(other, hidden)
+        if not are_rounding(errors, self.model.dtype):
+            raise ModelError(
+                f"{first} and {copy} hold the same tokens and hidden states that differ by up to "
+                f"{float(errors.max()):.2g} (relative); delete the file that is not of this reference"
+            )
+
+    def check_token_logps(
+        self, request: EngineRequest, sequence: TokenSequence, hidden: Float[Tensor, "response dim"]
+    ) -> tuple[int, float]:
+        """Check the final hidden states of a sequence against the engine's log-probabilities of its tokens.
+
+        Returns:
+            The number of rows that have a log-probability, and the largest difference in nats.
+
+        Raises:
+            ModelError: if a difference is larger than rounding.
+        """
+        logps = self.saved.token_logps(sequence)
+        if logps is None or np.isnan(logps).all():
+            return 0, 0.0
+        tokens = torch.tensor(sequence.response_ids, device=hidden.device)
+        with torch.inference_mode():
+            ours = token_statistics(hidden, self.model.head, hidden, self.model.head, tokens).token_logp
+        differences = np.abs(ours.double().cpu().numpy() - logps)
+        largest, tolerance = float(np.nanmax(differences)), LOGP_TOLERANCES[self.model.dtype]
+        if largest > tolerance or np.nanmedian(differences) > TYPICAL_SHARE * tolerance:
+            raise ModelError(
+                f"{request}: the engine's log-probabilities are not those of {self.model.path} for its hidden states, "
+                f"by up to {largest:.3g} nats (response token {np.nanargmax(differences)} of {sequence.name}); let the "
+                "engine save both of the same tokens, at temperature 1, and give the model with its head as --reference"
+            )
+        return int((~np.isnan(logps)).sum()), largest

@@ -1,0 +1,272 @@
+"""Hidden states that a serving engine saved: files of vLLM and SGLang, indexed by the tokens of their requests.
+
+vLLM (0.18 or later): ``ExampleHiddenStatesConnector`` writes one safetensors file per request, with ``hidden_states``
+[tokens, layers, dim] and ``token_ids`` [tokens]. The rows are before the final norm; which layers they are is in the
+engine's configuration only. SGLang: responses of ``/generate`` with ``return_hidden_states``, one JSON object a line;
+``meta_info.hidden_states`` has the rows of the prompt and one row for each further token but the last, after the final
+norm.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.checkpoints.files import SafetensorsFiles, open_safetensors
+from kleash.errors import KleashError, ModelError, OptionError, summarise_error
+from kleash.models.cache.engine_records import EngineRecord, parse_record
+from kleash.models.cache.hidden_states import KEY_BYTES
+from kleash.sources.sequences import TokenSequence
+from kleash.store.file_hashes import watch_files
+
+STATES, TOKENS = "hidden_states", "token_ids"
+"""Names of the tensors that vLLM's connector writes."""
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+JSON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Tried in this order for numbers in JSON: the first that holds all of them exactly."""
+DAMAGE = (
+    KleashError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    OSError,
+)
+"""What reading a file of another layout raises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """Where the hidden states of one request are."""
+
+    path: Path
+    line: int | None = None
+    """Number of the line in a JSONL file, from 1; None for a safetensors file."""
+    offset: int = 0
+    """First byte of the line."""
+
+    def __str__(self) -> str:
+        """The file and line, for errors."""
+        return str(self.path) if self.line is None else f"{self.path}, line {self.line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayout:
+    """What the rows of all requests have in common."""
+
+    dtype: torch.dtype
+    num_layers: int
+    """Rows saved for each token."""
+    dim: int
+    is_after_norm: bool
+    """Whether the rows are after the final norm (SGLang), or before it (vLLM)."""
+
+    def __str__(self) -> str:
+        """In words, for errors."""
+        side, dtype = "after" if self.is_after_norm else "before", str(self.dtype).removeprefix("torch.")
+        return f"{self.num_layers} layers of {self.dim} numbers in {dtype}, {side} the final norm"
+
+
+class EngineStates:
+    """A folder of hidden states that an engine saved.
+
+    All token ids are read when the folder is opened, and nothing else of safetensors files.
+    """
+
+    layout: EngineLayout
+
+    def __init__(self, folder: Path) -> None:
+        """Index the files ``*.safetensors`` and ``*.jsonl`` of ``folder``.
+
+        Raises:
+            ModelError: if a file is damaged, or differs from the others in its layout.
+            OptionError: if it holds no hidden states.
+        """
+        self.folder = folder
+        self.token_range: tuple[int, int] = (0, 0)
+        """Smallest and largest token id."""
+        self._requests: dict[bytes, list[EngineRequest]] = {}
+        self._logps: dict[bytes, EngineRequest] = {}
+        self._first: EngineRequest | None = None
+        self._last_record: tuple[EngineRequest, EngineRecord] | None = None
+        """The line that was parsed last."""
+        watch_files([*folder.glob("*.safetensors"), *folder.glob("*.jsonl")])
+        for path in sorted(folder.glob("*.safetensors")):
+            self._add_safetensors(EngineRequest(path=path))
+        for path in sorted(folder.glob("*.jsonl")):
+            self._add_jsonl(path)
+        if self._first is None:
+            raise OptionError(
+                f"{folder} holds no hidden states: expected *.safetensors of vLLM's ExampleHiddenStatesConnector, or "
+                "*.jsonl with the responses of SGLang"
+            )
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine whose layout the files have."""
+        return "SGLang" if self.layout.is_after_norm else "vLLM"
+
+    @property
+    def has_logps(self) -> bool:
+        """Whether the engine's log-probabilities of any tokens were saved."""
+        return bool(self._logps)
+
+    def requests(self) -> Iterator[EngineRequest]:
+        """All requests, in the order of files and lines."""
+        for requests in self._requests.values():
+            yield from requests
+
+    def find(self, sequence: TokenSequence) -> list[EngineRequest]:
+        """The requests whose rows are those of a sequence: of its input tokens, or of these and the last token."""
+        keys = dict.fromkeys(_keys_of(sequence))
+        return [request for key in keys for request in self._requests.get(key, ())]
+
+    def read(self, request: EngineRequest, start: int, stop: int) -> Float[Tensor, "tokens dim"]:
+        """The last layer of rows ``start`` to ``stop - 1`` of a request, on the CPU, in the saved dtype.
+
+        Raises:
+            ModelError: if the file is damaged, or a row has NaN, infinities, or only zeros, as of a buffer that was not
+                filled.
+        """
+        if request.line is None:
+            rows: Tensor = open_safetensors(request.path).get_slice(STATES)[start:stop, -1]
+        else:
+            states = self._read_record(request).states
+            assert states is not None, "a request has states"
+            rows = states[start:stop, -1].to(self.layout.dtype)
+        is_wrong = ~rows.isfinite().all(-1) | (rows == 0).all(-1)
+        if is_wrong.any():
+            row = start + int(is_wrong.nonzero()[0])
+            raise ModelError(
+                f"{request} holds NaN, infinities or only zeros in row {row}; let the engine save it again"
+            )
+        return rows
+
+    def token_logps(self, sequence: TokenSequence) -> Float[np.ndarray, " response"] | None:
+        """The engine's log-probability of each response token, NaN where unknown; None if none was saved."""
+        num_prompt, num_tokens = len(sequence.prompt_ids), sequence.num_input_tokens + 1
+        for key, count in zip(_keys_of(sequence), (num_tokens, num_tokens - 1), strict=True):
+            if key in self._logps:
+                values = np.full(num_tokens, np.nan)
+                values[:count] = self._read_record(self._logps[key]).logps[:count]
+                return values[num_prompt:]
+        return None
+
+    def _add_safetensors(self, request: EngineRequest) -> None:
+        """Index a file of vLLM."""
+        try:
+            file = SafetensorsFiles([request.path])
+            rows, num_layers, dim = file[STATES].shape
+            token_ids = file.read(TOKENS)
+            if token_ids.shape != (rows,) or token_ids.dtype not in (torch.int64, torch.int32):
+                raise ValueError(
+                    f"{rows} rows of {STATES} and {TOKENS} {list(token_ids.shape)} {token_ids.dtype}"
+                )
+            dtype = FLOAT_DTYPES[file[STATES].kind]
+        except DAMAGE as error:
+            raise ModelError(
+                f"{request} is no whole file of vLLM's ExampleHiddenStatesConnector, with hidden_states [tokens, "
+                f"layers, dim] and token_ids [tokens] ({summarise_error(error)}); let the engine save it again, or "
+                "wait until it is written"
+            ) from error
+        layout = EngineLayout(dtype=dtype, num_layers=num_layers, dim=dim, is_after_norm=False)
+        self._add(request, token_ids.tolist(), layout)
+
+    def _add_jsonl(self, path: Path) -> None:
+        """Index a file of SGLang's responses, or of log-probabilities."""
+        offset = 0
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                request = EngineRequest(path=path, line=number, offset=offset)
+                offset += len(line)
+                if line.strip():
+                    self._add_record(request, _parsed(request, line))
+
+    def _add_record(self, request: EngineRequest, record: EngineRecord) -> None:
+        """Index a line."""
+        states, ids = record.states, record.token_ids
+        counts = {len(ids), len(ids) if states is None else len(states)}
+        for count in counts if record.logps else ():
+            self._logps.setdefault(_key(ids[:count]), request)
+        if states is None:
+            return
+        dtype = next(
+            (dtype for dtype in JSON_DTYPES if torch.equal(states.to(dtype).double(), states)), torch.float64
+        )
+        if self._first is not None:
+            dtype = torch.promote_types(dtype, self.layout.dtype)
+            self.layout = replace(self.layout, dtype=dtype)
+        layout = EngineLayout(dtype=dtype, num_layers=1, dim=states.shape[-1], is_after_norm=True)
+        self._add(request, ids[: len(states)], layout)
+
+    def _add(self, request: EngineRequest, token_ids: Sequence[int], layout: EngineLayout) -> None:
+        """Add a request to the index.
+
+        Raises:
+            ModelError: if it has no tokens, or differs from the first in its layout.
+        """
+        if not token_ids:
+            raise ModelError(f"{request} holds no tokens; let the engine save it again")
+        if self._first is None:
+            self._first, self.layout = request, layout
+            self.token_range = token_ids[0], token_ids[0]
+        elif layout != self.layout:
+            raise ModelError(
+                f"{request} holds {layout} and {self._first} {self.layout}; give a folder of one engine's run"
+            )
+        self.token_range = min(*self.token_range, *token_ids), max(*self.token_range, *token_ids)
+        self._requests.setdefault(_key(token_ids), []).append(request)
+
+    def _read_record(self, request: EngineRequest) -> EngineRecord:
+        """A line of a JSONL file, parsed."""
+        if self._last_record is None or self._last_record[0] != request:
+            with _opened(request.path) as file:
+                file.seek(request.offset)
+                self._last_record = request, _parsed(request, file.readline())
+        return self._last_record[1]
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file, opened for reading.
+
+    Raises:
+        ModelError: if it cannot be.
+    """
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _parsed(request: EngineRequest, line: bytes) -> EngineRecord:
+    """A line, parsed.
+
+    Raises:
+        ModelError: if it is of another layout.
+    """
+    try:
+        return parse_record(line)
+    except (*DAMAGE, RecursionError) as error:
+        raise ModelError(
+            f"{request} is no response of SGLang with hidden states, and no tokens with log-probabilities: "
+            f"{summarise_error(error)}; correct it, or let the engine save it again"
+        ) from error
+
+
+def _key(token_ids: Sequence[int]) -> bytes:
+    """A hash of token ids."""
+    return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def _keys_of(sequence: TokenSequence) -> tuple[bytes, bytes]:
+    """The hashes of all tokens of a sequence and of its input tokens."""
+    token_ids = (*sequence.prompt_ids, *sequence.response_ids)
+    return _key(token_ids), _key(token_ids[:-1])
