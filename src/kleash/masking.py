@@ -116,8 +116,6 @@ def mean_of(
     Raises:
         ShapeError: if the two differ in shape.
     """
-    if values.shape != mask.shape:
-        raise ShapeError(f"values are {tuple(values.shape)} and their mask is {tuple(mask.shape)}")
     is_counted = as_mask(mask)
     return Mean(total=torch.where(is_counted, values, 0.0).sum(), count=is_counted.sum())
 

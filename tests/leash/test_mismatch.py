@@ -193,5 +193,5 @@ def test_invalid_mismatch_arguments_are_errors(found, unhooked):
     for wrong in ((trainer[:1], engine, ALL), (trainer, engine, ALL[:, :1]), (trainer[0], engine[0], ALL[0])):
         with pytest.raises(ShapeError, match=r"\[batch, time\]"):
             mismatch(*wrong)
-    with pytest.raises(ShapeError, match="label for each"):
+    with pytest.raises(ShapeError, match=r"prompts \(3,\)"):
         mismatch(trainer, engine, ALL, prompts=torch.arange(3))

@@ -15,13 +15,13 @@ from kleash.registry import look_up
 
 @validated
 def divergence_loss(
-    token_logp: Float[Tensor, "*tokens_p"],
-    token_logq: Float[Tensor, "*tokens_q"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    token_logp: Float[Tensor, "*tokens"],
+    token_logq: Float[Tensor, "*tokens"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     *,
     divergence: str | Divergence = "kl",
-    weights: Float[Tensor, "*tokens_w"] | None = None,
-) -> Float[Tensor, "*tokens_p"]:
+    weights: Float[Tensor, "*tokens"] | None = None,
+) -> Float[Tensor, "*tokens"]:
     """A loss per sample whose mean is D(p || q) = E_p f(u), with its gradient, for a record of an f-divergence.
 
         value                      weights * f(u),    u = log p(x) - log q(x)
