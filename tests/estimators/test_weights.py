@@ -2,9 +2,10 @@ import math
 
 import pytest
 import torch
+from markov_models import drift_moments, random_markov
 
+from kleash.auditing.toy_distributions import every_sequence
 from kleash.divergences import kl
-from kleash.divergences.enumeration import drift_moments, every_sequence, random_markov
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import importance_weights, sampled_kl
 

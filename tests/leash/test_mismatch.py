@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from markov_models import MarkovModel
 from scipy.special import rel_entr
 from scipy.stats import pearsonr
 
-from kleash.divergences.enumeration import MarkovModel, every_sequence
+from kleash.auditing.toy_distributions import every_sequence
 from kleash.errors import OptionError, ShapeError
 from kleash.leash import Mismatch, mismatch
 

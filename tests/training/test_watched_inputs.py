@@ -18,5 +18,5 @@ def test_prompts_that_change_while_models_load_are_refused(tmp_path: Path, text:
         prompts.write_text(text)
         run_log.begin(0)
 
-    with pytest.raises(ChangedInputError, match="prompts.txt was written to"):
+    with pytest.raises(ChangedInputError, match="was written to"):
         run_job(PPOJob(prompts=str(prompts), out=str(tmp_path / "run")), trainer)
