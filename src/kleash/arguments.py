@@ -104,7 +104,7 @@ def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
         fields={
             name: axes
             for each in classes
-            if issubclass(each, tuple)
+            if hasattr(each, "_fields")  # a NamedTuple
             for name, field in inspect.get_annotations(each).items()
             if (axes := axes_of(field)) is not None
         },
