@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from markov_models import MarkovModel, random_markov
 
+from kleash.auditing.toy_distributions import every_sequence
 from kleash.divergences import kl
-from kleash.divergences.enumeration import MarkovModel, every_sequence, random_markov
 from kleash.leash import (
     DualBeta,
     FixedBeta,

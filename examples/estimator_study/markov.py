@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float64
+from markov_models import MarkovModel, random_markov
 from torch import Tensor
 
 from estimator_study.enumeration import (
@@ -15,7 +16,6 @@ from estimator_study.enumeration import (
     relative_error,
 )
 from estimator_study.results import EstimatorRow, StudyCase
-from kleash.divergences.enumeration import MarkovModel, random_markov
 from kleash.records import Number
 from kleash.uncertainty import clustered_mean
 

@@ -1,17 +1,23 @@
-"""Validation of the arguments of public functions from their annotations: tensor types, dtypes and devices."""
+"""Validation of the arguments of public functions from their annotations: tensor types, dtypes, shapes and devices."""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Axes: TypeAlias = tuple[str, ...]
+"""Names of a tensor's axes, as in its annotation; one with a star is any number of axes."""
+NamedTensor: TypeAlias = tuple[str, Tensor, Axes]
+"""The name of an argument, or of a field of one, with its value and axes."""
+VOCABULARY = "vocab"
+"""The name of an axis that is a whole vocabulary."""
 
 
 class ArgumentSpec(NamedTuple):
@@ -29,21 +35,24 @@ class ArgumentSpec(NamedTuple):
     """Whether a tensor may have an integer dtype."""
     boolean: bool
     """Whether a tensor may have dtype bool."""
-    vocabulary: bool
-    """Whether the last axis is a vocabulary, of at least one token."""
+    axes: Axes | None
+    """The axes of a tensor; None for any shape."""
     classes: tuple[type, ...]
     """Classes of kleash, and possibly str; if not empty, nothing else is allowed."""
+    fields: Mapping[str, Axes]
+    """The axes of the tensors in these classes, by field."""
 
 
 def validated(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: validate arguments against the annotations of ``function`` and raise errors of kleash.
 
     It checks parameters annotated as a jaxtyping tensor, as ``float`` or as a class of kleash: the type, the kind of
-    dtype, the memory layout, that a vocabulary is not empty, and that all tensors are on one device. Values and other
-    types are not checked.
+    dtype, the memory layout, that a vocabulary is not empty, that axes of one name have one size in all tensors (also
+    in the fields of a NamedTuple), and that all tensors are on one device. Values and other types are not checked.
 
     Raises:
-        ShapeError: if an argument is not a tensor, or a tensor of the wrong kind of dtype.
+        ShapeError: if an argument is not a tensor, a tensor of the wrong kind of dtype, or of another shape.
+        VocabularyMismatchError: if the axes called ``vocab`` differ in size.
         OptionError: if an argument is not a number.
         CannotRunError: if tensors are on different devices.
     """
@@ -51,7 +60,7 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def validated_types(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: as ``validated``, without the checks of dtypes and devices, which ``function`` does itself."""
+    """Decorator: as ``validated``, without the checks of dtypes, shapes and devices, which ``function`` does itself."""
     return _with_validation(function, check_dtypes_and_devices=False)
 
 
@@ -75,7 +84,9 @@ def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
     options = get_args(annotation) or (annotation,)
     tensors = [x for x in options if getattr(x, "array_type", None) is Tensor]
     number = float in options or int in options
-    classes = tuple(x for x in options if isinstance(x, type) and x.__module__.startswith("kleash."))
+    classes: tuple[Any, ...] = tuple(
+        x for x in options if isinstance(x, type) and x.__module__.startswith("kleash.")
+    )
     classes += (str,) if classes and str in options else ()
     unchecked = [x for x in options if x not in (*tensors, *classes, float, int, type(None))]
     if unchecked or not (tensors or classes or options == (float,)):
@@ -88,13 +99,22 @@ def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
         floating=any("float" in kind for kind in kinds),
         integer=any("int" in kind for kind in kinds),
         boolean="bool" in kinds,
-        vocabulary=any(str(getattr(x, "dim_str", "")).split()[-1:] in VOCABULARY_AXES for x in tensors),
+        axes=axes_of(tensors[0]) if tensors else None,
         classes=classes,
+        fields={
+            name: axes
+            for each in classes
+            if hasattr(each, "_fields")  # a NamedTuple
+            for name, field in inspect.get_annotations(each).items()
+            if (axes := axes_of(field)) is not None
+        },
     )
 
 
-VOCABULARY_AXES = (["vocab"], ["vocab_p"], ["vocab_q"])
-"""Names of a last axis in annotations that mean a whole vocabulary."""
+def axes_of(annotation: object) -> Axes | None:
+    """The axes of a jaxtyping annotation; None for any shape, and for other annotations."""
+    axes = tuple(str(getattr(annotation, "dim_str", "...")).split())
+    return None if "..." in axes else axes
 
 
 def check_arguments(
@@ -105,7 +125,7 @@ def check_arguments(
     *,
     check_dtypes_and_devices: bool,
 ) -> None:
-    """Raise an error for the first argument that its spec does not allow, or for tensors on different devices.
+    """Raise an error for the first argument that its spec does not allow, or for tensors that do not fit together.
 
     Args:
         specs: what each parameter allows; parameters without a spec are not checked.
@@ -120,12 +140,16 @@ def check_arguments(
         CannotRunError: if two tensors of at least one axis are on different devices.
     """
     first, first_name = None, ""
+    tensors: list[NamedTensor] = []
     for name, value in (*zip(names, args), *kwargs.items()):  # noqa: B905 (parameters with defaults may be missing)
         spec = specs.get(name)
         if spec is None or (value is None and spec.none):
             continue
         if spec.classes:
             check_class(name, value, spec.classes)
+            tensors += [
+                (f"{name}.{field}", getattr(value, field), axes) for field, axes in spec.fields.items()
+            ]
         elif not isinstance(value, Tensor):
             check_number(name, value, spec)
         elif spec.tensor:
@@ -133,12 +157,50 @@ def check_arguments(
             if not check_dtypes_and_devices:
                 continue
             check_dtype(name, value, spec)
+            if spec.axes is not None:
+                tensors.append((name, value, spec.axes))
             if first is None:
                 first, first_name = value, name
             elif value.device != first.device and value.ndim and first.ndim:
                 raise CannotRunError(
                     f"{first_name} is on {first.device} and {name} on {value.device}; move one of them"
                 )
+    check_shapes(tensors)
+
+
+def check_shapes(tensors: Sequence[NamedTensor]) -> None:
+    """Raise an error unless axes of one name have one size in all tensors."""
+    sizes: dict[str, object] = {}
+    for name, tensor, axes in tensors:
+        misfit = first_misfit(axes, tuple(tensor.shape), sizes)
+        if misfit == VOCABULARY:
+            first = next(each for each, _, its_axes in tensors if VOCABULARY in its_axes)
+            raise VocabularyMismatchError(
+                f"{first} covers {sizes[VOCABULARY]} tokens and {name} {tensor.shape[-1]}; "
+                "pad or project one onto the other's vocabulary first"
+            )
+        if misfit is not None:
+            shapes = ", ".join(f"{each} {tuple(x.shape)}" for each, x, _ in tensors)
+            needed = ", ".join(f"{each} [{', '.join(its_axes)}]" for each, _, its_axes in tensors)
+            raise ShapeError(f"the shapes do not fit together: {shapes}; give {needed}")
+
+
+def first_misfit(axes: Axes, shape: tuple[int, ...], sizes: dict[str, object]) -> str | None:
+    """The first axis that has another size in ``sizes``, to which new axes are added; None if all fit.
+
+    It is an empty text if there are more or fewer axes.
+    """
+    groups: list[object] = list(shape)
+    for at, axis in enumerate(axes):
+        if axis.startswith("*"):
+            stop = len(shape) - (len(axes) - at - 1)
+            groups[at:stop] = [shape[at:stop]]
+    if len(groups) != len(axes):
+        return ""
+    for axis, size in zip(axes, groups, strict=True):
+        if sizes.setdefault(axis, size) != size:
+            return axis
+    return None
 
 
 def type_text(value: object) -> str:
@@ -182,8 +244,9 @@ def check_dtype(name: str, value: Tensor, spec: ArgumentSpec) -> None:
     description = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
     if value.is_complex() or (value.is_quantized and spec.floating):
         raise ShapeError(f"{description}; give real numbers")
+    has_vocabulary = spec.axes is not None and spec.axes[-1:] == (VOCABULARY,)
     if (
-        spec.vocabulary
+        has_vocabulary
         and spec.floating
         and not (value.is_floating_point() and value.ndim and value.shape[-1])
     ):

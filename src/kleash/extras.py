@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -144,6 +145,25 @@ def replace_everywhere(owner: ModuleType, name: str, replacement: Any) -> None:
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(f"{package}.") and vars(module).get(name) is original:
             setattr(module, name, replacement)
+
+
+def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace a function of a module, as ``replace_everywhere``, or a method of a class; a second call does nothing.
+
+    Args:
+        owner: the module or the class.
+        name: of the function.
+        wrapper: takes the function and returns the one that replaces it.
+    """
+    original = getattr(owner, name)
+    if hasattr(original, "kleash"):
+        return
+    replacement = wraps(original)(wrapper(original))
+    vars(replacement)["kleash"] = True
+    if isinstance(owner, ModuleType):
+        replace_everywhere(owner, name, replacement)
+    else:
+        setattr(owner, name, replacement)
 
 
 def call_after_import(module: str, function: Callable[[ModuleType], None]) -> None:

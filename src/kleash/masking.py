@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -37,18 +36,14 @@ def selecting(aggregate: Callable[..., Tensor], values: str, mask: str) -> Calla
         values: the name of its argument with the values.
         mask: the name of its argument with the mask, which may be None.
     """
-    if hasattr(aggregate, "kleash"):
-        return aggregate
     signature = inspect.signature(aggregate)
 
-    @wraps(aggregate)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         bound = signature.bind(*args, **kwargs)
         if bound.arguments[mask] is not None:
             bound.arguments[values] = torch.where(bound.arguments[mask].bool(), bound.arguments[values], 0.0)
         return aggregate(*bound.args, **bound.kwargs)
 
-    vars(call)["kleash"] = True
     return call
 
 
@@ -116,8 +111,6 @@ def mean_of(
     Raises:
         ShapeError: if the two differ in shape.
     """
-    if values.shape != mask.shape:
-        raise ShapeError(f"values are {tuple(values.shape)} and their mask is {tuple(mask.shape)}")
     is_counted = as_mask(mask)
     return Mean(total=torch.where(is_counted, values, 0.0).sum(), count=is_counted.sum())
 

@@ -230,13 +230,11 @@ def test_tail_bounds_of_rounded_lists_are_upper_bounds():
 
 def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
-    with pytest.raises(
-        ShapeError, match=r"head_logp is \(2, 3\) and head_logq \(2, 2\); give the same tokens"
-    ):
+    with pytest.raises(ShapeError, match=r"head_logp \(2, 3\), head_logq \(2, 2\)"):
         kl_bounds(x, x[:, :2])
     with pytest.raises(ShapeError, match=r"head_logq is torch.int64 of shape \(2, 3\); give floating-point"):
         kl_bounds(x, x.long())
-    with pytest.raises(ShapeError, match=r"head_logp is torch.float32 of shape \(\)"):
+    with pytest.raises(ShapeError, match=r"head_logp \(\)"):
         kl_bounds(x[0, 0], x[0, 0])
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         kl_bounds(x, x, divergence="k1")

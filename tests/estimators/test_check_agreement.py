@@ -137,11 +137,9 @@ def test_an_empty_mask_gives_nan_and_no_findings():
 
 def test_different_shapes_raise(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3).bool()
-    with pytest.raises(
-        ShapeError, match=r"token_logp is \(2, 3\), behaviour_logp \(2, 2\), mask \(2, 3\) and prompts"
-    ):
+    with pytest.raises(ShapeError, match=r"behaviour_logp \(2, 2\)"):
         check_agreement(x, x[:, :2], mask)
-    with pytest.raises(ShapeError, match=r"and prompts \(3,\); give \[batch, time\] three times"):
+    with pytest.raises(ShapeError, match=r"prompts \(3,\)"):
         check_agreement(x, x, mask, prompts=torch.arange(3))
-    with pytest.raises(ShapeError, match=r"token_logp is \(3,\)"):
+    with pytest.raises(ShapeError, match=r"token_logp \(3,\)"):
         check_agreement(x[0], x[0], mask[0])

@@ -207,9 +207,7 @@ def test_equal_arguments_give_zero_and_empty_inputs_stay_empty(name):
 
 
 def test_different_shapes_and_unknown_names_raise(unhooked):
-    with pytest.raises(
-        ShapeError, match=r"token_logp is \(2, 3\) and token_logq \(3,\); give the same tokens"
-    ):
+    with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), token_logq \(3,\)"):
         sampled_kl(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(UnknownNameError, match=r"no estimator is called 'k5'; there are k1, abs, k2, k3"):
         sampled_kl(torch.zeros(2), torch.zeros(2), "k5")

@@ -157,13 +157,11 @@ def test_invalid_semantics_raise(wrong, message):
 
 def test_different_shapes_raise(unhooked):
     x = torch.zeros(2, 3)
-    with pytest.raises(
-        ShapeError, match=r"token_logp \(2, 3\), log_kept_mass \(2,\); give one number per token"
-    ):
+    with pytest.raises(ShapeError, match=r"log_kept_mass \(2,\)"):
         to_truncated(x, x[:, 0])
     with pytest.raises(ShapeError, match=r"log_kept_mass \(2, 3\), kept \(2,\)"):
         to_truncated(x, x, x[:, 0].bool())
     with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), log_kept_mass \(2, 2\)"):
         to_full(x, x[:, :2])
-    with pytest.raises(ShapeError, match=r"logp is \(2, 3\) and kept \(3,\)"):
+    with pytest.raises(ShapeError, match=r"logp \(2, 3\), kept \(3,\)"):
         restrict(x, torch.ones(3).bool())

@@ -2,9 +2,10 @@ import math
 
 import pytest
 import torch
+from markov_models import drift_moments, random_markov
 
+from kleash.auditing.toy_distributions import every_sequence
 from kleash.divergences import kl
-from kleash.divergences.enumeration import drift_moments, every_sequence, random_markov
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import importance_weights, sampled_kl
 
@@ -179,11 +180,9 @@ def test_weights_are_detached_and_half_precision_is_converted_to_float32():
 
 def test_invalid_shapes_levels_and_caps_raise(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(
-        ShapeError, match=r"token_logp is \(2, 3\), behaviour_logp \(2, 2\) and mask \(2, 3\)"
-    ):
+    with pytest.raises(ShapeError, match=r"behaviour_logp \(2, 2\)"):
         importance_weights(x, x[:, :2], mask)
-    with pytest.raises(ShapeError, match=r"give all three as \[batch, time\]"):
+    with pytest.raises(ShapeError, match=r"\[batch, time\]"):
         importance_weights(x[0], x[0], mask[0])
     with pytest.raises(ShapeError, match="a mask is bool"):
         importance_weights(x, x, mask.float())

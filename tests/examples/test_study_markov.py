@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from estimator_study import markov
+from markov_models import drift_moments, random_markov
 
-from kleash.divergences.enumeration import drift_moments, every_sequence, random_markov
+from kleash.auditing.toy_distributions import every_sequence
 
 VOCAB, STEPS, APART = 3, 4, 0.8
 FUNCTIONS = {

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kleash.auditing.toy_distributions import every_sequence
 from kleash.divergences import kl
-from kleash.divergences.enumeration import every_sequence
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -127,7 +127,7 @@ ONES = torch.ones(2, 3)
         (
             lambda: generalised_advantages(ONES[0], ONES[0], ONES[0].bool()),
             ShapeError,
-            r"as \[sequences, steps\]",
+            r"\[sequences, steps\]",
         ),
         (lambda: rewards_to_go(ONES, ONES[:, :2].bool()), ShapeError, r"mask \(2, 2\)"),
         (lambda: rewards_to_go(ONES, ONES), ShapeError, "a mask is bool"),

@@ -200,13 +200,13 @@ FOUR = torch.ones(4)
         (lambda: group_advantages(FOUR, 0), OptionError, "in groups of 0"),
         (lambda: group_advantages(FOUR, torch.ones(3, dtype=torch.int64)), ShapeError, r"groups \(3,\)"),
         (lambda: group_advantages(FOUR, 2, torch.ones(3).bool()), ShapeError, r"mask \(3,\)"),
-        (lambda: group_advantages(torch.ones(2, 2), 2), ShapeError, r"rewards are \(2, 2\)"),
+        (lambda: group_advantages(torch.ones(2, 2), 2), ShapeError, r"rewards \(2, 2\)"),
         (
             lambda: group_advantages(FOUR, 2, scale="batch"),
             OptionError,
             "scale is 'batch'; there are none, std",
         ),
-        (lambda: whiten(FOUR, torch.ones(3).bool()), ShapeError, r"their mask is \(3,\)"),
+        (lambda: whiten(FOUR, torch.ones(3).bool()), ShapeError, r"mask \(3,\)"),
         (lambda: whiten(FOUR, FOUR), ShapeError, "a mask is bool"),
     ],
 )

@@ -180,7 +180,7 @@ ONES = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: shape_rewards(torch.ones(3), ONES, ONES.bool(), beta=0.1), ShapeError, r"scores are \(3,\)"),
+        (lambda: shape_rewards(torch.ones(3), ONES, ONES.bool(), beta=0.1), ShapeError, r"scores \(3,\)"),
         (
             lambda: shape_rewards(torch.ones(2), ONES, ONES[:, :2].bool(), beta=0.1),
             ShapeError,
@@ -189,7 +189,7 @@ ONES = torch.ones(2, 3)
         (
             lambda: sequence_rewards(torch.ones(2), torch.ones(2), torch.ones(2).bool(), beta=0.1),
             ShapeError,
-            "twice",
+            r"\[sequences, steps\]",
         ),
         (lambda: shape_rewards(torch.ones(2), ONES, ONES.bool(), beta=-0.1), OptionError, "beta is -0.1"),
         (lambda: sequence_rewards(torch.ones(2), ONES, ONES.bool(), beta=NAN), OptionError, "beta is nan"),

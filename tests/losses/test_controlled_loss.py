@@ -156,5 +156,5 @@ def test_invalid_controlled_loss_arguments_are_errors(unhooked):
         controlled_kl_loss(x, x, x, mask)
     with pytest.raises(ShapeError, match=r"token_kl \(3, 1\)"):
         controlled_kl_loss(x.clone().requires_grad_(), x, x[:, :1], mask)
-    with pytest.raises(ShapeError, match=r"token_logp is \(3,\); give all of them as \[batch, time\]"):
+    with pytest.raises(ShapeError, match=r"\[batch, time\]"):
         controlled_kl_loss(x[:, 0].clone().requires_grad_(), x[:, 0], x[:, 0], mask[:, 0])

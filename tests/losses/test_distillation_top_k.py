@@ -94,11 +94,11 @@ def test_masked_values_are_not_read(pair):
 def test_invalid_top_k_arguments_are_errors(pair):
     teacher, student = pair
     ids, logp = head(teacher)
-    with pytest.raises(ShapeError, match=r"the mask \(2, 1\); give the same positions in all"):
+    with pytest.raises(ShapeError, match=r"mask \(2, 1\)"):
         top_k_distillation_loss(ids, logp, student, ALL[:, :1])
     with pytest.raises(ShapeError, match=r"student_logits \(1, 2, 8\)"):
         top_k_distillation_loss(ids, logp, student[:1], ALL)
-    with pytest.raises(ShapeError, match=r"p lists \(2, 2, 3\) tokens with \(2, 2, 2\) numbers"):
+    with pytest.raises(ShapeError, match=r"teacher_logp \(2, 2, 2\)"):
         top_k_distillation_loss(ids, logp[..., :2], student, ALL)
     with pytest.raises(DetachedError, match="carries no gradient"):
         top_k_distillation_loss(ids, logp, student.detach(), ALL)

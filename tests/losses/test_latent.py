@@ -99,11 +99,11 @@ FLAT = torch.zeros(3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: free_bits(FLAT, 0.5), ShapeError, r"dimension_kl is \(3,\); give \[batch, dim\]"),
+        (lambda: free_bits(FLAT, 0.5), ShapeError, r"dimension_kl \(3,\); give dimension_kl \[batch, dim\]"),
         (lambda: free_bits(FLAT[None], -0.1), OptionError, "floor_nats is -0.1"),
         (lambda: free_bits(FLAT[None], math.inf), OptionError, "floor_nats is inf"),
-        (lambda: active_units(FLAT[None]), ShapeError, r"\(1, 3\); give \[examples, dim\] with at least two"),
-        (lambda: active_units(FLAT), ShapeError, r"posterior_mean is \(3,\)"),
+        (lambda: active_units(FLAT[None]), ShapeError, "at least two"),
+        (lambda: active_units(FLAT), ShapeError, r"posterior_mean \(3,\)"),
         (lambda: linear_annealing(-1, steps=4), OptionError, "step is -1 of 4"),
         (lambda: linear_annealing(0, steps=0), OptionError, "step is 0 of 0"),
         (lambda: linear_annealing(0, steps=1, end=math.nan), OptionError, "from 0.0 to nan"),

@@ -75,5 +75,5 @@ def test_masked_values_are_not_read():
 
 
 def test_mismatched_shapes_are_an_error(unhooked):
-    with pytest.raises(ShapeError, match=r"old_logp \(4, 6\), mask \(4, 5\)"):
+    with pytest.raises(ShapeError, match=r"\(4, 6\), mask \(4, 5\)"):
         require_log_probabilities(LOGP, ALL[:, :5], "old_logp")

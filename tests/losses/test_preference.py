@@ -207,7 +207,7 @@ ONE = torch.zeros(1, requires_grad=True)
         (
             lambda: dpo_loss(ONE, torch.zeros(2), beta=1.0),
             ShapeError,
-            r"\(1,\) and rejected_log_ratio \(2,\)",
+            r"rejected_log_ratio \(2,\)",
         ),
         (
             lambda: implicit_reward(ONE, beta=1.0, divergence=skew_kl_record(1.0)),
@@ -224,7 +224,7 @@ ONE = torch.zeros(1, requires_grad=True)
                 torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 3, dtype=torch.bool)
             ),
             ShapeError,
-            r"token_logp is \(1, 2\), token_logq \(1, 2\) and mask \(1, 3\)",
+            r"mask \(1, 3\)",
         ),
     ],
 )

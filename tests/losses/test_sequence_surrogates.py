@@ -3,9 +3,9 @@
 import pytest
 import torch
 from every_response import World, error, expected, gradient
+from markov_models import MarkovModel, drift_moments
 
 from kleash.divergences import kl
-from kleash.divergences.enumeration import MarkovModel, drift_moments
 from kleash.estimators import importance_weights, k2, k3
 from kleash.losses import KLTerm
 

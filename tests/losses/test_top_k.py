@@ -230,11 +230,11 @@ def test_invalid_top_k_loss_arguments_are_errors(unhooked):
         sampled_tail_loss(p, q, drawn, ONE, divergence="hellinger")
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         tail_bucket_loss(p, q, ONE, divergence="k1")
-    with pytest.raises(ShapeError, match=r"p lists \(1, 3\) tokens with \(1, 3\) numbers, q \(1, 2\)"):
+    with pytest.raises(ShapeError, match=r"q.ids \(1, 2\)"):
         tail_bucket_loss(p, q._replace(ids=q.ids[:, :2]), ONE)
-    with pytest.raises(ShapeError, match=r"and mask is \(2,\); give both sides the same tokens"):
+    with pytest.raises(ShapeError, match=r"mask \(2,\)"):
         tail_bucket_loss(p, q, ONE.expand(2))
-    with pytest.raises(ShapeError, match=r"tokens \(2,\)"):
+    with pytest.raises(ShapeError, match=r"drawn.tokens \(2,\)"):
         sampled_tail_loss(p, q, drawn._replace(tokens=torch.tensor([1, 2])), ONE)
     with pytest.raises(DetachedError, match="would train nothing"):
         tail_bucket_loss(q, q, ONE)

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from markov_models import MarkovModel, random_markov
 
 from kleash.divergences import entropy, kl
-from kleash.divergences.enumeration import MarkovModel, random_markov
 from kleash.linear import TokenTerms
 from kleash.records import PPOJob
 from kleash.training.ppo_loss import (

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,7 +12,6 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from kleash.auditing.inputs import AuditInputs, make_inputs
-from kleash.divergences.enumeration import every_sequence
 
 Sampling = Literal["on-policy", "off-policy"]
 SAMPLINGS: tuple[Sampling, ...] = ("on-policy", "off-policy")
@@ -19,6 +19,11 @@ SAMPLINGS: tuple[Sampling, ...] = ("on-policy", "off-policy")
 VOCAB_SIZE = 8
 SEQUENCES = "sequences"
 """The name of the toy distributions over responses of three tokens."""
+
+
+def every_sequence(vocab: int, steps: int) -> Int[Tensor, "sequences steps"]:
+    """All ``vocab ** steps`` sequences, in lexicographic order."""
+    return torch.tensor(list(product(range(vocab), repeat=steps)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from kleash.divergences.table import (
     skew_kl_record,
     weighted_generator,
 )
-from kleash.errors import OptionError, ShapeError, VocabularyMismatchError
+from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -29,8 +29,8 @@ RENYI_SERIES_NATS = 0.5
 
 @validated
 def divergence(
-    which: str | Divergence, logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+    which: str | Divergence, logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
     """D(p || q) for a name of ``DIVERGENCES`` or for a ``Divergence`` record.
 
         D(p || q) = finish(sum_x p(x) f(log p(x) - log q(x)))
@@ -56,16 +56,7 @@ def divergence(
 
 
 def promote_pair(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    """Check that the shapes agree and convert both to the wider dtype, at least float32."""
-    if logp.shape[-1] != logq.shape[-1]:
-        raise VocabularyMismatchError(
-            f"logp covers {logp.shape[-1]} tokens and logq {logq.shape[-1]}; "
-            "pad or project one onto the other's vocabulary first"
-        )
-    if logp.shape != logq.shape:
-        raise ShapeError(
-            f"logp is {tuple(logp.shape)} and logq {tuple(logq.shape)}; expand one to the other's shape first"
-        )
+    """Both in the wider dtype, at least float32."""
     wider = torch.promote_types(at_least_float32(logp).dtype, at_least_float32(logq).dtype)
     p = logp.to(wider)
     # One tensor on both sides is converted once, so that its gradient is rounded once.
@@ -95,9 +86,7 @@ def _times_limit(side: Side, log_mass: Tensor) -> Tensor:
 
 
 @validated
-def kl(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+def kl(logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
     """KL(p || q) in nats, per distribution on the last axis.
 
         KL(p || q) = sum_x p(x) phi(log p(x) - log q(x)),    phi(u) = expm1(-u) + u
@@ -133,8 +122,8 @@ def kl(
 
 @validated
 def jeffreys(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
     """KL(p || q) + KL(q || p) in nats; ``inf`` if the supports differ.
 
     Raises:
@@ -145,12 +134,12 @@ def jeffreys(
 
 @validated
 def jensen_shannon(
-    logp: Float[Tensor, "*batch_p vocab_p"],
-    logq: Float[Tensor, "*batch_q vocab_q"],
+    logp: Float[Tensor, "*batch vocab"],
+    logq: Float[Tensor, "*batch vocab"],
     weight: float = 0.5,
     *,
     normalised: bool = False,
-) -> Float[Tensor, "*batch_p"]:
+) -> Float[Tensor, "*batch"]:
     """The weighted Jensen-Shannon divergence, in nats.
 
         weight KL(p || m) + (1 - weight) KL(q || m),    m = weight p + (1 - weight) q
@@ -171,8 +160,8 @@ def jensen_shannon(
 
 @validated
 def skew_kl(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"], mix: float
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"], mix: float
+) -> Float[Tensor, "*batch"]:
     """KL(p || mix p + (1 - mix) q) in nats; at most -log mix.
 
     With ``mix`` 0 this is KL(p || q), with 1 it is 0.
@@ -190,8 +179,8 @@ def skew_kl(
 
 @validated
 def alpha_divergence(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"], alpha: float
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"], alpha: float
+) -> Float[Tensor, "*batch"]:
     """The alpha divergence: KL(q || p) at 0, four times the squared Hellinger distance at 1/2, KL(p || q) at 1.
 
         (sum_x p(x)^alpha q(x)^(1 - alpha) - 1) / (alpha (alpha - 1))
@@ -207,8 +196,8 @@ def alpha_divergence(
 
 @validated
 def renyi(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"], order: float
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"], order: float
+) -> Float[Tensor, "*batch"]:
     """The Rényi divergence of an order above 0, in nats; of order 1 it is KL(p || q).
 
         log(sum_x p(x)^order q(x)^(1 - order)) / (order - 1)
@@ -253,8 +242,8 @@ def _renyi_log_sum(logp: Tensor, logq: Tensor, order: float) -> Tensor:
 
 @validated
 def chi_squared(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
     """sum (p - q)^2 / q: the variance of the weight p/q under ``q``; no unit. ``inf`` where q = 0 < p.
 
     Raises:
@@ -265,8 +254,8 @@ def chi_squared(
 
 @validated
 def total_variation(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
     """Half of sum |p - q|: the largest difference in the probability of any event; 0 to 1, no unit.
 
     Its first and second derivatives are 0 at a token with equal probabilities.
@@ -279,8 +268,8 @@ def total_variation(
 
 @validated
 def hellinger(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
     """The Hellinger distance, sqrt(1 - sum sqrt(p q)); 0 to 1, no unit.
 
     It has a kink at p = q: the gradient there is 0 and the second derivative NaN.
@@ -305,8 +294,8 @@ def entropy(logp: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
 
 @validated
 def cross_entropy(
-    logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
-) -> Float[Tensor, "*batch_p"]:
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
     """The cross-entropy H(p, q) = -sum p log q = H(p) + KL(p || q), in nats.
 
     |          | q > 0      | q = 0 |
@@ -327,8 +316,8 @@ def cross_entropy(
 
 @validated
 def kl_gaussian(
-    mean_p: Float[Tensor, "*batch dim"],
-    log_variance_p: Float[Tensor, "*batch dim"],
+    mean_p: Float[Tensor, "..."],
+    log_variance_p: Float[Tensor, "..."],
     mean_q: Float[Tensor, "..."] | float = 0.0,
     log_variance_q: Float[Tensor, "..."] | float = 0.0,
 ) -> Float[Tensor, "*batch"]:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.precision import at_least_float32
 
 
@@ -96,10 +96,6 @@ def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch voc
     Raises:
         ShapeError: if the two differ in shape.
     """
-    if logp.shape != kept.shape:
-        raise ShapeError(
-            f"logp is {tuple(logp.shape)} and kept {tuple(kept.shape)}; give a truth value for each token"
-        )
     logp = at_least_float32(logp)
     log_kept_mass = _log_mass(logp, kept)
     return Truncated(torch.where(kept, logp - log_kept_mass.unsqueeze(-1), -torch.inf), kept, log_kept_mass)

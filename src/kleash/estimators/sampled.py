@@ -13,7 +13,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.autodiff import forward_mode_active, with_slope
 from kleash.divergences import phi
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.kl_rules import CONTRACTS, Contract
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
@@ -75,8 +75,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 @validated
 def sampled_kl(
-    token_logp: Float[Tensor, "*tokens_p"], token_logq: Float[Tensor, "*tokens_q"], estimator: str = "k3"
-) -> Float[Tensor, "*tokens_p"]:
+    token_logp: Float[Tensor, "*tokens"], token_logq: Float[Tensor, "*tokens"], estimator: str = "k3"
+) -> Float[Tensor, "*tokens"]:
     """An estimate of KL(p || q) in nats from each token ``x ~ p``: a function of its log ratio.
 
         estimator(log p(x) - log q(x))
@@ -103,11 +103,6 @@ def sampled_kl(
         Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
     """
     record = look_up(ESTIMATORS, estimator, "estimator")
-    if token_logp.shape != token_logq.shape:
-        raise ShapeError(
-            f"token_logp is {tuple(token_logp.shape)} and token_logq {tuple(token_logq.shape)}; "
-            "give the same tokens under both"
-        )
     log_ratio = at_least_float32(token_logp) - at_least_float32(token_logq)
     if forward_mode_active():
         return record.of(log_ratio)

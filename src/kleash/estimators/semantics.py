@@ -10,7 +10,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import Truncated, at_temperature, truncate
 from kleash.divergences.truncation import require_valid_limits
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.masking import as_mask
 from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
 
@@ -117,7 +117,6 @@ def to_truncated(
     Raises:
         ShapeError: if the shapes differ.
     """
-    _require_same_shape(token_logp, log_kept_mass, kept)
     truncated_logp = token_logp - log_kept_mass
     return truncated_logp if kept is None else torch.where(kept, truncated_logp, -torch.inf)
 
@@ -133,16 +132,7 @@ def to_full(
     Raises:
         ShapeError: if the two differ in shape.
     """
-    _require_same_shape(token_logp, log_kept_mass, None)
     return token_logp + log_kept_mass
-
-
-def _require_same_shape(token_logp: Tensor, log_kept_mass: Tensor, kept: Tensor | None) -> None:
-    shapes = [tuple(x.shape) for x in (token_logp, log_kept_mass, kept) if x is not None]
-    if len(set(shapes)) > 1:
-        names = ("token_logp", "log_kept_mass", "kept")
-        description = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=False))
-        raise ShapeError(f"the tokens do not fit together: {description}; give one number per token in each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +178,7 @@ def check_agreement(
     Raises:
         ShapeError: if the shapes do not agree.
     """
-    shapes = [tuple(x.shape) for x in (token_logp, behaviour_logp, mask)]
     labels = torch.arange(len(token_logp)) if prompts is None else prompts
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2 or labels.shape != token_logp.shape[:1]:
-        raise ShapeError(
-            f"token_logp is {shapes[0]}, behaviour_logp {shapes[1]}, mask {shapes[2]} and prompts "
-            f"{tuple(labels.shape)}; give [batch, time] three times, and a prompt for each sequence"
-        )
     is_counted = as_mask(mask).cpu()
     policy, behaviour = (x.detach().cpu().double()[is_counted].numpy() for x in (token_logp, behaviour_logp))
     clusters = labels.cpu().unsqueeze(-1).expand(is_counted.shape)[is_counted].numpy()

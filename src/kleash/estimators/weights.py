@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kleash.arguments import validated
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 
@@ -35,9 +35,9 @@ class ImportanceWeights(NamedTuple):
 
 @validated
 def importance_weights(
-    token_logp: Float[Tensor, "batch_p time_p"],
-    behaviour_logp: Float[Tensor, "batch_b time_b"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    token_logp: Float[Tensor, "batch time"],
+    behaviour_logp: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
     *,
     level: Level = "token",
     cap: float | None = None,
@@ -76,12 +76,6 @@ def importance_weights(
         ShapeError: if the three differ in shape, or are not [batch, time].
         OptionError: if there is no such level, or ``cap`` is not above 0.
     """
-    shapes = [tuple(x.shape) for x in (token_logp, behaviour_logp, mask)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        raise ShapeError(
-            f"token_logp is {shapes[0]}, behaviour_logp {shapes[1]} and mask {shapes[2]}; "
-            "give all three as [batch, time]"
-        )
     if level not in LEVELS:
         raise OptionError(f"level is {level!r}; there are {', '.join(LEVELS)}")
     if cap is not None and not cap > 0:
@@ -100,7 +94,7 @@ def importance_weights(
     weights = log_weights.exp().unsqueeze(-1) if level == "sequence" else log_weights.exp()
     return ImportanceWeights(
         values=torch.where(is_counted, weights, 0.0),
-        effective_sample_size=_effective_sample_size(torch.where(units, log_weights, -inf)),
+        effective_sample_size=effective_sample_size(torch.where(units, log_weights, -inf)),
         truncated_share=(above_cap & units).sum() / units.sum(),
     )
 
@@ -118,8 +112,8 @@ def detached_where(values: Tensor, is_counted: Tensor) -> Tensor:
     return torch.where(is_counted, at_least_float32(values.detach()), 0.0)
 
 
-def _effective_sample_size(log_weights: Tensor) -> Tensor:
-    """(sum w)^2 / sum w^2, from weights divided by the largest."""
+def effective_sample_size(log_weights: Tensor) -> Tensor:
+    """(sum w)^2 / sum w^2, from weights divided by the largest; NaN if there are none, or all are 0."""
     flat = log_weights.flatten()
     if flat.numel() == 0:
         return flat.new_tensor(torch.nan)
@@ -127,8 +121,14 @@ def _effective_sample_size(log_weights: Tensor) -> Tensor:
     return weights.sum().square() / weights.square().sum()
 
 
+def controlled(sampled: Tensor, exact: Tensor, weight: Tensor) -> Tensor:
+    """``U - a (U - C)`` of a sampled U and an exact C of the same mean; one of weight 0 is not read."""
+    combination = (1 - weight) * sampled + weight * exact
+    return torch.where(weight == 1, exact, torch.where(weight == 0, sampled, combination))
+
+
 def leave_one_out_weights(
-    sampled: Float[Tensor, "batch"], exact: Float[Tensor, "batch_e"], is_counted: Bool[Tensor, "batch_c"]
+    sampled: Float[Tensor, "batch"], exact: Float[Tensor, "batch"], is_counted: Bool[Tensor, "batch"]
 ) -> Float[Tensor, "batch"]:
     """For each sequence, the regression weight fitted to all other sequences that count.
 

@@ -11,7 +11,7 @@ methods of the trainer, making a controller raises AttributeError.
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial
 from typing import Any, SupportsFloat
 
 import torch
@@ -22,7 +22,13 @@ from kleash.autodiff import with_slope
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import slope_of_k2
-from kleash.extras import call_after_import, replace_everywhere, require_attributes, warn_if_untested
+from kleash.extras import (
+    call_after_import,
+    replace_everywhere,
+    require_attributes,
+    warn_if_untested,
+    wrap_once,
+)
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.masking import selecting
@@ -177,14 +183,10 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     adaptive = _adaptive(dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
 
-    @wraps(compute_approx_kl)
-    def capped_approx_kl(*args: Any, **kwargs: Any) -> Tensor:
-        return compute_approx_kl(*args, **{"cap": cap, **kwargs})
-
     def replace_functions(module: Any) -> None:
         require_attributes("openrlhf", UTILS_ATTRIBUTES)
-        replace_everywhere(module, "masked_mean", selecting(module.masked_mean, "tensor", "mask"))
-        replace_everywhere(module, "compute_approx_kl", capped_approx_kl)
+        wrap_once(module, "masked_mean", partial(selecting, values="tensor", mask="mask"))
+        replace_everywhere(module, "compute_approx_kl", partial(compute_approx_kl, cap=cap))
         replace_everywhere(module, "compute_reward", compute_reward)
 
     def replace_controllers(module: Any) -> None:
@@ -194,7 +196,7 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
 
     def replace_aggregation(module: Any) -> None:
         require_attributes("openrlhf", LOSS_ATTRIBUTES)
-        replace_everywhere(module, "aggregate_loss", selecting(module.aggregate_loss, "loss", "loss_mask"))
+        wrap_once(module, "aggregate_loss", partial(selecting, values="loss", mask="loss_mask"))
 
     call_after_import(UTILS, replace_functions)
     call_after_import(LOSS, replace_aggregation)
@@ -230,11 +232,12 @@ def _fixed(kl_coef: float) -> KLController:
 def _save_with_checkpoints() -> None:
     """Make the trainer, if it is imported, save and load its controller's state with its checkpoints."""
     trainer: Any = getattr(sys.modules.get(TRAINER), "BasePPOTrainer", None)
-    if trainer is None or hasattr(trainer.save_logs_and_checkpoints, "kleash"):
-        return
-    save, restore = trainer.save_logs_and_checkpoints, trainer.restore_best_checkpoint_state
+    if trainer is not None:
+        wrap_once(trainer, "save_logs_and_checkpoints", _saving_controller)
+        wrap_once(trainer, "restore_best_checkpoint_state", _restoring_controller)
 
-    @wraps(save)
+
+def _saving_controller(save: Callable[..., None]) -> Callable[..., None]:
     def save_with_controller(
         self: Any, global_step: int, logs_dict: Any = None, client_states: Any = None
     ) -> None:
@@ -242,11 +245,12 @@ def _save_with_checkpoints() -> None:
         states[STATE] = self.kl_ctl.leash.to_dict()
         save(self, global_step, logs_dict, states)
 
-    @wraps(restore)
+    return save_with_controller
+
+
+def _restoring_controller(restore: Callable[..., None]) -> Callable[..., None]:
     def restore_with_controller(self: Any, checkpoint_states: Any) -> None:
         restore(self, checkpoint_states)
         self.kl_ctl.load_state((checkpoint_states or {}).get(STATE, {}))
 
-    vars(save_with_controller)["kleash"] = True
-    trainer.save_logs_and_checkpoints = save_with_controller
-    trainer.restore_best_checkpoint_state = restore_with_controller
+    return restore_with_controller

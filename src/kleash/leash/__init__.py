@@ -9,14 +9,8 @@ from kleash.leash.best_of_n import (
 )
 from kleash.leash.controller_state import CONTROLLERS, StatefulController, beta_from_dict, beta_reason
 from kleash.leash.controllers import DualBeta, EarlyStop, FixedBeta, Leash, PIDBeta, ZieglerBeta
-from kleash.leash.divergence_masks import (
-    binary_divergence,
-    binary_divergence_mask,
-    off_policy_sequence_mask,
-)
 from kleash.leash.engine_mismatch import Mismatch, mismatch
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
-from kleash.leash.ratio_masks import geometric_mask, kl_mask, truncated_weights, window_weights
 from kleash.leash.reward_shaping import (
     ControlledKL,
     controlled_kl,
@@ -25,7 +19,17 @@ from kleash.leash.reward_shaping import (
     shape_rewards,
 )
 from kleash.leash.schedules import BetaSchedule, TargetSchedule
-from kleash.leash.trust_region import TrustRegion, intersection
+from kleash.leash.trust_region import (
+    TrustRegion,
+    binary_divergence,
+    binary_divergence_mask,
+    geometric_mask,
+    intersection,
+    kl_mask,
+    off_policy_sequence_mask,
+    truncated_weights,
+    window_weights,
+)
 
 __all__ = [
     "CONTROLLERS",

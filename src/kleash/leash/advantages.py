@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.estimators.weights import detached_where
 from kleash.masking import as_mask
 
@@ -24,8 +24,8 @@ class Advantages(NamedTuple):
 @validated
 def generalised_advantages(
     rewards: Float[Tensor, "sequences steps"],
-    values: Float[Tensor, "sequences_v steps_v"],
-    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    values: Float[Tensor, "sequences steps"],
+    mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
@@ -58,7 +58,6 @@ def generalised_advantages(
         Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2015),
         https://arxiv.org/abs/1506.02438
     """
-    _require_steps(rewards=rewards, values=values, mask=mask)
     _require_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
     is_counted = as_mask(mask)
     token_rewards, critic_values = detached_where(rewards, is_counted), detached_where(values, is_counted)
@@ -70,7 +69,7 @@ def generalised_advantages(
 @validated
 def rewards_to_go(
     rewards: Float[Tensor, "sequences steps"],
-    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     gamma: float = 1.0,
 ) -> Float[Tensor, "sequences steps"]:
@@ -84,7 +83,6 @@ def rewards_to_go(
         OptionError: if ``gamma`` is outside 0 to 1.
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
-    _require_steps(rewards=rewards, mask=mask)
     _require_unit_interval(gamma=gamma)
     is_counted = as_mask(mask)
     return _discounted_sum(detached_where(rewards, is_counted), is_counted, gamma)
@@ -114,16 +112,6 @@ def _next_value(values: Tensor, is_counted: Tensor) -> Tensor:
     this_or_next = positions.flip(-1).cummin(-1).values.flip(-1)
     next_position = torch.nn.functional.pad(this_or_next[..., 1:], (0, 1), value=steps)
     return torch.nn.functional.pad(values, (0, 1)).gather(-1, next_position)
-
-
-def _require_steps(**tensors: Tensor) -> None:
-    """Raise ShapeError unless all tensors are [sequences, steps] of one shape."""
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        description = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ShapeError(
-            f"the steps do not fit together: {description}; give all of them as [sequences, steps]"
-        )
 
 
 def _require_unit_interval(**fractions: float) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
 
 from kleash.errors import OptionError
 
@@ -78,7 +78,47 @@ def bounded_exp(nats: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetController:
+class BetaRecord:
+    """What controllers and schedules of beta have in common: fields that a dict can hold."""
+
+    kind: ClassVar[str]
+    """Its name in ``to_dict``."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
+        record: dict[str, object] = {"kind": self.kind}
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if isinstance(value, BetaRecord):
+                value = value.to_dict()
+            record[field.name] = list(value) if field.name == "levels" else value
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBeta(BetaRecord):
+    """A beta that does not depend on the measured KL."""
+
+    per: Per = "sequence"
+    """The unit of the measurements, which are not used."""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError if the unit is unknown."""
+        require_per(self.per)
+
+    @property
+    def event(self) -> None:
+        """None: beta is never bounded."""
+        return None
+
+    @property
+    def target_nats(self) -> None:
+        """None: there is no target."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetController(BetaRecord):
     """A controller that multiplies beta by a factor at each update, within bounds, to keep a filtered KL at a target.
 
     A measurement with a ``standard_error`` moves the filtered KL by a share ``gain`` of the difference: by little if
@@ -90,9 +130,6 @@ class TargetController:
     measurement that it multiplies, since the error of a KL grows with the KL, and would bias the filter downwards. A
     measurement without an error is not filtered.
     """
-
-    kind: ClassVar[str]
-    """Its name in ``to_dict``."""
 
     beta: float
     """The current beta: nats of reward paid for one nat of KL."""
@@ -136,9 +173,37 @@ class TargetController:
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
             )
 
-    def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
-        return {"kind": self.kind, **field_values(self)}
+    def after(
+        self: ControllerT,
+        measured_nats: SupportsFloat,
+        *,
+        sequences: int = 1,
+        standard_error: SupportsFloat | None = None,
+    ) -> ControllerT:
+        """The controller for the next update, given the KL measured on this many sequences in this update.
+
+        ``sequences`` is used by Ziegler's published rule alone, except that 0 stands for no measurement.
+
+        Raises:
+            OptionError: if ``sequences`` or ``standard_error`` is negative.
+        """
+        ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
+        if ratio is None:
+            return replace(self, event=event)
+        controller, factor = self.answered(ratio, error, sequences)
+        return with_beta_times(controller, factor, event)
+
+    def answered(
+        self: ControllerT, ratio: float, error: float | None, sequences: int
+    ) -> tuple[ControllerT, float]:
+        """The controller with the state that follows a measurement, and the factor for beta: the rule of its kind.
+
+        Args:
+            ratio: measured KL over the target.
+            error: standard error over the target; None if it is not known.
+            sequences: number of sequences that were measured.
+        """
+        raise NotImplementedError
 
     def log_ratios(self, reach: float) -> tuple[float, ...]:
         """log(KL / target) of the ``levels``, clipped to [-reach, reach]."""
@@ -173,14 +238,6 @@ class TargetController:
         """The change of log KL since the last update, with both logs clipped; 0 at the first."""
         log_ratios = self.log_ratios(reach)
         return log_ratios[0] - log_ratios[1] if len(log_ratios) > 1 else 0.0
-
-
-def field_values(record: Any) -> dict[str, object]:
-    """The fields of a flat dataclass by name, with tuples as lists."""
-    values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {
-        name: list(cast("tuple[Any, ...]", x)) if isinstance(x, tuple) else x for name, x in values.items()
-    }
 
 
 def with_beta_times(controller: ControllerT, factor: float, event: str | None) -> ControllerT:

@@ -1,22 +1,20 @@
 """Controllers of beta, which are immutable (``after`` returns the next one), and early stopping of an update."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, SupportsFloat, runtime_checkable
 
 from kleash.errors import OptionError
 from kleash.leash.controller_base import (
     LARGEST_COUNT,
     Per,
+    PlannedBeta,
     TargetController,
     bounded_exp,
     clip,
-    field_values,
-    read_measurement,
     require_above,
     require_gains,
     require_per,
-    with_beta_times,
 )
 
 REACH = 3.0
@@ -71,31 +69,19 @@ class Leash(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedBeta:
+class FixedBeta(PlannedBeta):
     """A constant beta; 0 switches the KL term off."""
 
     kind: ClassVar[str] = "fixed"
 
     beta: float
     """Nats of reward paid for one nat of KL; finite, at least 0."""
-    per: Per = "sequence"
-    """The unit of the measurements, which are not used."""
 
     def __post_init__(self) -> None:
         """Raise OptionError unless beta is finite and at least 0."""
-        require_per(self.per)
+        super().__post_init__()
         if not 0 <= self.beta < math.inf:
             raise OptionError(f"beta is {self.beta}; give a finite number, at least 0")
-
-    @property
-    def event(self) -> None:
-        """None: beta never changes."""
-        return None
-
-    @property
-    def target_nats(self) -> None:
-        """None: there is no target."""
-        return None
 
     def after(
         self,
@@ -106,10 +92,6 @@ class FixedBeta:
     ) -> "FixedBeta":
         """The same controller."""
         return self
-
-    def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
-        return {"kind": self.kind, **field_values(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,27 +124,14 @@ class ZieglerBeta(TargetController):
         if self.horizon is not None:
             require_above(0.0, horizon=self.horizon)
 
-    def after(
-        self,
-        measured_nats: SupportsFloat,
-        *,
-        sequences: int = 1,
-        standard_error: SupportsFloat | None = None,
-    ) -> "ZieglerBeta":
-        """The controller for the next update, given the KL measured on this many sequences in this update.
-
-        Raises:
-            OptionError: if ``sequences`` or ``standard_error`` is negative.
-        """
-        ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
-        if ratio is None:
-            return replace(self, event=event)
+    def answered(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
+        """The published rule with a ``horizon``, and otherwise the damped one."""
         if self.horizon is not None:
             share = min(sequences, LARGEST_COUNT) / self.horizon
-            return with_beta_times(self, 1 + clip(ratio - 1, 0.2) * share, event)
+            return self, 1 + clip(ratio - 1, 0.2) * share
         controller, ratio = self.filtered(ratio, error)
         damping = bounded_exp(self.proportional * controller.growth(REACH))
-        return with_beta_times(controller, (1 + clip(ratio - 1, 0.2) / HORIZON_UPDATES) * damping, event)
+        return controller, (1 + clip(ratio - 1, 0.2) / HORIZON_UPDATES) * damping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +145,6 @@ class DualBeta(TargetController):
     budget, which is ``target_nats``. The ascent is in log beta (mirror ascent), so ``rate`` has no unit and beta stays
     above 0. While the KL stays below the budget, beta falls until ``beta_min``: a constraint that does not bind costs
     nothing. The proportional term damps the oscillations of plain ascent, which ``proportional=0`` gives.
-
-    ``sequences`` is not used, except that 0 stands for no measurement.
     """
 
     kind: ClassVar[str] = "dual"
@@ -193,26 +160,11 @@ class DualBeta(TargetController):
         require_gains(rate=self.rate)
         require_above(0.0, largest_error=self.largest_error)
 
-    def after(
-        self,
-        measured_nats: SupportsFloat,
-        *,
-        sequences: int = 1,
-        standard_error: SupportsFloat | None = None,
-    ) -> "DualBeta":
-        """The controller for the next update, given the KL measured in this update.
-
-        Raises:
-            OptionError: if ``sequences`` or ``standard_error`` is negative.
-        """
-        ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
-        if ratio is None:
-            return replace(self, event=event)
+    def answered(self, ratio: float, error: float | None, sequences: int) -> "tuple[DualBeta, float]":
+        """The step of the damped ascent."""
         controller, ratio = self.filtered(ratio, error)
         log_factor = self.rate * clip(ratio - 1, self.largest_error)
-        return with_beta_times(
-            controller, bounded_exp(log_factor + self.proportional * controller.growth(REACH)), event
-        )
+        return controller, bounded_exp(log_factor + self.proportional * controller.growth(REACH))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +181,6 @@ class PIDBeta(TargetController):
 
     With the default gains the KL is held within 5 % of its target if it responds to beta within 3 to 20 updates and is
     measured with errors of up to 50 % (docs/beta.md).
-
-    ``sequences`` is not used, except that 0 stands for no measurement.
     """
 
     kind: ClassVar[str] = "pid"
@@ -251,27 +201,14 @@ class PIDBeta(TargetController):
         require_gains(integral=self.integral, derivative=self.derivative)
         require_above(0.0, largest_error=self.largest_error, reach=self.reach)
 
-    def after(
-        self,
-        measured_nats: SupportsFloat,
-        *,
-        sequences: int = 1,
-        standard_error: SupportsFloat | None = None,
-    ) -> "PIDBeta":
-        """The controller for the next update, given the KL measured in this update.
-
-        Raises:
-            OptionError: if ``sequences`` or ``standard_error`` is negative.
-        """
-        ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
-        if ratio is None:
-            return replace(self, event=event)
+    def answered(self, ratio: float, error: float | None, sequences: int) -> "tuple[PIDBeta, float]":
+        """The step of the velocity form."""
         controller, ratio = self.filtered(ratio, error)
         growth = controller.growth(self.reach)
         log_factor = self.integral * clip(ratio - 1, self.largest_error) + self.proportional * growth
         if len(self.levels) > 1:
             log_factor += self.derivative * (growth - self.growth(self.reach))
-        return with_beta_times(controller, bounded_exp(log_factor), event)
+        return controller, bounded_exp(log_factor)
 
 
 @dataclass(frozen=True, kw_only=True)

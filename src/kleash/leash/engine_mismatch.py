@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.masking import as_mask
 from kleash.uncertainty import Estimate, ratio_of_many, transformed
@@ -134,11 +134,11 @@ class Mismatch:
 
 @validated
 def mismatch(
-    trainer_logp: Float[Tensor, "batch_t time_t"],
-    engine_logp: Float[Tensor, "batch_e time_e"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    trainer_logp: Float[Tensor, "batch time"],
+    engine_logp: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
     *,
-    prompts: Integer[Tensor, "batch_l"] | None = None,
+    prompts: Integer[Tensor, "batch"] | None = None,
 ) -> Mismatch:
     """Measure the mismatch between the trainer's and the rollout engine's log-probabilities of sampled tokens.
 
@@ -163,13 +163,7 @@ def mismatch(
     Raises:
         ShapeError: if the shapes do not fit together.
     """
-    shapes = [tuple(x.shape) for x in (trainer_logp, engine_logp, mask)]
     labels = torch.arange(len(trainer_logp)) if prompts is None else prompts.cpu()
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2 or labels.shape != trainer_logp.shape[:1]:
-        raise ShapeError(
-            f"trainer_logp is {shapes[0]}, engine_logp {shapes[1]}, mask {shapes[2]} and prompts "
-            f"{tuple(labels.shape)}; give [batch, time] three times, and a label for each sequence"
-        )
     is_counted = as_mask(mask).cpu()
     has_tokens = is_counted.any(-1)
     is_counted, labels = is_counted[has_tokens], labels[has_tokens]
@@ -192,7 +186,7 @@ def mismatch(
     )
 
 
-def are_columns_equal(trainer: Float[Tensor, "tokens_t"], engine: Float[Tensor, "tokens_e"]) -> bool:
+def are_columns_equal(trainer: Float[Tensor, "tokens"], engine: Float[Tensor, "tokens"]) -> bool:
     """Whether two columns are equal bit for bit and have more than one value, so that they are no placeholders.
 
     Log-probabilities of a language model are not equal at every token by chance: one computation made both columns.

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.masking import as_mask, mean_of
 from kleash.precision import at_least_float32
 
@@ -18,8 +18,8 @@ Scale = Literal["none", "std"]
 @validated
 def group_advantages(
     rewards: Float[Tensor, "sequences"],
-    groups: Integer[Tensor, "sequences_g"] | int,
-    mask: Bool[Tensor, "sequences_m"] | Integer[Tensor, "sequences_m"] | None = None,
+    groups: Integer[Tensor, "sequences"] | int,
+    mask: Bool[Tensor, "sequences"] | Integer[Tensor, "sequences"] | None = None,
     *,
     scale: Scale = "none",
     corrected: bool = True,
@@ -82,8 +82,8 @@ def group_advantages(
 @validated
 def leave_one_out_advantages(
     rewards: Float[Tensor, "sequences"],
-    groups: Integer[Tensor, "sequences_g"] | int,
-    mask: Bool[Tensor, "sequences_m"] | Integer[Tensor, "sequences_m"] | None = None,
+    groups: Integer[Tensor, "sequences"] | int,
+    mask: Bool[Tensor, "sequences"] | Integer[Tensor, "sequences"] | None = None,
 ) -> Float[Tensor, "sequences"]:
     """The advantage of each response over the mean of the *other* responses to its prompt (RLOO); detached.
 
@@ -110,7 +110,7 @@ def leave_one_out_advantages(
 @validated
 def whiten(
     values: Float[Tensor, "*tokens"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     *,
     group: "dist.ProcessGroup | None" = None,
 ) -> Float[Tensor, "*tokens"]:
@@ -154,8 +154,6 @@ def _extremes(values: Tensor, is_counted: Tensor, group: "dist.ProcessGroup | No
 
 def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
     """The group of each response, numbered from 0 in the order of the ids."""
-    if rewards.ndim != 1:
-        raise ShapeError(f"rewards are {tuple(rewards.shape)}; give one number per response")
     responses = len(rewards)
     if isinstance(groups, int):
         if groups < 2 or responses % groups:
@@ -163,10 +161,6 @@ def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
                 f"{responses} responses in groups of {groups}; give a size of at least 2 that divides them"
             )
         return torch.arange(responses, device=rewards.device) // groups
-    if groups.shape != rewards.shape:
-        raise ShapeError(
-            f"rewards are {tuple(rewards.shape)} and groups {tuple(groups.shape)}; give one id per response"
-        )
     ids, order = groups.sort()
     label = torch.nn.functional.pad((ids[1:] != ids[:-1]).cumsum(0), (1, 0))[:responses]
     return torch.empty_like(label).scatter(0, order, label)
@@ -174,13 +168,7 @@ def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
 
 def _response_mask(rewards: Tensor, mask: Tensor | None) -> Tensor:
     """The mask as bool; all true if it is None."""
-    if mask is None:
-        return torch.ones_like(rewards, dtype=torch.bool)
-    if mask.shape != rewards.shape:
-        raise ShapeError(
-            f"rewards are {tuple(rewards.shape)} and mask {tuple(mask.shape)}; give one of each per response"
-        )
-    return as_mask(mask)
+    return torch.ones_like(rewards, dtype=torch.bool) if mask is None else as_mask(mask)
 
 
 def _is_constant_group(rewards: Tensor, is_counted: Tensor, label: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError, ShapeError
-from kleash.estimators.weights import detached_where, leave_one_out_weights
+from kleash.errors import OptionError
+from kleash.estimators.weights import controlled, detached_where, leave_one_out_weights
 from kleash.leash.controller_base import Per, require_per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
@@ -18,11 +18,11 @@ from kleash.precision import at_least_float32
 @validated
 def shape_rewards(
     scores: Float[Tensor, "sequences"],
-    token_kl: Float[Tensor, "sequences_k steps"],
-    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    token_kl: Float[Tensor, "sequences steps"],
+    mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     beta: float,
-) -> Float[Tensor, "sequences_k steps"]:
+) -> Float[Tensor, "sequences steps"]:
     """The reward of each token: ``-beta * KL`` for every unmasked token, plus the score at the last of them.
 
         reward_t = -beta token_kl_t + [t is the last] score
@@ -58,7 +58,7 @@ def shape_rewards(
         Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019),
         https://arxiv.org/abs/1909.08593
     """
-    _require_rewards(scores, token_kl, mask, beta)
+    _require_beta(beta)
     is_counted = as_mask(mask)
     tokens_left = is_counted.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
     response_scores = at_least_float32(scores.detach()).unsqueeze(-1)
@@ -70,8 +70,8 @@ def shape_rewards(
 @validated
 def sequence_rewards(
     scores: Float[Tensor, "sequences"],
-    token_kl: Float[Tensor, "sequences_k steps"],
-    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    token_kl: Float[Tensor, "sequences steps"],
+    mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     beta: float,
 ) -> Float[Tensor, "sequences"]:
@@ -93,7 +93,7 @@ def sequence_rewards(
         OptionError: if beta is negative or not finite.
         ShapeError: if the tensors do not fit together.
     """
-    _require_rewards(scores, token_kl, mask, beta)
+    _require_beta(beta)
     response_scores = at_least_float32(scores.detach())
     return (
         response_scores
@@ -118,8 +118,8 @@ class ControlledKL(NamedTuple):
 @validated
 def controlled_kl(
     log_ratio: Float[Tensor, "sequences steps"],
-    token_kl: Float[Tensor, "sequences_k steps_k"],
-    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    token_kl: Float[Tensor, "sequences steps"],
+    mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     weight: float | None = None,
 ) -> ControlledKL:
@@ -147,11 +147,6 @@ def controlled_kl(
         OptionError: if ``weight`` is not finite.
         ShapeError: if the three differ in shape, or are not [sequences, steps].
     """
-    shapes = [tuple(x.shape) for x in (log_ratio, token_kl, mask)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        raise ShapeError(
-            f"log_ratio is {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; give all three as [sequences, steps]"
-        )
     is_counted = as_mask(mask)
     u, d = detached_where(log_ratio, is_counted), detached_where(token_kl, is_counted)
     sampled, exact = u.sum(-1), d.sum(-1)
@@ -161,15 +156,13 @@ def controlled_kl(
         a = torch.full_like(sampled, weight)
     else:
         raise OptionError(f"weight is {weight}; give a finite number, or leave it out to have it fitted")
-    token_a = a.unsqueeze(-1)
-    per_token = torch.where(token_a == 1, d, torch.where(token_a == 0, u, (1 - token_a) * u + token_a * d))
-    return ControlledKL(per_token, a, sampled, exact)
+    return ControlledKL(controlled(u, d, a.unsqueeze(-1)), a, sampled, exact)
 
 
 @validated
 def measured_kl(
     token_kl: Float[Tensor, "sequences steps"],
-    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     per: Per = "sequence",
 ) -> Mean:
@@ -188,22 +181,12 @@ def measured_kl(
         OptionError: if ``per`` is unknown.
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
-    if token_kl.shape != mask.shape or token_kl.ndim != 2:
-        raise ShapeError(
-            f"token_kl is {tuple(token_kl.shape)} and mask {tuple(mask.shape)}; give both as [sequences, steps]"
-        )
     require_per(per)
     tokens = mean_of(at_least_float32(token_kl.detach()), mask)
     return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
 
 
-def _require_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, beta: float) -> None:
-    """Raise ShapeError or OptionError unless the shapes fit together and beta is finite and at least 0."""
-    shapes = [tuple(x.shape) for x in (scores, token_kl, mask)]
-    if len(shapes[1]) != 2 or shapes[1] != shapes[2] or shapes[0] != shapes[1][:1]:
-        raise ShapeError(
-            f"scores are {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; "
-            "give [sequences], and [sequences, steps] twice"
-        )
+def _require_beta(beta: float) -> None:
+    """Raise OptionError unless beta is finite and at least 0."""
     if not 0 <= beta < math.inf:
         raise OptionError(f"beta is {beta}; give a finite number, at least 0")

@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import ClassVar, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.controller_base import Per, field_values, require_above, require_per
-from kleash.leash.controllers import DualBeta, PIDBeta, ZieglerBeta
+from kleash.leash.controller_base import BetaRecord, Per, PlannedBeta, TargetController, require_above
 from kleash.registry import look_up
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
@@ -22,7 +21,7 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BetaSchedule:
+class BetaSchedule(PlannedBeta):
     """A beta that moves from ``begin`` to ``end`` over ``updates``, independently of the measured KL."""
 
     kind: ClassVar[str] = "schedule"
@@ -37,13 +36,11 @@ class BetaSchedule:
     """"constant" (stays at ``begin``), "linear" or "cosine": a name of ``SHAPES``."""
     done: int = 0
     """Updates made."""
-    per: Per = "sequence"
-    """The unit of the measurements, which are not used."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
+        super().__post_init__()
         require_schedule(self.updates, self.done, self.shape)
-        require_per(self.per)
         if not (0 <= self.begin < math.inf and 0 <= self.end < math.inf):
             raise OptionError(f"beta goes from {self.begin} to {self.end}; give finite numbers, at least 0")
 
@@ -51,16 +48,6 @@ class BetaSchedule:
     def beta(self) -> float:
         """The current beta: nats of reward paid for one nat of KL."""
         return interpolate(self.begin, self.end, self.done / self.updates, self.shape)
-
-    @property
-    def event(self) -> None:
-        """None: beta is never bounded."""
-        return None
-
-    @property
-    def target_nats(self) -> None:
-        """None: there is no target."""
-        return None
 
     def after(
         self,
@@ -72,18 +59,14 @@ class BetaSchedule:
         """The schedule for the next update, independently of the measurement."""
         return replace(self, done=self.done + 1)
 
-    def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
-        return {"kind": self.kind, **field_values(self)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class TargetSchedule:
+class TargetSchedule(BetaRecord):
     """A controller whose target KL moves from ``begin_nats`` to ``end_nats`` over ``updates``."""
 
     kind: ClassVar[str] = "target_schedule"
 
-    controller: ZieglerBeta | PIDBeta | DualBeta
+    controller: TargetController
     """The controller; the schedule replaces its target."""
     begin_nats: float
     """The target of the first update, above 0."""
@@ -136,10 +119,6 @@ class TargetSchedule:
         controller = replace(self.controller, target_nats=self.target_nats)
         controller = controller.after(measured_nats, sequences=sequences, standard_error=standard_error)
         return replace(self, controller=controller, done=self.done + 1)
-
-    def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
-        return {"kind": self.kind, **field_values(self), "controller": self.controller.to_dict()}
 
 
 def interpolate(begin: float, end: float, progress: float, shape: str) -> float:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.masking import Mean, as_mask
 from kleash.registry import look_up
 
@@ -60,8 +60,8 @@ AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
 
 @validated
 def aggregate(
-    per_token: Float[Tensor, "batch_v time_v"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    per_token: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
     how: str = "token_mean",
     *,
     length: int | None = None,
@@ -94,10 +94,6 @@ def aggregate(
     References:
         Liu et al., "Understanding R1-Zero-Like Training" (2025), https://arxiv.org/abs/2503.20783
     """
-    if per_token.shape != mask.shape or per_token.ndim != 2:
-        raise ShapeError(
-            f"per_token is {tuple(per_token.shape)} and mask {tuple(mask.shape)}; give both as [batch, time]"
-        )
     is_counted = as_mask(mask)
     values = torch.where(is_counted, per_token, 0.0)
     aggregation = look_up(AGGREGATIONS, how, "aggregation")

@@ -7,7 +7,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_shannon_record
 from kleash.divergences.functions import divergence as exact_divergence
-from kleash.errors import OptionError, ShapeError, VocabularyMismatchError
+from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
 from kleash.losses.top_k import tail_bucket_loss, top_k_from, top_k_of
 from kleash.masking import as_mask
@@ -15,14 +15,14 @@ from kleash.masking import as_mask
 
 @validated
 def distillation_loss(
-    teacher_logits: Float[Tensor, "*tokens_t vocab_t"],
-    student_logits: Float[Tensor, "*tokens_s vocab_s"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    teacher_logits: Float[Tensor, "*tokens vocab"],
+    student_logits: Float[Tensor, "*tokens vocab"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     *,
     divergence: str | Divergence = "kl",
     temperature: float = 1.0,
     times_temperature_squared: bool = False,
-) -> Float[Tensor, "*tokens_t"]:
+) -> Float[Tensor, "*tokens"]:
     """D(teacher || student) per token, in nats, both at one temperature; 0 where masked.
 
         D(softmax(teacher_logits / temperature) || softmax(student_logits / temperature))
@@ -59,7 +59,6 @@ def distillation_loss(
         https://arxiv.org/abs/2402.03898
     """
     is_counted = as_mask(mask)
-    _require_pair(teacher_logits, student_logits, is_counted)
     require_gradient(student_logits, teacher_logits, name="student_logits")
     logp, logq = (
         at_temperature(torch.where(is_counted.unsqueeze(-1), logits, 0.0), temperature)
@@ -71,14 +70,14 @@ def distillation_loss(
 
 @validated
 def top_k_distillation_loss(
-    teacher_ids: Int[Tensor, "*tokens_i k"],
-    teacher_logp: Float[Tensor, "*tokens_t k"],
-    student_logits: Float[Tensor, "*tokens_s vocab"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    teacher_ids: Int[Tensor, "*tokens k"],
+    teacher_logp: Float[Tensor, "*tokens k"],
+    student_logits: Float[Tensor, "*tokens vocab"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     *,
     divergence: str | Divergence = "kl",
     temperature: float = 1.0,
-) -> Float[Tensor, "*tokens_t"]:
+) -> Float[Tensor, "*tokens"]:
     """A lower bound of D(teacher || student) per token, in nats, from the teacher's k likeliest tokens.
 
     ``tail_bucket_loss`` of the teacher's tokens and the same tokens of the student: never above ``distillation_loss``,
@@ -101,11 +100,6 @@ def top_k_distillation_loss(
         DetachedError: if gradients are enabled and neither side carries one.
     """
     is_counted = as_mask(mask)
-    if not teacher_ids.shape[:-1] == teacher_logp.shape[:-1] == student_logits.shape[:-1] == is_counted.shape:
-        raise ShapeError(
-            f"teacher_ids are {tuple(teacher_ids.shape)}, teacher_logp {tuple(teacher_logp.shape)}, student_logits "
-            f"{tuple(student_logits.shape)} and the mask {tuple(is_counted.shape)}; give the same positions in all"
-        )
     is_token_counted = is_counted.unsqueeze(-1)
     ids = torch.where(is_token_counted, teacher_ids, 0)
     student = at_temperature(torch.where(is_token_counted, student_logits, 0.0), temperature)
@@ -137,17 +131,3 @@ def gkd_record(weight: float) -> Divergence:
     if weight in (0, 1):
         return DIVERGENCES["reverse_kl" if weight else "kl"]
     return jensen_shannon_record(weight)
-
-
-def _require_pair(teacher: Tensor, student: Tensor, is_counted: Tensor) -> None:
-    """Raise VocabularyMismatchError or ShapeError unless logits and mask fit together."""
-    if teacher.shape[-1:] != student.shape[-1:]:
-        raise VocabularyMismatchError(
-            f"teacher_logits cover {teacher.shape[-1]} tokens and student_logits {student.shape[-1]}; "
-            "pad or project one onto the other's vocabulary first"
-        )
-    if teacher.shape != student.shape or teacher.shape[:-1] != is_counted.shape:
-        raise ShapeError(
-            f"teacher_logits are {tuple(teacher.shape)}, student_logits {tuple(student.shape)} and the mask "
-            f"{tuple(is_counted.shape)}; give the logits of the same positions and one mask entry for each"
-        )

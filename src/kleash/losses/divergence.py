@@ -1,7 +1,5 @@
 """Losses of any f-divergence, from sampled tokens or sequences."""
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
@@ -15,13 +13,13 @@ from kleash.registry import look_up
 
 @validated
 def divergence_loss(
-    token_logp: Float[Tensor, "*tokens_p"],
-    token_logq: Float[Tensor, "*tokens_q"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    token_logp: Float[Tensor, "*tokens"],
+    token_logq: Float[Tensor, "*tokens"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     *,
     divergence: str | Divergence = "kl",
-    weights: Float[Tensor, "*tokens_w"] | None = None,
-) -> Float[Tensor, "*tokens_p"]:
+    weights: Float[Tensor, "*tokens"] | None = None,
+) -> Float[Tensor, "*tokens"]:
     """A loss per sample whose mean is D(p || q) = E_p f(u), with its gradient, for a record of an f-divergence.
 
         value                      weights * f(u),    u = log p(x) - log q(x)
@@ -58,19 +56,11 @@ def divergence_loss(
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
     pair = sampled_pair(token_logp, token_logq, mask, weights)
     require_gradient(token_logp, token_logq)
-    terms = _value_and_gradients(record, pair.log_ratio)
-    return with_pair_gradient(terms.value, pair, terms.grad_p, lambda: terms.grad_q)
+    value, grad_p, grad_q = _value_and_gradients(record, pair.log_ratio)
+    return with_pair_gradient(value, pair, grad_p, lambda: grad_q)
 
 
-class _ValueAndGradients(NamedTuple):
-    """f, f + f' and -f' at each log ratio."""
-
-    value: Tensor
-    grad_p: Tensor
-    grad_q: Tensor
-
-
-def _value_and_gradients(record: Divergence, u: Tensor) -> _ValueAndGradients:
+def _value_and_gradients(record: Divergence, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f, f + f' and -f' for every log ratio, continued linearly where an exponential would overflow."""
     limit = largest_log_ratio(u.dtype)
     above, below = limit / max(1.0, record.from_p.growth), limit / (1 + record.from_q.growth)
@@ -83,9 +73,7 @@ def _value_and_gradients(record: Divergence, u: Tensor) -> _ValueAndGradients:
     value = value + _linear_term(s[0] - f[0], excess) + _linear_term(s[2] - f[2], deficit)
     score = score + _linear_term(s[0] - s[1], excess) + _linear_term(s[3] - s[2], deficit)
     q_is_zero, mass = u == torch.inf, record.where_q_is_zero
-    return _ValueAndGradients(
-        torch.where(q_is_zero, mass, value), torch.where(q_is_zero, mass, score), grad_q
-    )
+    return torch.where(q_is_zero, mass, value), torch.where(q_is_zero, mass, score), grad_q
 
 
 def _linear_term(slope: Tensor, distance: Tensor) -> Tensor:

@@ -7,16 +7,15 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import NotProbabilitiesError, ShapeError
+from kleash.errors import NotProbabilitiesError
 from kleash.estimators import ESTIMATORS, Estimator
 from kleash.estimators.sampled import largest_log_ratio
-from kleash.estimators.weights import leave_one_out_weights
+from kleash.estimators.weights import controlled, leave_one_out_weights
 from kleash.losses.surrogate import (
     future_kl_of_tokens,
     kl_of_pair,
     mask_and_weights,
     require_gradient,
-    require_same_shape,
     sampled_pair,
 )
 from kleash.masking import as_mask
@@ -29,13 +28,13 @@ MAX_ROUNDINGS = 32
 
 @validated
 def kl_loss(
-    token_logp: Float[Tensor, "*tokens_p"],
-    token_logq: Float[Tensor, "*tokens_q"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    token_logp: Float[Tensor, "*tokens"],
+    token_logq: Float[Tensor, "*tokens"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     *,
     estimator: str | Estimator = "k3",
-    weights: Float[Tensor, "*tokens_w"] | None = None,
-) -> Float[Tensor, "*tokens_p"]:
+    weights: Float[Tensor, "*tokens"] | None = None,
+) -> Float[Tensor, "*tokens"]:
     """A loss per sampled token whose value estimates KL(p || q), in nats, and whose gradient is that of the KL.
 
         value                      weights * estimator(u),    u = log p(x) - log q(x)
@@ -83,12 +82,12 @@ def kl_loss(
 
 @validated
 def future_kl_loss(
-    token_logp: Float[Tensor, "*batch_p time_p"],
-    token_kl: Float[Tensor, "*batch_k time_k"],
-    mask: Bool[Tensor, "*batch_m time_m"] | Integer[Tensor, "*batch_m time_m"],
+    token_logp: Float[Tensor, "*batch time"],
+    token_kl: Float[Tensor, "*batch time"],
+    mask: Bool[Tensor, "*batch time"] | Integer[Tensor, "*batch time"],
     *,
-    weights: Float[Tensor, "*batch_w time_w"] | None = None,
-) -> Float[Tensor, "*batch_p time_p"]:
+    weights: Float[Tensor, "*batch time"] | None = None,
+) -> Float[Tensor, "*batch time"]:
     """The effect of each token on the KL of later tokens: value 0, with the gradient that ``kl_loss`` lacks.
 
         value 0,    gradient in token_logp    sum_{j > t} weights_j * token_kl_j
@@ -111,9 +110,6 @@ def future_kl_loss(
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or have no axis of time.
     """
-    require_same_shape(token_logp=token_logp, token_kl=token_kl, mask=mask)
-    if token_logp.ndim == 0:
-        raise ShapeError("token_logp is one number; give the tokens of a response on the last axis")
     require_gradient(token_logp)
     is_counted, weights = mask_and_weights(mask, weights)
     cost = torch.where(is_counted, at_least_float32(token_kl.detach()), 0.0)
@@ -132,16 +128,15 @@ class ExtremeTokens(NamedTuple):
 
 @validated
 def extreme_tokens(
-    token_logp: Float[Tensor, "*tokens_p"],
-    token_logq: Float[Tensor, "*tokens_q"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    token_logp: Float[Tensor, "*tokens"],
+    token_logq: Float[Tensor, "*tokens"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
 ) -> ExtremeTokens:
     """Count the tokens where k3 is replaced by its tangent (log ratio below -80) or ``q`` is 0; both are normally 0.
 
     Raises:
         ShapeError: if the tensors differ in shape.
     """
-    require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
     is_counted = as_mask(mask)
     log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(token_logq.detach())
     return ExtremeTokens(
@@ -166,11 +161,11 @@ class ControlledLoss(NamedTuple):
 @validated
 def controlled_kl_loss(
     token_logp: Float[Tensor, "batch time"],
-    token_logq: Float[Tensor, "batch_q time_q"],
-    token_kl: Float[Tensor, "batch_k time_k"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    token_logq: Float[Tensor, "batch time"],
+    token_kl: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
     *,
-    weights: Float[Tensor, "batch_w time_w"] | None = None,
+    weights: Float[Tensor, "batch time"] | None = None,
 ) -> ControlledLoss:
     """A loss whose mean estimates KL(p || q) between responses, in nats, with its gradient: ``U - a (U - C)``.
 
@@ -197,9 +192,6 @@ def controlled_kl_loss(
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or are not [batch, time].
     """
-    require_same_shape(token_logp=token_logp, token_logq=token_logq, token_kl=token_kl, mask=mask)
-    if token_logp.ndim != 2:
-        raise ShapeError(f"token_logp is {tuple(token_logp.shape)}; give all of them as [batch, time]")
     is_counted, unmasked_weights = mask_and_weights(mask, weights)
     log_ratio = torch.where(
         is_counted, at_least_float32(token_logp).detach() - at_least_float32(token_logq).detach(), 0.0
@@ -210,14 +202,13 @@ def controlled_kl_loss(
     exact = exact if unmasked_weights is None else unmasked_weights * exact
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
     weight = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
-    combination = torch.where(weight == 1, exact, (1 - weight) * sampled + weight * exact)
-    return ControlledLoss(combination, weight, sampled.detach(), exact.detach())
+    return ControlledLoss(controlled(sampled, exact, weight), weight, sampled.detach(), exact.detach())
 
 
 @validated
 def require_log_probabilities(
-    token_logp: Float[Tensor, "*tokens_p"],
-    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    token_logp: Float[Tensor, "*tokens"],
+    mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"],
     name: str = "token_logp",
 ) -> None:
     """Raise an error unless the unmasked values can be natural log-probabilities of sampled tokens.
@@ -235,7 +226,6 @@ def require_log_probabilities(
         NotProbabilitiesError: a ValueError, if the values are invalid.
         ShapeError: if the two differ in shape.
     """
-    require_same_shape(**{name: token_logp, "mask": mask})
     values = token_logp.detach()[as_mask(mask)]
     if values.numel() == 0:
         return

@@ -29,8 +29,8 @@ class ActiveUnits(NamedTuple):
 
 @validated
 def kl_per_dimension(
-    mean_p: Float[Tensor, "*batch dim"],
-    log_variance_p: Float[Tensor, "*batch dim"],
+    mean_p: Float[Tensor, "..."],
+    log_variance_p: Float[Tensor, "..."],
     mean_q: Float[Tensor, "..."] | float = 0.0,
     log_variance_q: Float[Tensor, "..."] | float = 0.0,
 ) -> Float[Tensor, "*batch dim"]:
@@ -74,8 +74,6 @@ def free_bits(
         Kingma et al., "Improving Variational Inference with Inverse Autoregressive Flow" (2016),
         https://arxiv.org/abs/1606.04934, appendix C.8
     """
-    if dimension_kl.ndim != 2:
-        raise ShapeError(f"dimension_kl is {tuple(dimension_kl.shape)}; give [batch, dim]")
     if not 0 <= floor_nats < math.inf:
         raise OptionError(f"floor_nats is {floor_nats}; give a finite number of nats, at least 0")
     kls = at_least_float32(dimension_kl)
@@ -162,10 +160,8 @@ def active_units(
     References:
         Burda et al., "Importance Weighted Autoencoders" (2015), https://arxiv.org/abs/1509.00519
     """
-    if posterior_mean.ndim != 2 or len(posterior_mean) < 2:
-        raise ShapeError(
-            f"posterior_mean is {tuple(posterior_mean.shape)}; give [examples, dim] with at least two examples"
-        )
+    if len(posterior_mean) < 2:
+        raise ShapeError(f"posterior_mean is of {len(posterior_mean)} examples; give at least two")
     variance = at_least_float32(posterior_mean.detach()).var(0)
     active = variance > threshold
     return ActiveUnits(active.sum(), active, variance)

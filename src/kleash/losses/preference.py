@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.table import identity
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -42,10 +42,10 @@ class PreferenceLoss(NamedTuple):
 
 @validated
 def response_log_ratio(
-    token_logp: Float[Tensor, "batch_p time_p"],
-    token_logq: Float[Tensor, "batch_q time_q"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
-) -> Float[Tensor, "batch_p"]:
+    token_logp: Float[Tensor, "batch time"],
+    token_logq: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
+) -> Float[Tensor, "batch"]:
     """log p(response) - log q(response) in nats: the sum of the log ratios of its tokens.
 
     Summed in at least float32. Masked values (the prompt, padding, NaN) are not read; the ratio of a response without
@@ -60,12 +60,6 @@ def response_log_ratio(
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
     """
-    shapes = [tuple(x.shape) for x in (token_logp, token_logq, mask)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        raise ShapeError(
-            f"token_logp is {shapes[0]}, token_logq {shapes[1]} and mask {shapes[2]}; "
-            "give all three as [batch, time]"
-        )
     is_counted = as_mask(mask)
     logp, logq = (torch.where(is_counted, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
     return (logp - logq).sum(-1)
@@ -108,8 +102,8 @@ def implicit_reward(
 
 @validated
 def dpo_loss(
-    chosen_log_ratio: Float[Tensor, "pairs_c"],
-    rejected_log_ratio: Float[Tensor, "pairs_r"],
+    chosen_log_ratio: Float[Tensor, "pairs"],
+    rejected_log_ratio: Float[Tensor, "pairs"],
     *,
     beta: float,
     divergence: str | Divergence = "kl",
@@ -142,11 +136,6 @@ def dpo_loss(
         Mitchell, "A note on DPO with noisy preferences & relationship to IPO" (2023),
         https://ericmitchell.ai/cdpo.pdf
     """
-    shapes = tuple(chosen_log_ratio.shape), tuple(rejected_log_ratio.shape)
-    if shapes[0] != shapes[1] or len(shapes[0]) != 1:
-        raise ShapeError(
-            f"chosen_log_ratio is {shapes[0]} and rejected_log_ratio {shapes[1]}; give one number per pair"
-        )
     if not 0 <= label_smoothing < 0.5:
         raise OptionError(
             f"label_smoothing is {label_smoothing}; give the share of wrong labels, from 0 to below 0.5"

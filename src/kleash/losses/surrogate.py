@@ -12,7 +12,7 @@ from kleash.autodiff import (
     forward_mode_active,
     uncompiled_in_transforms,
 )
-from kleash.errors import CannotRunError, DetachedError, ShapeError
+from kleash.errors import CannotRunError, DetachedError
 from kleash.estimators import ESTIMATORS, Estimator
 from kleash.estimators.sampled import continued_k3, log_ratio_and_k3
 from kleash.estimators.weights import Level
@@ -48,13 +48,11 @@ class SampledPair(NamedTuple):
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
-    """Check the shapes of a pair, and convert it to at least float32.
+    """The pair in at least float32.
 
     Raises:
-        ShapeError: if the tensors differ in shape.
         DetachedError: if ``weights`` carry a gradient.
     """
-    require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
     is_counted, weights = mask_and_weights(mask, weights)
     return SampledPair(
         at_least_float32(token_logp), at_least_float32(token_logq), as_mask(mask), is_counted, weights
@@ -111,17 +109,11 @@ def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tens
     """The mask, false also where the weight is 0, and the weights, 0 where masked.
 
     Raises:
-        ShapeError: if the two differ in shape.
         DetachedError: if the weights carry a gradient.
     """
     is_counted = as_mask(mask)
     if weights is None:
         return is_counted, None
-    if weights.shape != mask.shape:
-        raise ShapeError(
-            f"the tokens do not fit together: mask {tuple(mask.shape)}, weights {tuple(weights.shape)}; "
-            "give one number per token in each"
-        )
     if weights.requires_grad:
         raise DetachedError(
             "weights carry a gradient, which would be added to one that is already right; "
@@ -129,14 +121,6 @@ def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tens
         )
     is_counted = is_counted & (weights != 0)
     return is_counted, torch.where(is_counted, at_least_float32(weights), 0.0)
-
-
-def require_same_shape(**tensors: Tensor | None) -> None:
-    """Raise ShapeError unless all given tensors have one shape."""
-    shapes = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
-    if len(set(shapes.values())) > 1:
-        description = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ShapeError(f"the tokens do not fit together: {description}; give one number per token in each")
 
 
 def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators import ESTIMATORS, Estimator, importance_weights
 from kleash.estimators.weights import Level
@@ -17,7 +18,6 @@ from kleash.losses.surrogate import (
     future_kl_of_tokens,
     kl_of_pair,
     require_gradient,
-    require_same_shape,
     sampled_pair,
 )
 from kleash.masking import Mean
@@ -105,11 +105,11 @@ class KLTerm:
     def loss(
         self,
         token_logp: Float[Tensor, "batch time"],
-        token_logq: Float[Tensor, "batch_q time_q"],
-        mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+        token_logq: Float[Tensor, "batch time"],
+        mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
         *,
-        behaviour_logp: Float[Tensor, "batch_b time_b"] | None = None,
-        token_kl: Float[Tensor, "batch_k time_k"] | None = None,
+        behaviour_logp: Float[Tensor, "batch time"] | None = None,
+        token_kl: Float[Tensor, "batch time"] | None = None,
     ) -> Mean:
         """The aggregated term of a batch: ``.value``, or ``.share(count)`` for a micro-batch.
 
@@ -131,14 +131,15 @@ class KLTerm:
         )
         return aggregate(per_token, mask, self.aggregation, length=self.length)
 
+    @validated
     def per_token(
         self,
         token_logp: Float[Tensor, "batch time"],
-        token_logq: Float[Tensor, "batch_q time_q"],
-        mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+        token_logq: Float[Tensor, "batch time"],
+        mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
         *,
-        behaviour_logp: Float[Tensor, "batch_b time_b"] | None = None,
-        token_kl: Float[Tensor, "batch_k time_k"] | None = None,
+        behaviour_logp: Float[Tensor, "batch time"] | None = None,
+        token_kl: Float[Tensor, "batch time"] | None = None,
     ) -> Float[Tensor, "batch time"]:
         """The term of each token in nats: a loss with its gradient, or a detached penalty for the reward.
 
@@ -155,7 +156,6 @@ class KLTerm:
                 token_logp, behaviour_logp, mask, level=self.ratio, cap=self.cap
             ).values
         pair = sampled_pair(token_logp, token_logq.detach(), mask, weights)
-        require_same_shape(token_logp=token_logp, token_kl=token_kl)
         if self.rule == "ratio_attached" and self.ratio != "none":
             pair = attach_weights(pair, self.ratio)
         if token_kl is None:

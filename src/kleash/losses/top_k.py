@@ -10,9 +10,9 @@ from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.functions import contributions
 from kleash.divergences.table import identity
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.estimators.bounds import rounding_nats
-from kleash.losses.surrogate import mask_and_weights, require_gradient, require_same_shape, with_gradient
+from kleash.losses.surrogate import mask_and_weights, require_gradient, with_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
@@ -101,7 +101,6 @@ def tail_bucket_loss(
         DetachedError: if gradients are enabled and neither side carries one.
     """
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
-    _require_lists(p, q, mask)
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
     is_counted = as_mask(mask).unsqueeze(-1)
     coarse_p, coarse_q = (at_least_float32(x.logp) for x in (p, q))
@@ -157,8 +156,6 @@ def sampled_tail_loss(
             f"{divergence!r} is the root of a mean, which no single token estimates without bias; "
             "give a divergence that is a mean, or tail_bucket_loss"
         )
-    _require_lists(p, q, mask)
-    require_same_shape(mask=mask, **drawn._asdict())
     require_gradient(p.logp, q.logp, drawn.token_logp, drawn.token_logq)
     is_counted = as_mask(mask).unsqueeze(-1)
     head_p, head_q = (torch.where(is_counted, at_least_float32(x.logp), 0.0) for x in (p, q))
@@ -176,14 +173,3 @@ def _sampled_tail(record: Divergence, sample: Drawn, is_counted: Tensor, weights
     if weights is not None:
         value, grad_p, grad_q = weights * value, weights * grad_p, weights * grad_q
     return with_gradient(value, token_logp, grad_p, (token_logq, grad_q))
-
-
-def _require_lists(p: TopK, q: TopK, mask: Tensor) -> None:
-    """Raise ShapeError unless both lists and the mask fit together."""
-    shapes = [tuple(x.shape) for x in (p.ids, p.logp, q.ids, q.logp)]
-    if len(set(shapes)) > 1 or shapes[0][:-1] != tuple(mask.shape):
-        raise ShapeError(
-            f"p lists {shapes[0]} tokens with {shapes[1]} numbers, q {shapes[2]} with {shapes[3]}, and mask is "
-            f"{tuple(mask.shape)}; give both sides the same tokens, [batch, time, k] where mask is [batch, time]"
-        )
-    require_same_shape(mask=mask, p_log_rest=p.log_rest, q_log_rest=q.log_rest)

@@ -4,28 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from kleash.jobs.train import RewardJob
-from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
+from kleash.leash import Leash, beta_from_dict
 
 
 def leash_of(job: RewardJob) -> Leash:
     """The controller of a job in its initial state."""
-    per: Any = job.target_per
-    if job.controller == "fixed":
-        return FixedBeta(beta=job.beta, per=per)
-    target: dict[str, Any] = {
-        "beta": job.beta,
-        "target_nats": job.target_nats,
-        "per": per,
-        "beta_min": job.beta_min,
-        "beta_max": job.beta_max,
-    }
-    match job.controller:
-        case "ziegler":
-            return ZieglerBeta(**target, horizon=job.horizon)
-        case "pid":
-            return PIDBeta(**target)
-        case _:
-            return DualBeta(**target)
+    names = ["beta"]
+    if job.controller != "fixed":
+        names += ["target_nats", "beta_min", "beta_max"]
+    if job.controller == "ziegler":
+        names.append("horizon")
+    settings = {name: getattr(job, name) for name in names}
+    return beta_from_dict({"kind": job.controller, "per": job.target_per, **settings})
 
 
 def tightened(leash: Leash, job: RewardJob) -> Leash:

@@ -71,7 +71,8 @@ class RewardSignature:
         rest = [
             parameter
             for parameter in named
-            if parameter.name not in by_position and not _is_bound(function, parameter.name)
+            if parameter.name not in by_position
+            and parameter.name not in getattr(function, "keywords", ())  # bound by functools.partial
         ]
         columns = [parameter for parameter in rest if parameter.name not in TEXTS]
         texts = [parameter.name for parameter in rest if parameter.name in TEXTS]
@@ -122,8 +123,10 @@ class RewardSignature:
             "prompts": lambda: [dialogue.prompt for dialogue in dialogues],
             "responses": lambda: [dialogue.response for dialogue in dialogues],
             "completions": lambda: [dialogue.response for dialogue in dialogues],
-            "completion_ids": lambda: [_ids(dialogue) for dialogue in dialogues],
+            "completion_ids": lambda: [list(dialogue.token_ids or ()) for dialogue in dialogues],
         }
+        if any(dialogue.token_ids is None for dialogue in dialogues):
+            del texts["completion_ids"]
         known = dict.fromkeys(name for dialogue in dialogues for name in dialogue.columns)
         column_names = [name for name in (*self.required, *self.optional) if name in known]
         if self.every_column:
@@ -136,9 +139,7 @@ class RewardSignature:
         columns = {
             name: [deepcopy(dialogue.columns.get(name)) for dialogue in dialogues] for name in column_names
         }
-        by_name = {
-            name: texts[name]() for name in self.texts if name != "completion_ids" or _have_ids(dialogues)
-        }
+        by_name = {name: texts[name]() for name in self.texts if name in texts}
         by_position = (texts["prompts"](), texts["responses"]()) if self.positional else ()
         returned = function(*by_position, **by_name, **columns)
         return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
@@ -239,19 +240,6 @@ def _takes_texts_by_name(parameters: list[inspect.Parameter]) -> bool:
     return any(name in names and in_order[1:2] != [name] for name in RESPONSES) or (
         every and set(names) <= {"prompts", "completion_ids"}
     )
-
-
-def _is_bound(function: Any, name: str) -> bool:
-    """Whether ``functools.partial`` has bound the argument."""
-    return name in getattr(function, "keywords", ())
-
-
-def _have_ids(dialogues: Sequence[Dialogue]) -> bool:
-    return all(dialogue.token_ids is not None for dialogue in dialogues)
-
-
-def _ids(dialogue: Dialogue) -> list[int]:
-    return list(dialogue.token_ids or ())
 
 
 async def _await(result: Any) -> Any:

@@ -11,6 +11,7 @@ from kleash.jobs import TrainJob
 from kleash.reports.trackers import Tracker, open_trackers, reason_of
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
+from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.metrics import metric_of, spelt
 from kleash.store.steps import STEPS, append_step, keep_steps
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
@@ -107,12 +108,14 @@ class RunLog:
         """Whether the warning about few prompts per step was shown."""
 
     def begin(self, step: int) -> None:
-        """Start after ``step``, the step of the checkpoint; 0 for a new run.
+        """Start after ``step``, the step of the checkpoint; 0 for a new run. Models and prompts are read by then.
 
         Raises:
+            ChangedInputError: if a file of models or prompts is no longer the one whose hash is in the run's header.
             RunFolderError: if the files of the run cannot be read or written, or lack steps before ``step``.
             MissingExtraError: if a tracker is not installed.
         """
+        require_unchanged_files()
         keep_steps(self.folder, step)
         self.history = list(read_steps(self.folder))
         self._warned = any(step_warnings(record.metrics) for record in self.history)

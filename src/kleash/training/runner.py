@@ -20,6 +20,7 @@ from kleash.models.keyed_draws import SAMPLER
 from kleash.models.threads import threads_for
 from kleash.reports import write_training_report
 from kleash.store import TrainingFolder, TrainingResult
+from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.training.rewards import weight_of
 from kleash.training.run_log import Display, RunLog
@@ -42,7 +43,7 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
     if job.out is None and launched_world_size() > 1:
         raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
-    with threads_for([*models_of(job).values()], device=job.device) as note:
+    with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
         return _run(job, trainer, display, note)
 
 

@@ -64,17 +64,9 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
     ("dialect", "fault", "message"),
     [
         ("vllm", "truncated", r"broke off its answer.* \(tried 3 times\); see that it runs"),
-        (
-            "vllm",
-            "html",
-            r"answered with a web page in place of JSON \(tried 3 times\); see that its address is that of the API",
-        ),
+        ("vllm", "html", r"not JSON, .* \(tried 3 times\); .* that its address is that of the API"),
         ("vllm", "deep", r"bytes that are not JSON"),
-        (
-            "vllm",
-            "close",
-            r"broke off its answer \(RemoteDisconnected\) \(tried 3 times\); .* whether its address begins with https",
-        ),
+        ("vllm", "close", r"broke off its answer \(RemoteDisconnected\) \(tried 3 times\); .* or https"),
         ("vllm", "429", r"answered 429: '\\x1b\[31mbusy Bearer \*\*\*' \(tried 3 times\)"),
         ("vllm", "500", r"answered 500: .* \(tried 3 times\)"),
         ("vllm", "long", r"answered 429: 'slow down' and asks for a pause of 7200 s"),
@@ -121,7 +113,7 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
         ("sglang", "negative", r"lists probabilities that sum to at most"),
         ("vllm", "integer", r"has 10{39} as a log-probability"),
         ("vllm", "choices", r"has 2 choices where 1 were sent or asked for"),
-        ("vllm", "chunk", r"broke off its answer \(ValueError\) \(tried 3 times\)"),
+        ("vllm", "chunk", r"broke off its answer \(\w+\) \(tried 3 times\)"),
         ("vllm", "endless", r"sends an answer of more than 16 MiB; see that the address is that of an infer"),
         ("vllm", "object200", r"answered with an error: 'no prompt, Bearer \*\*\*' \(tried 3 times\)"),
         ("sglang", "foreign", r"has token 100\d+, and the local model"),
@@ -248,7 +240,7 @@ def test_an_address_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_server_without_https_is_not_asked_again(server: str, pauses: list[float]) -> None:
     client = JSONClient(url=server.replace("http", "https"), subject="the server", key_variable="KEY")
     with pytest.raises(
-        EndpointError, match=r"does not answer as a server of https \(.*; see whether its address be"
+        EndpointError, match=r"does not answer as a server of https .*; see whether its address be"
     ):
         find_model(client, None)
     assert not pauses

@@ -1,26 +1,27 @@
 """JSON requests to an inference server, with one time limit for a whole request and retries with back-off."""
 
 import json
-import os
 import random
 import re
 import socket
 import ssl
 import threading
 import zlib
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from http.client import (
-    BadStatusLine,
     HTTPConnection,
     HTTPException,
     HTTPMessage,
     HTTPResponse,
     HTTPSConnection,
+    IncompleteRead,
 )
+from math import inf
+from time import monotonic
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
@@ -50,7 +51,11 @@ MAX_ANSWER_BYTES = 2**24
 MAX_QUOTED = 300
 """Characters of a server's own message that are quoted in an error."""
 BLOCK_BYTES = 2**16
-PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
+ADVICE = (
+    "see that it runs, and that its address is that of the API, as in http://host:port/v1 or https://host/v1"
+)
+COMPRESSIONS = ("gzip", "x-gzip", "deflate")
+"""Encodings of answers that are unpacked; some proxies compress without being asked."""
 ANSWER_FIELDS = frozenset({"choices", "meta_info", "data"})
 """Fields of answers. One without them that has an error is a failure, as of a proxy that answers with 200."""
 
@@ -68,19 +73,11 @@ class _PassingError(Exception):
     Args:
         sentence: what happened.
         retry_after: the pause that the server asked for, in seconds; None if it asked for none.
-        advice: what to check if it does occur again.
     """
 
-    def __init__(
-        self, sentence: str, retry_after: float | None = None, advice: str = "see that it runs"
-    ) -> None:
+    def __init__(self, sentence: str, retry_after: float | None = None) -> None:
         super().__init__(sentence)
         self.retry_after = retry_after
-        self.advice = advice
-
-
-class _TooLongError(Exception):
-    """An answer that is longer than one to this request can be."""
 
 
 @dataclass(kw_only=True)
@@ -116,15 +113,13 @@ class JSONClient:
             )
         self._is_closed = threading.Event()
         self._sockets: set[socket.socket] = set()
-        self._lock = threading.Lock()
 
     def close(self) -> None:
         """End all requests in flight, which raise an error, and send no more."""
         self._is_closed.set()
-        with self._lock:
-            sockets = tuple(self._sockets)
-        for connected in sockets:
-            _shut_down(connected)
+        for connected in tuple(self._sockets):
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
 
     def get(self, path: str) -> Any:
         """The answer to a GET of ``path``; None if the server has no such path.
@@ -155,7 +150,7 @@ class JSONClient:
                 if attempt == self.retries:
                     times = "once" if attempt == 0 else f"{attempt + 1} times"
                     raise EndpointError(
-                        f"{self.subject} {fault} (tried {times}); {fault.advice}, then go on with --resume"
+                        f"{self.subject} {fault} (tried {times}); {ADVICE}, then go on with --resume"
                     ) from None
                 seconds = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt) * random.uniform(0.5, 1.5)
                 if fault.retry_after is not None:
@@ -170,95 +165,88 @@ class JSONClient:
         raise EndpointError(f"the request to {self.subject} was cancelled")
 
     def _attempt(self, method: str, path: str, body: bytes | None, max_bytes: int) -> Any:
-        """One attempt of a request, which ends within the time limit whatever the server does."""
+        """One attempt of a request; the answer may take as long as the time limit."""
         address = urlsplit(self.url + path)
         headers = {"Accept": "application/json", "Content-Type": "application/json", "Connection": "close"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        with (
-            closing(self._connected(address)) as connection,
-            self._time_limit(connection.sock) as is_late,
-        ):
+        deadline = monotonic() + self.timeout_seconds
+        with closing(self._connected(address)) as connection:
+            connected = connection.sock
+            self._sockets.add(connected)
             try:
                 connection.request(method, address.path, body=body, headers=headers)
                 with connection.getresponse() as response:
-                    content = _unpacked(_read_all(response, max_bytes), response.headers, max_bytes)
-            except _TooLongError as error:
-                raise EndpointError(
-                    f"{self.subject} sends an answer of more than {max_bytes >> 20} MiB; see that the address is that "
-                    "of an inference server, or lower --top-logprobs"
-                ) from error
-            except (OSError, HTTPException, ValueError, OverflowError, _PassingError) as error:
-                if is_late.is_set() or isinstance(error, TimeoutError):
-                    raise self._late() from error
-                if isinstance(error, _PassingError):
-                    raise
-                advice = "see that it runs"
-                if address.scheme == "http" and isinstance(error, ConnectionResetError | BadStatusLine):
-                    advice += ", and whether its address begins with https://"
+                    content = self._read_all(response, max_bytes, deadline)
+            except EndpointError:
+                raise
+            except TimeoutError as error:
                 raise _PassingError(
-                    f"broke off its answer ({type(error).__name__})", advice=advice
+                    f"did not finish its answer within {self.timeout_seconds:g} s (--endpoint-timeout)"
                 ) from error
-            if is_late.is_set():
-                raise self._late()
+            except (OSError, HTTPException, ValueError, OverflowError, zlib.error) as error:
+                raise _PassingError(f"broke off its answer ({type(error).__name__})") from error
+            finally:
+                self._sockets.discard(connected)
         if method == "GET" and response.status in (404, 405):
             return None
         return self._answer(response.status, response.headers, self._without_key(content))
 
     def _connected(self, address: SplitResult) -> HTTPConnection:
-        """A connection to the server; raises _PassingError, or EndpointError if its certificate is refused."""
+        """A connection to the server; raises _PassingError, or EndpointError if it does not speak https."""
         connection_type = HTTPSConnection if address.scheme == "https" else HTTPConnection
         connection = connection_type(address.hostname or "", address.port, timeout=self.timeout_seconds)
         try:
             connection.connect()
-        except TimeoutError as error:
-            raise _PassingError(f"did not take a connection within {self.timeout_seconds:g} s") from error
-        except ssl.SSLCertVerificationError as error:
-            raise EndpointError(
-                f"{self.subject} has a certificate that cannot be verified ({error.verify_message}); see that its "
-                "address is right, or set the environment variable SSL_CERT_FILE to the certificate of its authority"
-            ) from error
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
                 raise EndpointError(
-                    f"{self.subject} does not answer as a server of https ({error.reason or reason}); see whether its "
-                    "address begins with http://"
+                    f"{self.subject} does not answer as a server of https that is trusted here ({reason}); see whether "
+                    "its address begins with http://, or set the environment variable SSL_CERT_FILE to the certificate "
+                    "of its authority"
                 ) from error
-            has_proxy = any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXY_VARIABLES)
-            proxies = " (proxies of the environment are not used)" if has_proxy else ""
-            raise _PassingError(f"cannot be reached: {reason}{proxies}") from error
+            raise _PassingError(
+                f"cannot be reached: {reason} (proxies of the environment are not used)"
+            ) from error
         return connection
 
-    @contextmanager
-    def _time_limit(self, connected: socket.socket) -> Generator[threading.Event]:
-        """Context that shuts a socket down after the time limit, or when the client is closed.
+    def _read_all(self, response: HTTPResponse, max_bytes: int, deadline: float) -> bytes:
+        """The whole body of a response, unpacked.
 
-        Yields:
-            An event that is set if the limit was reached.
+        Raises:
+            EndpointError: if it is longer than ``max_bytes``.
+            IncompleteRead: if it ends before its announced length.
+            TimeoutError: if it has not ended at ``deadline``.
+            zlib.error: if it cannot be unpacked.
         """
-        is_late = threading.Event()
+        announced, content = response.length, bytearray()
+        while len(content) < (inf if announced is None else announced):
+            block = response.read1(BLOCK_BYTES)  # what has arrived
+            if not block:
+                break
+            content += block
+            self._require_length(len(content), max_bytes)
+            if monotonic() > deadline:
+                raise TimeoutError
+        if len(content) < (announced or 0):
+            raise IncompleteRead(bytes(content))
+        if response.headers.get("Content-Encoding", "").strip().lower() not in COMPRESSIONS:
+            return bytes(content)
+        unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
+        unpacked = unpacker.decompress(content, max_bytes + 1)
+        self._require_length(len(unpacked), max_bytes)
+        if not unpacker.eof:
+            raise IncompleteRead(unpacked)
+        return unpacked
 
-        def end() -> None:
-            is_late.set()
-            _shut_down(connected)
-
-        watchdog = threading.Timer(self.timeout_seconds, end)
-        watchdog.daemon = True
-        with self._lock:
-            self._sockets.add(connected)
-        watchdog.start()
-        try:
-            yield is_late
-        finally:
-            watchdog.cancel()
-            with self._lock:
-                self._sockets.discard(connected)
-
-    def _late(self) -> _PassingError:
-        return _PassingError(
-            f"did not finish its answer within {self.timeout_seconds:g} s (--endpoint-timeout)"
-        )
+    def _require_length(self, size: int, max_bytes: int) -> None:
+        """Raise EndpointError for an answer that is longer than one to this request can be."""
+        if size > max_bytes:
+            raise EndpointError(
+                f"{self.subject} sends an answer of more than {max_bytes >> 20} MiB; see that the address is that "
+                "of an inference server, or lower --top-logprobs"
+            )
 
     def _answer(self, status: int, headers: HTTPMessage, content: bytes) -> Any:
         """The JSON of an answer with a status of success; an error for every other status."""
@@ -266,11 +254,6 @@ class JSONClient:
             try:
                 answer = json.loads(content)
             except (ValueError, RecursionError) as error:
-                if content.lstrip()[:1] == b"<":
-                    raise _PassingError(
-                        "answered with a web page in place of JSON",
-                        advice="see that its address is that of the API, as in http://host:port/v1",
-                    ) from error
                 raise _PassingError(
                     f"answered with {len(content)} bytes that are not JSON, or only a part of it"
                 ) from error
@@ -317,52 +300,6 @@ class JSONClient:
         for written in self._long_key_forms():
             text = text.replace(written, "***")
         return re.sub(rf"(?<!\w){re.escape(self.api_key)}(?!\w)", "***", text)
-
-
-def _shut_down(connected: socket.socket) -> None:
-    """End all reading and writing of a socket, also in another thread."""
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
-
-
-def _read_all(response: HTTPResponse, max_bytes: int) -> bytes:
-    """The whole body of a response.
-
-    Raises:
-        _TooLongError: if it is longer than ``max_bytes``.
-        _PassingError: if it ends before its announced length.
-    """
-    blocks: list[bytes] = []
-    size = 0
-    while block := response.read(BLOCK_BYTES):
-        blocks.append(block)
-        size += len(block)
-        if size > max_bytes:
-            raise _TooLongError
-    if response.length:
-        raise _PassingError(f"broke off its answer after {size} bytes")
-    return b"".join(blocks)
-
-
-def _unpacked(content: bytes, headers: HTTPMessage, max_bytes: int) -> bytes:
-    """The body of a response that may be compressed by gzip or deflate, which some proxies do without being asked.
-
-    Raises:
-        _TooLongError: if it is longer than ``max_bytes``.
-        _PassingError: if it cannot be unpacked.
-    """
-    if headers.get("Content-Encoding", "").strip().lower() not in ("gzip", "x-gzip", "deflate"):
-        return content
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
-    try:
-        unpacked = unpacker.decompress(content, max_bytes)
-    except zlib.error as error:
-        raise _PassingError(f"sends an answer that cannot be unpacked ({error})") from error
-    if unpacker.unconsumed_tail:
-        raise _TooLongError
-    if not unpacker.eof:
-        raise _PassingError("sends a compressed answer that is incomplete")
-    return unpacked
 
 
 def _is_error(answer: Any) -> bool:

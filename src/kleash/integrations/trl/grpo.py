@@ -112,23 +112,10 @@ class GRPOLeash(KLMixin):
         attention_mask, length = reference.arguments[0][1:3]
         mask = attention_mask[:, -length:].bool() & self._tool_mask(length, attention_mask)
         per_token = self._term.per_token(policy.logp, reference.logp, mask)
-        kl = per_token.sum(-1)
-        total = self.accelerator.reduce(
-            torch.stack([kl.sum(), mask.sum().float(), torch.tensor(float(len(kl)), device=kl.device)]),
-            reduction="sum",
-        )
-        nats, tokens, sequences = total.tolist()
-        self._log_metrics(
-            **{
-                "kl": nats / sequences,
-                "kl/per_token": nats / max(tokens, 1.0),
-                "kl/per_sequence": nats / sequences,
-                "beta": self.beta,
-            }
-        )
+        self._log_kl_means(per_token, mask)
         prompt_ids, prompt_mask = (x[:, :-length] for x in reference.arguments[0][:2])
         self._log_kl_errors(rows_by_prompt(per_token, mask, prompt_ids, prompt_mask))
-        return (-kl).tolist()
+        return (-per_token.sum(-1)).tolist()
 
     def _policy_pass(self, reference: ForwardPass) -> ForwardPass:
         """The policy's pass over the tokens of the reference's, which TRL does not make if it is on-policy."""

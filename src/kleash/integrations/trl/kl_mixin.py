@@ -257,32 +257,35 @@ class KLMixin(ForwardCapture):
     ) -> None:
         """Log the KL as it is trained, per token and per response, over all processes. A collective."""
         mask = self._response_mask(inputs)
-        sums = torch.stack(
-            [
-                (token_weights * kl.per_token).sum() * micro_batches,
-                kl.per_token.sum(),
-                mask.sum().float(),
-                torch.tensor(float(len(mask)), device=mask.device),
-                torch.ones((), device=mask.device),
-            ]
-        )
-        loss, nats, tokens, sequences, processes = self.accelerator.reduce(sums, reduction="sum").tolist()
-        self._log_metrics(
-            **{
-                "kl": loss / processes,
-                "kl/per_token": nats / max(tokens, 1.0),
-                "kl/per_sequence": nats / sequences,
-                "beta": self.beta,
-            }
-        )
+        trained = (token_weights * kl.per_token).sum() * micro_batches
+        self._log_kl_means(kl.per_token, mask, trained)
         if kl.effective_share is not None:
             self._log_metrics(**{"kl/effective_share": kl.effective_share})
-
-        rows = rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
-        self._kl_rows = [*self._kl_rows, *rows]
+        self._kl_rows += rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
         if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
             rows, self._kl_rows = self._kl_rows, []
             self._log_kl_errors(rows)
+
+    def _log_kl_means(self, per_token: Tensor, mask: Tensor, trained: Tensor | None = None) -> None:
+        """Log the means of a KL over tokens and responses of all processes. A collective.
+
+        Args:
+            per_token: KL of each token; masked values are not read.
+            mask: true for the tokens that the policy generated.
+            trained: the number on this process that beta multiplies; None for the mean over responses.
+        """
+        nats = torch.where(mask, per_token, 0.0).sum()
+        parts = [nats if trained is None else trained, nats, mask.sum(), nats.new_tensor(len(mask))]
+        sums = self.accelerator.reduce(torch.stack([x.float() for x in parts]), reduction="sum")
+        loss, total, tokens, sequences = sums.tolist()
+        self._log_metrics(
+            **{
+                "kl": loss / (sequences if trained is None else self.accelerator.num_processes),
+                "kl/per_token": total / max(tokens, 1.0),
+                "kl/per_sequence": total / sequences,
+                "beta": self.beta,
+            }
+        )
 
     def _log_kl_errors(self, rows: list[ResponseKL]) -> None:
         """Log the standard errors of ``kl/per_token`` and ``kl/per_sequence`` over all processes. A collective."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kleash.integrations.trl.compat import RLOOTrainer
@@ -65,7 +64,9 @@ class RLOOLeash(KLMixin):
             record_hidden = self._kl_options.exact and not in_reward
             reference = self._forward_pass(output, reference=True, hidden=record_hidden)
         if in_reward:
-            self._log_reward_kl(policy_logp - reference.logp, output)
+            per_token, mask = policy_logp - reference.logp, output["completion_mask"].bool()
+            self._log_kl_means(per_token, mask)
+            self._log_kl_errors(rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"]))
             return output, policy_logp
         output[REFERENCE_LOGP] = reference.logp
         if self._is_off_policy:
@@ -73,22 +74,6 @@ class RLOOLeash(KLMixin):
         if reference.hidden is not None:
             output[REFERENCE_HIDDEN] = reference.hidden
         return output, policy_logp
-
-    def _log_reward_kl(self, per_token: Tensor, output: dict[str, Any]) -> None:
-        """Log the KL in the rewards, per response. A collective."""
-        mask = output["completion_mask"].bool()
-        nats = torch.where(mask, per_token, 0.0).sum()
-        sums = torch.stack([nats, mask.sum().float(), torch.tensor(float(len(mask)), device=mask.device)])
-        total, tokens, sequences = self.accelerator.reduce(sums, reduction="sum").tolist()
-        self._log_metrics(
-            **{
-                "kl": total / sequences,
-                "kl/per_token": total / max(tokens, 1.0),
-                "kl/per_sequence": total / sequences,
-                "beta": self.beta,
-            }
-        )
-        self._log_kl_errors(rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"]))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         parent: Any = super()

@@ -18,7 +18,6 @@ raises AttributeError.
 import sys
 import warnings
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +25,13 @@ import torch
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import call_after_import, replace_everywhere, require_attributes, warn_if_untested
+from kleash.extras import (
+    call_after_import,
+    replace_everywhere,
+    require_attributes,
+    warn_if_untested,
+    wrap_once,
+)
 
 CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
@@ -105,25 +110,24 @@ def select_in_rewards() -> None:
 
     def wrap(module: Any) -> None:
         require_attributes("verl", REWARD_ATTRIBUTES)
-        original = module.apply_kl_penalty
-
-        @wraps(original)
-        def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
-            columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
-            is_counted = data.batch["response_mask"].bool()
-            try:
-                for name, logprob in columns.items():
-                    data.batch[name] = torch.where(is_counted, logprob, 0.0)
-                return original(data, *args, **kwargs)
-            finally:
-                for name, logprob in columns.items():
-                    data.batch[name] = logprob
-
-        vars(apply_kl_penalty)["kleash"] = True
-        if not hasattr(original, "kleash"):
-            replace_everywhere(module, "apply_kl_penalty", apply_kl_penalty)
+        wrap_once(module, "apply_kl_penalty", _selecting_columns)
 
     call_after_import(RAY_TRAINER, wrap)
+
+
+def _selecting_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
+        columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
+        is_counted = data.batch["response_mask"].bool()
+        try:
+            for name, logprob in columns.items():
+                data.batch[name] = torch.where(is_counted, logprob, 0.0)
+            return original(data, *args, **kwargs)
+        finally:
+            for name, logprob in columns.items():
+                data.batch[name] = logprob
+
+    return apply_kl_penalty
 
 
 def warn_without_kl() -> None:
@@ -131,25 +135,24 @@ def warn_without_kl() -> None:
 
     def wrap(module: Any) -> None:
         require_attributes("verl", REFERENCE_ATTRIBUTES)
-        original = module.need_reference_policy
-
-        @wraps(original)
-        def need_reference_policy(config: Any) -> bool:
-            actor = config.actor_rollout_ref.actor
-            has_loss = actor.use_kl_loss and getattr(actor, "kl_loss_coef", None) != 0
-            if not (has_loss or config.algorithm.get("use_kl_in_reward", False)):
-                warnings.warn(
-                    "kleash is installed in verl, and no KL is trained: set algorithm.use_kl_in_reward, or "
-                    "actor_rollout_ref.actor.use_kl_loss with a kl_loss_coef above 0",
-                    stacklevel=2,
-                )
-            return original(config)
-
-        vars(need_reference_policy)["kleash"] = True
-        if not hasattr(original, "kleash"):
-            replace_everywhere(module, "need_reference_policy", need_reference_policy)
+        wrap_once(module, "need_reference_policy", _warning_without_kl)
 
     call_after_import(UTILS, wrap)
+
+
+def _warning_without_kl(original: Callable[..., Any]) -> Callable[..., Any]:
+    def need_reference_policy(config: Any) -> bool:
+        actor = config.actor_rollout_ref.actor
+        has_loss = actor.use_kl_loss and getattr(actor, "kl_loss_coef", None) != 0
+        if not (has_loss or config.algorithm.get("use_kl_in_reward", False)):
+            warnings.warn(
+                "kleash is installed in verl, and no KL is trained: set algorithm.use_kl_in_reward, or "
+                "actor_rollout_ref.actor.use_kl_loss with a kl_loss_coef above 0",
+                stacklevel=2,
+            )
+        return original(config)
+
+    return need_reference_policy
 
 
 def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[Any], None]) -> None:
@@ -157,31 +160,27 @@ def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[A
 
     Wraps the trainers that are imported, each once.
     """
+
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before_save(self)
+            return original(self, *args, **kwargs)
+
+        return save
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            after_load(self)
+            return result
+
+        return load
+
     for module, name in TRAINERS.items():
         trainer: Any = getattr(sys.modules.get(module), name, None)
-        if trainer is not None and not hasattr(trainer._save_checkpoint, "kleash"):
-            trainer._save_checkpoint = _call_before(trainer._save_checkpoint, before_save)
-            trainer._load_checkpoint = _call_after(trainer._load_checkpoint, after_load)
-
-
-def _call_before(original: Callable[..., Any], function: Callable[[Any], None]) -> Callable[..., Any]:
-    @wraps(original)
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function(self)
-        return original(self, *args, **kwargs)
-
-    vars(save)["kleash"] = True
-    return save
-
-
-def _call_after(original: Callable[..., Any], function: Callable[[Any], None]) -> Callable[..., Any]:
-    @wraps(original)
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        function(self)
-        return result
-
-    return load
+        if trainer is not None:
+            wrap_once(trainer, "_save_checkpoint", saving)
+            wrap_once(trainer, "_load_checkpoint", loading)
 
 
 def response_rows(packed: Tensor, data: Any) -> Tensor:

@@ -1,10 +1,11 @@
 """``install``: replaces verl's KL penalty and controllers in this process, and adds the exact KL to its engine."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from kleash.extras import replace_everywhere
+from kleash.extras import replace_everywhere, wrap_once
 from kleash.integrations.verl import penalty
 from kleash.integrations.verl.compat import (
     import_core,
@@ -61,7 +62,7 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
         return penalty.with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
 
     replace_everywhere(core, "kl_penalty", kl_penalty)
-    replace_everywhere(core, "agg_loss", selecting(core.agg_loss, "loss_mat", "loss_mask"))
+    wrap_once(core, "agg_loss", partial(selecting, values="loss_mat", mask="loss_mask"))
     select_in_rewards()
     warn_without_kl()
 

@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.integrations.verl.compat import wrap_checkpoints
-from kleash.leash import StatefulController, beta_from_dict
+from kleash.leash import FixedBeta, StatefulController, beta_from_dict
 from kleash.registry import look_up
 from kleash.store.atomic import write_atomically
 from kleash.store.checksums import check_of
@@ -32,7 +32,7 @@ CONTROLLER_FILE = "kl_controller.json"
 """File of the controller's state in verl's ``global_step_N`` folder."""
 
 CHECK = "check"
-"""Field of that file that proves that the others are as they were written; files of older versions have none."""
+"""Field of that file that proves that the others are as they were written."""
 
 VERL_FIELDS = ("_target_", "type", "kl_coef", "horizon", "target_kl")
 
@@ -103,42 +103,26 @@ def _save_state(trainer: Any) -> None:
 
 
 def _load_state(trainer: Any) -> None:
+    """Restore the state of a resumed controller; a fixed beta is always that of the configuration."""
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
-    if isinstance(controller, KLController) and trainer.global_steps > 0:
-        _read_state(controller, _resumed_folder(trainer.config.trainer, trainer.global_steps))
-
-
-def _resumed_folder(settings: Any, step: int) -> Path:
-    """The checkpoint that verl resumed from."""
-    resume_path = settings.resume_from_path if settings.resume_mode == "resume_path" else None
-    return Path(resume_path or Path(settings.default_local_dir) / f"global_step_{step}").absolute()
-
-
-def _read_state(controller: KLController, folder: Path) -> None:
-    """Restore the state of a controller; a fixed beta is always that of the configuration."""
-    path = folder / CONTROLLER_FILE
-    if controller.leash.to_dict()["kind"] == "fixed":
+    is_fixed = isinstance(controller, KLController) and isinstance(controller.leash, FixedBeta)
+    if is_fixed or not isinstance(controller, KLController) or trainer.global_steps == 0:
         return
+    settings = trainer.config.trainer
+    folder = settings.resume_from_path if settings.resume_mode == "resume_path" else None
+    folder = folder or Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"
+    path = Path(folder).absolute() / CONTROLLER_FILE
     if not path.exists():
         warnings.warn(
-            f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=4
+            f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=3
         )
         return
     try:
-        controller.load_state(_verified(dict(parse_json(path.read_bytes()))))
+        state: dict[str, Any] = dict(parse_json(path.read_bytes()))
+        if state.pop(CHECK, None) != check_of(state):
+            raise ValueError("its check does not fit its values, so it is damaged")
+        controller.load_state(state)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(
             f"{path} cannot be read as the state of a KL controller: {error}; remove it to start the controller anew"
         ) from error
-
-
-def _verified(state: dict[str, Any]) -> dict[str, Any]:
-    """The state without its check.
-
-    Raises:
-        ValueError: if the state is not the one that was written.
-    """
-    check = state.pop(CHECK, None)
-    if check is not None and check != check_of(state):
-        raise ValueError("its check does not fit its values, so it is damaged")
-    return state

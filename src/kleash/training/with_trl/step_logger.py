@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kleash.errors import NonFiniteError
 from kleash.extras import import_extra
@@ -131,7 +131,10 @@ class StepLogger(AttachedCallback):
         advice = None
         if self.run_log is not None:
             samples = () if measurement is None else measurement.samples
-            advice = self.run_log.step(step, metrics, samples, self._events(), self._beta_reason())
+            controller = self._controller()
+            event = None if controller is None else controller.controller.event
+            reason = None if controller is None else controller.reason
+            advice = self.run_log.step(step, metrics, samples, [] if event is None else [event], reason)
         self.outcome.step, self.outcome.metrics = step, metrics
         self._carry_out(self._group.broadcast_from_first(advice) or Advice(), control)
 
@@ -150,15 +153,6 @@ class StepLogger(AttachedCallback):
         callbacks = self.trainer.callback_handler.callbacks
         return next((callback for callback in callbacks if isinstance(callback, BetaController)), None)
 
-    def _events(self) -> list[str]:
-        controller = self._controller()
-        event = None if controller is None else controller.controller.event
-        return [] if event is None else [event]
-
-    def _beta_reason(self) -> str | None:
-        controller = self._controller()
-        return None if controller is None else controller.reason
-
     def _carry_out(self, advice: Advice, control: Any) -> None:
         match advice.act:
             case "stop":
@@ -167,13 +161,9 @@ class StepLogger(AttachedCallback):
             case "halve-lr":
                 halve_learning_rate(self.trainer)
             case "tighten":
-                self._tighten()
+                controller, job = self._controller(), cast("Any", self.job)
+                if controller is not None:
+                    controller.controller = tightened(controller.controller, job)
+                    self.trainer.beta = controller.controller.beta
             case _:
                 pass
-
-    def _tighten(self) -> None:
-        controller: Any = self._controller()
-        if controller is not None:
-            job: Any = self.job
-            controller.controller = tightened(controller.controller, job)
-            self.trainer.beta = controller.controller.beta

@@ -1,6 +1,5 @@
 """Translates a job's options to the arguments of TRL's configurations."""
 
-import math
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -72,11 +71,4 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
     """The largest divisor of ``number`` that is at most ``at_most``; at least 1."""
-    divisors = [
-        divisor
-        for small in range(1, math.isqrt(number) + 1)
-        if number % small == 0
-        for divisor in (small, number // small)
-        if divisor <= at_most
-    ]
-    return max(divisors, default=1)
+    return next(divisor for divisor in range(min(at_most, number), 0, -1) if number % divisor == 0)

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from distributions import log
+from markov_models import MarkovModel, drift_moments, random_markov
 
+from kleash.auditing.toy_distributions import every_sequence
 from kleash.divergences import kl
-from kleash.divergences.enumeration import MarkovModel, drift_moments, every_sequence, random_markov
 from kleash.errors import OptionError, ShapeError
 
 COUNTEREXAMPLE = (

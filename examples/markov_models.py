@@ -1,14 +1,13 @@
 """Toy language models whose sequence distributions can be computed exactly."""
 
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from kleash.divergences.functions import kl
+from kleash.divergences import kl
 from kleash.errors import OptionError, ShapeError
 
 
@@ -45,11 +44,6 @@ def random_markov(vocab: int, seed: int, spread: float = 1.0) -> MarkovModel:
     """Return a model whose logits are ``spread`` times standard normal draws."""
     uniform = torch.zeros(vocab, dtype=torch.float64)
     return MarkovModel(first=uniform, then=uniform.expand(vocab, vocab)).moved(seed, spread)
-
-
-def every_sequence(vocab: int, steps: int) -> Int[Tensor, "sequences steps"]:
-    """All ``vocab ** steps`` sequences, in lexicographic order."""
-    return torch.tensor(list(product(range(vocab), repeat=steps)))
 
 
 class DriftMoments(NamedTuple):
