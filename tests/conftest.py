@@ -79,8 +79,28 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+MEASURE_WITHOUT_CHARTS = {
+    "cli",
+    "diagnosis",
+    "engines",
+    "integrations",
+    "jobs",
+    "measuring",
+    "models",
+    "sources",
+    "training",
+}
+"""Folders of tests that write pages and look at no chart; those of ``reports`` and of the documentation do."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what is about packages that are not there, before any fixture imports them."""
+    """Before any fixture: leave out charts that no test looks at, and tests of packages that are not there."""
+    is_left_out = item.path.relative_to(ROOT / "tests").parts[0] in MEASURE_WITHOUT_CHARTS
+    if is_left_out or "undrawn_charts" in sys.modules:
+        from undrawn_charts import draw_charts
+
+        draw_charts(not is_left_out)
     asked = [package for mark in item.iter_markers("peers") for package in mark.args]
     missing = [package for package in asked if find_spec(package) is None]
     if missing:
