@@ -14,9 +14,7 @@ written in each format. The ways are interleaved in one process after a warm-up,
 
 The results are medians, in wall and in processor time, and medians of load divided by the others within rounds. The
 peak memory is that of a separate process which loads the network once, less the resident memory before; pages of mapped
-safetensors count. At last, in each of ``--rounds``, the file is dropped from the page cache and read, dropped and
-loaded, and loaded again: "from disk" has the seconds of the read, and by how much the first load takes longer than the
-second. Writes quantised_loading_DTYPE.json.
+safetensors count. Writes quantised_loading_DTYPE.json.
 """
 
 import argparse
@@ -50,8 +48,6 @@ from kleash.models.quantised.packed_formats import find_packed_modules
 from kleash.models.quantised.unpacking import unpack
 
 HIDDEN, MLP, HEADS, VOCABULARY, GROUP = 4096, 14336, 32, 8192, 128
-BLOCK = 1 << 22
-"""Bytes of a plain read."""
 MATRICES = {
     **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
     **{f"mlp.{name}_proj": (MLP, HIDDEN) for name in ("gate", "up")},
@@ -259,40 +255,6 @@ def ways_of(model: str, kind: str, dtype: torch.dtype) -> dict[str, Callable[[],
     return ways
 
 
-def drop_from_page_cache(path: Path) -> None:
-    """Let the kernel forget the contents of a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
-def read_whole(path: Path) -> None:
-    """Read a file from its start to its end."""
-    with path.open("rb", buffering=0) as file:
-        while file.read(BLOCK):
-            pass
-
-
-def seconds_from_disk(model: str, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """Seconds of a plain read of the file from disk, and those that loading from disk adds to loading from memory."""
-    path = weight_file(model)
-    seconds: dict[str, list[float]] = {"read": [], "load": []}
-
-    def timed(way: Callable[[], object], *, drop: bool) -> float:
-        if drop:
-            drop_from_page_cache(path)
-        began = perf_counter()
-        way()
-        return perf_counter() - began
-
-    for _ in range(rounds):
-        seconds["read"].append(timed(lambda: read_whole(path), drop=True))
-        from_disk = timed(lambda: load(model, dtype), drop=True)
-        seconds["load"].append(from_disk - timed(lambda: load(model, dtype), drop=False))
-    return {name: round(median(times), 3) for name, times in seconds.items()}
-
-
 def peak_memory(model: str, dtype: torch.dtype) -> float:
     """Peak memory of a process that loads the network, in MB."""
     command = [sys.executable, __file__, "--peak", model, "--dtype", str(dtype).removeprefix("torch.")]
@@ -331,7 +293,6 @@ def figures_of(
             name: ratio(times[kind, "load", clock], times[kind, name, clock]) for name in names[1:]
         }
     figures["peak_mb"] = peak_memory(model, args.torch_dtype)
-    figures["seconds_from_disk"] = seconds_from_disk(model, args.torch_dtype, args.rounds)
     return figures
 
 

@@ -85,6 +85,8 @@ MEASURE_WITHOUT_CHARTS = {
     "cli",
     "diagnosis",
     "engines",
+    "examples",
+    "house",
     "integrations",
     "jobs",
     "measuring",
@@ -92,7 +94,7 @@ MEASURE_WITHOUT_CHARTS = {
     "sources",
     "training",
 }
-"""Folders of tests that write pages and look at no chart; those of ``reports`` and of the documentation do."""
+"""Folders of tests that write pages and look at no chart; those of ``auditing`` and ``reports`` do."""
 
 
 @pytest.hookimpl(tryfirst=True)
