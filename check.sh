@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
-# Processes of one thread use two cores better than threads; more than two work while others wait for processes of their own.
+# Processes of one thread use two cores better than threads; a third works while others wait for processes of their own.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Without a cache of bytecode, each process would compile kleash and each pytest all tests.
@@ -33,9 +33,9 @@ log=$(mktemp)
 ) >"$log" 2>&1 &
 types=$!
 trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
-step $bin/python -m pytest -q -m browser
+step $bin/python -m pytest -q -m browser tests/reports
 verdict=0
-step $bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m 'not browser' \
+step $bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not browser' \
   "${checked[@]/#/--ignore=}" || verdict=$?
 wait $types || verdict=$?
 cat "$log"

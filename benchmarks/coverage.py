@@ -5,7 +5,7 @@ The true value is 1 nat per token. Each cell of the first tables is the share of
 contains it, for three intervals: plain (1.96 standard errors, samples treated as independent), clustered (1.96
 cluster-robust standard errors), and kleash's. The last table has the coverage by what the sample shows, from which the
 limits of warnings are chosen: on one set of distributions, and on another to see whether they hold.
-``tools/make_uncertainty_page.py`` writes the tables of docs/uncertainty.md from the stored result.
+The tables are printed as docs/uncertainty.md has them.
 """
 
 import argparse

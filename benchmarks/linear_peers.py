@@ -5,7 +5,6 @@
     python benchmarks/linear_peers.py --dtype bfloat16 --rounds 3
     python benchmarks/linear_peers.py --shape n1k --only matmuls kleash liger --out /tmp/results
     python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5
-    python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5 --resume
 
 Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens. The methods are
 those of linear_methods.py. A first call of each method is a warm-up and a check: its value is compared with kleash's
@@ -13,20 +12,17 @@ token statistics, its gradient with kleash's (if it computes a KL). In each of t
 once. Written are medians of ratios within rounds: of each method to the four bare matmuls that any such gradient needs,
 and of kleash to each method. "matmuls by kleash's product" are the same four matmuls by its product
 function, which takes oneDNN where that is faster.
-``--resume`` adds rounds to a result of the same commit. Run nothing else on the machine meanwhile.
+Run nothing else on the machine meanwhile.
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from harness import RESULTS, interleaved, provenance, ratio, write_result
+from harness import RESULTS, interleaved, ratio, write_result
 from linear_methods import (
     METHODS,
     PACKAGES,
@@ -59,50 +55,39 @@ class Shape(NamedTuple):
     names: tuple[str, ...]
     """The methods of each round."""
     rounds: int
-    once: tuple[str, ...] = ()
-    """Methods that are timed in their first call only, since they are far from the fastest."""
-    left_out: str = ""
-    """Which methods are left out, and why."""
 
 
-TOO_LARGE = (
-    "The naive ways and torchtune-style chunks, which hold more than 10 GB, and TRL, which takes more than twice the "
-    "fastest peer's time at 1024 tokens, are left out."
-)
 SHAPES: dict[str, Shape] = {
     "main": Shape(2048, 1024, 32_768, ALL, 9),
     "h4096": Shape(1024, 4096, 32_768, SOME, 2),
     "n8k": Shape(8192, 1024, 32_768, FEW, 2),
     "n1k": Shape(1024, 1024, 32_768, MOST, 7),
-    "v128k": Shape(1024, 1024, 128_256, LARGE, 7, ("kleash", "trl", "naive exact")),
-    "v152k": Shape(1024, 1024, 151_936, LARGE, 7, ("kleash", "trl", "naive exact")),
-    "v262k": Shape(1024, 1024, 262_144, LARGE, 7, ("kleash", "trl", "naive exact")),
-    "n4k": Shape(4096, 1024, 32_768, LARGE, 7, ("kleash", "trl", "naive exact")),
-    "n4k_v128k": Shape(4096, 1024, 128_256, FITTING, 7, (), TOO_LARGE),
-    "n4k_v152k": Shape(4096, 1024, 151_936, FITTING, 7, (), TOO_LARGE),
-    "n4k_v262k": Shape(4096, 1024, 262_144, FITTING, 7, (), TOO_LARGE),
+    "v128k": Shape(1024, 1024, 128_256, LARGE, 7),
+    "v152k": Shape(1024, 1024, 151_936, LARGE, 7),
+    "v262k": Shape(1024, 1024, 262_144, LARGE, 7),
+    "n4k": Shape(4096, 1024, 32_768, LARGE, 7),
+    "n4k_v128k": Shape(4096, 1024, 128_256, FITTING, 7),
+    "n4k_v152k": Shape(4096, 1024, 151_936, FITTING, 7),
+    "n4k_v262k": Shape(4096, 1024, 262_144, FITTING, 7),
     "tiny": Shape(48, 32, 512, ALL, 2),
 }
 """Minutes on two cores with 160 GFLOP/s between them: 10 for main, 4 in bfloat16, 2 for n1k, 3 to 6 for the other
 shapes of 1024 tokens and n4k, 12 to 25 for the larger ones of 4096 tokens."""
-WARM_TOKENS = 1024
 OURS = ("kleash", "kleash compiled")
 
 
 def check_methods(names: list[str], x: Inputs) -> dict[str, dict[str, float]]:
-    """Run each method once: its value, relative error, seconds, and gradient cosines with the first KL."""
+    """Run each method once: its value, relative error, and gradient cosines with the first KL."""
     right, first = expected(x), None
     full = x.hidden_p.dtype == torch.float32
     checks: dict[str, dict[str, float]] = {}
     for name in names:
         method = METHODS[name]
-        start = perf_counter()
         loss = method.compute_loss(x)
         grads = gradients(x, loss)
-        seconds = perf_counter() - start
         value = loss.item()
         error = value / right[method.what] - 1
-        checks[name] = {"value": value, "relative_error": error, "seconds_of_first_call": round(seconds, 3)}
+        checks[name] = {"value": value, "relative_error": error}
         assert abs(error) < (1e-3 if full else 5e-2), (name, value, right)
         if method.what == "kl":
             first = first or grads
@@ -135,27 +120,6 @@ def compare_times(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def read_earlier_figures(path: Path) -> dict[str, Any]:
-    """The figures of an earlier result, which must be of this commit and these package versions.
-
-    Raises:
-        ValueError: if the commit or the versions differ.
-    """
-    result, current = json.loads(path.read_text()), provenance(PACKAGES)
-    for key in ("commit", "versions"):
-        if result[key] != current[key]:
-            raise ValueError(f"{path} is of {key} {result[key]}, not {current[key]}; measure it anew")
-    return result["figures"]
-
-
-def warm_up(names: tuple[str, ...], x: Inputs) -> None:
-    """Call each method once, on as many tokens as a package processes at once."""
-    few = replace(x, hidden_p=x.hidden_p.detach()[:WARM_TOKENS].requires_grad_(), hidden_q=x.hidden_q[:WARM_TOKENS],
-                  ids=x.ids[:WARM_TOKENS])  # fmt: skip
-    for job in make_jobs(names, few).values():
-        job()
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,7 +131,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start no round that would end after this time"
     )
-    parser.add_argument("--resume", action="store_true", help="add rounds to the existing result")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     return parser.parse_args()
@@ -176,36 +139,19 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    shape = SHAPES[args.shape]
-    *size, names, rounds, once, left_out = shape
+    *size, names, rounds = SHAPES[args.shape]
     name = "_".join(["linear_peers", args.shape] + ["bfloat16"] * (args.dtype == "bfloat16"))
     if args.dtype == "bfloat16":  # torch's own documentation: 20 to 50 times slower on a CPU
         names = tuple(name for name in names if name not in ("cross entropy", "matmuls by kleash's product"))
     names = tuple(way for way in ALL if way in (args.only or names))
     x = make_inputs(*size, dtype=getattr(torch, args.dtype))
-    before = read_earlier_figures(args.out / f"{name}.json") if args.resume else None
-    if before is None:
-        tried = names if args.only else (*names, *once)
-        checks = check_methods([way for way in tried if way in METHODS], x)
-        for way in set(names) & set(BARE):
-            BARE[way](x)()
-    else:
-        names, checks = tuple(before["all_seconds"]), before["checks"]
-        warm_up(names, x)
-    left = (args.rounds or rounds) - (before["rounds"] if before else 0)
-    if left <= 0:
-        print(f"there are {before['rounds'] if before else 0} rounds already")
-        return
-    times, loads = interleaved(make_jobs(names, x), left, args.minutes)
-    if before is not None:
-        times = {way: before["all_seconds"][way] + seconds for way, seconds in times.items()}
-        loads = before["load"] + loads
+    checks = check_methods([way for way in names if way in METHODS], x)
+    for way in set(names) & set(BARE):
+        BARE[way](x)()
+    times, loads = interleaved(make_jobs(names, x), args.rounds or rounds, args.minutes)
     results = compare_times(times)
     for way, row in results.items():
         print(f"{way:16}", row)
-    for way in once:
-        if way in checks:
-            print(f"{way:16}", "once:", checks[way]["seconds_of_first_call"], "s")
     figures = {
         "shape": args.shape,
         **dict(zip(("tokens", "hidden", "vocabulary"), size, strict=True)),
@@ -213,8 +159,6 @@ def main() -> None:
         "rounds": len(loads),
         "load": loads,
         "words": {way: METHODS[way].words for way in names if way in METHODS},
-        "once": {way: METHODS[way].words for way in once if way in checks},
-        "left_out": left_out,
         "results": results,
         "checks": checks,
         "all_seconds": times,

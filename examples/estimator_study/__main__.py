@@ -1,7 +1,6 @@
-"""The study of the estimators, on the terminal and as a page.
+"""The study of the estimators, on the terminal.
 
 python examples/estimator_study                              # tables
-python examples/estimator_study --out study.html             # and a page with charts
 python examples/estimator_study --run kleash-runs/…          # and your own measured run
 python examples/estimator_study --json > study.json          # for programs
 python examples/estimator_study --markdown                   # the tables of README.md
@@ -14,7 +13,6 @@ from pathlib import Path
 if not __package__:  # run as a folder, which puts the folder itself on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from estimator_study.page import write_study
 from estimator_study.results import Study
 from estimator_study.study import estimator_study, markdown, tables_of
 from kleash.errors import KleashError
@@ -31,14 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--run", type=Path, help="a folder of `kleash measure`")
-    parser.add_argument("--out", type=Path, help="write a page")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--markdown", action="store_true", help="print Markdown instead of tables")
     options = parser.parse_args(arguments)
     try:
         study = estimator_study(options.run)
-        if options.out:
-            write_study(options.out, study)
     except KleashError as error:
         print(f"estimator_study: {error}", file=sys.stderr)
         return 2
@@ -48,8 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(markdown(study))
     else:
         print_tables(study)
-    if options.out:
-        print(f"page: {options.out}", file=sys.stderr)
     return 0
 
 

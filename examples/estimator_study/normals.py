@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from estimator_study.enumeration import EnumeratedPair, control_variate, enumerated_rows, exact_number
-from estimator_study.results import NoiseCurves, StudyCase
+from estimator_study.results import StudyCase
 
 PANELS, NODES = 32, 24
 Split = Literal["nowhere", "log ratio", "estimates"]
@@ -128,35 +128,11 @@ def normal_case(shift: float) -> StudyCase:
     )
 
 
-def noise_curves(points: int = 61) -> NoiseCurves:
-    """Standard deviation over the KL for N(0, 1) against N(m, 1), from the closed forms.
-
-    KL = m^2 / 2,   Var k1 = m^2,   Var k2 = m^4 / 2 + m^6 / 4,   Var k3 = exp(m^2) - 1 - m^2
-    """
-    kls = [10 ** (-3 + 4 * step / (points - 1)) for step in range(points)]
-    return NoiseCurves(
-        kl=tuple(kls),
-        relative_deviation={
-            name: tuple(math.sqrt(variance(2 * kl)) / kl for kl in kls)
-            for name, variance in VARIANCES.items()
-        },
-        crossing=_crossing(),
-    )
-
-
-VARIANCES: dict[str, Callable[[float], float]] = {
-    "k1": lambda square: square,
-    "k2": lambda square: square**2 / 2 + square**3 / 4,
-    "k3": lambda square: math.expm1(square) - square,
-}
-"""The variance of one estimate as a function of the squared shift."""
-
-
-def _crossing() -> float:
-    """The KL above 0 at which k1 and k3 have the same variance, by bisection."""
+def noise_crossing() -> float:
+    """The KL in nats at which k1 becomes less noisy than k3 for N(0, 1) against N(m, 1), by bisection."""
     low, high = 0.1, 10.0
     for _ in range(100):
         middle = (low + high) / 2
-        k3_varies_less = VARIANCES["k3"](middle) < VARIANCES["k1"](middle)
+        k3_varies_less = math.expm1(middle) - middle < middle  # of a squared shift
         low, high = (middle, high) if k3_varies_less else (low, middle)
     return low / 2

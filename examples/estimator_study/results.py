@@ -1,6 +1,5 @@
 """The results of the study as plain records: exact numbers have a standard error of 0."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kleash.records import Number
@@ -45,17 +44,6 @@ class StudyCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseCurves:
-    """The noise of each estimator for N(0, 1) against N(shift, 1), as the KL between them grows."""
-
-    kl: tuple[float, ...]
-    relative_deviation: Mapping[str, tuple[float, ...]]
-    """Name -> standard deviation of one estimate divided by the KL, at each ``kl``."""
-    crossing: float
-    """The KL in nats at which k1 becomes less noisy than k3."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GaussianFit:
     """A Gaussian fitted to a target with two modes."""
 
@@ -67,17 +55,12 @@ class GaussianFit:
     """KL(fit || target) in nats."""
     kl_target_fit: float
     """KL(target || fit) in nats."""
-    density: tuple[float, ...]
-    """At each ``x`` of the ``TwoModes`` that it belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoModes:
     """One Gaussian fitted to a target with two modes."""
 
-    x: tuple[float, ...]
-    target: tuple[float, ...]
-    """Density of the target at each ``x``."""
     start: GaussianFit
     projections: tuple[GaussianFit, ...]
     """The minima of KL(target || fit) and of KL(fit || target)."""
@@ -92,7 +75,8 @@ class Study:
     kleash: str
     """Version that computed it."""
     cases: tuple[StudyCase, ...]
-    normals: NoiseCurves
+    noise_crossing: float
+    """The KL in nats between two normals of one variance at which k1 becomes less noisy than k3."""
     two_modes: TwoModes
 
     def case(self, name: str) -> StudyCase:

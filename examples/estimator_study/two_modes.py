@@ -22,8 +22,6 @@ ENDS = (-16.0, 16.0)
 START = (-0.5, 1.0)
 """Mean and standard deviation of the Gaussian before the fit."""
 MAX_STEPS, STEP_SIZE, TOLERANCE = 300, 0.2, 1e-5
-GRID = tuple(-6 + 12 * index / 240 for index in range(241))
-"""Where densities are evaluated for the chart."""
 MODE_COVERING, MODE_SEEKING = "smallest KL(target ‖ fit)", "smallest KL(fit ‖ target)"
 
 
@@ -106,16 +104,14 @@ def _lbfgs(distance: Callable[[Tensor], Tensor], mean: float) -> Tensor:
 
 
 def fit_at(name: str, mean: float, scale: float) -> GaussianFit:
-    """A Gaussian with both KLs to the target, and its density on ``GRID``."""
+    """A Gaussian with both KLs to the target."""
     parameters = torch.tensor([mean, math.log(scale)], dtype=torch.float64)
-    density = log_normal(torch.tensor(GRID, dtype=torch.float64), parameters[0], parameters[1]).exp()
     return GaussianFit(
         name=name,
         mean=mean,
         standard_deviation=scale,
         kl_fit_target=_kl_fit_target(parameters).item(),
         kl_target_fit=_kl_target_fit(parameters).item(),
-        density=tuple(density.tolist()),
     )
 
 
@@ -123,8 +119,6 @@ def two_modes() -> TwoModes:
     """Both projections, and the fit that each estimator reaches."""
     names = [name for name in estimator_functions(0.0) if name != CONTROL_VARIATE]
     return TwoModes(
-        x=GRID,
-        target=tuple(log_target(torch.tensor(GRID, dtype=torch.float64)).exp().tolist()),
         start=fit_at("start", *START),
         projections=projections(),
         descents=tuple(descend_on(name) for name in (*names, EXACT)),

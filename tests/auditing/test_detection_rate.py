@@ -1,15 +1,12 @@
 """Detection rate on functions that are wrong over several tokens, calls, responses or precisions."""
 
-import json
-import os
-import subprocess
-import sys
+import warnings
 
-import audit_faulty_functions
+import faulty_functions
+import faulty_variations
 import numpy as np
 import pytest
 import torch
-from audit_faulty_functions import FAULTY_FUNCTIONS, RIGHT_FUNCTIONS
 from single_faults import FAULTS, rho, right, u_of
 
 import kleash
@@ -17,6 +14,8 @@ from kleash.auditing import audit
 from kleash.auditing.finding_kinds import FINDINGS
 from kleash.records import Audit
 
+FAULTY_FUNCTIONS = {**faulty_functions.FAULTY_FUNCTIONS, **faulty_variations.FAULTY_FUNCTIONS}
+RIGHT_FUNCTIONS = {**faulty_functions.RIGHT_FUNCTIONS, **faulty_variations.RIGHT_FUNCTIONS}
 WORST = ("wrong", "fragile", "note")
 CORRELATED = (668, 1933, 2457, 4291)
 """Seeds of numpy's generator whose first 34 numbers have a lag-one autocorrelation beyond 0.5 in size."""
@@ -24,15 +23,14 @@ CORRELATED = (668, 1933, 2457, 4291)
 
 @pytest.fixture(scope="module")
 def audits():
-    """The audits of all functions of both batteries, by name."""
-    done = subprocess.run(
-        [sys.executable, audit_faulty_functions.__file__],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return {name: Audit.from_json(text) for name, text in json.loads(done.stdout).items()}
+    """The audits of all functions of both batteries, by name; the wrong ones first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the audited functions warn of is theirs
+        wrong = {
+            name: audit(faulty.make(), faulty.convention, name=name)
+            for name, faulty in FAULTY_FUNCTIONS.items()
+        }
+        return wrong | {name: audit(*right, name=name) for name, right in RIGHT_FUNCTIONS.items()}
 
 
 @pytest.mark.parametrize("name", FAULTY_FUNCTIONS)

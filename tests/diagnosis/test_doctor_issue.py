@@ -121,21 +121,21 @@ def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
     assert not has_models or "repetition penalty of 1.1" in finding.evidence
 
 
-def cut_at_temperature(temperature: float, top_p: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Logits as vLLM processes them: divided, then cut."""
-    warper: Any = TopPLogitsWarper(top_p)
-    return lambda ids, logits: warper(ids, logits / temperature)
+@pytest.fixture(scope="module")
+def cut(pair: Pair) -> Rollouts:
+    """At a temperature of 0.7 and with a top_p of 0.8, as vLLM processes logits: divided, then cut."""
+    warper: Any = TopPLogitsWarper(0.8)
+    return Rollouts(pair, 24, 40, lambda ids, logits: warper(ids, logits / 0.7))
 
 
 @pytest.mark.parametrize("trainer_at", [1.0, 0.7])
 @pytest.mark.parametrize("has_models", [False, True])
 def test_a_temperature_and_a_cut_at_once_name_no_other_cause(
-    pair: Pair, trainer_at: float, has_models: bool
+    cut: Rollouts, pair: Pair, trainer_at: float, has_models: bool
 ) -> None:
     """The engine returns what it draws from; the trainer is plain, or divides by the temperature alone."""
-    rollouts = Rollouts(pair, 24, 40, cut_at_temperature(0.7, 0.8))
-    trainer = rollouts.scored(lambda logits: logits / trainer_at)
-    finding = first_cause(rollouts.records(trainer, rollouts.processed), pair if has_models else None)
+    trainer = cut.scored(lambda logits: logits / trainer_at)
+    finding = first_cause(cut.records(trainer, cut.processed), pair if has_models else None)
     possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
     assert finding.cause in possible
     if has_models:
@@ -185,10 +185,10 @@ def test_dropout_of_the_trainer_is_named_and_not_other_weights(plain: Rollouts, 
     for seed in (0, 1):
         with dropout(pair, 0.1, seed):
             trainer = plain.scored()
-        assert first_cause(plain.records(trainer, engine), pair).cause == "dropout"
-        alone = first_cause(plain.records(trainer, engine))
-        assert "dropout" in (alone.cause, *alone.alike), "without the models it looks like other weights"
         columns.append(np.concatenate(trainer) - np.concatenate(engine))
+    assert first_cause(plain.records(trainer, engine), pair).cause == "dropout"
+    alone = first_cause(plain.records(trainer, engine))
+    assert "dropout" in (alone.cause, *alone.alike), "without the models it looks like other weights"
     assert abs(np.corrcoef(columns)[0, 1]) < 0.1, "as the plant should be"
 
 
@@ -298,6 +298,10 @@ def test_a_break_is_named_with_its_position(place: int, sizes: tuple[float, floa
     finding = first_cause(world.records(world.column, engine))
     assert finding.cause == "break" and "of the response" in finding.evidence
     assert abs(int(finding.evidence.split("from token ")[1].split()[0]) - place) <= 8
+
+
+def test_errors_of_one_size_have_no_break() -> None:
+    world = Synthetic(64, 192)
     assert diagnose(world.records(world.column, world.noisy(lambda position, _: 0.01))).findings == ()
 
 

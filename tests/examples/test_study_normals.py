@@ -6,9 +6,8 @@ import pytest
 import torch
 from estimator_study.normals import (
     SHIFTS,
-    VARIANCES,
     gauss_legendre,
-    noise_curves,
+    noise_crossing,
     normal_case,
     sign_changes,
 )
@@ -96,24 +95,9 @@ def test_schulmans_tables(cases, shift, name, bias, spread):
     assert (row.bias.value / kl, row.standard_deviation.value / kl) == pytest.approx((bias, spread), abs=6e-3)
 
 
-def test_the_curves_cross_where_the_variances_are_equal():
-    curves = noise_curves()
+def test_the_noise_of_k1_and_k3_crosses_where_the_variances_are_equal():
     at = brentq(lambda square: math.expm1(square) - 2 * square, 0.5, 3) / 2
-    assert curves.crossing == pytest.approx(at, rel=1e-12) == pytest.approx(0.628, abs=5e-4)
-    for name, one, other in (("k1", 20.0, 0.5**-0.5), ("k3", 1.41657, 1.69503)):
-        near = VARIANCES[name](0.01) ** 0.5 / 0.005
-        assert near == pytest.approx(one, abs=5e-6)
-        place = min(range(len(curves.kl)), key=lambda i: abs(curves.kl[i] - 0.5))
-        assert curves.relative_deviation[name][place] > 0
-        if name == "k3":
-            assert VARIANCES[name](1.0) ** 0.5 / 0.5 == pytest.approx(other, abs=5e-6)
-    for place, kl in enumerate(curves.kl):
-        assert curves.relative_deviation["k1"][place] == pytest.approx(math.sqrt(2 / kl))
-        assert (curves.relative_deviation["k3"][place] < curves.relative_deviation["k1"][place]) is (
-            kl < curves.crossing
-        )
-        assert curves.relative_deviation["k2"][place] == pytest.approx(math.sqrt(2 + 2 * kl))
-    assert (curves.kl[0], curves.kl[-1]) == pytest.approx((1e-3, 10))
+    assert noise_crossing() == pytest.approx(at, rel=1e-12) == pytest.approx(0.628, abs=5e-4)
 
 
 def test_quadrature_sees_jumps_to_the_last_digit():

@@ -32,9 +32,7 @@ class CommandForks:
     def run(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
         """Run ``kleash WORDS`` and wait for its end."""
         fork = self.start(words)
-        code = fork.wait()
-        streams = (fork.folder / "stdout", fork.folder / "stderr")
-        return subprocess.CompletedProcess(words, code, *(stream.read_text() for stream in streams))
+        return subprocess.CompletedProcess(words, fork.wait(), *fork.communicate())
 
     def ask(self, *request: Any) -> Any:
         """What the process answers."""
@@ -71,17 +69,29 @@ class CommandFork:
             self.returncode = self.forks.ask("wait", self.pid)
         return self.returncode
 
+    def communicate(self) -> tuple[str, str]:
+        """What the command wrote to standard output and standard error, when it has ended."""
+        self.wait()
+        return (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Send SIGKILL."""
-        os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def serve() -> None:
     """Start the command lines that standard input names, and wait for their ends."""
     from importlib import import_module
 
+    from undrawn_charts import draw_charts
+
     for module in PRELOADED:
         import_module(module)
+    draw_charts(False)
     for line in sys.stdin:
         match json.loads(line):
             case ["start", *request]:
@@ -103,6 +113,8 @@ def run_in_this_process(words: list[str], stdout: str, stderr: str) -> int:
         os.dup2(os.open(path, flags), number)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = ["kleash", *words]
+    # As at a terminal: what a shell starts in the background ignores it, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main(words)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_training, taken_for_gpus, train
+from undrawn_charts import draw_charts
 
 from kleash.errors import KleashError
 from kleash.integrations.trainer import DriftMonitor
@@ -526,6 +527,7 @@ def import_what_checks_use() -> None:
     """Import what the checks import when they need it, before the ranks fork."""
     for name in PRELOADED:
         import_module(name)
+    draw_charts(False)
 
 
 def main(

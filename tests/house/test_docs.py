@@ -1,6 +1,5 @@
 """The documentation tells the truth: its code runs, and every public name is in it."""
 
-import ast
 import importlib
 import re
 from pathlib import Path
@@ -57,33 +56,3 @@ def test_the_page_of_public_names_is_up_to_date() -> None:
     assert make_api_page.PAGE.read_text(encoding="utf-8") == make_api_page.page(), (
         "run: python tools/make_api_page.py"
     )
-
-
-def strings_that_are_read(path: Path) -> list[str]:
-    """The texts of a file that a user reads: of a module its strings, without the docstrings of code."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        return [text]
-    tree = ast.parse(text)
-    nodes = ast.walk(tree)
-    docstrings = (
-        {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        - {
-            id(line.value)  # the help of an option
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef) and path.parent.name == "jobs"
-            for line in node.body[1:]
-            if isinstance(line, ast.Expr)
-        }
-    )
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return [node.value for node in constants if isinstance(node.value, str) and id(node) not in docstrings]
-
-
-def test_a_divergence_has_one_sign_wherever_a_user_reads_it() -> None:
-    """KL(p ‖ q), never two bars but in docstrings and comments of code."""
-    package = ROOT / "src" / "kleash"
-    paths = [*PAGES, *package.rglob("*.py"), *package.rglob("templates/*.html"), ROOT / "DESIGN.md"]
-    bars = re.compile(r"\([^()|]*\|\|[^()|]*\)|^ \|\| $")
-    found = {str(path): [text for text in strings_that_are_read(path) if bars.search(text)] for path in paths}
-    assert not {path: texts for path, texts in found.items() if texts}

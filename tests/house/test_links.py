@@ -98,36 +98,3 @@ def test_pages_named_in_source_files_exist() -> None:
         if missing := broken(ROOT / "README.md", MENTION.findall(text)):
             wrong[source] = missing
     assert wrong == {}
-
-
-@pytest.mark.parametrize(
-    ("heading", "anchor"),
-    [
-        ("What must be the same", "what-must-be-the-same"),
-        ("KL(p || q), in nats", "klp--q-in-nats"),
-        ("`kleash measure`: options", "kleash-measure-options"),
-        ("[A run](other.md#x) folder", "a-run-folder"),
-        ("snake_case and *emphasis*", "snake_case-and-emphasis"),
-    ],
-)
-def test_slugs_are_those_of_github(heading: str, anchor: str) -> None:
-    assert slug(heading) == anchor
-
-
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "other.md").write_text("# One\n\n## Two words\n\n## One\n\n```\n# not a heading\n```\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Start\n[a](other.md#two-words) [b](other.md#one-1) [c](#start) [d](other.md) [e](https://x.org/#y)\n"
-        "[f](other.md#two) [g](gone.md) [h](#end) [i](other.md#one-2) [j](other.md#not-a-heading)\n"
-        "`[k](gone.md)` <a id='mark'></a> [l](#mark) <img src=\"gone.svg\"> [m](other.md 'x')\n\n[n]: other.md#three\n"
-    )
-    expected = [
-        "other.md#two",
-        "gone.md",
-        "#end",
-        "other.md#one-2",
-        "other.md#not-a-heading",
-        "other.md#three",
-    ]
-    assert broken(page, links(page.read_text())) == [*expected, "gone.svg"]

@@ -322,9 +322,8 @@ def masked_batches(draw):
     return *(x.reshape(shape) for x in pair), mask.reshape(shape)
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@settings(max_examples=40)
-@given(batch=masked_batches(), mode=st.sampled_from(MODES))
+@settings(max_examples=80)
+@given(spelling=st.sampled_from(SPELLINGS), batch=masked_batches(), mode=st.sampled_from(MODES))
 def test_masked_losses_and_rewards_equal_verl_on_zeros(core, spelling, batch, mode):
     """verl's own functions, on a batch whose masked tokens are 0: the numbers that any other values must have there."""
     *pair, mask = batch
@@ -366,11 +365,9 @@ def test_environment_variable_installs_in_every_process(tmp_path):
     assert float(done.stdout) == pytest.approx(49.59815, rel=1e-6), done.stderr
 
 
-def test_missing_verl_is_one_sentence():
-    ask = (
-        "import sys\nsys.modules['verl'] = None\nimport kleash.integrations.verl as v\n"
-        "try:\n    v.install()\nexcept ImportError as error:\n    print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300)
-    assert done.stdout.startswith("verl is not installed; run: pip install --no-deps verl"), done.stderr
-    assert done.returncode == 0
+def test_missing_verl_is_one_sentence(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(ImportError, match=r"^verl is not installed; run: pip install --no-deps verl"):
+        install()

@@ -2,7 +2,6 @@
 
 import math
 import re
-import runpy
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damaged_files import outcomes_of_damage
 from gguf_file import write_gguf
 from tiny_models import double_logits, tiny_pair
 
@@ -442,17 +442,18 @@ def test_a_file_of_holes_takes_no_memory(tmp_path: Path) -> None:
         open_base_logits(path)
 
 
-def test_damaged_files_are_refused_in_a_sentence(
-    written: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(root)
-    damage = runpy.run_path(str(root / "model_file_damage.py"))
-    data = written[2].read_bytes()
-    read = damage["read_base_logits"]
-    figures = damage["run_mutants"](data, 20 + 4 * 256, tmp_path / "base.kld", read, 200, 0)
-    assert figures["failures"] == []
-    assert figures["outcomes"]["refused"] > 100
+def test_damaged_files_are_refused_in_a_sentence(written: tuple[Path, ...], tmp_path: Path) -> None:
+    def read(path: Path) -> object:
+        file = open_base_logits(path)
+        rows = [file.read(chunk, 0, file.scored) for chunk in range(file.chunks)]
+        arrays = [array for part in rows for array in (part.scale, part.minimum, part.codes)]
+        tokens = [file.tokens(chunk) for chunk in range(file.chunks)]
+        return file.context, [array.tobytes() for array in (*tokens, *arrays)]
+
+    path = tmp_path / "base.kld"
+    path.write_bytes(written[2].read_bytes())
+    outcomes, failures = outcomes_of_damage(path, 20 + 4 * 256, read, 200)
+    assert failures == [] and outcomes["refused"] > 100
 
 
 def test_models_and_options_that_do_not_fit_are_refused(written: tuple[Path, ...], tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 import errno
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command_forks import CommandForks
 from safetensors.torch import load_file, save_file
 from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
@@ -236,15 +233,15 @@ def test_a_run_on_prompts_fills_its_cache(pair: tuple[Path, Path], cached: Path,
 
 
 def test_a_killed_cache_job_resumes_to_the_same_bytes(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path
+    pair: tuple[Path, Path], text: Path, cached: Path, command_forks: CommandForks, tmp_path: Path
 ) -> None:
     out = tmp_path / "cache"
     words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS), "--quiet"]
-    process = subprocess.Popen([sys.executable, "-m", "kleash", *words])
+    process = command_forks.start(words)
     while not list(out.glob("part-*")):
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert not (out / "contents.json").exists()
     times = {path: path.stat().st_mtime_ns for path in out.glob("part-*")}

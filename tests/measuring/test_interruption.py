@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -35,7 +34,7 @@ def result(out: Path) -> dict[str, Any]:
     return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
 
 
-def wait_for(path: Path, process: subprocess.Popen[str] | CommandFork) -> None:
+def wait_for(path: Path, process: CommandFork) -> None:
     for _ in range(24_000):
         if path.exists():
             return
@@ -83,28 +82,23 @@ def test_a_run_killed_twice_resumes_to_the_same_result(
     assert (out / "alternatives.parquet").read_bytes() == (undisturbed / "alternatives.parquet").read_bytes()
 
 
-def heed_interrupts() -> None:
-    """As at a terminal: what a shell starts in the background ignores them, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(
     ("number", "cause"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated by SIGTERM")]
 )
 def test_ctrl_c_and_sigterm_print_the_options_that_resume(
-    number: signal.Signals, cause: str, pair: tuple[Path, Path], prompts: Path, tmp_path: Path
+    number: signal.Signals,
+    cause: str,
+    pair: tuple[Path, Path],
+    prompts: Path,
+    command_forks: CommandForks,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
     long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kleash", *words(pair, prompts, out), *long],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-    )
+    process = command_forks.start([*words(pair, prompts, out), *long])
     wait_for(out / "sequences" / "part-00000.parquet", process)
     process.send_signal(number)
-    _, error = process.communicate(timeout=300)
+    _, error = process.communicate()
     assert process.returncode == 128 + number
     assert error.strip() == (
         f"kleash: {cause}; finished shards are on disk: resume with --resume --out {out}"

@@ -32,14 +32,3 @@ def test_every_random_damage_is_reported_without_a_traceback(
         assert outcome not in ("silent", "traceback"), f"{name} of {victim}: {outcome}\n{words}"
         outcomes[outcome] += 1
     assert outcomes["refused"] >= DAMAGES / 4, outcomes
-
-
-def test_the_reliability_page_has_the_benchmark_figures() -> None:
-    import make_reliability_page as page
-
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert page.page(text) == text, "run: python tools/make_reliability_page.py"
-    for kind, found in (page.read("damage") or {"kinds": {}})["kinds"].items():
-        assert not {"silent", "traceback"} & set(found["outcomes"]), kind
-    for kind, found in (page.read("kills") or {"kinds": {}})["kinds"].items():
-        assert found.get("different", 0) == 0 and "report: traceback" not in found, kind

@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_forks import CommandForks
 from single_loads import load_one_at_a_time
 
 from kleash.cli import main
@@ -228,23 +227,18 @@ def words_of(job: MeasureJob, out: Path) -> list[str]:
     ]
 
 
-def started(words: list[str]) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "kleash", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_three_commands_measure_what_one_measures_though_one_is_killed(
-    job: MeasureJob, alone: Measurement, tmp_path: Path
+    job: MeasureJob, alone: Measurement, command_forks: CommandForks, tmp_path: Path
 ) -> None:
     """One prints the result and owns the exit code of the gate, another one ends with 0."""
     out = tmp_path / "run"
     words = [*words_of(job, out), "--at-most", "1e-9"]
-    processes = [started(words) for _ in range(3)]
+    processes = [command_forks.start(words) for _ in range(3)]
     while not any((out / "sequences").glob("part-*")):
         assert any(process.poll() is None for process in processes)
         time.sleep(0.005)
     processes[1].kill()
-    ended = [(process.communicate(timeout=600), process.returncode) for process in processes]
+    ended = [(process.communicate(), process.returncode) for process in processes]
     codes, killed = sorted(code for _, code in ended), -9
     assert codes in ([killed, 0, 1], [0, 0, 1]), ended  # the second if all was over before the signal
     assert sum("KL(policy ‖ reference)" in output for (output, _), code in ended if code == 1) == 1

@@ -4,12 +4,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_forks import CommandForks
 from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
@@ -296,7 +296,9 @@ def test_a_process_that_another_one_ranked_for_ends_with_0(
     assert bool(capsys.readouterr().out) is is_own
 
 
-def test_two_commands_on_one_folder_rank_as_one_does(job: SweepJob, result: Sweep, tmp_path: Path) -> None:
+def test_two_commands_on_one_folder_rank_as_one_does(
+    job: SweepJob, result: Sweep, command_forks: CommandForks, tmp_path: Path
+) -> None:
     words = [
         "sweep",
         "--reference",
@@ -307,11 +309,10 @@ def test_two_commands_on_one_folder_rank_as_one_does(job: SweepJob, result: Swee
         str(tmp_path / "out"),
     ]
     words += [str(word) for name, value in WINDOWS.items() for word in (f"--{name.replace('_', '-')}", value)]
-    command = [sys.executable, "-m", "kleash", *words, "--json", "--candidates", *job.candidates]
     commands = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+        command_forks.start([*words, "--json", "--candidates", *map(str, job.candidates)]) for _ in range(2)
     ]
-    ended = [(process.communicate(timeout=600), process.returncode) for process in commands]
+    ended = [(process.communicate(), process.returncode) for process in commands]
     assert sorted(code for _, code in ended) == [0, 2], ended
     assert [bool(output) for (output, _), code in ended if code == 0] == [False]
     shared = Sweep.read(tmp_path / "out")

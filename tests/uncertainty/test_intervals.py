@@ -1,6 +1,5 @@
 """Intervals against scipy and simulated coverage at both ends; constant samples; warnings."""
 
-import json
 import math
 import runpy
 from collections.abc import Iterator
@@ -257,25 +256,3 @@ def test_mostly_tied_clusters_have_a_warning() -> None:
         "58 of 64 clusters have the same mean: the estimate rests on the other 6, and its interval cannot be trusted"
     )
     assert not any("rests on" in one for one in ratio_of_sums(sums, counts, lower=0.0, upper=1.0).warnings)
-
-
-def test_the_tables_in_the_docs_match_the_committed_figures(benchmark: Any, root: Path) -> None:
-    figures = json.loads((root / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))
-    page = (root / "docs" / "uncertainty.md").read_text(encoding="utf-8")
-    for name, text in benchmark.tables(figures["figures"]).items():
-        assert text in page, f"{name}: python benchmarks/intervals.py"
-
-
-def test_the_committed_figures_match_the_code(benchmark: Any, root: Path) -> None:
-    figures = json.loads((root / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))
-    rows = {(one["process"], one["clusters"]): one for one in figures["figures"]["processes"]}
-    assert set(rows) == {(name, size) for name in benchmark.PROCESSES for size in benchmark.CLUSTERS}
-    for name, clusters in (
-        ("lognormal 1", 12),
-        ("97 % zeros", 64),
-        ("agreement 0.98", 5),
-        ("one text in blocks", 8),
-    ):
-        mine = benchmark.cell(name, clusters, 1000, seed=3)
-        for share in ("coverage", "truth_above", "warned"):
-            assert mine[share] == pytest.approx(rows[name, clusters][share], abs=0.05), (name, share)
