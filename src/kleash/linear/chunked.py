@@ -20,6 +20,7 @@ from torch import Tensor
 from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, ShapeError
+from kleash.linear import compiled_rows
 from kleash.linear import rows as row_functions
 from kleash.linear.gradient_sums import GradientSums
 from kleash.linear.options import LinearOptions
@@ -39,6 +40,8 @@ ENOUGH_TOKENS = 1024
 """The most tokens in a chunk: a matmul gets no faster with more."""
 ROW_BLOCK = 2**17
 """Logits of one model whose elementwise work is done together on a CPU: 1 MiB of float64, half of a core's cache."""
+COMPILED_BLOCK = 2**20
+"""Such logits where the work is compiled, and keeps few results."""
 ROW_BUFFERS = 10
 """Tensors of a block's size in float64 that exist together."""
 SMALL_BLOCK = 2**14
@@ -60,7 +63,7 @@ class Plan(NamedTuple):
     """Tokens of each rank that stores the head; of this rank alone if none does."""
 
 
-def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int) -> Plan:
+def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled: bool) -> Plan:
     """The largest chunks that the memory allows, all of nearly equal size and at most ``ENOUGH_TOKENS``.
 
     Raises:
@@ -69,7 +72,7 @@ def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int) -> Plan:
     size, vocab_size = pair.dtype.itemsize, max(1, pair.local_vocab_size)
     dims = sum(model.hidden.shape[-1] for model in pair)
     token_bytes = (2 * vocab_size + 2 * dims) * size
-    nbytes, block = options.buffer_bytes, ROW_BLOCK // vocab_size
+    nbytes, block = options.buffer_bytes, (COMPILED_BLOCK if is_compiled else ROW_BLOCK) // vocab_size
     if nbytes is None and pair.device.type == "cuda":
         nbytes, block = 2 * ENOUGH_TOKENS * token_bytes, ENOUGH_TOKENS
     nbytes = CPU_BYTES if nbytes is None else nbytes
@@ -133,17 +136,21 @@ class Chunk:
 
 
 def chunks(
-    pair: HeadPair, options: LinearOptions, positions: Int[Tensor, " some"] | None = None
+    pair: HeadPair,
+    options: LinearOptions,
+    is_compiled: bool,
+    positions: Int[Tensor, " some"] | None = None,
 ) -> Iterator[Chunk]:
     """Each chunk, with ``hidden W^T`` in place of its logits; all chunks use the same memory.
 
     Args:
         pair: the two models.
         options: the memory.
+        is_compiled: whether the row functions are, which take more rows together.
         positions: which of this rank's tokens are read; None for all.
     """
     tokens = pair.tokens if positions is None else len(positions)
-    plan = plan_chunks(pair, options, tokens)
+    plan = plan_chunks(pair, options, tokens, is_compiled)
     keep_freed_memory()
     shape = len(plan.counts) * plan.chunk_tokens, pair.local_vocab_size
     buffers = [torch.empty(shape, dtype=pair.dtype, device=pair.device) for _ in pair]
@@ -191,10 +198,10 @@ def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
 def compute_rows(
     pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Tensor
 ) -> tuple[Any, ...]:
-    """The results of ``fast`` for rows of finite logits, and of ``general`` for all others."""
-    finite = row_functions.are_finite(zp, zq, pair.vocab_shards)
+    """The results of ``fast``, or those of ``general`` where a column that ``fast`` returns is not finite."""
     results = fast(zp, zq, *columns, pair.vocab_shards)
-    not_finite = (~finite).nonzero()[:, 0]
+    sums = [x for x in results if x is not None and x.shape[1] == 1]
+    not_finite = (~torch.cat(sums, -1).isfinite().all(-1)).nonzero()[:, 0]
     # Ranks that share the words have different numbers of them, and must take as many rows together.
     size = max(1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1])
     for start in range(0, len(not_finite), size):
@@ -240,36 +247,32 @@ def missing_for_compiling(device: str) -> str | None:
 
 
 @cache
-def compiled(function: RowFunction) -> RowFunction:
-    """The function compiled by torch, once for all sizes."""
-    return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
+def compiled(name: str) -> RowFunction:
+    """A function of ``compiled_rows``, compiled by torch once for all sizes."""
+    return cast("Any", torch).compile(getattr(compiled_rows, name), fullgraph=True, dynamic=True)
 
 
-def fast_version(function: RowFunction, pair: HeadPair, options: LinearOptions) -> RowFunction:
-    """A row function, compiled where that is asked for or saves time."""
-    return compiled(function) if should_compile(pair, options) else function
+def row_function(name: str, is_compiled: bool) -> RowFunction:
+    """A function that ``rows`` and ``compiled_rows`` have."""
+    return compiled(name) if is_compiled else getattr(row_functions, name)
 
 
 def values(pair: HeadPair, options: LinearOptions, record: Divergence) -> Float[Tensor, " tokens"]:
     """The divergence of each token."""
     if record == REVERSE_KL:
         return values(pair.swapped, options, KL)
+    is_compiled = record == KL and should_compile(pair, options)
     fast = (
-        fast_version(row_functions.kl_rows, pair, options)
+        row_function("kl_rows", is_compiled)
         if record == KL
-        else partial_rows(row_functions.divergence_rows, record)
+        else partial(row_functions.divergence_rows, record)
     )
     general = partial(row_functions.any_divergence_rows, record)
     result = torch.zeros(pair.tokens, dtype=pair.dtype, device=pair.device)
-    for chunk in chunks(pair, options):
+    for chunk in chunks(pair, options, is_compiled):
         blocks = [compute_rows(pair, fast, general, zp, zq)[0] for _, zp, zq in chunk.logit_blocks()]
         result[chunk.index] = joined(blocks, chunk)
     return result
-
-
-def partial_rows(function: RowFunction, record: Divergence) -> RowFunction:
-    """A row function of one divergence."""
-    return partial(function, record)
 
 
 def joined(blocks: list[Tensor], chunk: Chunk) -> Tensor:
@@ -289,8 +292,9 @@ def value_and_grad(
         result, gradients = value_and_grad(pair.swapped, options, KL, weights, (*needed[3:], *needed[:3]))
         return result, (*gradients[3:], *gradients[:3])
     sums = GradientSums(pair, needed)
+    is_compiled = record == KL and should_compile(pair, options)
     fast = (
-        fast_version(row_functions.kl_gradient_rows, pair, options)
+        row_function("kl_gradient_rows", is_compiled)
         if record == KL
         else partial(row_functions.divergence_gradient_rows, record)
     )
@@ -299,7 +303,7 @@ def value_and_grad(
     read = weights != 0
     positions = None if bool(read.all()) and pair.storage is None else read.nonzero()[:, 0]
     result = torch.zeros_like(weights)
-    for chunk in chunks(pair, options, positions):
+    for chunk in chunks(pair, options, is_compiled, positions):
         column = chunk.spread(weights[chunk.index])[:, None].double()
         gradients = new_gradients(chunk, sums)
         blocks: list[Tensor] = []
@@ -345,10 +349,11 @@ def objective(
 ) -> tuple[Float[Tensor, ""], TokenTerms, Tensors]:
     """The sum of the objective's losses, the terms of each token, and the gradients of the sum."""
     sums = GradientSums(pair, needed)
-    fast = fast_version(row_functions.term_rows, pair, options)
+    is_compiled = should_compile(pair, options)
+    fast = row_function("term_rows", is_compiled)
     loss = torch.zeros((), dtype=pair.dtype, device=pair.device)
     terms = TokenTerms(*(torch.zeros(pair.tokens, dtype=pair.dtype, device=pair.device) for _ in range(4)))
-    for chunk in chunks(pair, options):
+    for chunk in chunks(pair, options, is_compiled):
         ids, index = chunk.spread(tokens[chunk.index]), chunk.index
         assert isinstance(index, slice), "all tokens are read"
         blocks = [
@@ -365,7 +370,7 @@ def objective(
             loss += part
         if any(needed):
             spread = TokenTerms(*(chunk.spread(c)[:, None].double() for c in coefficients))
-            add_objective_gradient(chunk, ids, known, spread, sums, options)
+            add_objective_gradient(chunk, ids, known, spread, sums, is_compiled)
     return loss, terms, sums.gradients
 
 
@@ -375,11 +380,11 @@ def add_objective_gradient(
     known: TermRows,
     c: TokenTerms,
     sums: GradientSums,
-    options: LinearOptions,
+    is_compiled: bool,
 ) -> None:
     """Replace a chunk's logits by the gradient of its losses, and add what follows from it to the sums."""
     pair, gradients = chunk.pair, new_gradients(chunk, sums)
-    fast = fast_version(row_functions.objective_gradient_rows, pair, options)
+    fast = row_function("objective_gradient_rows", is_compiled)
     unused = torch.stack([x == 0 for x in c]).all(0)
 
     def rows_of(zp: Tensor, zq: Tensor, ids: Tensor, *columns: Any) -> tuple[Tensor | None, ...]:
@@ -389,12 +394,13 @@ def add_objective_gradient(
 
     def general(zp: Tensor, zq: Tensor, ids: Tensor, *columns: Any) -> tuple[Tensor, ...]:
         *numbers, vocab_shards = columns
-        return row_functions.any_objective_gradient_rows(zp, zq, ids, TokenTerms(*numbers[6:]), vocab_shards)
+        known, coefficients = TermRows(*numbers[:6]), TokenTerms(*numbers[6:])
+        return known.kl, *row_functions.any_objective_gradient_rows(zp, zq, ids, coefficients, vocab_shards)
 
     for rows in chunk.row_blocks():
         columns = (x[rows] for x in (ids, *known, *c))
-        in_logits = compute_rows(pair, rows_of, general, chunk.zp[rows], chunk.zq[rows], *columns)
-        write_gradients(chunk, rows, list(in_logits), gradients)
+        _, *in_logits = compute_rows(pair, rows_of, general, chunk.zp[rows], chunk.zq[rows], *columns)
+        write_gradients(chunk, rows, in_logits, gradients)
     if bool(unused.any()):
         # A row of zeros times a hidden state that is NaN would still be NaN, and so would a softcap's slope.
         for gradient in gradients:
@@ -437,7 +443,8 @@ def statistics(
     pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], top: int
 ) -> StatisticsAndTop:
     """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
-    fast = fast_version(row_functions.statistics_rows, pair, options)
+    is_compiled = should_compile(pair, options)
+    fast = row_function("statistics_rows", is_compiled)
     top = min(top, pair.vocab_size)
     exchanged = top if pair.storage is None else max(pair.storage.all_gather_numbers(top)[0])
     columns = TokenStatistics(
@@ -452,7 +459,7 @@ def statistics(
         TopTokens(columns.top1_p.new_zeros(pair.tokens, top), columns.kl_pq.new_zeros(pair.tokens, top))
         for _ in pair
     ]
-    for chunk in chunks(pair, options):
+    for chunk in chunks(pair, options, is_compiled):
         ids = chunk.spread(tokens[chunk.index])
         blocks: list[tuple[Tensor, ...]] = []
         tops: list[tuple[Tensor, ...]] = []

@@ -4,15 +4,16 @@ In float64 the textbook's formulas lose no digit that float32 logits have: an er
 is that of the result. So there is one formula for near and far distributions, and one for a rank with all words and for
 ranks that share them, which exchange the largest logits, the masses, and each sum over the words.
 
-A row is *finite* if all logits are. The functions named ``any_`` compute the others, whose zeros and infinities the
-generators of kleash.divergences define; they are slower.
+A row is *finite* if all logits are. Of any other row, a function returns a column that is not finite either; then the
+functions named ``any_`` compute it, whose zeros and infinities the generators of kleash.divergences define. They are
+slower.
 """
 
 from math import log
 from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.divergences import Divergence
@@ -55,11 +56,12 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
     return z.amax(-1, keepdim=True) if z.shape[-1] else z.new_full((len(z), 1), -torch.inf)
 
 
-def are_finite(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> Bool[Tensor, " rows"]:
-    """Whether all logits of a row are finite, on all ranks; rows whose sum overflows count as those that are not."""
-    total = zp.sum(-1, keepdim=True) + zq.sum(-1, keepdim=True)
-    (bad,) = vocab_shards.all_reduce_max((~total.isfinite()).double())
-    return bad[:, 0] == 0
+def nan_unless_finite(
+    value: Float[Tensor, "rows 1"], zp: Tensor, zq: Tensor, vocab_shards: LocalVocab
+) -> Float[Tensor, "rows 1"]:
+    """The value, or NaN where the sum of a row's logits is not finite, for values that are finite there."""
+    (total,) = vocab_shards.all_reduce_sum(zp.sum(-1, keepdim=True) + zq.sum(-1, keepdim=True))
+    return torch.where(total.isfinite(), value, torch.nan)
 
 
 def log_sum_exps(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor, Tensor]:
@@ -123,7 +125,8 @@ def kl_gradient_rows(
 def divergence_rows(record: Divergence, zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
     """D(p || q) of rows of finite logits, as a tuple of one column."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    return (record.finish(generator_sum(record, zp - sum_p, zq - sum_q, vocab_shards)),)
+    value = record.finish(generator_sum(record, zp - sum_p, zq - sum_q, vocab_shards))
+    return (nan_unless_finite(value, zp, zq, vocab_shards),)
 
 
 def generator_sum(
@@ -156,7 +159,7 @@ def divergence_gradient_rows(
     u = logp - logq
     in_p = side_gradient(record.from_p, logp, u, slope, vocab_shards) if needs[0] else None
     in_q = side_gradient(record.from_q, logq, u.neg(), slope, vocab_shards) if needs[1] else None
-    return value, in_p, in_q
+    return nan_unless_finite(value, zp, zq, vocab_shards), in_p, in_q
 
 
 def finish(record: Divergence, total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +254,7 @@ def objective_gradient_rows(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``sum of c term`` in both logits of rows of finite logits, where needed. In p's logits
+    """The KL of rows of finite logits, and the gradients of ``sum of c term`` in both, where needed. In p's logits
 
         c_logp (1_x - p) + c_kl p (u - KL) - c_entropy p (log p + H),    u = log p - log q
 
@@ -267,7 +270,7 @@ def objective_gradient_rows(
         q = (zq - known.log_sum_q).exp_()
         in_q = (q * (c.kl - c.token_logq)).sub_(p.mul_(c.kl))
         in_q = vocab_shards.scatter_add_local_(in_q, tokens, c.token_logq)
-    return in_p, in_q
+    return nan_unless_finite(known.kl, zp, zq, vocab_shards), in_p, in_q
 
 
 def any_objective_gradient_rows(
@@ -304,8 +307,9 @@ def statistics_rows(
     total_variation = (x.p - x.q).abs_().sum(-1, keepdim=True).mul_(0.5)
     both = x.p.add_(x.q)
     # The logarithm of a positive float64 is above -746, and that of 0 is multiplied by 0.
-    mixed = dot(both, both.log().clamp_(min=-800)).mul_(-0.5)
-    sums = *picked, *kls, mixed, total_variation, *entropies
+    mixture = dot(both, both.log().clamp_(min=-800).sub_(log(2)))
+    jensen_shannon = (entropies[0] + entropies[1] + mixture) / -2
+    sums = *picked, *kls, jensen_shannon, total_variation, *entropies
     return finished_statistics(zp, zq, tokens, sums, (x.log_sum_p, x.log_sum_q), vocab_shards)
 
 
@@ -316,15 +320,16 @@ def any_statistics_rows(
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     logp, logq = zp - sum_p, zq - sum_q
     p, q = logp.exp(), logq.exp()
+    entropies = entropy(logp), entropy(logq)
+    mixture = torch.xlogy(p + q, (p + q) / 2).sum(-1, keepdim=True)
     sums = (
         vocab_shards.gather_local(logp, tokens),
         vocab_shards.gather_local(logq, tokens),
         contributions(KL, logp, logq).sum(-1, keepdim=True),
         contributions(KL, logq, logp).sum(-1, keepdim=True),
-        torch.xlogy(p + q, p + q).sum(-1, keepdim=True) / -2,
+        (entropies[0] + entropies[1] + mixture) / -2,
         (p - q).abs().sum(-1, keepdim=True) / 2,
-        entropy(logp),
-        entropy(logq),
+        *entropies,
     )
     return finished_statistics(zp, zq, tokens, sums, (sum_p, sum_q), vocab_shards)
 
@@ -339,23 +344,22 @@ def finished_statistics(
 ) -> tuple[Tensor, ...]:
     """The fields of TokenStatistics from this rank's sums over its words, and the likeliest words and ranks.
 
-    With s = p + q, Jensen-Shannon is log 2 - (H(p) + H(q) + sum s log s)/2; it is 0 where the total variation is.
+    The sums are the fields of TokenStatistics up to the entropies. Jensen-Shannon is 0 where the total variation is.
     Divergences are below 0 only by rounding, which is cut off.
     """
     tops = [vocab_shards.largest(*top_rows(z, 1)) for z in (zp, zq)]
     (token_zq,) = vocab_shards.all_reduce_sum(vocab_shards.gather_local(zq, tokens))
     greater = torch.gt(zq, token_zq).sum(-1, keepdim=True).double()
-    logp, logq, kl_pq, kl_qp, mixed, distance, entropy_p, entropy_q, rank = vocab_shards.all_reduce_sum(
-        *sums, greater
+    logp, logq, kl_pq, kl_qp, jensen_shannon, distance, entropy_p, entropy_q, rank = (
+        vocab_shards.all_reduce_sum(*sums, greater)
     )
-    jensen_shannon = (log(2) - (entropy_p + entropy_q) / 2 + mixed).clamp(min=0)
     top_p, top_q = ((top - log_sum).exp_() for (top, _), log_sum in zip(tops, log_sums, strict=True))
     values = TokenStatistics(
         token_logp=logp,
         token_logq=logq,
         kl_pq=kl_pq.clamp(min=0),
         kl_qp=kl_qp.clamp(min=0),
-        jensen_shannon=torch.where(distance == 0, 0.0, jensen_shannon),
+        jensen_shannon=torch.where(distance == 0, 0.0, jensen_shannon.clamp(min=0)),
         total_variation=distance,
         entropy_p=entropy_p,
         entropy_q=entropy_q,
