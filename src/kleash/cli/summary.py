@@ -12,7 +12,7 @@ from kleash.cli.numbers import terminal_sentence
 from kleash.cli.terminal import Terminal, on_one_line, remark, say
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import describe_sample_size
-from kleash.store import ComparedRun, Comparison, Gate, Measurement, Number
+from kleash.store import ComparedRun, Comparison, Gate, Measurement
 from kleash.store.anchors import scale_sentence
 from kleash.store.measurement_summary import (
     all_warnings,
@@ -25,6 +25,7 @@ from kleash.store.measurement_summary import (
 from kleash.store.number import cells, with_error
 from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
+from kleash.uncertainty import Estimate
 
 MAX_TABLE_COLUMNS = 200
 COLOURS = {"passed": "green", "failed": "red", "undecided": "yellow"}
@@ -74,7 +75,7 @@ def print_gate(gate: Gate, name: str = "") -> None:
     remark(Terminal(), f"gate, {name}" if name else "gate", sentence, COLOURS[gate.verdict])
 
 
-def interval_first(number: Number) -> str:
+def interval_first(number: Estimate) -> str:
     """The 95 % interval, the value and its standard error; without an interval, the value and the reason."""
     value, interval, error, unit = cells(number)
     unit = f" {unit}" if unit else ""
@@ -110,7 +111,7 @@ def _measurement_table(measurement: Measurement) -> Table:
     return table
 
 
-def _row(table: Table, title: str, number: Number, *, is_one_cluster: bool) -> None:
+def _row(table: Table, title: str, number: Estimate, *, is_one_cluster: bool) -> None:
     """Add a number's row; with one cluster the interval is unknown, even if the number has bounds."""
     value, interval, error, unit = cells(number)
     interval = interval if interval and not is_one_cluster else "unknown"

@@ -190,12 +190,12 @@ def attribution_of(
         sequences=len(candidate.tokens),
         tokens=int(candidate.tokens.sum()),
         clusters=clusters.count,
-        mean=Number.of(mean),
+        mean=mean,
         groups=_group_changes(groups, swapped, changes),
-        sum_of_changes=Number.of(columns.sum_of_changes()),
-        change_of_all=Number.of(change_of_all),
-        interaction=Number.of(columns.interaction()),
-        control=Number.of(control),
+        sum_of_changes=columns.sum_of_changes(),
+        change_of_all=change_of_all,
+        interaction=columns.interaction(),
+        control=control,
         critical_value=float("nan") if changes is None else changes.critical_value,
         warnings=tuple(
             dict.fromkeys(
@@ -261,7 +261,7 @@ def _group_changes(
             name=group.name,
             parameters=group.parameters,
             is_identical=group.is_identical,
-            change=Number.of(pairs[group.name].estimate) if group.name in pairs else EXACTLY_0,
+            change=pairs[group.name].estimate if group.name in pairs else EXACTLY_0,
             simultaneous_ci95=pairs[group.name].simultaneous_ci95 if group.name in pairs else (0.0, 0.0),
         )
         for group in groups

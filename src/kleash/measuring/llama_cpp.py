@@ -364,7 +364,7 @@ def _measurement(
         values: np.ndarray, unit: str = "nats", lower: float | None = None, upper: float | None = None
     ) -> Number:
         sums = values.astype(np.float64).reshape(len(counts), -1).sum(-1)
-        return Number.of(ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper))
+        return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)
 
     per_token = {name: mean(values, lower=0.0) for name, values in zip(BOUNDS, bounds, strict=True)}
     per_token["llama_cpp_kld"] = mean(columns.kld)

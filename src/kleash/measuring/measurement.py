@@ -50,9 +50,10 @@ from kleash.measuring.sequence_clusters import (
 from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
-from kleash.store import Counts, Measurement, Number, RunFolder
+from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import EstimatorRecord, describe_storage
 from kleash.store.statistics import STATISTICS, known_statistics, to_fields
+from kleash.uncertainty import Estimate
 from kleash.version import __version__
 
 
@@ -211,9 +212,9 @@ def _scored_sequences(run: FinishedRun, *, on_text: bool) -> SequenceCounts:
 
 def _estimates(
     run: FinishedRun, sums: ClusterSums, statistics: Collection[str]
-) -> tuple[dict[str, Number], dict[str, EstimatorRecord], dict[str, str]]:
+) -> tuple[dict[str, Estimate], dict[str, EstimatorRecord], dict[str, str]]:
     """Statistics and sampled estimates by name, and the reasons for those that are left out."""
-    numbers = {name: Number.of(statistic_estimate(sums, name)) for name in statistics}
+    numbers = {name: statistic_estimate(sums, name) for name in statistics}
     estimators = estimator_records(sums)
     if "kl_policy_reference" in statistics:
         return numbers, estimators, {}

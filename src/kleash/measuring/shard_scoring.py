@@ -23,7 +23,7 @@ from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, s
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
-from kleash.store import Number, RunFolder
+from kleash.store import RunFolder
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.locks import claim, wait_for_parts
 
@@ -143,7 +143,7 @@ class RunningKL:
         start = time.monotonic()
         kl = self._sequences.kl()
         if self.has_kl:
-            self.run.reporter.update_kl(Number.of(kl))
+            self.run.reporter.update_kl(kl)
         self._next_kl_time = time.monotonic() + (time.monotonic() - start) / TIME_SHARE
         if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
             self.stop = self.next_index

@@ -12,7 +12,8 @@ from typing import Any
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.store.codec import encode
-from kleash.store.number import Number, to_display_unit
+from kleash.store.number import to_display_unit
+from kleash.uncertainty import Estimate
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
@@ -33,7 +34,7 @@ class FormattedNumber:
     warnings: tuple[str, ...]
 
 
-def format_number(number: Number) -> FormattedNumber:
+def format_number(number: Estimate) -> FormattedNumber:
     """``number`` as a page shows it; probabilities in percent."""
     number, unit = to_display_unit(number)
     low, high = (typographic(number.format(end)) for end in number.ci95)
@@ -47,7 +48,7 @@ def format_number(number: Number) -> FormattedNumber:
     )
 
 
-def format_with_interval(number: Number) -> str:
+def format_with_interval(number: Estimate) -> str:
     """A number with its 95 % interval: "0.218 (0.199 to 0.237)"."""
     text = format_number(number)
     return text.value if text.interval == UNKNOWN else f"{text.value} ({text.interval})"

@@ -9,7 +9,6 @@ from kleash.store.likely_causes import Diagnosis
 from kleash.store.logits_record import LogitsMeasurement, WrittenLogits
 from kleash.store.measurement import Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
-from kleash.store.number import Number
 from kleash.store.number_rows import NumberRow, number_rows
 from kleash.store.result_summaries import Summary, summarize
 from kleash.store.run_folder import RunFolder
@@ -17,6 +16,7 @@ from kleash.store.statistics import STATISTICS, Statistic
 from kleash.store.steps import HackingAlert, Sample, SampleRecord, StepRecord, read_samples, read_steps
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 from kleash.store.training_folder import TrainingFolder, TrainingResult
+from kleash.uncertainty import Estimate as Number
 
 __all__ = [
     "STATISTICS",

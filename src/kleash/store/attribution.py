@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kleash.store.codec import encode
-from kleash.store.number import Number
+from kleash.uncertainty import Estimate as Number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from kleash.store.codec import to_json
 from kleash.store.measurement import ModelRecord
-from kleash.store.notebook import NotebookResult
-from kleash.store.number import Number
+from kleash.store.notebook import Result
+from kleash.uncertainty import Estimate as Number
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsMeasurement(NotebookResult):
+class LogitsMeasurement(Result):
     """A model against a file of base logits."""
 
     path: str

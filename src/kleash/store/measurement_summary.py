@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kleash.errors import RunFolderError
 from kleash.store.measurement import Measurement
-from kleash.store.number import Number
 from kleash.store.statistics import ALL_STATISTICS, label_of
+from kleash.uncertainty import Estimate
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MAX_NAMES = 3
@@ -25,7 +25,7 @@ FIELD_LABELS = {
 """Fields of a measurement that are no statistics, as a reader sees them."""
 
 
-def headline(measurement: Measurement) -> Number:
+def headline(measurement: Measurement) -> Estimate:
     """The KL per token of ``measurement.headline``, or its lower bound if one model is behind a server.
 
     Raises:
@@ -46,7 +46,7 @@ def headline_name(measurement: Measurement) -> str:
     raise RunFolderError(f"measurement.json has no {measurement.headline} under per_token; measure again")
 
 
-def upper_bound(measurement: Measurement) -> Number | None:
+def upper_bound(measurement: Measurement) -> Estimate | None:
     """The upper bound that belongs to a ``headline`` that is a lower one; None if the KL is known."""
     if headline_name(measurement) == measurement.headline:
         return None
@@ -87,7 +87,7 @@ def all_warnings(measurement: Measurement) -> list[str]:
     return [*warnings, *merge_warnings(labelled_numbers(measurement), warnings)]
 
 
-def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[str] = ()) -> list[str]:
+def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection[str] = ()) -> list[str]:
     """One sentence for each distinct warning of several numbers, with the labels of the numbers that have it.
 
     Warnings that differ only in numerals are one sentence, with the range of each numeral that differs.
@@ -128,13 +128,13 @@ def with_ranges(warnings: list[str]) -> str:
     return NUMERAL.sub(lambda _: next(ranges), warnings[0])
 
 
-def labelled_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
+def labelled_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers whose warnings the report shows."""
     rounding = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
     return [
         *((row.label, row.number) for row in statistic_rows(measurement)),
         *((label, number) for label, number in rounding.items() if number is not None),
-        *((f"the estimator {name}", record.number) for name, record in measurement.estimators.items()),
+        *((f"the estimator {name}", record) for name, record in measurement.estimators.items()),
     ]
 
 
@@ -144,7 +144,7 @@ class StatisticRow:
 
     label: str
     explanation: str
-    number: Number
+    number: Estimate
     in_summary: bool
 
 
@@ -161,7 +161,7 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
     ]
 
 
-def summary_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
+def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
     per_sequence = measurement.per_sequence
     other_numbers = (
@@ -172,8 +172,5 @@ def summary_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
     return [
         *((row.label, row.number) for row in statistic_rows(measurement) if row.in_summary),
         *((label, number) for label, number in other_numbers if number is not None),
-        *(
-            (f"Estimator {name}, same tokens", record.number)
-            for name, record in measurement.estimators.items()
-        ),
+        *((f"Estimator {name}, same tokens", record) for name, record in measurement.estimators.items()),
     ]

@@ -1,8 +1,10 @@
 """Results in notebooks: HTML in one piece, without scripts and with the colours of the page around it."""
 
 from html import escape
+from typing import Any
 
 from kleash.errors import KleashError
+from kleash.store.codec import encode, to_json
 from kleash.store.summary_tables import Name, Summary, SummaryTable, plain_text, summarize
 
 LINE = "1px solid rgba(128,128,128,.4)"
@@ -12,8 +14,16 @@ LONGEST_NUMBER = 40
 """Characters of a number that is not broken into lines."""
 
 
-class NotebookResult:
-    """A result that a notebook shows as headline, facts, tables and warnings."""
+class Result:
+    """A result as it stands in JSON, and as a notebook shows it: headline, facts, tables and warnings."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """As JSON text; non-finite numbers are strings."""
+        return to_json(self)
 
     def _repr_html_(self) -> str | None:
         """The summary as HTML; None, and then a notebook shows the ``repr``, if the record has no headline."""

@@ -8,8 +8,8 @@ from kleash.store.likely_causes import Diagnosis
 from kleash.store.logits_record import LogitsMeasurement
 from kleash.store.measurement import Bin, Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
-from kleash.store.number import Estimated
 from kleash.store.sweep import Sweep, SweepCandidate
+from kleash.uncertainty import Estimate
 
 NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis | LogitsMeasurement
 
@@ -166,7 +166,7 @@ def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:
         yield _row(file, "kl_engine_trainer", number)
 
 
-def _counted(run: str, name: str, number: Estimated, counts: Counts) -> NumberRow:
+def _counted(run: str, name: str, number: Estimate, counts: Counts) -> NumberRow:
     """A number over all tokens of a run."""
     return _row(run, name, number, tokens=counts.tokens, clusters=counts.clusters)
 
@@ -174,7 +174,7 @@ def _counted(run: str, name: str, number: Estimated, counts: Counts) -> NumberRo
 def _row(
     run: str,
     name: str,
-    number: Estimated,
+    number: Estimate,
     *,
     minus: str = "",
     tokens: int | None = None,

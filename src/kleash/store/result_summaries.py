@@ -23,7 +23,7 @@ from kleash.store.measurement_summary import (
     with_ranges,
 )
 from kleash.store.mismatch_record import LABELS, MismatchRecord
-from kleash.store.number import Number, cells, with_error, with_interval
+from kleash.store.number import cells, with_error, with_interval
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary_tables import (
     NUMBER_HEADER,
@@ -35,9 +35,10 @@ from kleash.store.summary_tables import (
 )
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate
 from kleash.store.training_folder import TrainingResult
+from kleash.uncertainty import Estimate
 
 
-def _number_row(label: str, number: Number, *, is_one_cluster: bool = False) -> tuple[str, ...]:
+def _number_row(label: str, number: Estimate, *, is_one_cluster: bool = False) -> tuple[str, ...]:
     """A row under ``NUMBER_HEADER``; with one cluster the interval is unknown, even if the number has bounds."""
     value, interval, error, unit = cells(number)
     interval = UNKNOWN_INTERVAL if is_one_cluster or not interval else interval

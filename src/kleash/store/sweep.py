@@ -8,11 +8,10 @@ from typing import Any
 from kleash.errors import RunFolderError
 from kleash.store.attribution import Attribution
 from kleash.store.checksums import UNCHECKED, Checksums, require_sha256, write_checked
-from kleash.store.codec import encode, to_json
 from kleash.store.gate import Gate, SweepGate
-from kleash.store.notebook import NotebookResult
-from kleash.store.number import Number
+from kleash.store.notebook import Result
 from kleash.store.statistics import kl_directions
+from kleash.uncertainty import Estimate
 
 SWEEP = "sweep.json"
 QUANTILE = "99.9"
@@ -34,10 +33,10 @@ class SweepCandidate:
     older kleash wrote it."""
     failure: str = ""
     """Why it could not be measured; empty if it was."""
-    numbers: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    numbers: Mapping[str, Estimate] = field(default_factory=dict[str, Estimate])
     """Its statistics, by their names in ``STATISTICS``, and "kl_policy_reference_99.9" and "kl_reference_policy_99.9",
     the 99.9 % quantiles over tokens."""
-    noise_floor: Number | None = None
+    noise_floor: Estimate | None = None
     """That of its measurement."""
     bytes_on_disk: int | None = None
     """Of the tensors in the files of its weights."""
@@ -62,7 +61,7 @@ class SweepPair:
     """Number of a candidate."""
     second: int
     """Number of the candidate whose mean is taken from it."""
-    difference: Number
+    difference: Estimate
     """``first`` minus ``second``, with its own interval."""
     simultaneous_ci95: tuple[float, float]
     """The intervals of all pairs hold at once with 95 % confidence."""
@@ -71,7 +70,7 @@ class SweepPair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(NotebookResult):
+class Sweep(Result):
     """Several candidates measured against one reference."""
 
     kleash: str
@@ -130,14 +129,6 @@ class Sweep(NotebookResult):
     def failed(self) -> list[SweepCandidate]:
         """The candidates that could not be measured."""
         return [candidate for candidate in self.candidates if candidate.failure]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, the way it stands in ``sweep.json``."""
-        return encode(self)
-
-    def to_json(self) -> str:
-        """The text of ``sweep.json``."""
-        return to_json(self)
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``.
