@@ -19,7 +19,6 @@ from kleash.measuring.sequence_clusters import (
 )
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, RunDifference, RunFolder
-from kleash.store.checksums import damage_as_sentence
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import (
     ALL_STATISTICS,
@@ -65,7 +64,7 @@ def compare(
     gate = GateOptions(at_most=at_most, direction=direction)
     gate.check_gate()
     paths = [Path(folder).expanduser() for folder in folders]
-    runs, names = [_read_checked(path) for path in paths], _short_names(paths)
+    runs, names = [_read(path) for path in paths], _short_names(paths)
     first = runs[0]
     limited = gate.gated_statistic or first.measurement.headline
     differences = tuple(
@@ -107,14 +106,6 @@ class _Run:
     def noun(self) -> str:
         """ "documents" or "prompts"."""
         return "documents" if self.on_text else "prompts"
-
-
-def _read_checked(path: Path) -> _Run:
-    """Read a run and check that its measurement has all fields that a comparison needs."""
-    with damage_as_sentence(path):
-        run = _read(path)
-        _compared(run, "")  # raises if the measurement lacks a field
-        return run
 
 
 def _read(path: Path) -> _Run:

@@ -147,7 +147,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         headline=run.job.headline,
     )
     _require_same_tokens(run.folder, totals.tokens, counts.tokens)
-    sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
+    sums, worst_sequences = totals.sums, totals.largest.sequences.drifted()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
     quantiles, top_share = {}, float("nan")
@@ -184,7 +184,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
         convergence=convergence(sums, run.job.headline) if has_kl else (),
-        worst_tokens=totals.largest.worst_tokens(),
+        worst_tokens=totals.largest.tokens.drifted(),
         worst_sequences=worst_sequences,
         prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
         warnings=(*run_warnings(run, estimand, counts, totals, rounding), *padding_warnings),

@@ -10,7 +10,6 @@ from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
 from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
 from kleash.store import Measurement, RunFolder
-from kleash.store.checksums import damage_as_sentence
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
@@ -157,17 +156,16 @@ def read_sequences(path: Path, statistic: str) -> SequenceSums:
     Raises:
         RunFolderError: if the run is damaged.
     """
-    with damage_as_sentence(path):
-        folder = RunFolder(path)
-        folder.require_shards(Measurement.read(path).counts.shards)
-        parts = zip(
-            folder.token_parts(["prompt_id", "sample_id", statistic]),
-            folder.sequence_parts(["prompt_hash"]),
-            strict=True,
-        )
-        return SequenceSums.concatenate(
-            [sum_sequences(tokens, sequences["prompt_hash"], statistic) for tokens, sequences in parts]
-        )
+    folder = RunFolder(path)
+    folder.require_shards(Measurement.read(path).counts.shards)
+    parts = zip(
+        folder.token_parts(["prompt_id", "sample_id", statistic]),
+        folder.sequence_parts(["prompt_hash"]),
+        strict=True,
+    )
+    return SequenceSums.concatenate(
+        [sum_sequences(tokens, sequences["prompt_hash"], statistic) for tokens, sequences in parts]
+    )
 
 
 def _require_same_sequences(

@@ -1,6 +1,7 @@
 """Formatting of numbers, untrusted text and commands for reports and the terminal."""
 
 import math
+import re
 import shlex
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,12 @@ def format_threshold(value: float) -> str:
 
 def format_count(value: int) -> str:
     """A whole number with narrow spaces between thousands."""
-    return f"{value:,}".replace(",", "\u202f")
+    return with_narrow_spaces(f"{value:,}")
+
+
+def with_narrow_spaces(text: str) -> str:
+    """A text with narrow spaces in place of the commas between thousands."""
+    return re.sub(r"(?<=\d),(?=\d)", "\u202f", text)
 
 
 def format_percent(value: float) -> str:

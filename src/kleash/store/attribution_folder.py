@@ -34,7 +34,7 @@ class AttributionFolder:
             RunFolderError: if the folder is damaged or cannot be written, or other processes add passes of something
                 else.
         """
-        header = {"checksums": True, **encode(identity)}
+        header = encode(identity)
 
         def check(is_alone: bool | None) -> None:
             if (self.root / HEADER).exists():
@@ -74,7 +74,7 @@ class AttributionFolder:
         write_checked(self.root, self.root / f"{name}.json", to_json(columns), writer=self._writer)
 
     def _parsed(self, path: Path) -> Any:
-        content = Checksums.read(self.root, HEADER).read_bytes(path, self._advice)
+        content = Checksums.read(self.root).read_bytes(path, self._advice)
         try:
             return parse_json(content)
         except ValueError as error:

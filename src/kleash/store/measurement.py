@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.store.checksums import UNCHECKED, Checksums
+from kleash.store.checksums import Checksums
 from kleash.store.gate import Gate
 from kleash.store.notebook import Result
 from kleash.store.statistics import from_fields
@@ -179,26 +179,6 @@ def what_it_is(folder: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchemaOf:
-    """What every version of kleash can read of a file of a run folder."""
-
-    schema: int
-
-
-def require_schema(path: Path, schema: int) -> None:
-    """Check that a file of a run folder is of the schema of this version.
-
-    Raises:
-        RunFolderError: if not.
-    """
-    if schema != SCHEMA:
-        raise RunFolderError(
-            f"{path} has schema {schema} and this kleash reads {SCHEMA}; read it with the version that wrote it, or "
-            "run again in another folder"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement(Result):
     """How far a policy has drifted from its reference."""
 
@@ -282,12 +262,5 @@ class Measurement(Result):
             raise RunFolderError(
                 f"{path} cannot be read as a measurement: {error.strerror or error}"
             ) from error
-        checksums = Checksums.read(folder)
         advice = "run again with --resume to make it anew"
-        require_schema(
-            path, checksums.read_record(SchemaOf, path, "a measurement", advice, verify=False).schema
-        )
-        measurement = checksums.read_record(cls, path, "a measurement", advice)
-        if checksums.exists:
-            return measurement
-        return replace(measurement, warnings=(*measurement.warnings, UNCHECKED))
+        return Checksums.read(folder).read_record(cls, path, "a measurement", advice)

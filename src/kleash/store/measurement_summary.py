@@ -1,12 +1,14 @@
 """A measurement in words: its headline, the numbers of its summary, and its warnings."""
 
+import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kleash.errors import RunFolderError
 from kleash.store.measurement import Measurement
 from kleash.store.statistics import ALL_STATISTICS, label_of
+from kleash.store.summary_tables import counted
 from kleash.uncertainty import Estimate
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
@@ -161,6 +163,27 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
     ]
 
 
+def source_nouns(measurement: Measurement) -> Mapping[str, str]:
+    """The nouns for this run's prompts and sequences: "prompt" and "response", or "document" and "window"."""
+    if measurement.job.get("text") is not None:
+        text = {"prompt": "document", "prompts": "documents"}
+        if measurement.counts.sequences == measurement.counts.prompts:  # no document is longer than a window
+            return {**text, "sequence": "document", "sequences": "documents"}
+        return {**text, "sequence": "window", "sequences": "windows"}
+    return {"prompt": "prompt", "prompts": "prompts", "sequence": "response", "sequences": "responses"}
+
+
+def describe_sample_size(measurement: Measurement) -> str:
+    """The number of sequences, prompts, truncated responses and clusters, in words."""
+    counts, nouns = measurement.counts, source_nouns(measurement)
+    text = counted(counts.sequences, nouns["sequence"])
+    if nouns["sequence"] != nouns["prompt"]:
+        text += f" to {counted(counts.prompts, nouns['prompt'])}"
+    if nouns["sequence"] == "response":
+        text += f", {counts.truncated_sequences:,} of them truncated"
+    return f"{text}; {counted(counts.clusters, 'independent cluster')}"
+
+
 def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
     per_sequence = measurement.per_sequence
@@ -174,3 +197,16 @@ def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
         *((label, number) for label, number in other_numbers if number is not None),
         *((f"Estimator {name}, same tokens", record) for name, record in measurement.estimators.items()),
     ]
+
+
+def describe_quantiles(measurement: Measurement) -> str:
+    """Quantiles of the headline's KL over tokens and the share of the top 1 %; empty without quantiles."""
+    quantiles = measurement.quantiles.get(measurement.headline)
+    if quantiles is None:
+        return ""
+    levels = [("median", "50"), ("99 %", "99"), ("99.9 %", "99.9"), ("largest", "max")]
+    values = ", ".join(f"{label} {quantiles[level].value:.3g}" for label, level in levels)
+    share = measurement.top_percent_share
+    return f"{values} nats" + (
+        "" if math.isnan(share) else f"; the 1 % with the most hold {share:.0%} of the KL"
+    )

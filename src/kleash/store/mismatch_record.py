@@ -53,7 +53,3 @@ class MismatchRecord(Result):
     """In what several files differ."""
     gate: Gate | None = None
     """The verdict of ``--at-most`` on KL(engine || trainer)."""
-
-    def files_by_kl(self) -> list[tuple[str, Estimate]]:
-        """Each of several files with its KL, the largest first; empty for one file."""
-        return sorted(self.kl_by_file.items(), key=lambda item: -item[1].value)

@@ -10,8 +10,6 @@ from kleash.store.summary_tables import Name, Summary, SummaryTable, plain_text,
 LINE = "1px solid rgba(128,128,128,.4)"
 """A line that is seen on a light and on a dark page."""
 CELL = "padding:.15em .6em;text-align:{align};vertical-align:top;white-space:{wrap};border-bottom:" + LINE
-LONGEST_NUMBER = 40
-"""Characters of a number that is not broken into lines."""
 
 
 class Result:
@@ -54,13 +52,10 @@ def to_html(summary: Summary) -> str:
 
 
 def _table(table: SummaryTable) -> str:
-    """A table; columns of numbers are aligned to the right."""
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.header)
+    """A table."""
     styles = [
-        CELL.format(align="right", wrap="nowrap")
-        if _has_numbers(column)
-        else CELL.format(align="left", wrap="normal")
-        for column in columns
+        CELL.format(align="left", wrap="normal") if is_left else CELL.format(align="right", wrap="nowrap")
+        for is_left in table.is_left
     ]
     header = "".join(
         f'<th style="{style};white-space:normal">{_text(text)}</th>'
@@ -76,13 +71,6 @@ def _table(table: SummaryTable) -> str:
     return (
         f'{title}<table style="border-collapse:collapse;margin:.5em 0;color:inherit;'
         f'font-variant-numeric:tabular-nums"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    )
-
-
-def _has_numbers(column: tuple[str, ...]) -> bool:
-    """Whether a column has numbers, and neither names nor sentences."""
-    return any(character.isdigit() for text in column for character in text) and not any(
-        isinstance(text, Name) or len(text) > LONGEST_NUMBER for text in column
     )
 
 

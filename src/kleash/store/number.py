@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from kleash.uncertainty import Estimate
 
+NO_INTERVAL = "no interval: one cluster alone does not show how much clusters differ"
+
 
 def to_display_unit(number: Estimate) -> tuple[Estimate, str]:
     """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
@@ -40,4 +42,4 @@ def with_interval(number: Estimate) -> str:
     """The value with its unit and its 95 % interval: "0.218 nats (95 % interval 0.199 to 0.237)"."""
     value, interval, _, unit = cells(number)
     text = f"{value} {unit}".rstrip()
-    return f"{text} (95 % interval {interval})" if interval else text
+    return f"{text} (95 % interval {interval})" if interval else f"{text} ({NO_INTERVAL})"

@@ -1,13 +1,13 @@
 """The result of a sweep: several candidates measured against one reference, their order, and what is tied."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.store.attribution import Attribution
-from kleash.store.checksums import UNCHECKED, Checksums, require_sha256, write_checked
+from kleash.store.checksums import Checksums, require_sha256, write_checked
 from kleash.store.gate import Gate, SweepGate
 from kleash.store.notebook import Result
 from kleash.store.statistics import kl_directions
@@ -29,8 +29,7 @@ class SweepCandidate:
     folder: str
     """Its run folder, within that of the sweep."""
     measurement_sha256: str = ""
-    """SHA-256 of the ``measurement.json`` there, of which its numbers are; empty if it was not measured, and where an
-    older kleash wrote it."""
+    """SHA-256 of the ``measurement.json`` there, of which its numbers are; empty if it was not measured."""
     failure: str = ""
     """Why it could not be measured; empty if it was."""
     numbers: Mapping[str, Estimate] = field(default_factory=dict[str, Estimate])
@@ -94,8 +93,6 @@ class Sweep(Result):
     """About the ranking."""
     attributions: tuple[Attribution, ...] = ()
     """What groups of weights contribute to the KL of candidates, if that was asked for."""
-    checksums: bool = True
-    """Whether the folder has checksums; False for sweeps of an older kleash."""
     gate: SweepGate | None = None
     """The verdict of ``--at-most``; absent without that option."""
 
@@ -153,12 +150,11 @@ class Sweep(Result):
             raise RunFolderError(f"{folder} has no {SWEEP}; finish the sweep with --resume") from error
         except OSError as error:
             raise RunFolderError(f"{path} cannot be read as a sweep: {error.strerror or error}") from error
-        checksums = Checksums.read(folder, declared_by=SWEEP)
-        sweep = checksums.read_record(cls, path, "a sweep", advice)
+        sweep = Checksums.read(folder).read_record(cls, path, "a sweep", advice)
         for candidate in sweep.candidates:
+            if candidate.failure:
+                continue
             run = folder / candidate.folder / "measurement.json"
             what = f"the measurement of candidate {candidate.number} that was ranked"
             require_sha256(run, candidate.measurement_sha256, what, advice)
-        if checksums.exists:
-            return sweep
-        return replace(sweep, checksums=False, warnings=(*sweep.warnings, UNCHECKED))
+        return sweep

@@ -56,8 +56,6 @@ class HiddenStateStore:
         self.tokens = 0
         """Total number of positions."""
         checksums = cache_checksums(folder)
-        self.has_checksums = checksums.exists
-        """Whether the files have checksums; older versions of kleash wrote none."""
         for path in sorted(folder.glob("part-*.safetensors")):
             if checksums.covers(path):
                 watch_files([path])
