@@ -10,9 +10,9 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from kleash.cli.terminal import Terminal, can_redraw, say
+from kleash.estimate import Estimate
 from kleash.reports.formatting import format_duration
 from kleash.store.number import with_error
-from kleash.uncertainty import Estimate
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 MIN_SECONDS_BETWEEN_LINES = 5.0

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kleash.cli.terminal import Terminal, can_redraw, remark, say
+from kleash.estimate import Estimate
 from kleash.reports.formatting import format_duration
 from kleash.store import StepRecord
 from kleash.store.number import with_error
-from kleash.uncertainty import Estimate
 
 MAX_ROWS = 12
 """Steps in the table on a terminal."""

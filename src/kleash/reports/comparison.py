@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.reports.drawing import INK, Chart, name_axes, row_dots, row_height
 from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
@@ -13,7 +14,6 @@ from kleash.reports.page import write_page
 from kleash.store import Comparison, RunDifference
 from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl_directions, label_of
-from kleash.uncertainty import Estimate
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.extras import import_extra
 from kleash.reports.formatting import keep_end, make_visible, typographic
-from kleash.uncertainty import Estimate
 
 ACCENT, MUTED, BAND, INK, GRID = "#1d5c96", "#9a9da3", "#d7e2eb", "#3f434b", "#e6e6e1"
 VARIABLES = {

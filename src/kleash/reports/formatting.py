@@ -10,11 +10,11 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.store.codec import encode
 from kleash.store.number import to_display_unit
-from kleash.uncertainty import Estimate
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.reports.drawing import (
     ACCENT,
     BAND,
@@ -33,7 +34,6 @@ from kleash.store import Measurement
 from kleash.store.measurement import Bin, ConvergencePoint
 from kleash.store.measurement_summary import upper_bound
 from kleash.store.statistics import kl_directions, label_of
-from kleash.uncertainty import Estimate
 
 
 def means_chart(measurement: Measurement) -> Chart:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.extras import import_extra
 from kleash.reports.formatting import as_sentence, measure_command
 from kleash.reports.text_formats import escape_text, markdown_code, markdown_table
@@ -18,7 +19,6 @@ from kleash.store.measurement_summary import all_warnings, headline, headline_na
 from kleash.store.number import with_interval
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary_tables import Summary, plain_text, summarize
-from kleash.uncertainty import Estimate
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 DATA_SUFFIX = re.compile(

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kleash.estimate import Estimate
 from kleash.reports.attribution import (
     added_warnings,
     attribution_chart,
@@ -43,7 +44,6 @@ from kleash.store.attribution import Attribution
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.statistics import kl_directions, label_of
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
-from kleash.uncertainty import Estimate
 
 PAGE = "sweep.html"
 MAX_CANDIDATES = 40

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
+from kleash.estimate import Estimate
 from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_number, format_value
@@ -15,7 +16,6 @@ from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, Train
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of
 from kleash.store.steps import STEPS
-from kleash.uncertainty import Estimate
 from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6

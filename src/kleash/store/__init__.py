@@ -1,5 +1,6 @@
 """Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
 
+from kleash.estimate import Estimate as Number
 from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit, Finding
 from kleash.store.cache import CacheContents
@@ -16,7 +17,6 @@ from kleash.store.statistics import STATISTICS, Statistic
 from kleash.store.steps import HackingAlert, Sample, SampleRecord, StepRecord, read_samples, read_steps
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 from kleash.store.training_folder import TrainingFolder, TrainingResult
-from kleash.uncertainty import Estimate as Number
 
 __all__ = [
     "STATISTICS",

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kleash.estimate import Estimate as Number
 from kleash.store.codec import encode
-from kleash.uncertainty import Estimate as Number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kleash.estimate import Estimate
 from kleash.store.gate import Gate
 from kleash.store.measurement import Counts
 from kleash.store.notebook import Result
-from kleash.uncertainty import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

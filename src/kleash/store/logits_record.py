@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kleash.estimate import Estimate as Number
 from kleash.store.codec import to_json
 from kleash.store.measurement import ModelRecord
 from kleash.store.notebook import Result
-from kleash.uncertainty import Estimate as Number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
+from kleash.estimate import Estimate
 from kleash.store.checksums import Checksums
 from kleash.store.gate import Gate
 from kleash.store.notebook import Result
 from kleash.store.statistics import from_fields
-from kleash.uncertainty import Estimate
 
 SCHEMA = 3
 """Raised when a field of a run folder is renamed or means something else; others are refused."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kleash.estimate import Estimate
 from kleash.store.gate import Gate
 from kleash.store.notebook import Result
-from kleash.uncertainty import Estimate
 
 LABELS: Mapping[str, str] = {
     "kl_engine_trainer": "KL(engine ‖ trainer)",

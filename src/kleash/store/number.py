@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from kleash.uncertainty import Estimate
+from kleash.estimate import Estimate
 
 NO_INTERVAL = "no interval: one cluster alone does not show how much clusters differ"
 

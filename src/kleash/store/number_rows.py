@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kleash.estimate import Estimate
 from kleash.store.comparison import Comparison
 from kleash.store.likely_causes import Diagnosis
 from kleash.store.logits_record import LogitsMeasurement
 from kleash.store.measurement import Bin, Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
 from kleash.store.sweep import Sweep, SweepCandidate
-from kleash.uncertainty import Estimate
 
 NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis | LogitsMeasurement
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from kleash.estimate import Estimate
 from kleash.store.anchors import scale_sentence
 from kleash.store.attribution import Attribution
 from kleash.store.audit import FAULTS, Audit
@@ -39,7 +40,6 @@ from kleash.store.summary_tables import (
 )
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate
 from kleash.store.training_folder import TrainingResult
-from kleash.uncertainty import Estimate
 
 EXTREMES = (
     ("effective_sample_size", "effective sample size", "{:,.0f} tokens"),

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
+from kleash.estimate import Estimate
 from kleash.store.attribution import Attribution
 from kleash.store.checksums import Checksums, require_sha256, write_checked
 from kleash.store.gate import Gate, SweepGate
 from kleash.store.notebook import Result
 from kleash.store.statistics import kl_directions
-from kleash.uncertainty import Estimate
 
 SWEEP = "sweep.json"
 QUANTILE = "99.9"
