@@ -79,6 +79,7 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     from kleash.measuring import CacheJob, cache_reference
     from kleash.measuring.shards import plan_shards
     from kleash.models import Loading, StoredReference, load_beside, load_pair, score
+    from kleash.store.cache import CacheContents
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)
     source = documents(work / "text.jsonl", max(1, tokens // 256), 256)
@@ -86,6 +87,7 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     cached = cache_reference(
         CacheJob(reference=reference, text=str(source), window=256, batch_tokens=1024, out=cache)
     )
+    assert isinstance(cached, CacheContents)
     whole = load_pair(policy, reference)
     stored = StoredReference(Path(cache))
     beside = load_beside(

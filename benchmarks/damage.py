@@ -128,13 +128,12 @@ def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
         page = write_report_of(folder).read_text(encoding="utf-8")
         comparison = compare([folder, other]).to_json()
         run = RunFolder(folder)  # as --resume reads it
-        if run.checksums().exists:
-            require_same(folder, run.header(), header)
-            for part in (
-                *run.token_parts(["kl_policy_reference"]),
-                *run.sequence_parts(["tokens", "prompt"]),
-            ):
-                page += str(len(part))
+        require_same(folder, run.header(), header)
+        for part in (
+            *run.token_parts(["kl_policy_reference"]),
+            *run.sequence_parts(["tokens", "prompt"]),
+        ):
+            page += str(len(part))
         return page + comparison
 
     return read

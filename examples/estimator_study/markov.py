@@ -206,7 +206,7 @@ def _negative_shares(pair: EnumeratedPair, terms: Terms, a: float, steps: int) -
     below = torch.cat([sums, (u - a * (u - c)).unsqueeze(0), c.unsqueeze(0)]) < 0
     clusters = np.arange(below.shape[1])
     return [
-        Number.of(clustered_mean(row.astype(np.float64), clusters, unit="probability", lower=0.0, upper=1.0))
+        clustered_mean(row.astype(np.float64), clusters, unit="probability", lower=0.0, upper=1.0)
         for row in below.numpy()
     ]
 

@@ -10,7 +10,7 @@ from jaxtyping import Float64, Shaped
 from estimator_study.enumeration import estimator_functions, exact_number
 from estimator_study.results import EstimatorRow, StudyCase
 from kleash.errors import OptionError
-from kleash.records import Measurement, Number, RunFolder
+from kleash.records import Measurement, RunFolder
 from kleash.uncertainty import clustered_mean, transformed
 
 Floats = Float64[np.ndarray, "tokens"]
@@ -92,7 +92,7 @@ def sampled_exact_row(kl: Floats, clusters: Shaped[np.ndarray, "tokens"]) -> Est
     """The exact KL averaged over sampled positions: its error comes from the choice of prefixes alone."""
     return EstimatorRow(
         name="exact",
-        value=Number.of(clustered_mean(kl, clusters, lower=0.0)),
+        value=clustered_mean(kl, clusters, lower=0.0),
         bias=exact_number(0.0),
         standard_deviation=exact_number(0.0),
         negative_share=exact_number(0.0, "probability"),
@@ -111,11 +111,11 @@ def _sampled_row(
     )
     return EstimatorRow(
         name=name,
-        value=Number.of(clustered_mean(values, clusters)),
-        bias=Number.of(bias),
-        standard_deviation=Number.of(
-            transformed(variance, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="nats")
+        value=clustered_mean(values, clusters),
+        bias=bias,
+        standard_deviation=transformed(
+            variance, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="nats"
         ),
-        negative_share=Number.of(negative_share),
+        negative_share=negative_share,
         gradient_error=None,
     )

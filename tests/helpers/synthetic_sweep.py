@@ -1,7 +1,7 @@
 """A sweep with attributions, made without any model; one candidate has a hostile name."""
 
+from kleash.records import Number
 from kleash.store.attribution import Attribution, GroupChange
-from kleash.store.number import Number
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 
 HOSTILE_NAME = "<script>window.broken = 1</script>/" + "a-very-long-folder-without-spaces" * 3 + ".gguf"

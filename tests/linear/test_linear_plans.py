@@ -251,10 +251,11 @@ def pair_of(vocab_size, dim=64, dtype=torch.bfloat16, tokens=8192):
 
 @pytest.mark.parametrize("vocab_size", [1000, 32_768, 151_936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_chunk_fits_the_memory(vocab_size, dtype):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_chunk_fits_the_memory(vocab_size, dtype, is_compiled):
     pair = pair_of(vocab_size, dtype=dtype)
     for nbytes in (2**20, 2**24, 2**27):
-        plan = plan_chunks(pair, LinearOptions(buffer_bytes=nbytes), pair.tokens)
+        plan = plan_chunks(pair, LinearOptions(buffer_bytes=nbytes), pair.tokens, is_compiled)
         logits = 2 * plan.chunk_tokens * vocab_size * 4
         rows = ROW_BUFFERS * plan.block_rows * vocab_size * 8
         assert logits + rows <= nbytes or plan.chunk_tokens == 1
@@ -266,5 +267,7 @@ def test_a_gpu_gets_1024_tokens_a_chunk(monkeypatch):
     """With 128 MiB, a chunk would have 110 tokens of 151 936 logits, and each chunk reads all weights."""
     pair = pair_of(151_936)
     monkeypatch.setattr(HeadPair, "device", property(lambda self: torch.device("cuda", 0)))
-    assert plan_chunks(pair, LinearOptions(), pair.tokens).chunk_tokens == ENOUGH_TOKENS
-    assert plan_chunks(pair, LinearOptions(buffer_bytes=2**27), pair.tokens).chunk_tokens < ENOUGH_TOKENS
+    assert plan_chunks(pair, LinearOptions(), pair.tokens, True).chunk_tokens == ENOUGH_TOKENS
+    assert (
+        plan_chunks(pair, LinearOptions(buffer_bytes=2**27), pair.tokens, True).chunk_tokens < ENOUGH_TOKENS
+    )

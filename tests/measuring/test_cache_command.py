@@ -383,10 +383,7 @@ def test_an_older_cache_is_read_and_other_folders_raise(
     old.mkdir()
     (old / "reference.json").write_text('{"path": "x", "fingerprint": "y", "dtype": "torch.float32"}')
     line = said(capsys, "cache", *words, "--out", old)
-    assert line == (
-        f"{old} is a reference cache of schema None and this kleash reads 1; make it again with kleash cache, "
-        "in another folder"
-    )
+    assert f"{old / 'reference.json'} has schema None and this kleash reads 1" in line
     line = said(capsys, "cache", *words, "--out", pair[0])
     assert f"{pair[0]} holds chat_template.jinja and no reference.json, so it is no reference cache" in line
     (tmp_path / "file").write_text("x")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Entry, LargestDrift, TopEntries, shorten_text
+from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Largest, LargestDrift, shorten_text
 from kleash.records import RunFolder
 from kleash.store.job_folder import RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
@@ -25,11 +25,14 @@ def rows(kl: np.ndarray, shard: int) -> dict[str, object]:
 
 
 def test_top_entries_do_not_depend_on_the_order() -> None:
-    values = np.random.default_rng(0).permutation(1000).astype(float)
-    largest = TopEntries(size=10)
-    for value in values:
-        largest.add(Entry(value, 0, 0))
-    assert [entry.kl for entry in largest.largest_first()] == list(range(999, 989, -1))
+    """Of equal KLs the first of the run stay, though its shards are scored in any order."""
+    draw = np.random.default_rng(0)
+    kl, ids = draw.integers(0, 20, 1000).astype(float), np.arange(1000)
+    expected = sorted(zip(-kl, ids // 3, ids % 3, strict=True))[:10]
+    largest = Largest(10)
+    for rows in np.split(draw.permutation(1000), 50):
+        largest.add({"kl": kl[rows], "prompt_id": ids[rows] // 3, "sample_id": ids[rows] % 3})
+    assert [(-row.kl, row.prompt_id, row.sample_id) for row in largest.drifted()] == expected
 
 
 def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) -> None:
@@ -49,15 +52,15 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) 
             folder.write_shard(shard, tokens, sequences)
     flat = np.sort(kl.ravel())[::-1]
     np.testing.assert_array_equal(
-        [each.kl for each in largest.worst_tokens()], flat[:MAX_TOKENS].astype(float)
+        [each.kl for each in largest.tokens.drifted()], flat[:MAX_TOKENS].astype(float)
     )
-    first = largest.worst_tokens()[0]
+    first = largest.tokens.drifted()[0]
     row, column = np.unravel_index(kl.argmax(), kl.shape)
     assert (first.prompt_id, first.sample_id, first.position) == (row // 2, row % 2, column)
     assert first.text == f"t{kl.max():.3f}"
     totals = kl.astype(float).sum(1)
     order = np.argsort(-totals)
-    assert [(each.prompt_id, each.sample_id) for each in largest.worst_sequences()] == [
+    assert [(each.prompt_id, each.sample_id) for each in largest.sequences.drifted()] == [
         (n // 2, n % 2) for n in order[:50]
     ]
     prompts = largest.worst_prompts(folder, on_text=False)
@@ -79,7 +82,7 @@ def test_infinite_kl_ranks_first_and_nan_last() -> None:
     kl = np.array([[0.5, np.inf, np.nan, 0.1, 0.2, 0.3, 0.4]])
     largest = LargestDrift()
     largest.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
-    kls = [each.kl for each in largest.worst_tokens()]
+    kls = [each.kl for each in largest.tokens.drifted()]
     assert kls[:2] == [np.inf, 0.5] and kls[-1] == -np.inf
 
 

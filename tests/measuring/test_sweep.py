@@ -402,21 +402,10 @@ def remove_the_checksums(root: Path) -> None:
 def test_a_sweep_that_is_not_as_it_was_written_is_not_reported(
     own_sweep: Path, damage: Callable[[Path], None], match: str
 ) -> None:
-    page = write_report_of(own_sweep).read_text()
-    assert "carry no checksums" not in page
+    write_report_of(own_sweep)
     damage(own_sweep)
     with pytest.raises(RunFolderError, match=match):
         write_report_of(own_sweep)
-
-
-def test_a_sweep_of_an_older_version_is_reported_with_a_warning(own_sweep: Path) -> None:
-    content = json.loads((own_sweep / "sweep.json").read_text())
-    del content["checksums"]
-    for candidate in content["candidates"]:
-        del candidate["measurement_sha256"]
-    (own_sweep / "sweep.json").write_text(json.dumps(content))
-    (own_sweep / "checksums.jsonl").unlink()
-    assert any("carry no checksums" in warning for warning in Sweep.read(own_sweep).warnings)
 
 
 def test_a_sweep_goes_on_in_another_place(job: SweepJob, result: Sweep, own_sweep: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
 from kleash.cli.streams import printable
-from kleash.cli.summary import print_measurement
+from kleash.cli.summary import print_summary
 from kleash.records import Measurement
 from kleash.store.checksums import seal_folder
 
@@ -224,7 +224,7 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(
     content["estimand"] += f"\n{forged}"
     (run / "measurement.json").write_text(json.dumps(content))
     seal_folder(run)
-    print_measurement(Measurement.read(run), run)
+    print_summary(Measurement.read(run))
     captured = capsys.readouterr().out
     assert not any(line.startswith("KL(policy ‖ reference) per token: 0 ") for line in captured.splitlines())
     assert captured.count(f"\\u000a{forged}") >= 2

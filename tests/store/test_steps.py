@@ -15,6 +15,7 @@ from kleash.records import (
     read_samples,
     read_steps,
 )
+from kleash.store.checksums import record_checksums
 from kleash.store.job_folder import RunHeader
 from kleash.store.steps import append_step, keep_steps
 
@@ -120,6 +121,9 @@ def test_a_run_that_was_cut_is_still_checked(tmp_path: Path) -> None:
 
 def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "metrics": {}}\n{"step": \n')
+    with pytest.raises(RunFolderError, match=r"checksums\.jsonl is missing"):
+        read_steps(tmp_path)
+    record_checksums(tmp_path, tmp_path / "steps.jsonl")
     with pytest.raises(RunFolderError, match=r"steps\.jsonl, line 2, cannot be read"):
         read_steps(tmp_path)
 

@@ -223,7 +223,7 @@ def test_clusters_that_hold_most_of_the_tokens_have_a_warning_with_its_remedy() 
 def test_str_shows_the_error_and_the_warnings() -> None:
     estimate = ratio_of_sums(np.array([1.0, 2.0, 3.0]), np.ones(3), unit="nats")
     assert str(estimate).splitlines() == [
-        "2 ± 0.58 nats over 3 clusters",
+        "2.00 ± 0.58 nats over 3 clusters",
         "  warning: only 3 clusters; below 30 the error itself is uncertain",
     ]
     assert estimate.relative_error == pytest.approx(1 / math.sqrt(12))

@@ -10,7 +10,7 @@ from kleash.cli.formats import print_formatted
 from kleash.cli.progress import Progress
 from kleash.cli.report_command import run_report
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
-from kleash.cli.summary import print_comparison, print_measurement
+from kleash.cli.summary import print_summary
 from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
 from kleash.cli.training import run_train
@@ -19,7 +19,6 @@ from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.launch_environment import launched_rank
-from kleash.store import Measurement
 from kleash.store.gate import exit_code_of
 
 SHIPPED_PAIR = (
@@ -74,21 +73,12 @@ def _measure(job: MeasureJob) -> int:
         result = measure_together(job, progress)
     if not result.is_own:
         return 0
-    _print_result(result.measurement, Path(str(job.out)), job.output_format, quiet=job.quiet)
-    return _exit_code_of_gate(result.measurement)
-
-
-def _exit_code_of_gate(measurement: Measurement) -> int:
-    """The exit code of a measurement's gate; 0 if it has none."""
+    measurement, folder = result.measurement, Path(str(job.out))
+    if job.output_format is not None:
+        print_formatted(measurement, job.output_format, folder.expanduser())
+    elif not job.quiet:
+        print_summary(measurement, folder / "report.html")
     return 0 if measurement.gate is None else measurement.gate.exit_code
-
-
-def _print_result(measurement: Measurement, folder: Path, output_format: str | None, *, quiet: bool) -> None:
-    """Print a measurement in a format, as a summary, or not at all."""
-    if output_format is not None:
-        print_formatted(measurement, output_format, folder.expanduser())
-    elif not quiet:
-        print_measurement(measurement, folder)
 
 
 def _compare(command: CompareJob) -> int:
@@ -103,5 +93,5 @@ def _compare(command: CompareJob) -> int:
     if command.output_format is not None:
         print_formatted(comparison, command.output_format)
     else:
-        print_comparison(comparison, path)
+        print_summary(comparison, path)
     return exit_code_of(run.gate for run in comparison.runs if run.gate is not None)

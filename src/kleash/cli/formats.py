@@ -1,7 +1,6 @@
 """Printing results in the formats of ``--format``."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from kleash.reports.formatting import as_sentence, measure_command
 from kleash.reports.gate_verdicts import describe_gate, describe_sweep_gate
 from kleash.reports.model_card import model_card
 from kleash.reports.text_formats import to_csv, to_markdown
-from kleash.store import Comparison, Gate, Measurement, MismatchRecord
+from kleash.store import Comparison, Measurement, MismatchRecord
+from kleash.store.gate import Verdict
 from kleash.store.number_rows import NumericResult, number_rows
 from kleash.store.summary_tables import Name, Summary, summarize
 from kleash.store.sweep import Sweep
@@ -66,14 +66,14 @@ def _summary_with_command(result: NumericResult) -> Summary:
 
 def gate_sentences(result: NumericResult) -> list[str]:
     """The verdicts of a result's gates, in sentences."""
+    return [f"{label}: {sentence}" for label, _, sentence in gates_of(result)]
+
+
+def gates_of(result: NumericResult) -> list[tuple[str, Verdict, str]]:
+    """The gates of a result: a label, which names the run where there are several, the verdict, and its sentence."""
     if isinstance(result, Sweep):
-        return [] if result.gate is None else [f"gate: {describe_sweep_gate(result)}"]
-    return [f"gate{f', {name}' if name else ''}: {describe_gate(gate)}" for name, gate in _gates_of(result)]
-
-
-def _gates_of(result: NumericResult) -> Iterator[tuple[str, Gate]]:
-    """The gates of a result, each with the name of its run, which is empty where there is one run."""
+        return [] if result.gate is None else [("gate", result.gate, describe_sweep_gate(result))]
+    gates = [("gate", result.gate)] if isinstance(result, Measurement | MismatchRecord) else []
     if isinstance(result, Comparison):
-        yield from ((run.name, run.gate) for run in result.runs if run.gate is not None)
-    elif isinstance(result, Measurement | MismatchRecord) and result.gate is not None:
-        yield "", result.gate
+        gates = [(f"gate, {run.name}", run.gate) for run in result.runs]
+    return [(label, gate, describe_gate(gate)) for label, gate in gates if gate is not None]

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from kleash.cli.terminal import Terminal, can_redraw, say
+from kleash.estimate import Estimate
 from kleash.reports.formatting import format_duration
-from kleash.store import Number
 from kleash.store.number import with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
@@ -100,7 +100,7 @@ class Progress:
         """Add scored sequences to the count and advance the bar."""
         self._count(sequences, tokens, self._step)
 
-    def update_kl(self, kl: Number) -> None:
+    def update_kl(self, kl: Estimate) -> None:
         """Show the running mean of the KL."""
         self._kl = f"KL so far {with_error(kl)}"
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from kleash.cli.commands import ReportJob
 from kleash.cli.formats import print_formatted
-from kleash.cli.summary import print_gate
-from kleash.cli.sweeping import print_sweep_gate
+from kleash.cli.summary import print_gates
 from kleash.errors import CannotRunError
 from kleash.jobs.output_options import FORMATS
 from kleash.store import Measurement
@@ -36,7 +35,7 @@ def run_report(command: ReportJob) -> int:
     if command.output_format is not None:
         print_formatted(result, command.output_format, folder)
     if command.at_most is not None and command.output_format is None:
-        _print_gate(result)
+        print_gates(result)
     _send(result, command.report_to, folder)
     return 0 if command.at_most is None or result.gate is None else result.gate.exit_code
 
@@ -56,14 +55,6 @@ def _require_suitable(command: ReportJob, folder: Path) -> None:
         require_measurement(folder, "--picture", or_sweep=True)
     if command.report_to:
         require_measurement(folder, "--report-to", or_sweep=True)
-
-
-def _print_gate(result: Measurement | Sweep) -> None:
-    """Print the verdict of a result's gate."""
-    if isinstance(result, Sweep):
-        print_sweep_gate(result)
-    elif result.gate is not None:
-        print_gate(result.gate)
 
 
 def _draw(result: Measurement | Sweep, path: Path, *, is_printed: bool) -> None:

@@ -15,7 +15,7 @@ from kleash.jobs.rollout_jobs import METRIC_NAMES
 from kleash.leash import Mismatch, mismatch
 from kleash.leash.engine_mismatch import are_columns_equal
 from kleash.reports.gate_verdicts import gate_of_number
-from kleash.store import MismatchRecord, Number
+from kleash.store import MismatchRecord
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.uncertainty import Estimate
 from kleash.version import __version__
@@ -52,7 +52,7 @@ def measure_mismatch(
     if at_most is not None:
         gate = gate_of_number(
             "kl_engine_trainer",
-            Number.of(kl),
+            kl,
             at_most=at_most,
             noise_floor=noise_floor,
             clusters=kl.clusters,
@@ -68,7 +68,7 @@ def measure_mismatch(
         sequences=measured.sequences,
         prompts=kl.clusters,
         numbers={
-            field.name: Number.of(value)
+            field.name: value
             for field in fields(Mismatch)
             if isinstance(value := getattr(measured, field.name), Estimate)
         },

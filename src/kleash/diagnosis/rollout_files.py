@@ -26,7 +26,7 @@ from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
 from kleash.sources.records import shorten, uncompressed_suffix
 from kleash.sources.sequences import is_padded, padding_length
-from kleash.store import Number
+from kleash.uncertainty import Estimate
 
 SUFFIXES_OF_ROLLOUTS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".ipc")
 """Suffixes of the files of a folder that are read; files that end with .json only if there are no others."""
@@ -51,17 +51,17 @@ class RolloutFiles:
         first, *rest = self.sizes
         return f"{first} and {len(rest)} more" if rest else first
 
-    def kl_by_file(self) -> dict[str, Number]:
+    def kl_by_file(self) -> dict[str, Estimate]:
         """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
         if len(self.sizes) == 1 or any(_has_logits(rollout) for rollout in self.rollouts):
             return {}
-        kl: dict[str, Number] = {}
+        kl: dict[str, Estimate] = {}
         for name in self.sizes:
             rollouts = [each for each in self.rollouts if each.file == name and each.is_counted.any()]
             if rollouts:
                 values = padded(rollouts)
                 measured = mismatch(values.trainer, values.engine, values.is_counted, prompts=values.prompts)
-                kl[name] = Number.of(measured.kl_engine_trainer)
+                kl[name] = measured.kl_engine_trainer
         return kl
 
 
@@ -116,7 +116,7 @@ def read_rollout_files(
     return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*notes, *_note_on_copies(rollouts)))
 
 
-def note_on_one_sided_files(kl: Mapping[str, Number]) -> tuple[str, ...]:
+def note_on_one_sided_files(kl: Mapping[str, Estimate]) -> tuple[str, ...]:
     """A note if the mismatch of some files lies above that of all others, by their 95 % intervals."""
     ordered = sorted(kl, key=lambda name: -kl[name].value)
     for count in range(1, len(ordered) // 2 + 1):

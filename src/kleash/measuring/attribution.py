@@ -27,7 +27,6 @@ from kleash.models import load_reference
 from kleash.models.threads import threads_for_scoring
 from kleash.models.weight_groups import WeightGroup, weight_groups
 from kleash.reports.formatting import format_bytes
-from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.file_hashes import watching_files
 from kleash.store.sweep import SweepCandidate
@@ -35,7 +34,7 @@ from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import SimultaneousPairs, differences_from_control
 
-EXACTLY_0 = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
+EXACTLY_0 = Estimate(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
 REMAINING_SHARE = 0.01
 """Share of a candidate's KL above which what remains with all groups swapped is warned of."""
 
@@ -171,12 +170,12 @@ def attribution_of(
         sequences=len(candidate.tokens),
         tokens=int(candidate.tokens.sum()),
         clusters=clusters.count,
-        mean=Number.of(mean),
+        mean=mean,
         groups=_group_changes(groups, swapped, changes),
-        sum_of_changes=Number.of(columns.sum_of_changes()),
-        change_of_all=Number.of(change_of_all),
-        interaction=Number.of(columns.interaction()),
-        control=Number.of(control),
+        sum_of_changes=columns.sum_of_changes(),
+        change_of_all=change_of_all,
+        interaction=columns.interaction(),
+        control=control,
         critical_value=float("nan") if changes is None else changes.critical_value,
         warnings=tuple(
             dict.fromkeys(
@@ -242,7 +241,7 @@ def _group_changes(
             name=group.name,
             parameters=group.parameters,
             is_identical=group.is_identical,
-            change=Number.of(pairs[group.name].estimate) if group.name in pairs else EXACTLY_0,
+            change=pairs[group.name].estimate if group.name in pairs else EXACTLY_0,
             simultaneous_ci95=pairs[group.name].simultaneous_ci95 if group.name in pairs else (0.0, 0.0),
         )
         for group in groups

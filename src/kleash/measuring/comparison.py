@@ -18,8 +18,7 @@ from kleash.measuring.sequence_clusters import (
     sequence_starts,
 )
 from kleash.reports.gate_verdicts import gate_of_measurement
-from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
-from kleash.store.checksums import damage_as_sentence
+from kleash.store import ComparedRun, Comparison, Measurement, RunDifference, RunFolder
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import (
     ALL_STATISTICS,
@@ -30,7 +29,7 @@ from kleash.store.statistics import (
     columns_of,
     stored_column,
 )
-from kleash.uncertainty import paired_difference
+from kleash.uncertainty import Estimate, paired_difference
 from kleash.version import __version__
 
 SUMMED = (*COMPARED, *PERPLEXITIES)
@@ -65,7 +64,7 @@ def compare(
     gate = GateOptions(at_most=at_most, direction=direction)
     gate.check_gate()
     paths = [Path(folder).expanduser() for folder in folders]
-    runs, names = [_read_checked(path) for path in paths], _short_names(paths)
+    runs, names = [_read(path) for path in paths], _short_names(paths)
     first = runs[0]
     limited = gate.gated_statistic or first.measurement.headline
     differences = tuple(
@@ -107,14 +106,6 @@ class _Run:
     def noun(self) -> str:
         """ "documents" or "prompts"."""
         return "documents" if self.on_text else "prompts"
-
-
-def _read_checked(path: Path) -> _Run:
-    """Read a run and check that its measurement has all fields that a comparison needs."""
-    with damage_as_sentence(path):
-        run = _read(path)
-        _compared(run, "")  # raises if the measurement lacks a field
-        return run
 
 
 def _read(path: Path) -> _Run:
@@ -230,7 +221,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
 
 def _mean_differences(
     minuend: Floats, subtrahend: Floats, known_values: Mapping[str, float | None]
-) -> dict[str, Number]:
+) -> dict[str, Estimate]:
     """Differences of means per token, from the sums of each cluster in both runs.
 
     Args:
@@ -240,16 +231,14 @@ def _mean_differences(
             None.
     """
     return {
-        statistic: Number.of(
-            paired_difference(
-                minuend[:, column],
-                minuend[:, 0],
-                subtrahend[:, column],
-                subtrahend[:, 0],
-                unit=ALL_STATISTICS[statistic].unit,
-                **_bounds(statistic),
-                known_value=known_values[statistic],
-            )
+        statistic: paired_difference(
+            minuend[:, column],
+            minuend[:, 0],
+            subtrahend[:, column],
+            subtrahend[:, 0],
+            unit=ALL_STATISTICS[statistic].unit,
+            **_bounds(statistic),
+            known_value=known_values[statistic],
         )
         for column, statistic in enumerate(COMPARED, start=1)
         if statistic in known_values
@@ -283,12 +272,12 @@ def _count(run: _Run, rows: list[int] | None = None) -> int:
     return len(np.unique(run.prompts if rows is None else run.prompts[rows]))
 
 
-def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Number]:
+def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Estimate]:
     """Differences of perplexities exp(m), m a mean of negative log-probabilities, by linearisation in the clusters.
 
     exp(m) (s_c - m n_c + n_c) sums to exp(m) sum_c n_c, and varies with cluster c as exp(m) does.
     """
-    differences: dict[str, Number] = {}
+    differences: dict[str, Estimate] = {}
     for column, name in enumerate(SUMMED, start=1):
         if ALL_STATISTICS[name].reduction is not EXP_MEAN:
             continue
@@ -299,10 +288,8 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Nu
             with np.errstate(over="ignore", invalid="ignore"):
                 linear_sums.append(np.exp(mean) * (values - mean * tokens + tokens))
         if all(np.isfinite(values).all() for values in linear_sums):
-            differences[name] = Number.of(
-                paired_difference(
-                    linear_sums[0], minuend[:, 0], linear_sums[1], subtrahend[:, 0], unit=EXP_MEAN.unit
-                )
+            differences[name] = paired_difference(
+                linear_sums[0], minuend[:, 0], linear_sums[1], subtrahend[:, 0], unit=EXP_MEAN.unit
             )
     return differences
 

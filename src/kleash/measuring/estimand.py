@@ -10,7 +10,6 @@ from kleash.jobs.option_groups import flag
 from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
 from kleash.models import Model
-from kleash.store import Number
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import label_of
 from kleash.uncertainty import Estimate, effective_sample_size
@@ -189,7 +188,7 @@ def padding_warnings(
     return (f"{padding_note(probabilities)}: {', and '.join(values)}, in nats per token",)
 
 
-def measured_padding(numbers: Mapping[str, Number], tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def measured_padding(numbers: Mapping[str, Estimate], tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The note and the warning about rows of the heads that are no tokens, from the statistics of a run.
 
     Args:
@@ -212,7 +211,7 @@ def measured_padding(numbers: Mapping[str, Number], tokens: int) -> tuple[tuple[
     return (note,), padding_warnings(probabilities, over_rows, over_tokens)
 
 
-def _value_or_bounds(numbers: Mapping[str, Number], name: str) -> str:
+def _value_or_bounds(numbers: Mapping[str, Estimate], name: str) -> str:
     """A number in digits; "between 1 and 2" where its bounds are known."""
     if name in numbers:
         return f"{numbers[name].value:.4g}"

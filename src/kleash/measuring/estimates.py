@@ -16,7 +16,6 @@ from kleash.measuring.cluster_sums import (
     StatisticSum,
 )
 from kleash.measuring.sequence_clusters import Clusters
-from kleash.store import Number
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
 from kleash.store.statistics import ALL_STATISTICS
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
@@ -57,15 +56,7 @@ def estimator_records(sums: ClusterSums) -> dict[str, EstimatorRecord]:
             bias = estimator_error(sums, name)
             mean_square = sums[EstimatorSum(name, "squared_error")].sum() / sums[TOKENS].sum()
             spread = np.sqrt(np.maximum(mean_square - bias.value**2, 0.0))
-        records[name] = EstimatorRecord(
-            value=mean.value,
-            unit=mean.unit,
-            standard_error=mean.standard_error,
-            ci95=mean.ci95,
-            warnings=mean.warnings,
-            bias=None if bias is None else Number.of(bias),
-            spread=float(spread),
-        )
+        records[name] = EstimatorRecord(**vars(mean), bias=bias, spread=float(spread))
     return records
 
 
@@ -105,7 +96,7 @@ def bins(sums: ClusterSums, name: str, statistic: str) -> tuple[Bin, ...]:
                 high=float(high),
                 tokens=int(tokens.sum()),
                 share_of_kl=share(kl.sum(), total),
-                kl=Number.of(mean),
+                kl=mean,
             )
         )
     return tuple(records)
@@ -128,10 +119,10 @@ def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bo
         known_value=0.0 if is_one_model else None,
     )
     return SequenceTotal(
-        kl_policy_reference=Number.of(total.estimate),
+        kl_policy_reference=total.estimate,
         control_variate_weight=total.weight,
-        monte_carlo=Number.of(total.monte_carlo),
-        exact_terms=Number.of(total.exact_sum),
+        monte_carlo=total.monte_carlo,
+        exact_terms=total.exact_sum,
     )
 
 

@@ -6,15 +6,13 @@ is computed twice and an interrupted run can be resumed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heappush, heappushpop
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kleash.errors import RunFolderError
-from kleash.measuring.sequence_clusters import sequence_spans
+from kleash.measuring.sequence_clusters import sequence_spans, sequence_starts
 from kleash.models.tokenizers import token_texts
 from kleash.store import RunFolder
 from kleash.store.measurement import Drifted, PromptDrift
@@ -29,155 +27,110 @@ NUM_ALTERNATIVES = 5
 """Likeliest tokens of each model that are stored for each position."""
 
 
-class Entry(NamedTuple):
-    """A token or a sequence, ordered by its KL; of equal ones the earliest is the largest."""
+class Largest:
+    """The rows with the largest KL among those that were added, in falling order; of equal ones the run's first."""
 
-    kl: float
-    minus_prompt_id: int
-    minus_sample_id: int
-    minus_position: int = 0
-    tokens: int = 1
-    text: str = ""
+    def __init__(self, size: int) -> None:
+        """Keep ``size`` rows."""
+        self.size = size
+        self.columns: dict[str, NDArray[Any]] = {}
 
-
-@dataclass(kw_only=True)
-class TopEntries:
-    """The ``size`` largest entries added so far."""
-
-    size: int
-    column: str = "kl_policy_reference"
-    """The KL that is summed over sequences, as a column of ``tokens/``."""
-    heap: list[Entry] = field(default_factory=list)
-
-    def add(self, entry: Entry) -> None:
-        """Add an entry, and drop the smallest if there are too many."""
-        if len(self.heap) < self.size:
-            heappush(self.heap, entry)
-        elif entry > self.heap[0]:
-            heappushpop(self.heap, entry)
-
-    def add_sequences(self, tokens: Mapping[str, Any]) -> None:
-        """Add a shard's sequences, each with its summed KL.
+    def add(self, rows: Mapping[str, NDArray[Any]]) -> None:
+        """Add rows, which need not be the run's next ones.
 
         Args:
-            tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``column``.
+            rows: the columns ``kl``, where NaN counts as the smallest, ``prompt_id``, ``sample_id``, perhaps
+                ``position``, and others that are kept.
         """
-        prompt, sample, kl = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", self.column))
-        kl = kl.astype(np.float64)
-        for begin, end in sequence_spans(prompt, sample):
-            self.add(
-                Entry(
-                    kl=float(kl[begin:end].sum()),
-                    minus_prompt_id=-int(prompt[begin]),
-                    minus_sample_id=-int(sample[begin]),
-                    tokens=int(end - begin),
-                )
-            )
+        merged = {
+            name: np.concatenate([self.columns.get(name, values[:0]), values])
+            for name, values in rows.items()
+        }
+        merged["kl"] = np.where(np.isnan(merged["kl"]), -np.inf, merged["kl"])
+        if len(merged["kl"]) > self.size:
+            smallest = np.partition(merged["kl"], -self.size)[-self.size]
+            merged = {name: values[merged["kl"] >= smallest] for name, values in merged.items()}
+        places = [merged[name] for name in ("position", "sample_id", "prompt_id") if name in merged]
+        order = np.lexsort([*places, -merged["kl"]])[: self.size]
+        self.columns = {name: values[order] for name, values in merged.items()}
 
-    def largest_first(self) -> list[Entry]:
-        """The entries in falling order."""
-        return sorted(self.heap, reverse=True)
-
-
-@dataclass(kw_only=True)
-class PromptTotals:
-    """Sums over all sequences of one prompt."""
-
-    sequences: int = 0
-    tokens: int = 0
-    kl: float = 0.0
-    kl_max: float = 0.0
+    def drifted(self) -> tuple[Drifted, ...]:
+        """The rows as records."""
+        lists = [values.tolist() for values in self.columns.values()]
+        return tuple(Drifted(**dict(zip(self.columns, row, strict=True))) for row in zip(*lists, strict=True))
 
 
-@dataclass(kw_only=True)
+def sequence_rows(tokens: Mapping[str, Any], column: str) -> dict[str, NDArray[Any]]:
+    """A row for each sequence of a shard, with its summed KL and its number of tokens.
+
+    Args:
+        tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``column``.
+        column: the KL.
+    """
+    prompt, sample, kl = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
+    starts = sequence_starts(prompt, sample)
+    return {
+        "kl": np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
+        "prompt_id": prompt[starts],
+        "sample_id": sample[starts],
+        "tokens": np.diff([*starts, len(kl)]),
+    }
+
+
 class LargestDrift:
     """Collects the tokens, sequences and prompts with the largest KL, one shard at a time."""
 
-    column: str = "kl_policy_reference"
-    """The KL, as a column of ``tokens/``."""
-    tokens: TopEntries = field(default_factory=lambda: TopEntries(size=MAX_TOKENS))
-    sequences: TopEntries = field(init=False)
-    prompts: dict[int, PromptTotals] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Begin without sequences."""
-        self.sequences = TopEntries(size=MAX_SEQUENCES, column=self.column)
+    def __init__(self, column: str = "kl_policy_reference") -> None:
+        """Begin without tokens; ``column`` is the KL, as a column of ``tokens/``."""
+        self.column = column
+        self.tokens, self.sequences = Largest(MAX_TOKENS), Largest(MAX_SEQUENCES)
+        self._sequences: list[NDArray[np.float64]] = []
+        """Of each shard, rows of prompt, tokens, KL and largest KL of a token, a column for each sequence."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a shard, from its token columns."""
-        prompt, sample = part["prompt_id"], part["sample_id"]
         kl = part[self.column].astype(np.float64)
-        sort_keys = np.where(np.isnan(kl), -np.inf, kl)
-        for row in np.argsort(-sort_keys, kind="stable")[: self.tokens.size]:
-            self.tokens.add(
-                Entry(
-                    kl=float(sort_keys[row]),
-                    minus_prompt_id=-int(prompt[row]),
-                    minus_sample_id=-int(sample[row]),
-                    minus_position=-int(part["position"][row]),
-                    text=part["text"][row],
-                )
-            )
-        self.sequences.add_sequences(part)
-        for begin, end in sequence_spans(prompt, sample):
-            totals = self.prompts.setdefault(int(prompt[begin]), PromptTotals())
-            totals.sequences += 1
-            totals.tokens += int(end - begin)
-            totals.kl += float(kl[begin:end].sum())
-            totals.kl_max = max(totals.kl_max, float(kl[begin:end].max()))
-
-    def worst_tokens(self) -> tuple[Drifted, ...]:
-        """The tokens with the largest KL, in falling order."""
-        return tuple(
-            Drifted(
-                prompt_id=-entry.minus_prompt_id,
-                sample_id=-entry.minus_sample_id,
-                kl=entry.kl,
-                position=-entry.minus_position,
-                text=entry.text,
-            )
-            for entry in self.tokens.largest_first()
-        )
-
-    def worst_sequences(self) -> tuple[Drifted, ...]:
-        """The sequences with the largest summed KL, in falling order."""
-        return tuple(
-            Drifted(
-                prompt_id=-entry.minus_prompt_id,
-                sample_id=-entry.minus_sample_id,
-                kl=entry.kl,
-                tokens=entry.tokens,
-            )
-            for entry in self.sequences.largest_first()
-        )
+        ids = {name: part[name] for name in ("prompt_id", "sample_id", "position")}
+        self.tokens.add({"kl": kl, **ids, "text": np.array(part["text"], dtype=object)})
+        rows = sequence_rows(part, self.column)
+        self.sequences.add(rows)
+        largest = np.maximum.reduceat(kl, sequence_starts(part["prompt_id"], part["sample_id"]))
+        self._sequences.append(np.stack([rows["prompt_id"], rows["tokens"], rows["kl"], largest]))
 
     def worst_prompts(self, folder: RunFolder, *, on_text: bool) -> tuple[PromptDrift, ...]:
         """The prompts with the largest KL per token, in falling order, with their texts.
 
         On text these are documents; their text is the first window's prompt and response joined.
         """
-        prompts = sorted(self.prompts.items(), key=lambda item: (-item[1].kl / item[1].tokens, item[0]))
-        records = {
-            prompt_id: PromptDrift(
-                prompt_id=prompt_id,
-                prompt="",
-                sequences=totals.sequences,
-                tokens=totals.tokens,
-                kl_per_token=totals.kl / totals.tokens,
-                kl_per_sequence=totals.kl / totals.sequences,
-                kl_max=totals.kl_max,
+        prompt, tokens, kl, largest = np.concatenate([np.zeros((4, 0)), *self._sequences], axis=1)
+        ids, group, sequences = np.unique(prompt, return_inverse=True, return_counts=True)
+        tokens, kl = (np.bincount(group, weights=values) for values in (tokens, kl))
+        kl_max = np.full(len(ids), -np.inf)
+        np.maximum.at(kl_max, group, largest)
+        rows = np.lexsort((ids, -kl / tokens))[:MAX_PROMPTS]
+        texts = _texts_of_prompts(folder, set(ids[rows].astype(int).tolist()), on_text=on_text)
+        return tuple(
+            PromptDrift(
+                prompt_id=int(ids[row]),
+                prompt=texts[int(ids[row])],
+                sequences=int(sequences[row]),
+                tokens=int(tokens[row]),
+                kl_per_token=float(kl[row] / tokens[row]),
+                kl_per_sequence=float(kl[row] / sequences[row]),
+                kl_max=float(kl_max[row]),
             )
-            for prompt_id, totals in prompts[:MAX_PROMPTS]
-        }
-        for part in folder.sequence_parts(["prompt_id", "prompt", "response"]):
-            for key, prompt, response in zip(
-                part["prompt_id"], part["prompt"], part["response"], strict=True
-            ):
-                prompt_id = int(key)
-                if prompt_id in records and not records[prompt_id].prompt:
-                    text = shorten_text(prompt + response if on_text else prompt)
-                    records[prompt_id] = replace(records[prompt_id], prompt=text)
-        return tuple(records.values())
+            for row in rows
+        )
+
+
+def _texts_of_prompts(folder: RunFolder, prompts: set[int], *, on_text: bool) -> dict[int, str]:
+    """The beginning of each of these prompts' texts by its id."""
+    texts: dict[int, str] = {}
+    for part in folder.sequence_parts(["prompt_id", "prompt", "response"]):
+        for prompt_id, prompt, response in zip(*part.values(), strict=True):
+            if prompt_id in prompts and not texts.get(int(prompt_id)):
+                texts[int(prompt_id)] = shorten_text(prompt + response if on_text else prompt)
+    return texts
 
 
 def shorten_text(text: str) -> str:
@@ -186,7 +139,7 @@ def shorten_text(text: str) -> str:
 
 
 def alternatives_of_shard(
-    largest: TopEntries, tokens: Mapping[str, NDArray[Any]], likeliest: Mapping[str, NDArray[Any]]
+    largest: Largest, tokens: Mapping[str, NDArray[Any]], likeliest: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
     """The columns ``TOP_COLUMNS`` of those sequences of a shard that are among the ``largest``.
 
@@ -196,7 +149,7 @@ def alternatives_of_shard(
         likeliest: ids and probabilities of each model's likeliest tokens, [token, place].
     """
     prompt, sample = tokens["prompt_id"], tokens["sample_id"]
-    keys = {(-entry.minus_prompt_id, -entry.minus_sample_id) for entry in largest.heap}
+    keys = {(row.prompt_id, row.sample_id) for row in largest.drifted()}
     rows = [
         np.arange(begin, end)
         for begin, end in sequence_spans(prompt, sample)

@@ -50,10 +50,11 @@ from kleash.measuring.sequence_clusters import (
 from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
-from kleash.store import Counts, Measurement, Number, RunFolder
+from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import EstimatorRecord, describe_storage
 from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
 from kleash.store.tables import KL_BOUND_COLUMNS
+from kleash.uncertainty import Estimate
 from kleash.version import __version__
 
 
@@ -147,7 +148,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         headline=run.job.headline,
     )
     _require_same_tokens(run.folder, totals.tokens, counts.tokens)
-    sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
+    sums, worst_sequences = totals.sums, totals.largest.sequences.drifted()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
     quantiles, top_share = {}, float("nan")
@@ -184,7 +185,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
         convergence=convergence(sums, run.job.headline) if has_kl else (),
-        worst_tokens=totals.largest.worst_tokens(),
+        worst_tokens=totals.largest.tokens.drifted(),
         worst_sequences=worst_sequences,
         prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
         warnings=(*run_warnings(run, estimand, counts, totals, rounding), *padding_warnings),
@@ -212,9 +213,9 @@ def _scored_sequences(run: FinishedRun, *, on_text: bool) -> SequenceCounts:
 
 def _estimates(
     run: FinishedRun, sums: ClusterSums, statistics: Collection[str]
-) -> tuple[dict[str, Number], dict[str, EstimatorRecord], dict[str, str]]:
+) -> tuple[dict[str, Estimate], dict[str, EstimatorRecord], dict[str, str]]:
     """Statistics and sampled estimates by name, and the reasons for those that are left out."""
-    numbers = {name: Number.of(statistic_estimate(sums, name)) for name in statistics}
+    numbers = {name: statistic_estimate(sums, name) for name in statistics}
     estimators = estimator_records(sums)
     if "kl_policy_reference" in statistics:
         return numbers, estimators, {}

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kleash.jobs import MeasureJob
-from kleash.store import Number
 from kleash.store.statistics import STATISTICS
+from kleash.uncertainty import Estimate
 
 NEEDS_EXACT_KL = (
     "quantiles",
@@ -24,7 +24,7 @@ SECOND_MODEL = {"kl_policy_reference": "reference", "kl_reference_policy": "poli
 """The model whose smallest probabilities decide the upper bound of a KL."""
 
 
-def with_reasons(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Number]:
+def with_reasons(numbers: Mapping[str, Estimate], job: MeasureJob) -> dict[str, Estimate]:
     """The numbers, with the reason as the only warning of an infinite upper bound.
 
     Args:

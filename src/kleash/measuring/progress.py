@@ -2,7 +2,7 @@
 
 from typing import Protocol, runtime_checkable
 
-from kleash.store import Number
+from kleash.uncertainty import Estimate
 
 
 @runtime_checkable
@@ -25,7 +25,7 @@ class ProgressReporter(Protocol):
         """Count newly scored sequences and their tokens, also of a shard that is not on disk yet."""
         ...
 
-    def update_kl(self, kl: Number) -> None:
+    def update_kl(self, kl: Estimate) -> None:
         """Show KL(policy || reference) per token so far; called after each shard that is on disk."""
         ...
 
@@ -45,5 +45,5 @@ class NullProgressReporter:
     def add_scored(self, sequences: int, tokens: int) -> None:
         """Do nothing."""
 
-    def update_kl(self, kl: Number) -> None:
+    def update_kl(self, kl: Estimate) -> None:
         """Do nothing."""

@@ -16,7 +16,8 @@ from kleash.measuring.sequence_clusters import (
 )
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence, read_prompts
-from kleash.store import Number, RunFolder
+from kleash.store import RunFolder
+from kleash.uncertainty import Estimate
 
 NOISE_SHARE = 1 / 50
 """Fraction of the run's tokens that is scored again."""
@@ -87,8 +88,8 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
 class Rounding:
     """The parts of a KL that are rounding."""
 
-    noise_floor: Number | None
-    dtype_gap: Number | None
+    noise_floor: Estimate | None
+    dtype_gap: Estimate | None
     warnings: tuple[str, ...]
 
 
@@ -103,7 +104,7 @@ def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored:
     )
 
 
-def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[TokenSequence]) -> Number | None:
+def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[TokenSequence]) -> Estimate | None:
     if columns is None:
         return None
     hash_of = {(sequence.prompt_id, sequence.sample_id): sequence.prompt_hash for sequence in sequences}
@@ -116,4 +117,4 @@ def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[Token
     # is_one_model: a KL of 0 on every token is exact here, since the same model is scored twice.
     running = SequenceClusters(on_text=False, is_one_model=True)
     running.add(sum_sequences(columns, hashes, running.column))
-    return Number.of(running.kl())
+    return running.kl()

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from kleash.engines import Engine, Shard, ShardResult
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob
-from kleash.measuring.largest_drift import MAX_SEQUENCES, TopEntries, alternatives_of_shard
+from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard, sequence_rows
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import RayEngine
 from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, sum_sequences
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
-from kleash.store import Number, RunFolder
+from kleash.store import RunFolder
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.locks import claim, wait_for_parts
 
@@ -143,7 +143,7 @@ class RunningKL:
         start = time.monotonic()
         kl = self._sequences.kl()
         if self.has_kl:
-            self.run.reporter.update_kl(Number.of(kl))
+            self.run.reporter.update_kl(kl)
         self._next_kl_time = time.monotonic() + (time.monotonic() - start) / TIME_SHARE
         if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
             self.stop = self.next_index
@@ -169,7 +169,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
     if on_disk := run.folder.on_disk():
         run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
     running.advance(reads_all=True)
-    largest = TopEntries(size=MAX_SEQUENCES, column=run.job.headline)
+    largest = Largest(MAX_SEQUENCES)
     is_first_pass = True
     while True:
         plan = plan_shards(run.job, run.pair)
@@ -255,14 +255,14 @@ def _claim_of(index: int) -> str:
     return f"shard-{index:05d}"
 
 
-def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest: TopEntries) -> None:
+def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest: Largest) -> None:
     """Score and write the shards that this process can claim."""
     run, running, claimed = claims.run, claims.running, claims.claimed(shards)
     for shard, result in _results(engine, claimed):
         require_unchanged_files()
         alternatives = None
         if running.has_kl:
-            largest.add_sequences(result.tokens)
+            largest.add(sequence_rows(result.tokens, run.job.headline))
             alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
         if not run.folder.has(shard.index):  # as it may be where the disk knows no claims
             run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)

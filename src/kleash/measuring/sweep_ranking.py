@@ -9,11 +9,11 @@ import numpy as np
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
 from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
-from kleash.store import Measurement, Number, RunFolder
-from kleash.store.checksums import damage_as_sentence
+from kleash.store import Measurement, RunFolder
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
+from kleash.uncertainty import Estimate
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import SimultaneousDifferences, simultaneous_differences
 from kleash.version import __version__
@@ -89,7 +89,7 @@ def rank_candidates(
             SweepPair(
                 first=measured[pair.first].number,
                 second=measured[pair.second].number,
-                difference=Number.of(pair.estimate),
+                difference=pair.estimate,
                 simultaneous_ci95=pair.simultaneous_ci95,
                 is_tie=pair.is_tie,
             )
@@ -111,7 +111,7 @@ def rank_candidates(
     )
 
 
-def _known_value(number: Number) -> float | None:
+def _known_value(number: Estimate) -> float | None:
     """The value of a number without any error, such as the KL of the reference itself; None for another."""
     return number.value if number.standard_error == 0 and number.has_error else None
 
@@ -156,8 +156,7 @@ def read_sequences(path: Path, statistic: str) -> SequenceSums:
     Raises:
         RunFolderError: if the run is damaged.
     """
-    with damage_as_sentence(path):
-        return sum_run(path, statistic, Measurement.read(path).counts.shards)
+    return sum_run(path, statistic, Measurement.read(path).counts.shards)
 
 
 def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
@@ -171,17 +170,16 @@ def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
     Raises:
         RunFolderError: if one is missing or damaged.
     """
-    with damage_as_sentence(path):
-        folder = RunFolder(path)
-        folder.require_shards(shards)
-        parts = zip(
-            folder.token_parts(["prompt_id", "sample_id", statistic]),
-            folder.sequence_parts(["prompt_hash"]),
-            strict=True,
-        )
-        return SequenceSums.concatenate(
-            [sum_sequences(tokens, sequences["prompt_hash"], statistic) for tokens, sequences in parts]
-        )
+    folder = RunFolder(path)
+    folder.require_shards(shards)
+    parts = zip(
+        folder.token_parts(["prompt_id", "sample_id", statistic]),
+        folder.sequence_parts(["prompt_hash"]),
+        strict=True,
+    )
+    return SequenceSums.concatenate(
+        [sum_sequences(tokens, sequences["prompt_hash"], statistic) for tokens, sequences in parts]
+    )
 
 
 def _require_same_sequences(

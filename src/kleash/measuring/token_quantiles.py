@@ -6,9 +6,9 @@ import numpy as np
 
 from kleash.measuring.cluster_sums import clusters_per_group
 from kleash.measuring.sequence_clusters import Clusters, sequence_starts
-from kleash.store import Number, RunFolder
+from kleash.store import RunFolder
 from kleash.store.statistics import STATISTICS
-from kleash.uncertainty import CoarseCounts
+from kleash.uncertainty import CoarseCounts, Estimate
 
 LEVELS = {"50": 0.5, "75": 0.75, "90": 0.9, "95": 0.95, "99": 0.99, "99.9": 0.999, "max": 1.0}
 """Name in ``measurement.json`` -> share of the tokens at or below the quantile."""
@@ -18,7 +18,7 @@ DIVERGENCES = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "
 
 def token_quantiles(
     folder: RunFolder, clusters: Clusters, headline: str, *, is_one_model: bool = False
-) -> tuple[Mapping[str, Mapping[str, Number]], float]:
+) -> tuple[Mapping[str, Mapping[str, Estimate]], float]:
     """The quantiles of each divergence, and the share of one KL in the top 1 % of tokens.
 
     The first pass counts values in coarse bins, the second counts those around each quantile exactly and by cluster.
@@ -44,7 +44,7 @@ def token_quantiles(
         token_groups = np.repeat(groups[first_sequence : first_sequence + len(starts)], lengths)
         first_sequence += len(starts)
         fine = {name: counts.after(part[name], token_groups) for name, counts in fine.items()}
-    quantiles: dict[str, dict[str, Number]] = {}
+    quantiles: dict[str, dict[str, Estimate]] = {}
     for name, counts in fine.items():
         statistic = STATISTICS[name]
         estimates = counts.estimates(
@@ -53,7 +53,5 @@ def token_quantiles(
             upper=np.inf if statistic.upper is None else statistic.upper,
             known_value=0.0 if is_one_model else None,
         )
-        quantiles[name] = {
-            level: Number.of(estimate) for level, estimate in zip(LEVELS, estimates, strict=True)
-        }
+        quantiles[name] = dict(zip(LEVELS, estimates, strict=True))
     return quantiles, fine[headline].top_share(0.01)

@@ -21,7 +21,6 @@ from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.sharded_networks import ShardStorage, shard_storage, view_of_shards
 from kleash.models.tokenizers import load_tokenizers, token_count
-from kleash.store.checksums import UNCHECKED
 
 DTYPES = {
     "float32": torch.float32,
@@ -336,7 +335,4 @@ def load_beside(
     models, notes = _load_models({"policy": checkpoint}, loading, stored_tokenizer)
     notes.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
     reference_model = stored.as_model(models["policy"].device, stored_tokenizer)
-    pair = pair_models(models["policy"], reference_model, (*notes, *stored.contents.notes))
-    if stored.checksums.exists:
-        return pair
-    return replace(pair, warnings=(*pair.warnings, f"{stored.folder}: {UNCHECKED}"))
+    return pair_models(models["policy"], reference_model, (*notes, *stored.contents.notes))

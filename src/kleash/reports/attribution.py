@@ -15,8 +15,8 @@ from kleash.reports.formatting import (
     nan_as_minimum,
     short_names,
 )
+from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
-from kleash.store.number import Number
 from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep
 

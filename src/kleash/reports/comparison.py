@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.reports.drawing import INK, Chart, name_axes, row_dots, row_height
 from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.page import write_page
-from kleash.store import Comparison, Number, RunDifference
+from kleash.store import Comparison, RunDifference
 from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl_directions, label_of
 
@@ -76,7 +77,7 @@ def _short_names(comparison: Comparison) -> dict[str, str]:
 def _rows_chart(
     name: str,
     title: str,
-    rows: Sequence[tuple[str, Mapping[str, Number]]],
+    rows: Sequence[tuple[str, Mapping[str, Estimate]]],
     kl: str,
     *,
     is_difference: bool,
@@ -107,7 +108,7 @@ def _rows_chart(
 
 
 def _draw_rows(
-    axes: Any, *, rows: Sequence[tuple[str, Mapping[str, Number]]], kl: str, is_difference: bool
+    axes: Any, *, rows: Sequence[tuple[str, Mapping[str, Estimate]]], kl: str, is_difference: bool
 ) -> None:
     """Draw a row for each run; an axis of differences has a line at 0, and one of KLs begins there."""
     series = {label_of(name): [numbers.get(name) for _, numbers in rows] for name in kl_directions(kl)}
@@ -135,7 +136,7 @@ def describe_difference(difference: RunDifference, statistic: str, noun: str = "
     return f"{describe_direction(number)}: {format_with_interval(number)} nats per token, {prompts}"
 
 
-def describe_direction(number: Number) -> str:
+def describe_direction(number: Estimate) -> str:
     """The sign of a difference of KLs in words, if its interval excludes 0."""
     low, high = number.ci95
     if low > 0:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.extras import import_extra
 from kleash.reports.formatting import keep_end, make_visible, typographic
-from kleash.store import Number
 
 ACCENT, MUTED, BAND, INK, GRID = "#1d5c96", "#9a9da3", "#d7e2eb", "#3f434b", "#e6e6e1"
 VARIABLES = {
@@ -171,7 +171,7 @@ def name_axes(axes: Any, x: str, y: str) -> None:
 
 def dots(
     axes: Any,
-    points: Iterable[tuple[Number, float]],
+    points: Iterable[tuple[Estimate, float]],
     *,
     color: str = ACCENT,
     label: str | None = None,
@@ -199,7 +199,7 @@ def dots(
     axes.plot(x, y, "o", color=color, label=label)
 
 
-def row_dots(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[Number | None]]) -> None:
+def row_dots(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[Estimate | None]]) -> None:
     """Draw rows from top to bottom, each with a dot and a 95 % interval of each series; None is left out."""
     for index, (name, numbers) in enumerate(series.items()):
         offset = SERIES_DISTANCE * (index - (len(series) - 1) / 2)
@@ -275,7 +275,7 @@ def log_axis(
     axis.set_ticks([], minor=True)
 
 
-def shown_ends(numbers: Iterable[Number]) -> list[float]:
+def shown_ends(numbers: Iterable[Estimate]) -> list[float]:
     """Values, and the ends of their intervals within a factor of 10 of them: what a logarithmic axis must show."""
     return [
         each

@@ -8,7 +8,6 @@ from kleash.reports.gate_verdicts import gate_of_measurement, gate_of_sweep
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
-from kleash.store.checksums import damage_as_sentence
 from kleash.store.job_folder import HEADER, read_header
 from kleash.store.measurement import Measurement
 from kleash.store.steps import STEPS
@@ -94,10 +93,9 @@ def write_report_of(folder: Path, at_most: float | None = None, statistic: str |
     if at_most is not None:
         require_measurement(folder, "--at-most", or_sweep=True)
     kind = kind_of_folder(folder)
-    with damage_as_sentence(folder):
-        if kind == SWEEP:
-            sweep = Sweep.read(folder)
-            return write_sweep(
-                folder / PAGE, sweep if at_most is None else gate_of_sweep(sweep, at_most, statistic)
-            )
-        return write_training_report(folder) if kind == STEPS else write_report(folder, at_most, statistic)
+    if kind == SWEEP:
+        sweep = Sweep.read(folder)
+        return write_sweep(
+            folder / PAGE, sweep if at_most is None else gate_of_sweep(sweep, at_most, statistic)
+        )
+    return write_training_report(folder) if kind == STEPS else write_report(folder, at_most, statistic)

@@ -1,6 +1,7 @@
 """Formatting of numbers, untrusted text and commands for reports and the terminal."""
 
 import math
+import re
 import shlex
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,11 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.store.codec import encode
-from kleash.store.number import Number, to_display_unit
+from kleash.store.number import to_display_unit
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
@@ -33,7 +35,7 @@ class FormattedNumber:
     warnings: tuple[str, ...]
 
 
-def format_number(number: Number) -> FormattedNumber:
+def format_number(number: Estimate) -> FormattedNumber:
     """``number`` as a page shows it; probabilities in percent."""
     number, unit = to_display_unit(number)
     low, high = (typographic(number.format(end)) for end in number.ci95)
@@ -47,7 +49,7 @@ def format_number(number: Number) -> FormattedNumber:
     )
 
 
-def format_with_interval(number: Number) -> str:
+def format_with_interval(number: Estimate) -> str:
     """A number with its 95 % interval: "0.218 (0.199 to 0.237)"."""
     text = format_number(number)
     return text.value if text.interval == UNKNOWN else f"{text.value} ({text.interval})"
@@ -111,7 +113,12 @@ def format_threshold(value: float) -> str:
 
 def format_count(value: int) -> str:
     """A whole number with narrow spaces between thousands."""
-    return f"{value:,}".replace(",", "\u202f")
+    return with_narrow_spaces(f"{value:,}")
+
+
+def with_narrow_spaces(text: str) -> str:
+    """A text with narrow spaces in place of the commas between thousands."""
+    return re.sub(r"(?<=\d),(?=\d)", "\u202f", text)
 
 
 def format_percent(value: float) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from kleash.estimate import Estimate
 from kleash.reports.formatting import format_bytes, format_count, format_value
-from kleash.store import Gate, Number
+from kleash.store import Gate
 from kleash.store.gate import SweepGate
 from kleash.store.measurement import Measurement
 from kleash.store.sweep import Sweep, SweepCandidate
@@ -14,7 +15,7 @@ from kleash.uncertainty.gate_decision import decide_gate
 
 
 def gate_of_number(
-    quantity: str, number: Number, *, at_most: float, noise_floor: float | None, clusters: int, tokens: int
+    quantity: str, number: Estimate, *, at_most: float, noise_floor: float | None, clusters: int, tokens: int
 ) -> Gate:
     """The gate of a number.
 
@@ -69,13 +70,13 @@ def gate_of_measurement(measurement: Measurement, at_most: float, statistic: str
     )
 
 
-def _kl_or_range(per_token: Mapping[str, Number], name: str) -> Number:
+def _kl_or_range(per_token: Mapping[str, Estimate], name: str) -> Estimate:
     """The KL with its interval; where only bounds are known, NaN with the interval from one to the other."""
     if name in per_token:
         return per_token[name]
     lower, upper = (per_token[f"{name}_{end}"] for end in ("lower", "upper"))
     high = upper.ci95[1] if math.isfinite(upper.value) else math.inf
-    return Number(value=math.nan, unit=lower.unit, standard_error=math.nan, ci95=(lower.ci95[0], high))
+    return Estimate(value=math.nan, unit=lower.unit, standard_error=math.nan, ci95=(lower.ci95[0], high))
 
 
 def gate_of_sweep(sweep: Sweep, at_most: float, statistic: str | None = None) -> Sweep:

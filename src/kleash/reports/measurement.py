@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.reports.drawing import Chart
-from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
+from kleash.reports.formatting import format_value, make_visible, measure_command, with_narrow_spaces
 from kleash.reports.gate_verdicts import describe_gate, gate_of_measurement
 from kleash.reports.heatmap import (
     SequenceKey,
@@ -25,10 +25,12 @@ from kleash.store.anchors import scale_sentence
 from kleash.store.measurement import Drifted
 from kleash.store.measurement_summary import (
     all_warnings,
+    describe_sample_size,
     headline,
     headline_name,
     headline_warnings,
     left_out_sentences,
+    source_nouns,
     statistic_rows,
     upper_bound,
 )
@@ -98,7 +100,7 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
         "has_warnings": bool(all_warnings(measurement)),
         "noise_floor_note": noise_floor_note(measurement),
         "nouns": source_nouns(measurement),
-        "sample_size": describe_sample_size(measurement),
+        "sample_size": with_narrow_spaces(describe_sample_size(measurement)),
         "bar_share": bar_share(measurement),
         "sorted_by": "kl_per_token" if is_sorted_by_kl(measurement) else "",
     }
@@ -116,32 +118,6 @@ def noise_floor_note(measurement: Measurement) -> str:
     if not value > floor:
         return f"{definition}; {subject} is not above it"
     return f"{definition}; {subject} is {format_value(value / floor, 2)} times as large"
-
-
-def source_nouns(measurement: Measurement) -> Mapping[str, str]:
-    """The nouns for this run's prompts and sequences: "prompt" and "response", or "document" and "window"."""
-    if measurement.job.get("text") is not None:
-        text = {"prompt": "document", "prompts": "documents"}
-        if measurement.counts.sequences == measurement.counts.prompts:  # no document is longer than a window
-            return {**text, "sequence": "document", "sequences": "documents"}
-        return {**text, "sequence": "window", "sequences": "windows"}
-    return {"prompt": "prompt", "prompts": "prompts", "sequence": "response", "sequences": "responses"}
-
-
-def describe_sample_size(measurement: Measurement) -> str:
-    """The number of sequences, prompts, truncated responses and clusters, in words."""
-    counts, nouns = measurement.counts, source_nouns(measurement)
-    text = _counted(counts.sequences, nouns["sequence"])
-    if nouns["sequence"] != nouns["prompt"]:
-        text += f" to {_counted(counts.prompts, nouns['prompt'])}"
-    if nouns["sequence"] == "response":
-        text += f", {format_count(counts.truncated_sequences)} of them truncated"
-    return f"{text}; {_counted(counts.clusters, 'independent cluster')}"
-
-
-def _counted(number: int, noun: str) -> str:
-    """A number with its noun in the singular or plural."""
-    return f"{format_count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def is_sorted_by_kl(measurement: Measurement) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.reports.drawing import (
     ACCENT,
     BAND,
@@ -29,7 +30,7 @@ from kleash.reports.formatting import (
     format_with_interval,
     nan_as_minimum,
 )
-from kleash.store import Measurement, Number
+from kleash.store import Measurement
 from kleash.store.measurement import Bin, ConvergencePoint
 from kleash.store.measurement_summary import upper_bound
 from kleash.store.statistics import kl_directions, label_of
@@ -42,13 +43,11 @@ def means_chart(measurement: Measurement) -> Chart:
     rows = [(label_of(name), format_with_interval(number), UNKNOWN, UNKNOWN) for name, number in kls.items()]
     for name, record in records.items():
         bias = UNKNOWN if record.bias is None else format_with_interval(record.bias)
-        rows.append((name, format_with_interval(record.number), bias, f"{format_value(record.spread)} nats"))
+        rows.append((name, format_with_interval(record), bias, f"{format_value(record.spread)} nats"))
     return Chart(
         name="estimators",
         title="KL and one-sample estimators" if records else "KL per token",
-        panels=(
-            partial(_draw_means, kls=kls, estimators={name: each.number for name, each in records.items()}),
-        ),
+        panels=(partial(_draw_means, kls=kls, estimators=records),),
         height=row_height(len(rows)),
         description=_describe_means(measurement),
         header=("Mean", "Value, nats per token", "Bias against exact", "Standard deviation per token"),
@@ -63,7 +62,7 @@ def _kls(measurement: Measurement) -> list[str]:
     return exact if upper_bound(measurement) is None else [*bounds, *exact]
 
 
-def _draw_means(axes: Any, *, kls: Mapping[str, Number], estimators: Mapping[str, Number]) -> None:
+def _draw_means(axes: Any, *, kls: Mapping[str, Estimate], estimators: Mapping[str, Estimate]) -> None:
     """Draw a row for each KL and each estimator, and a band over the interval of what the estimators estimate."""
     exact = kls.get("kl_policy_reference")
     if exact is not None and math.isfinite(exact.value):
@@ -121,7 +120,7 @@ def quantiles_chart(measurement: Measurement) -> Chart | None:
 
 
 def _draw_quantiles(
-    axes: Any, *, quantiles: Mapping[str, Mapping[str, Number]], labels: Sequence[str]
+    axes: Any, *, quantiles: Mapping[str, Mapping[str, Estimate]], labels: Sequence[str]
 ) -> None:
     """Draw a row for each level, on a logarithmic axis unless a quantile is 0."""
     row_dots(axes, labels, {label_of(name): list(numbers.values()) for name, numbers in quantiles.items()})

@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.extras import import_extra
 from kleash.reports.formatting import as_sentence, measure_command
 from kleash.reports.text_formats import escape_text, markdown_code, markdown_table
 from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import all_warnings, headline, headline_name, upper_bound
-from kleash.store.number import Number, with_interval
+from kleash.store.number import with_interval
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary_tables import Summary, plain_text, summarize
 
@@ -85,7 +86,7 @@ def model_index(measurement: Measurement) -> list[dict[str, Any]]:
     ]
 
 
-def metric_entry(name: str, number: Number) -> dict[str, Any]:
+def metric_entry(name: str, number: Estimate) -> dict[str, Any]:
     """A statistic as a metric of ``model-index``; what is not known of its error is left out."""
     low, high = number.ci95
     known = {"standard_error": number.standard_error, "ci95_low": low, "ci95_high": high}
@@ -148,7 +149,7 @@ def card_sentence(measurement: Measurement) -> str:
     )
 
 
-def _per_token(number: Number) -> str:
+def _per_token(number: Estimate) -> str:
     """A number in nats per token with its interval."""
     return escape_text(with_interval(number).replace(" nats", " nats per token", 1))
 

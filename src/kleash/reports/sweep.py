@@ -1,10 +1,12 @@
 """The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kleash.estimate import Estimate
 from kleash.reports.attribution import (
     added_warnings,
     attribution_chart,
@@ -40,7 +42,6 @@ from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.page import write_page
 from kleash.store.attribution import Attribution
 from kleash.store.measurement_summary import merge_warnings
-from kleash.store.number import Number
 from kleash.store.statistics import kl_directions, label_of
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 
@@ -123,14 +124,13 @@ def format_bits(candidate: SweepCandidate) -> str:
     return UNKNOWN if candidate.bits_per_weight is None else f"{candidate.bits_per_weight:.2f}"
 
 
-def nearer_minus_farther(pair: SweepPair, shared_warnings: Collection[str]) -> Number:
+def nearer_minus_farther(pair: SweepPair, shared_warnings: Collection[str]) -> Estimate:
     """The difference of a pair, at most 0, with its simultaneous interval and without warnings about all candidates."""
     low, high = pair.simultaneous_ci95
     is_first_nearer = pair.difference.value <= 0
-    return Number(
+    return replace(
+        pair.difference,
         value=min(pair.difference.value, -pair.difference.value),
-        unit=pair.difference.unit,
-        standard_error=pair.difference.standard_error,
         ci95=(low, high) if is_first_nearer else (-high, -low),
         warnings=tuple(warning for warning in pair.difference.warnings if warning not in shared_warnings),
     )
@@ -231,7 +231,7 @@ def _ranking_chart(sweep: Sweep) -> Chart:
     )
 
 
-def _draw_ranking(axes: Any, *, numbers: Sequence[Number], labels: Sequence[str], rank_by: str) -> None:
+def _draw_ranking(axes: Any, *, numbers: Sequence[Estimate], labels: Sequence[str], rank_by: str) -> None:
     """Draw a row for each candidate; a KL of 0, for which a logarithmic axis has no place, is a 0 at its left end."""
     row_dots(axes, labels, {rank_by: numbers})
     log_axis(axes, "x", shown_ends(numbers))

@@ -22,8 +22,6 @@ ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "@&#8203;"}
 """Of characters of HTML, and of a mention of a person, which the invisible character prevents."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of a cell that spreadsheets take for a formula."""
-MAX_WORDS = 40
-"""Characters of a text that is a number or a few words, and no sentence."""
 LIST_MARK = re.compile(r"(\s*)(?:([-+])|(\d{1,9})([.)]))(?=\s|$)")
 
 
@@ -81,10 +79,7 @@ def markdown_table(table: SummaryTable) -> str:
 
     The first column, and columns of sentences, are aligned to the left.
     """
-    has_sentences = [
-        any(len(row[column]) > MAX_WORDS for row in table.rows) for column in range(len(table.header))
-    ]
-    marks = ["---" if not index or is_left else "---:" for index, is_left in enumerate(has_sentences)]
+    marks = ["---" if is_left else "---:" for is_left in table.is_left]
     lines = [
         *([f"{escape_text(table.title)}:", ""] if table.title else []),
         _table_line(table.header),

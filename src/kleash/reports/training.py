@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
+from kleash.estimate import Estimate
 from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
 from kleash.jobs.option_groups import in_order_of_help
-from kleash.reports.formatting import command_line, format_value, typographic
+from kleash.reports.formatting import command_line, format_number, format_value
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import run_charts
-from kleash.store import (
-    Number,
-    Sample,
-    SampleRecord,
-    StepRecord,
-    TrainingFolder,
-    TrainingResult,
-    read_samples,
-)
+from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of
 from kleash.store.steps import STEPS
@@ -138,8 +131,9 @@ def format_metric(metrics: Mapping[str, float], name: str, error: str | None) ->
     standard_error = metrics.get(error, math.nan) if error else math.nan
     if not (math.isfinite(standard_error) and standard_error > 0 and math.isfinite(value)):
         return format_value(value)
-    number = Number.with_error(value, standard_error)
-    return f"{typographic(number.rounded)} ± {typographic(number.format(standard_error))}"
+    nothing = (math.nan, math.nan)
+    text = format_number(Estimate(value=value, unit="none", standard_error=standard_error, ci95=nothing))
+    return f"{text.value} ± {text.error}"
 
 
 def samples_by_step(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:

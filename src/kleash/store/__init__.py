@@ -1,5 +1,6 @@
 """Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
 
+from kleash.estimate import Estimate as Number
 from kleash.store.attribution import Attribution
 from kleash.store.audit import Audit, Finding
 from kleash.store.cache import CacheContents, WrittenLogits
@@ -8,7 +9,6 @@ from kleash.store.gate import Gate
 from kleash.store.likely_causes import Diagnosis
 from kleash.store.measurement import Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
-from kleash.store.number import Number
 from kleash.store.number_rows import NumberRow, number_rows
 from kleash.store.result_summaries import Summary, summarize
 from kleash.store.run_folder import RunFolder

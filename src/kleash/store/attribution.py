@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kleash.estimate import Estimate as Number
 from kleash.store.codec import encode
-from kleash.store.number import Number
 
 
 @dataclass(frozen=True, kw_only=True)

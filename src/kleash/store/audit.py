@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kleash.store.codec import decode, to_json
-from kleash.store.notebook import NotebookResult
+from kleash.store.codec import decode
+from kleash.store.notebook import Result
 
 AUDIT_SCHEMA = 3
 """Raised when a field of an audit is renamed or its meaning changes; older audits can be read."""
@@ -166,7 +166,7 @@ class CurveRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(NotebookResult):
+class Audit(Result):
     """What a KL implementation estimates and what it differentiates."""
 
     schema: int = AUDIT_SCHEMA
@@ -237,10 +237,6 @@ class Audit(NotebookResult):
         """
         names = {*kinds, *(FAULTS if "fault" in kinds else ())}
         return tuple(f for f in self.findings if f.kind in names or f.severity in names)
-
-    def to_json(self) -> str:
-        """The audit as JSON text; non-finite numbers are strings."""
-        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Audit":

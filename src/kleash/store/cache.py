@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import RunFolderError
 from kleash.store.checksums import Checksums
 from kleash.store.codec import to_json
 from kleash.store.measurement import ModelRecord
@@ -73,8 +72,6 @@ class CacheLabel:
     """None where measurements have filled the folder as they went."""
     from_engine: bool = False
     """Whether a serving engine computed the hidden states, and kleash read them from its files."""
-    checksums: bool = True
-    """That the folder's files have checksums: without ``checksums.jsonl`` it is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,20 +124,13 @@ class WrittenLogits:
         return to_json(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchemaOfCache:
-    """What every version of kleash can read of a label."""
-
-    schema: int | None = None
-
-
 def cache_checksums(folder: Path) -> Checksums:
     """The checksums of a cache's files.
 
     Raises:
         RunFolderError: if they are damaged, or missing where there must be some.
     """
-    return Checksums.read(folder, declared_by=LABEL)
+    return Checksums.read(folder)
 
 
 def cache_fingerprint(folder: Path) -> str:
@@ -158,14 +148,8 @@ def read_label(folder: Path) -> CacheLabel:
     Raises:
         RunFolderError: if the file is damaged, or of another version of kleash.
     """
-    checksums, path, what = cache_checksums(folder), folder / LABEL, "a part of a reference cache"
-    schema = checksums.read_record(SchemaOfCache, path, what, REMAKE_CACHE, verify=False).schema
-    if schema != CACHE_SCHEMA:
-        raise RunFolderError(
-            f"{folder} is a reference cache of schema {schema} and this kleash reads "
-            f"{CACHE_SCHEMA}; make it again with kleash cache, in another folder"
-        )
-    return checksums.read_record(CacheLabel, path, what, REMAKE_CACHE)
+    what = "a part of a reference cache"
+    return cache_checksums(folder).read_record(CacheLabel, folder / LABEL, what, REMAKE_CACHE)
 
 
 def read_contents(folder: Path) -> CacheContents:

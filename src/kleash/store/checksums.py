@@ -10,16 +10,15 @@ take the lines of all.
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from kleash.errors import KleashError, RunFolderError
+from kleash.errors import RunFolderError
 from kleash.store.atomic import cannot_write, sync_folder, write_atomically
 from kleash.store.codec import decode, parse_json
 
@@ -28,9 +27,6 @@ T = TypeVar("T")
 CHECKSUMS = "checksums.jsonl"
 OTHER_CHECKSUMS = "checksums-*.jsonl"
 """The files of the writers other than the first."""
-UNCHECKED = (
-    "the files of this folder carry no checksums, since an older kleash wrote them: damage would go unnoticed"
-)
 BLOCK = 1 << 20
 MOST_THREADS = 8
 COPY = "copy the whole folder again, or make it anew in another one"
@@ -51,18 +47,16 @@ ChecksumLine = tuple[str, FileChecksum | None]
 class Checksums:
     """What the checksum files of a folder say of the files in it."""
 
-    def __init__(self, root: Path, lines: Iterable[ChecksumLine] | None) -> None:
-        """Collect the lines of a folder; None for a folder that has none.
+    def __init__(self, root: Path, lines: Iterable[ChecksumLine]) -> None:
+        """Collect the lines of a folder.
 
         A file may have several: it was replaced, and a kill may have come before or after the new one got its name.
         """
         self.root = root
-        self.exists = lines is not None
-        """Whether there are checksums at all; False for folders that an older kleash wrote."""
         self._files: dict[str, set[FileChecksum]] = {}
         self._newest: dict[str, FileChecksum] = {}
         self._removed: set[str] = set()
-        for name, checksum in lines or ():
+        for name, checksum in lines:
             if checksum is None:
                 self._removed.add(name)
             else:
@@ -71,26 +65,14 @@ class Checksums:
                 self._files.setdefault(name, set()).add(checksum)
 
     @classmethod
-    def read(cls, root: Path, declared_by: str = "run.json") -> "Checksums":
-        """The checksums of the folder ``root``.
-
-        Args:
-            root: the folder.
-            declared_by: the JSON file in it that says by ``"checksums": true`` that there must be some.
+    def read(cls, root: Path) -> "Checksums":
+        """The checksums of the folder ``root``; if their file is missing, no file in it can be read.
 
         Raises:
-            RunFolderError: if a file of checksums is damaged, or missing where there must be one.
+            RunFolderError: if a file of checksums is damaged.
         """
-        path = root / CHECKSUMS
-        lines = _lines_of(path)
-        if lines is None and _declares(root / declared_by):
-            raise RunFolderError(
-                f"{path} is missing, so nothing tells whether the files of {root} are as they were written; {COPY}"
-            )
-        if lines is None:
-            return cls(root, None)
-        of_other_writers = (_lines_of(other) or [] for other in _other_checksums(root))
-        return cls(root, [*lines, *(line for writer_lines in of_other_writers for line in writer_lines)])
+        files = (root / CHECKSUMS, *_other_checksums(root))
+        return cls(root, [line for path in files for line in _lines_of(path)])
 
     @property
     def names(self) -> Set[str]:
@@ -113,8 +95,8 @@ class Checksums:
         return sha256("".join(lines).encode()).hexdigest()[:32]
 
     def covers(self, path: Path) -> bool:
-        """Whether a file has a checksum, or nothing in the folder has one."""
-        return not self.exists or self._name(path) in self._files
+        """Whether a file has a checksum."""
+        return self._name(path) in self._files
 
     def expects(self, path: Path) -> bool:
         """Whether a file was written and not taken away since."""
@@ -135,34 +117,30 @@ class Checksums:
         self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
         return content
 
-    def read_record(
-        self, kind: type[T], path: Path, what: str, advice: str = COPY, *, verify: bool = True
-    ) -> T:
+    def read_record(self, kind: type[T], path: Path, what: str, advice: str = COPY) -> T:
         """The record of this kind that a JSON file holds, as it was written.
 
         Args:
-            kind: a dataclass.
+            kind: a dataclass; the default of its field ``schema``, if it has one, is the only schema that is read.
             path: a file in the folder.
             what: what the file is, for the error: "the header of a run".
             advice: what to do where it is damaged, likewise.
-            verify: whether its checksum has to fit.
 
         Raises:
-            RunFolderError: if it is missing, is none, or is not what was written.
+            RunFolderError: if it is missing, is none, is of another schema, or is not what was written.
         """
         content = _bytes_of(path, advice)
         try:
-            record = decode(kind, parse_json(content))
+            data = parse_json(content)
+            _require_schema(path, kind, data)
+            record = decode(kind, data)
         except (ValueError, TypeError, KeyError) as error:
             raise RunFolderError(f"{path} cannot be read as {what}: {error}; {advice}") from error
-        if verify:
-            self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
+        self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
         return record
 
     def check(self, path: Path, advice: str = COPY) -> None:
         """See that a file that others will read is as it was written; as ``read_bytes``, without holding it."""
-        if not self.exists:
-            return
         try:
             checksum = file_checksum(path)
         except OSError as error:
@@ -187,10 +165,12 @@ class Checksums:
         """Check that a file to which lines are appended begins with the bytes of its newest checksum, if it has one.
 
         Raises:
-            RunFolderError: if it is shorter, or has other bytes.
+            RunFolderError: if it is shorter, has other bytes, or nothing in the folder has a checksum.
         """
         newest = self._newest.get(self._name(path))
         if newest is None:
+            if content and not self._files:
+                raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} is missing or empty; {advice}")
             return
         if len(content) < newest.size:
             raise RunFolderError(
@@ -200,12 +180,11 @@ class Checksums:
             raise RunFolderError(f"{path} is damaged: it has other bytes than were written; {advice}")
 
     def _require(self, path: Path, checksum: FileChecksum, advice: str) -> None:
-        if not self.exists:
-            return
         name = self._name(path)
         written = self._files.get(name)
         if written is None:
-            raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} has no checksum of it; {advice}")
+            lack = "has no checksum of it" if self._files else "is missing or empty"
+            raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} {lack}; {advice}")
         if checksum not in written:
             sizes = " or ".join(str(size) for size in sorted({expected.size for expected in written}))
             same_size = any(expected.size == checksum.size for expected in written)
@@ -214,29 +193,6 @@ class Checksums:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
-
-
-@contextmanager
-def damage_as_sentence(root: Path) -> Generator[None]:
-    """Inside, what fails on the files of a folder without checksums is damage, and said in a sentence.
-
-    With checksums damage never comes so far, and an exception is a bug that has to be seen.
-
-    Raises:
-        RunFolderError: in place of whatever was raised.
-    """
-    try:
-        yield
-    except KleashError:
-        raise
-    except Exception as error:
-        if (root / CHECKSUMS).exists():
-            raise
-        problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise RunFolderError(
-            f"the files of {root} do not fit together ({problem}) and carry no checksums that would show which of them "
-            f"is damaged; {COPY}"
-        ) from error
 
 
 def write_checked(
@@ -254,7 +210,9 @@ def write_checked(
         RunFolderError: if it cannot be written.
     """
     write_atomically(
-        path, content, before_rename=lambda unfinished: _record(root, path, file_checksum(unfinished), writer)
+        path,
+        content,
+        before_rename=lambda file: _append(root, _record_of(root, path, file_checksum(file)), writer=writer),
     )
 
 
@@ -266,15 +224,6 @@ def record_checksums(root: Path, *paths: Path) -> None:
 def begin_checksums(root: Path) -> None:
     """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
-    _remove_other_checksums(root)
-
-
-def _other_checksums(root: Path) -> list[Path]:
-    """The checksum files of all writers but the first."""
-    return sorted(root.glob(OTHER_CHECKSUMS))
-
-
-def _remove_other_checksums(root: Path) -> None:
     for path in _other_checksums(root):
         try:
             path.unlink(missing_ok=True)
@@ -282,12 +231,17 @@ def _remove_other_checksums(root: Path) -> None:
             raise cannot_write(path, error) from error
 
 
-def _lines_of(path: Path) -> list[ChecksumLine] | None:
-    """The lines of a file of checksums; None if there is no such file."""
+def _other_checksums(root: Path) -> list[Path]:
+    """The checksum files of all writers but the first."""
+    return sorted(root.glob(OTHER_CHECKSUMS))
+
+
+def _lines_of(path: Path) -> list[ChecksumLine]:
+    """The lines of a file of checksums; none if there is no such file."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return None
+        return []
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
     return _parsed_lines(path, content)
@@ -296,14 +250,8 @@ def _lines_of(path: Path) -> list[ChecksumLine] | None:
 @lru_cache(maxsize=64)
 def _parsed_lines(path: Path, content: bytes) -> list[ChecksumLine]:
     """The lines of a file of checksums with this content; a run of many shards is asked for them at every pass."""
-    return [
-        _parsed(path, number, line) for number, line in enumerate(_whole_lines(content).split(b"\n")[:-1], 1)
-    ]
-
-
-def _whole_lines(content: bytes) -> bytes:
-    """``content`` without what was half written: the bytes after the last line break."""
-    return content[: content.rfind(b"\n") + 1]
+    whole_lines = content.split(b"\n")[:-1]  # what follows the last line break is half written
+    return [_parsed(path, number, line) for number, line in enumerate(whole_lines, 1)]
 
 
 def record_removal(root: Path, *paths: Path) -> None:
@@ -326,15 +274,13 @@ def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> No
 
     Args:
         path: the file.
-        sha256: as it was; empty where an older kleash wrote none, and nothing is checked.
+        sha256: as it was.
         what: what the file should be, for the error.
         advice: what to do where it is not.
 
     Raises:
         RunFolderError: if it is missing, or another.
     """
-    if not sha256:
-        return
     try:
         current = file_checksum(path).sha256
     except OSError as error:
@@ -366,15 +312,22 @@ def file_checksum(path: Path) -> FileChecksum:
     return FileChecksum(size, digest.hexdigest())
 
 
+def _require_schema(path: Path, kind: type, data: Any) -> None:
+    """Check that JSON data have the schema that a record of this kind has by default, if it has one."""
+    schema = getattr(kind, "schema", None)
+    stored_schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else schema
+    if schema is not None and stored_schema != schema:
+        raise RunFolderError(
+            f"{path} has schema {stored_schema} and this kleash reads {schema}; read it with the version that "
+            "wrote it, or make it again in another folder"
+        )
+
+
 def _bytes_of(path: Path, advice: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
-
-
-def _record(root: Path, path: Path, checksum: FileChecksum, writer: str) -> None:
-    _append(root, _record_of(root, path, checksum), writer=writer)
 
 
 def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]:
@@ -427,11 +380,3 @@ def _parsed(path: Path, number: int, line: bytes) -> ChecksumLine:
         raise RunFolderError(
             f"{path}, line {number}, is damaged: {error}; take the line out and run again with --resume, or {COPY}"
         ) from error
-
-
-def _declares(path: Path) -> bool:
-    try:
-        data = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and cast("dict[str, Any]", data).get("checksums") is True

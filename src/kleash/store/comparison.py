@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from kleash.store.codec import encode, to_json
+from kleash.estimate import Estimate
 from kleash.store.gate import Gate
 from kleash.store.measurement import Counts
-from kleash.store.notebook import NotebookResult
-from kleash.store.number import Number
+from kleash.store.notebook import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +21,10 @@ class ComparedRun:
     policy: str
     reference: str
     counts: Counts
-    numbers: Mapping[str, Number]
+    numbers: Mapping[str, Estimate]
     """The run's own means per token, over all of its prompts, and its perplexities; names as in
     ``STATISTICS``."""
-    noise_floor: Number | None = None
+    noise_floor: Estimate | None = None
     warnings: tuple[str, ...] = ()
     """All warnings of the run's own report."""
     source: str = "prompts"
@@ -49,13 +47,13 @@ class RunDifference:
     """Prompts of ``name`` that ``minus`` has not."""
     only_there: int
     """Prompts of ``minus`` that ``name`` has not."""
-    differences: Mapping[str, Number]
+    differences: Mapping[str, Estimate]
     """``name`` minus ``minus``, paired prompt by prompt; names as in ``STATISTICS``."""
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(NotebookResult):
+class Comparison(Result):
     """Several measurements side by side, and their differences from the first."""
 
     kleash: str
@@ -73,11 +71,3 @@ class Comparison(NotebookResult):
     def paired_noun(self) -> str:
         """The noun for the pairs: "prompts", or "documents" on text."""
         return "documents" if self.runs[0].source == "text" else "prompts"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return encode(self)
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return to_json(self)

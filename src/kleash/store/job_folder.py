@@ -15,7 +15,7 @@ from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.locks import folder_lock
-from kleash.store.measurement import SCHEMA, SchemaOf, require_schema
+from kleash.store.measurement import SCHEMA
 
 HEADER = "run.json"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
@@ -41,8 +41,6 @@ class RunHeader:
     """The algorithm that draws responses."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Versions of packages and dtypes of models, by names in words."""
-    checksums: bool = True
-    """That the folder's files have checksums: without ``checksums.jsonl`` it is damaged."""
     probes: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     """Role of a model behind a server -> log-probabilities of its probe, in nats: its weights have no fingerprint."""
 
@@ -157,9 +155,7 @@ def read_header(root: Path) -> RunHeader:
     Raises:
         RunFolderError: if there is none, or it is damaged or of another schema.
     """
-    checksums, path, what = Checksums.read(root), root / HEADER, "the header of a run"
-    require_schema(path, checksums.read_record(SchemaOf, path, what, verify=False).schema)
-    return checksums.read_record(RunHeader, path, what)
+    return Checksums.read(root).read_record(RunHeader, root / HEADER, "the header of a run")
 
 
 def begin_header(root: Path, header: RunHeader) -> None:
@@ -232,6 +228,6 @@ class JobFolder(ABC):
         """The checksums of the run's files.
 
         Raises:
-            RunFolderError: if they are damaged, or missing although the header declares them.
+            RunFolderError: if they are damaged.
         """
         return Checksums.read(self.root)

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kleash.store.codec import to_json
-from kleash.store.notebook import NotebookResult
+from kleash.store.notebook import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class LikelyCause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis(NotebookResult):
+class Diagnosis(Result):
     """The likely causes of a mismatch, the likeliest first; none if rounding explains the differences."""
 
     kleash: str
@@ -42,7 +41,3 @@ class Diagnosis(NotebookResult):
     """What could not be examined, and why; in what several files differ."""
     files: Mapping[str, int] = field(default_factory=dict[str, int])
     """File -> the number of its rollouts; empty if they were not read from a file."""
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return to_json(self)

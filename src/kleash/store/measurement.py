@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.store.checksums import UNCHECKED, Checksums
-from kleash.store.codec import encode, to_json
+from kleash.estimate import Estimate
+from kleash.store.checksums import Checksums
 from kleash.store.gate import Gate
-from kleash.store.notebook import NotebookResult
-from kleash.store.number import Number
+from kleash.store.notebook import Result
 from kleash.store.statistics import from_fields
 
 SCHEMA = 3
@@ -94,39 +93,23 @@ class Counts:
 class SequenceTotal:
     """KL between whole responses, ``U - a (U - C)``, and the two estimates it is made of."""
 
-    kl_policy_reference: Number
+    kl_policy_reference: Estimate
     control_variate_weight: float
     """The a that was fitted: 0 is the Monte Carlo sum alone, 1 the sum of the exact terms alone."""
-    monte_carlo: Number
+    monte_carlo: Estimate
     """U: the mean of the summed log ratios."""
-    exact_terms: Number
+    exact_terms: Estimate
     """C: the mean of the summed exact per-token KLs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimatorRecord:
+class EstimatorRecord(Estimate):
     """What a trainer's one-sample estimator says on the same tokens."""
 
-    value: float
-    unit: str
-    standard_error: float
-    ci95: tuple[float, float]
-    warnings: tuple[str, ...] = ()
-    bias: Number | None
+    bias: Estimate | None
     """Estimate minus exact KL(policy || reference), paired token by token; None where the exact KL is unknown."""
     spread: float
     """Standard deviation of estimate minus exact over tokens, in nats; NaN where the exact KL is unknown."""
-
-    @property
-    def number(self) -> Number:
-        """The estimate itself."""
-        return Number(
-            value=self.value,
-            unit=self.unit,
-            standard_error=self.standard_error,
-            ci95=self.ci95,
-            warnings=self.warnings,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +123,7 @@ class Bin:
     tokens: int
     share_of_kl: float
     """Of the whole KL of the headline, the part that lies here."""
-    kl: Number
+    kl: Estimate
     """That KL, in nats per token."""
 
 
@@ -196,27 +179,7 @@ def what_it_is(folder: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchemaOf:
-    """What every version of kleash can read of a file of a run folder."""
-
-    schema: int
-
-
-def require_schema(path: Path, schema: int) -> None:
-    """Check that a file of a run folder is of the schema of this version.
-
-    Raises:
-        RunFolderError: if not.
-    """
-    if schema != SCHEMA:
-        raise RunFolderError(
-            f"{path} has schema {schema} and this kleash reads {SCHEMA}; read it with the version that wrote it, or "
-            "run again in another folder"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement(NotebookResult):
+class Measurement(Result):
     """How far a policy has drifted from its reference."""
 
     schema: int = SCHEMA
@@ -235,7 +198,7 @@ class Measurement(NotebookResult):
     """The KL that stands first, by its name in ``STATISTICS``, and of which ``by_position``, ``by_confidence``,
     ``top_percent_share``, ``convergence``, ``prompts`` and the worst tokens and sequences are. Older files do not say
     it."""
-    per_token: Mapping[str, Number]
+    per_token: Mapping[str, Estimate]
     """A mean for each column of ``tokens/``."""
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     """What is unknown because one model is behind a server, by the name of the number or field, with the reason."""
@@ -243,22 +206,22 @@ class Measurement(NotebookResult):
     estimators: Mapping[str, EstimatorRecord]
     estimators_note: str = ""
     """How the estimators were averaged, or why there are none."""
-    quantiles: Mapping[str, Mapping[str, Number]]
+    quantiles: Mapping[str, Mapping[str, Estimate]]
     """For each column: "50", "75", "90", "95", "99", "99.9" and "max"."""
     by_position: tuple[Bin, ...]
     by_confidence: tuple[Bin, ...]
     """By the reference's probability of its likeliest token."""
-    top1_agreement: Number
+    top1_agreement: Estimate
     """Share of positions at which both models find the same token likeliest."""
-    perplexity: Mapping[str, Number]
+    perplexity: Mapping[str, Estimate]
     """"policy", "reference" and "ratio", on the tokens of the source."""
-    probability_change: Mapping[str, Number]
+    probability_change: Mapping[str, Estimate]
     """"mean" and "rms" of p - q of the observed token."""
     top_percent_share: float
     """Share of the whole KL of the headline that lies in the 1 % of tokens with the most."""
-    noise_floor: Number | None
+    noise_floor: Estimate | None
     """The reference against itself in another batch layout: KL that is only rounding."""
-    dtype_gap: Number | None
+    dtype_gap: Estimate | None
     """The reference in the run's dtype against itself in float32; absent where the run is in float32."""
     convergence: tuple[ConvergencePoint, ...]
     worst_tokens: tuple[Drifted, ...]
@@ -275,20 +238,12 @@ class Measurement(NotebookResult):
     gate: Gate | None = None
     """The verdict of ``--at-most``; absent without that option."""
 
-    def statistics(self) -> dict[str, Number]:
+    def statistics(self) -> dict[str, Estimate]:
         """Every reported statistic by its name in ``STATISTICS``: the headline or its bounds, then in that order."""
         numbers = from_fields(vars(self))
         names = (self.headline, f"{self.headline}_lower", f"{self.headline}_upper")
         first = [name for name in names if name in numbers]
         return {name: numbers[name] for name in (*first, *numbers)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, the way it stands in ``measurement.json``."""
-        return encode(self)
-
-    def to_json(self) -> str:
-        """The text of ``measurement.json``."""
-        return to_json(self)
 
     @classmethod
     def read(cls, folder: Path | str) -> "Measurement":
@@ -307,12 +262,5 @@ class Measurement(NotebookResult):
             raise RunFolderError(
                 f"{path} cannot be read as a measurement: {error.strerror or error}"
             ) from error
-        checksums = Checksums.read(folder)
         advice = "run again with --resume to make it anew"
-        require_schema(
-            path, checksums.read_record(SchemaOf, path, "a measurement", advice, verify=False).schema
-        )
-        measurement = checksums.read_record(cls, path, "a measurement", advice)
-        if checksums.exists:
-            return measurement
-        return replace(measurement, warnings=(*measurement.warnings, UNCHECKED))
+        return Checksums.read(folder).read_record(cls, path, "a measurement", advice)

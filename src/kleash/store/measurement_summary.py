@@ -1,13 +1,15 @@
 """A measurement in words: its headline, the numbers of its summary, and its warnings."""
 
+import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kleash.errors import RunFolderError
+from kleash.estimate import Estimate
 from kleash.store.measurement import Measurement
-from kleash.store.number import Number
 from kleash.store.statistics import ALL_STATISTICS, label_of
+from kleash.store.summary_tables import counted
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MAX_NAMES = 3
@@ -25,7 +27,7 @@ FIELD_LABELS = {
 """Fields of a measurement that are no statistics, as a reader sees them."""
 
 
-def headline(measurement: Measurement) -> Number:
+def headline(measurement: Measurement) -> Estimate:
     """The KL per token of ``measurement.headline``, or its lower bound if one model is behind a server.
 
     Raises:
@@ -46,7 +48,7 @@ def headline_name(measurement: Measurement) -> str:
     raise RunFolderError(f"measurement.json has no {measurement.headline} under per_token; measure again")
 
 
-def upper_bound(measurement: Measurement) -> Number | None:
+def upper_bound(measurement: Measurement) -> Estimate | None:
     """The upper bound that belongs to a ``headline`` that is a lower one; None if the KL is known."""
     if headline_name(measurement) == measurement.headline:
         return None
@@ -87,7 +89,7 @@ def all_warnings(measurement: Measurement) -> list[str]:
     return [*warnings, *merge_warnings(labelled_numbers(measurement), warnings)]
 
 
-def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[str] = ()) -> list[str]:
+def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection[str] = ()) -> list[str]:
     """One sentence for each distinct warning of several numbers, with the labels of the numbers that have it.
 
     Warnings that differ only in numerals are one sentence, with the range of each numeral that differs.
@@ -128,13 +130,13 @@ def with_ranges(warnings: list[str]) -> str:
     return NUMERAL.sub(lambda _: next(ranges), warnings[0])
 
 
-def labelled_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
+def labelled_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers whose warnings the report shows."""
     rounding = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
     return [
         *((row.label, row.number) for row in statistic_rows(measurement)),
         *((label, number) for label, number in rounding.items() if number is not None),
-        *((f"the estimator {name}", record.number) for name, record in measurement.estimators.items()),
+        *((f"the estimator {name}", record) for name, record in measurement.estimators.items()),
     ]
 
 
@@ -144,7 +146,7 @@ class StatisticRow:
 
     label: str
     explanation: str
-    number: Number
+    number: Estimate
     in_summary: bool
 
 
@@ -161,7 +163,28 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
     ]
 
 
-def summary_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
+def source_nouns(measurement: Measurement) -> Mapping[str, str]:
+    """The nouns for this run's prompts and sequences: "prompt" and "response", or "document" and "window"."""
+    if measurement.job.get("text") is not None:
+        text = {"prompt": "document", "prompts": "documents"}
+        if measurement.counts.sequences == measurement.counts.prompts:  # no document is longer than a window
+            return {**text, "sequence": "document", "sequences": "documents"}
+        return {**text, "sequence": "window", "sequences": "windows"}
+    return {"prompt": "prompt", "prompts": "prompts", "sequence": "response", "sequences": "responses"}
+
+
+def describe_sample_size(measurement: Measurement) -> str:
+    """The number of sequences, prompts, truncated responses and clusters, in words."""
+    counts, nouns = measurement.counts, source_nouns(measurement)
+    text = counted(counts.sequences, nouns["sequence"])
+    if nouns["sequence"] != nouns["prompt"]:
+        text += f" to {counted(counts.prompts, nouns['prompt'])}"
+    if nouns["sequence"] == "response":
+        text += f", {counts.truncated_sequences:,} of them truncated"
+    return f"{text}; {counted(counts.clusters, 'independent cluster')}"
+
+
+def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
     per_sequence = measurement.per_sequence
     other_numbers = (
@@ -172,8 +195,18 @@ def summary_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
     return [
         *((row.label, row.number) for row in statistic_rows(measurement) if row.in_summary),
         *((label, number) for label, number in other_numbers if number is not None),
-        *(
-            (f"Estimator {name}, same tokens", record.number)
-            for name, record in measurement.estimators.items()
-        ),
+        *((f"Estimator {name}, same tokens", record) for name, record in measurement.estimators.items()),
     ]
+
+
+def describe_quantiles(measurement: Measurement) -> str:
+    """Quantiles of the headline's KL over tokens and the share of the top 1 %; empty without quantiles."""
+    quantiles = measurement.quantiles.get(measurement.headline)
+    if quantiles is None:
+        return ""
+    levels = [("median", "50"), ("99 %", "99"), ("99.9 %", "99.9"), ("largest", "max")]
+    values = ", ".join(f"{label} {quantiles[level].value:.3g}" for label, level in levels)
+    share = measurement.top_percent_share
+    return f"{values} nats" + (
+        "" if math.isnan(share) else f"; the 1 % with the most hold {share:.0%} of the KL"
+    )

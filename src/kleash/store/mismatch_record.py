@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kleash.store.codec import to_json
+from kleash.estimate import Estimate
 from kleash.store.gate import Gate
-from kleash.store.notebook import NotebookResult
-from kleash.store.number import Number
+from kleash.store.notebook import Result
 
 LABELS: Mapping[str, str] = {
     "kl_engine_trainer": "KL(engine ‖ trainer)",
@@ -26,7 +25,7 @@ LABELS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MismatchRecord(NotebookResult):
+class MismatchRecord(Result):
     """How far the trainer's log-probabilities are from those of the engine that drew the tokens."""
 
     kleash: str
@@ -39,7 +38,7 @@ class MismatchRecord(NotebookResult):
     """Responses with a token that counts."""
     prompts: int
     """Different prompts: the clusters of the standard errors."""
-    numbers: Mapping[str, Number]
+    numbers: Mapping[str, Estimate]
     """Statistics with their errors; names as in ``kleash.leash.Mismatch``."""
     values: Mapping[str, float]
     """Statistics without an error: effective sample sizes, extremes, the fields of ``SequenceMeans`` and
@@ -48,17 +47,9 @@ class MismatchRecord(NotebookResult):
     """The statistics under the names and definitions of ``--names``; empty without that option."""
     files: Mapping[str, int] = field(default_factory=dict[str, int])
     """File -> the number of its rollouts."""
-    kl_by_file: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    kl_by_file: Mapping[str, Estimate] = field(default_factory=dict[str, Estimate])
     """KL(engine || trainer) per token of each of several files; empty for one."""
     notes: tuple[str, ...] = ()
     """In what several files differ."""
     gate: Gate | None = None
     """The verdict of ``--at-most`` on KL(engine || trainer)."""
-
-    def files_by_kl(self) -> list[tuple[str, Number]]:
-        """Each of several files with its KL, the largest first; empty for one file."""
-        return sorted(self.kl_by_file.items(), key=lambda item: -item[1].value)
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return to_json(self)

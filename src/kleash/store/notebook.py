@@ -1,19 +1,27 @@
 """Results in notebooks: HTML in one piece, without scripts and with the colours of the page around it."""
 
 from html import escape
+from typing import Any
 
 from kleash.errors import KleashError
+from kleash.store.codec import encode, to_json
 from kleash.store.summary_tables import Name, Summary, SummaryTable, plain_text, summarize
 
 LINE = "1px solid rgba(128,128,128,.4)"
 """A line that is seen on a light and on a dark page."""
 CELL = "padding:.15em .6em;text-align:{align};vertical-align:top;white-space:{wrap};border-bottom:" + LINE
-LONGEST_NUMBER = 40
-"""Characters of a number that is not broken into lines."""
 
 
-class NotebookResult:
-    """A result that a notebook shows as headline, facts, tables and warnings."""
+class Result:
+    """A result as it stands in JSON, and as a notebook shows it: headline, facts, tables and warnings."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """As JSON text; non-finite numbers are strings."""
+        return to_json(self)
 
     def _repr_html_(self) -> str | None:
         """The summary as HTML; None, and then a notebook shows the ``repr``, if the record has no headline."""
@@ -44,13 +52,10 @@ def to_html(summary: Summary) -> str:
 
 
 def _table(table: SummaryTable) -> str:
-    """A table; columns of numbers are aligned to the right."""
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.header)
+    """A table."""
     styles = [
-        CELL.format(align="right", wrap="nowrap")
-        if _has_numbers(column)
-        else CELL.format(align="left", wrap="normal")
-        for column in columns
+        CELL.format(align="left", wrap="normal") if is_left else CELL.format(align="right", wrap="nowrap")
+        for is_left in table.is_left
     ]
     header = "".join(
         f'<th style="{style};white-space:normal">{_text(text)}</th>'
@@ -66,13 +71,6 @@ def _table(table: SummaryTable) -> str:
     return (
         f'{title}<table style="border-collapse:collapse;margin:.5em 0;color:inherit;'
         f'font-variant-numeric:tabular-nums"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    )
-
-
-def _has_numbers(column: tuple[str, ...]) -> bool:
-    """Whether a column has numbers, and neither names nor sentences."""
-    return any(character.isdigit() for text in column for character in text) and not any(
-        isinstance(text, Name) or len(text) > LONGEST_NUMBER for text in column
     )
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kleash.estimate import Estimate
 from kleash.store.comparison import Comparison
 from kleash.store.likely_causes import Diagnosis
 from kleash.store.measurement import Bin, Counts, Measurement
 from kleash.store.mismatch_record import MismatchRecord
-from kleash.store.number import Estimated
 from kleash.store.sweep import Sweep, SweepCandidate
 
 NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis
@@ -160,7 +160,7 @@ def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:
         yield _row(file, "kl_engine_trainer", number)
 
 
-def _counted(run: str, name: str, number: Estimated, counts: Counts) -> NumberRow:
+def _counted(run: str, name: str, number: Estimate, counts: Counts) -> NumberRow:
     """A number over all tokens of a run."""
     return _row(run, name, number, tokens=counts.tokens, clusters=counts.clusters)
 
@@ -168,7 +168,7 @@ def _counted(run: str, name: str, number: Estimated, counts: Counts) -> NumberRo
 def _row(
     run: str,
     name: str,
-    number: Estimated,
+    number: Estimate,
     *,
     minus: str = "",
     tokens: int | None = None,

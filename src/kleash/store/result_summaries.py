@@ -1,16 +1,20 @@
 """The summaries of all kinds of results, registered for ``summarize``."""
 
-from collections.abc import Iterable
+from dataclasses import replace
 
+from kleash.estimate import Estimate
 from kleash.store.anchors import scale_sentence
 from kleash.store.attribution import Attribution
 from kleash.store.audit import FAULTS, Audit
+from kleash.store.codec import encode
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.gate import Verdict
 from kleash.store.likely_causes import Diagnosis
 from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import (
     all_warnings,
+    describe_quantiles,
+    describe_sample_size,
     headline,
     headline_name,
     joined_labels,
@@ -22,7 +26,7 @@ from kleash.store.measurement_summary import (
     with_ranges,
 )
 from kleash.store.mismatch_record import LABELS, MismatchRecord
-from kleash.store.number import Number, cells, with_error, with_interval
+from kleash.store.number import cells, with_error, with_interval
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary_tables import (
     NUMBER_HEADER,
@@ -30,13 +34,23 @@ from kleash.store.summary_tables import (
     Name,
     Summary,
     SummaryTable,
+    counted,
     summarize,
 )
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate
 from kleash.store.training_folder import TrainingResult
 
+EXTREMES = (
+    ("effective_sample_size", "effective sample size", "{:,.0f} tokens"),
+    ("largest_log_ratio", "largest log ratio", "{:.4g} nats"),
+)
+"""Values of a mismatch that its summary has: name, label and format."""
+ALIKE = (
+    'causes joined by "or": the log-probabilities alone cannot tell these apart; --policy and --reference can'
+)
 
-def _number_row(label: str, number: Number, *, is_one_cluster: bool = False) -> tuple[str, ...]:
+
+def _number_row(label: str, number: Estimate, *, is_one_cluster: bool = False) -> tuple[str, ...]:
     """A row under ``NUMBER_HEADER``; with one cluster the interval is unknown, even if the number has bounds."""
     value, interval, error, unit = cells(number)
     interval = UNKNOWN_INTERVAL if is_one_cluster or not interval else interval
@@ -59,13 +73,15 @@ def _(measurement: Measurement) -> Summary:
     if upper is not None:
         text += f"; {label_of(f'{measurement.headline}_upper')}: {with_interval(upper)}"
     storage = describe_storage(measurement.models)
+    dtypes = ", ".join(dict.fromkeys(model.dtype for model in measurement.models.values()))
     return Summary(
         headline=f"{text}; {storage}" if storage else text,
         facts=(
             *((role, Name(model.path)) for role, model in measurement.models.items()),
-            ("dtype", ", ".join(dict.fromkeys(model.dtype for model in measurement.models.values()))),
+            ("dtype", f"{dtypes} on {measurement.device}" if measurement.device else dtypes),
             ("estimand", measurement.estimand),
-            ("sample", _sample_size(counts.tokens, counts.sequences, "sequence", counts.clusters)),
+            ("sample", f"{counted(counts.tokens, 'token')} in {describe_sample_size(measurement)}"),
+            *((("tokens", quantiles),) if (quantiles := describe_quantiles(measurement)) else ()),
             *((("for scale", scale),) if (scale := scale_sentence(measurement)) else ()),
             *_gate_fact(measurement.gate),
             *(("left out", sentence) for sentence in left_out_sentences(measurement)),
@@ -97,7 +113,7 @@ def _(comparison: Comparison) -> Summary:
                 "95 % interval",
                 "difference from the first",
                 "95 % interval",
-                "shared",
+                f"shared {comparison.paired_noun}",
             ),
             rows=tuple(_kl_row(run, difference, kl) for run, difference in pairs),
         )
@@ -179,6 +195,7 @@ def _(sweep: Sweep) -> Summary:
         *("candidate", "", label_of(sweep.rank_by), "95 % interval", f"{QUANTILE} % of tokens"),
         *(label_of(name) for name in sweep.other_direction),
     )
+    limit = () if sweep.gate is None else (f"at most {sweep.gate.at_most:g} nats",)
     return Summary(
         headline=f"{len(sweep.ranking)} candidate{'' if len(sweep.ranking) == 1 else 's'} by "
         f"{label_of(sweep.rank_by)} per token; those that share a letter are tied",
@@ -190,7 +207,7 @@ def _(sweep: Sweep) -> Summary:
         ),
         tables=(
             SummaryTable(
-                header=(*header, "MB on disk", "bits a weight", "Pareto front", *_limit_header(sweep)),
+                header=(*header, "MB on disk", "bits a weight", "Pareto front", *limit),
                 rows=tuple(_candidate_row(candidate, sweep) for candidate in sweep.ranking),
             ),
             *(
@@ -213,11 +230,6 @@ def _(sweep: Sweep) -> Summary:
             ),
         ),
     )
-
-
-def _limit_header(sweep: Sweep) -> tuple[str, ...]:
-    """The heading of the candidates' verdicts; none without a limit."""
-    return () if sweep.gate is None else (f"at most {sweep.gate.at_most:g} nats",)
 
 
 def _candidate_row(candidate: SweepCandidate, sweep: Sweep) -> tuple[str, ...]:
@@ -257,28 +269,46 @@ def _attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
 @summarize.register
 def _(record: MismatchRecord) -> Summary:
     kl = "kl_engine_trainer"
+    table, warnings = SummaryTable(header=NUMBER_HEADER, rows=()), list[str]()
     if record.renamed:
-        rows = tuple((name, f"{value:.6g}", "", "", "") for name, value in record.renamed.items())
-        warnings: Iterable[str] = ()
+        rows = tuple((name, str(encode(value))) for name, value in record.renamed.items())
+        table = SummaryTable(header=("metric", "value"), rows=rows)
     else:
-        rows = tuple(_number_row(label, record.numbers[name]) for name, label in LABELS.items())
-        warnings = merge_warnings((label, record.numbers[name]) for name, label in LABELS.items())
+        numbers = [(label, record.numbers[name]) for name, label in LABELS.items()]
+        table = replace(table, rows=tuple(_number_row(label, number) for label, number in numbers))
+        warnings = merge_warnings(numbers)
     return Summary(
         headline=f"{LABELS[kl]} per token: {with_interval(record.numbers[kl])}",
         facts=(
             ("rollouts", Name(record.file)),
-            ("sample", _sample_size(record.tokens, record.sequences, "response", record.prompts)),
+            ("sample", f"{_rollouts(record)} to {counted(record.prompts, 'prompt')}{_files(record)}"),
+            *(
+                (label, form.format(record.values[name]))
+                for name, label, form in EXTREMES
+                if name in record.values
+            ),
             *(("note", note) for note in record.notes),
             *_gate_fact(record.gate),
         ),
-        tables=(SummaryTable(header=NUMBER_HEADER, rows=rows), *_table_of_files(record)),
+        tables=(table, *_table_of_files(record)),
         warnings=tuple(warnings),
     )
 
 
+def _rollouts(record: MismatchRecord | Diagnosis) -> str:
+    """The number of tokens and responses, in words."""
+    return f"{counted(record.tokens, 'token')} in {counted(record.sequences, 'response')}"
+
+
+def _files(record: MismatchRecord | Diagnosis) -> str:
+    """How many files were read, where they are several."""
+    return f", from {len(record.files)} files" if len(record.files) > 1 else ""
+
+
 def _table_of_files(record: MismatchRecord) -> tuple[SummaryTable, ...]:
     """The KL of each of several files, the largest first; empty for one file."""
-    rows = tuple((Name(file), *_number_row("", number)[1:]) for file, number in record.files_by_kl())
+    by_kl = sorted(record.kl_by_file.items(), key=lambda item: -item[1].value)
+    rows = tuple((Name(file), *_number_row("", number)[1:]) for file, number in by_kl)
     title = f"{LABELS['kl_engine_trainer']} by file"
     return (SummaryTable(title=title, header=("", *NUMBER_HEADER[1:]), rows=rows),) if rows else ()
 
@@ -294,7 +324,8 @@ def _(diagnosis: Diagnosis) -> Summary:
         facts=(
             ("rollouts", Name(diagnosis.file)),
             *(("scored again by", Name(model)) for model in diagnosis.models),
-            ("sample", _sample_size(diagnosis.tokens, diagnosis.sequences, "response", None)),
+            ("sample", f"{_rollouts(diagnosis)}{_files(diagnosis)}"),
+            *(("note", ALIKE) for cause in diagnosis.findings if cause.alike),
             *(("note", note) for note in diagnosis.notes),
         ),
         tables=(
@@ -361,6 +392,4 @@ def _(training: TrainingResult) -> Summary:
 def _sample_size(tokens: int, sequences: int | None, noun: str, clusters: int | None) -> str:
     """The number of tokens, sequences and clusters, in words."""
     counts = [(tokens, "token"), (sequences, noun), (clusters, "independent cluster")]
-    return ", ".join(
-        f"{count:,} {word}{'' if count == 1 else 's'}" for count, word in counts if count is not None
-    )
+    return ", ".join(counted(count, word) for count, word in counts if count is not None)

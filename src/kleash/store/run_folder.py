@@ -103,6 +103,7 @@ class RunFolder(JobFolder):
         """
         lost = [self.root / HEADER]
         if self.begun:
+            self.header()  # raises where nothing can be trusted, before anything is taken away
             counting = {self._part("sequences", index) for index in self._whole_shards()}
             lost = [self._part("sequences", index) for index in self._indices("sequences")]
             lost = [path for path in lost if path not in counting]
@@ -190,7 +191,7 @@ class RunFolder(JobFolder):
         def is_whole(index: int) -> bool:
             has_top = _part_name("alternatives", index) in expected
             return all(
-                index in on_disk[kind] and (not checksums.exists or _part_name(kind, index) in covered)
+                index in on_disk[kind] and _part_name(kind, index) in covered
                 for kind in (KINDS if has_top else COUNTED_KINDS)
             )
 

@@ -1,17 +1,16 @@
 """The result of a sweep: several candidates measured against one reference, their order, and what is tied."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
+from kleash.estimate import Estimate
 from kleash.store.attribution import Attribution
-from kleash.store.checksums import UNCHECKED, Checksums, require_sha256, write_checked
-from kleash.store.codec import encode, to_json
+from kleash.store.checksums import Checksums, require_sha256, write_checked
 from kleash.store.gate import Gate, SweepGate
-from kleash.store.notebook import NotebookResult
-from kleash.store.number import Number
+from kleash.store.notebook import Result
 from kleash.store.statistics import kl_directions
 
 SWEEP = "sweep.json"
@@ -30,14 +29,13 @@ class SweepCandidate:
     folder: str
     """Its run folder, within that of the sweep."""
     measurement_sha256: str = ""
-    """SHA-256 of the ``measurement.json`` there, of which its numbers are; empty if it was not measured, and where an
-    older kleash wrote it."""
+    """SHA-256 of the ``measurement.json`` there, of which its numbers are; empty if it was not measured."""
     failure: str = ""
     """Why it could not be measured; empty if it was."""
-    numbers: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    numbers: Mapping[str, Estimate] = field(default_factory=dict[str, Estimate])
     """Its statistics, by their names in ``STATISTICS``, and "kl_policy_reference_99.9" and "kl_reference_policy_99.9",
     the 99.9 % quantiles over tokens."""
-    noise_floor: Number | None = None
+    noise_floor: Estimate | None = None
     """That of its measurement."""
     bytes_on_disk: int | None = None
     """Of the tensors in the files of its weights."""
@@ -62,7 +60,7 @@ class SweepPair:
     """Number of a candidate."""
     second: int
     """Number of the candidate whose mean is taken from it."""
-    difference: Number
+    difference: Estimate
     """``first`` minus ``second``, with its own interval."""
     simultaneous_ci95: tuple[float, float]
     """The intervals of all pairs hold at once with 95 % confidence."""
@@ -71,7 +69,7 @@ class SweepPair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(NotebookResult):
+class Sweep(Result):
     """Several candidates measured against one reference."""
 
     kleash: str
@@ -95,8 +93,6 @@ class Sweep(NotebookResult):
     """About the ranking."""
     attributions: tuple[Attribution, ...] = ()
     """What groups of weights contribute to the KL of candidates, if that was asked for."""
-    checksums: bool = True
-    """Whether the folder has checksums; False for sweeps of an older kleash."""
     gate: SweepGate | None = None
     """The verdict of ``--at-most``; absent without that option."""
 
@@ -131,14 +127,6 @@ class Sweep(NotebookResult):
         """The candidates that could not be measured."""
         return [candidate for candidate in self.candidates if candidate.failure]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, the way it stands in ``sweep.json``."""
-        return encode(self)
-
-    def to_json(self) -> str:
-        """The text of ``sweep.json``."""
-        return to_json(self)
-
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``.
 
@@ -162,12 +150,11 @@ class Sweep(NotebookResult):
             raise RunFolderError(f"{folder} has no {SWEEP}; finish the sweep with --resume") from error
         except OSError as error:
             raise RunFolderError(f"{path} cannot be read as a sweep: {error.strerror or error}") from error
-        checksums = Checksums.read(folder, declared_by=SWEEP)
-        sweep = checksums.read_record(cls, path, "a sweep", advice)
+        sweep = Checksums.read(folder).read_record(cls, path, "a sweep", advice)
         for candidate in sweep.candidates:
+            if candidate.failure:
+                continue
             run = folder / candidate.folder / "measurement.json"
             what = f"the measurement of candidate {candidate.number} that was ranked"
             require_sha256(run, candidate.measurement_sha256, what, advice)
-        if checksums.exists:
-            return sweep
-        return replace(sweep, checksums=False, warnings=(*sweep.warnings, UNCHECKED))
+        return sweep

@@ -7,9 +7,8 @@ from typing import ClassVar
 from kleash.errors import RunFolderError
 from kleash.store.atomic import cannot_write, require_utf8
 from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
-from kleash.store.codec import to_json
 from kleash.store.job_folder import JobFolder
-from kleash.store.notebook import NotebookResult
+from kleash.store.notebook import Result
 from kleash.store.steps import STEPS, StepRecord, read_steps
 
 RESULT = "training.json"
@@ -17,7 +16,7 @@ CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingResult(NotebookResult):
+class TrainingResult(Result):
     """``training.json``: the result of a training run."""
 
     kleash: str
@@ -40,10 +39,6 @@ class TrainingResult(NotebookResult):
     """In which dtypes the weights of the models were in memory, by role: policy, and reference or teacher."""
     alerts: tuple[str, ...] = ()
     """The alerts of the run, in order."""
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return to_json(self)
 
 
 @dataclass(frozen=True)

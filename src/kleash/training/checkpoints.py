@@ -145,7 +145,7 @@ def _write(folder: Path, run: Run, notes: Mapping[str, Any]) -> None:
     }
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     import_extra("safetensors.torch", "models").save_file(on_cpu, folder / STATE)
-    (folder / PROGRESS).write_text(to_json({"checksums": True, **notes}), encoding="utf-8")
+    (folder / PROGRESS).write_text(to_json(notes), encoding="utf-8")
     run.networks.save_policy(folder / POLICY)
     for path in folder.rglob("*"):
         if path.is_file():
@@ -161,7 +161,7 @@ def load_progress(checkpoint: Path) -> SavedProgress:
     """
     advice = advice_if_damaged(checkpoint)
     try:
-        checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
+        checksums = Checksums.read(checkpoint)
         saved = checksums.read_record(SavedProgress, checkpoint / PROGRESS, "the progress of a run", advice)
         checksums.check_all(advice=advice)
     except RunFolderError as error:

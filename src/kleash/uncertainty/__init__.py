@@ -1,8 +1,8 @@
 """Uncertainty of estimates: standard errors, confidence intervals, quantiles and warnings."""
 
+from kleash.estimate import Estimate, transformed
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
 from kleash.uncertainty.control_variates import ControlledTotal, controlled_total
-from kleash.uncertainty.estimate import Estimate, transformed
 from kleash.uncertainty.quantiles import CoarseCounts, FineCounts
 from kleash.uncertainty.ratios import (
     RunningMean,

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Real, Shaped
 
 from kleash.errors import ShapeError
-from kleash.uncertainty.estimate import Estimate
+from kleash.estimate import Estimate
 from kleash.uncertainty.intervals import estimates_of
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 

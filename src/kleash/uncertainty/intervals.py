@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kleash.estimate import Estimate
 from kleash.uncertainty.diagnostics import FEW_CLUSTERS, unseen_share, warnings_about
-from kleash.uncertainty.estimate import Estimate
 from kleash.uncertainty.linearisation import LinearisedEstimate
 from kleash.uncertainty.student_t import student_t_quantile
 

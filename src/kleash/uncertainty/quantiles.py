@@ -11,8 +11,8 @@ from jaxtyping import Float32, Float64, Int64, Integer
 from numpy.typing import NDArray
 
 from kleash.errors import OptionError, ShapeError
+from kleash.estimate import Estimate
 from kleash.uncertainty.diagnostics import few_clusters, unseen_share
-from kleash.uncertainty.estimate import Estimate
 from kleash.uncertainty.intervals import clip_interval, standard_error
 from kleash.uncertainty.linearisation import RatioTerm, linearise
 from kleash.uncertainty.student_t import student_t_quantile

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int64, Real, Shaped
 
 from kleash.errors import ShapeError
-from kleash.uncertainty.estimate import Estimate
+from kleash.estimate import Estimate
 from kleash.uncertainty.intervals import estimates_of
 from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, FloatArray, RatioTerm, linearise
 from kleash.uncertainty.student_t import student_t_quantile

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Real
 
 from kleash.errors import ShapeError
-from kleash.uncertainty.estimate import Estimate
+from kleash.estimate import Estimate
 from kleash.uncertainty.ratios import paired_difference
 from kleash.uncertainty.student_t import student_t_quantile
 

@@ -101,8 +101,7 @@ def verify_checkpoint(checkpoint: Path) -> tuple[str, ...]:
     Raises:
         RunFolderError: if it is damaged.
     """
-    checksums = Checksums.read(checkpoint, declared_by=CHECKSUMS)
-    if not checksums.exists:
+    if not (checkpoint / CHECKSUMS).exists():
         return (f"{checkpoint} carries no checksums, so damage to it would not be noticed",)
-    checksums.check_all(advice=advice_if_damaged(checkpoint, STATE))
+    Checksums.read(checkpoint).check_all(advice=advice_if_damaged(checkpoint, STATE))
     return ()

@@ -16,33 +16,57 @@ class Estimate:
     standard_error: float
     """Cluster-robust standard error, in the same unit. NaN if it is not defined. 0 if all clusters have the same mean:
     for an exact constant the interval also has width 0; for a sample that happens to be constant it does not."""
-    clusters: int
-    """Number of independent groups behind the error: prompts, documents or blocks of windows."""
     ci95: tuple[float, float]
     """The lower and the upper end of the 95 % confidence interval."""
+    clusters: int = 0
+    """Number of independent groups behind the error: prompts, documents or blocks of windows; 0 if not known."""
     warnings: tuple[str, ...] = ()
     """Reasons not to trust the estimate or its error, in sentences."""
 
     def __str__(self) -> str:
         """The estimate with its error and unit, and one line for each warning."""
         unit = "" if self.unit == "none" else f" {self.unit}"
-        over = f"over {self.clusters} {'cluster' if self.clusters == 1 else 'clusters'}"
-        if self.standard_error > 0:
-            line = f"{self.value:.4g} ± {self.standard_error:.2g}{unit} {over}"
-        elif self.is_exact:
-            line = f"{self.value:.4g}{unit} exactly, {over}"
+        noun = "cluster" if self.clusters == 1 else "clusters"
+        over = f" over {self.clusters} {noun}" if self.clusters else ""
+        low, high = map(self.format, self.ci95)
+        if self.is_exact:
+            line = f"{self.rounded}{unit} exactly{',' if over else ''}{over}"
+        elif self.has_error:
+            line = f"{self.rounded} ± {self.format(self.standard_error)}{unit}{over}"
         else:
-            low, high = self.ci95
-            interval = (
-                "" if math.isnan(low) or math.isnan(high) else f", 95 % interval {low:.4g} to {high:.4g}"
-            )
-            line = f"{self.value:.4g}{unit} {over}, error unknown{interval}"
+            interval = "" if "nan" in (low, high) else f", 95 % interval {low} to {high}"
+            line = f"{self.rounded}{unit}{over}, error unknown{interval}"
         return "\n".join([line, *(f"  warning: {warning}" for warning in self.warnings)])
 
     @property
     def is_exact(self) -> bool:
         """Whether the value is a constant without any error."""
         return self.standard_error == 0 and self.ci95[0] == self.ci95[1]
+
+    @property
+    def has_error(self) -> bool:
+        """Whether the error is known: not that of a single cluster, nor of clusters that happen to be alike."""
+        return self.is_exact or not (self.standard_error == 0 or math.isnan(self.standard_error))
+
+    @property
+    def rounded(self) -> str:
+        """The value to the digits that its error supports."""
+        return self.format(self.value)
+
+    def format(self, value: float) -> str:
+        """``value`` to the second significant digit of this error, "0.1234" or "3.2e-07"."""
+        if not math.isfinite(value):
+            return str(value)
+        if value == 0:
+            return "0"
+        error = self.standard_error if self.standard_error > 0 else abs(self.value) / 1000
+        if not math.isfinite(error) or error == 0:
+            return f"{value:.4g}"
+        digits = 1 - math.floor(math.log10(error))
+        if digits > 7:
+            leading = max(1, math.floor(math.log10(abs(value))) + digits)
+            return f"{value:.{min(leading, 6)}e}"
+        return f"{value:.{max(0, digits)}f}"
 
     @property
     def relative_error(self) -> float:
