@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from kleash.estimate import Estimate
 from kleash.reports.drawing import INK, Chart, dots, name_axes, row_dots, row_height
 from kleash.reports.formatting import (
     UNKNOWN,
@@ -15,7 +16,6 @@ from kleash.reports.formatting import (
     nan_as_minimum,
     short_names,
 )
-from kleash.store import Number
 from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.statistics import label_of
 from kleash.store.sweep import Sweep
@@ -149,7 +149,7 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
     )
 
 
-def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) -> None:
+def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Estimate]) -> None:
     """Draw the layers from left to right; other groups are named on a line of their own."""
     labels = [name.removeprefix("layer ") for name in names]
     step = 2 ** max(0, math.ceil(math.log2(max(1, len(names)) / MAX_LABELLED_LAYERS)))
@@ -162,7 +162,7 @@ def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) 
     name_axes(axes, "layer", CHANGE)
 
 
-def _draw_modules(axes: Any, *, names: Sequence[str], changes: Sequence[Number]) -> None:
+def _draw_modules(axes: Any, *, names: Sequence[str], changes: Sequence[Estimate]) -> None:
     """Draw a row for each kind of module."""
     row_dots(axes, names, {CHANGE: changes})
     axes.axvline(0, color=INK, linewidth=1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kleash.estimate import Estimate as Number
+from kleash.estimate import Estimate
 from kleash.store.codec import encode
 
 
@@ -17,14 +17,14 @@ class GroupChange:
     """Number of its weights."""
     is_identical: bool
     """Whether candidate and reference have the same weights in it, so that the change is 0 without a pass."""
-    change: Number
+    change: Estimate
     """The mean with this group swapped minus that of the candidate, paired by cluster; below 0 if the group's
     weights are a cause of the KL."""
     simultaneous_ci95: tuple[float, float]
     """The intervals of all groups hold at once with 95 % confidence."""
 
     @property
-    def simultaneous_change(self) -> Number:
+    def simultaneous_change(self) -> Estimate:
         """The change with the simultaneous interval in place of its own."""
         return replace(self.change, ci95=self.simultaneous_ci95)
 
@@ -45,17 +45,17 @@ class Attribution:
     tokens: int = 0
     """Scored positions of the sequences that were chosen."""
     clusters: int = 0
-    mean: Number | None = None
+    mean: Estimate | None = None
     """The statistic of the candidate on these tokens."""
     groups: tuple[GroupChange, ...] = ()
     """In the order of the network."""
-    sum_of_changes: Number | None = None
+    sum_of_changes: Estimate | None = None
     """Of the single groups."""
-    change_of_all: Number | None = None
+    change_of_all: Estimate | None = None
     """With all groups swapped at once."""
-    interaction: Number | None = None
+    interaction: Estimate | None = None
     """``sum_of_changes`` minus ``change_of_all``: how far single changes are from adding up."""
-    control: Number | None = None
+    control: Estimate | None = None
     """The change of a second pass without a swap, after all others: exactly 0 where passes are repeatable."""
     critical_value: float = float("nan")
     """The 95 % quantile of the largest |t| over all groups."""
