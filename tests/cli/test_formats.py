@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from synthetic_run import synthetic_sweep, write_synthetic_run
+from synthetic_run import synthetic_sweep, write_sweep_folder, write_synthetic_run
 
 from kleash.cli import main
 from kleash.cli.commands import RECORDS
@@ -124,8 +124,7 @@ def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(
 
 
 def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path: Path, capsys: Any) -> None:
-    sweep = synthetic_sweep()
-    sweep.write(tmp_path)
+    sweep = write_sweep_folder(tmp_path, synthetic_sweep())
     assert printed(capsys, "report", tmp_path) == f"{tmp_path / 'sweep.html'}\n"
     assert "q6" in (tmp_path / "sweep.html").read_text()
     assert printed(capsys, "report", tmp_path, "--json") == sweep.to_json()

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,19 @@ def synthetic_comparison() -> Comparison:
         for at in (1, 2)
     )  # fmt: skip
     return Comparison(kleash="0.1.0", runs=runs, differences=differences, warnings=("sources differ",))
+
+
+def write_sweep_folder(folder: Path, sweep: Sweep) -> Sweep:
+    """Write the folder of a sweep, whose candidates' measurements are empty files; the sweep as it is there."""
+    candidates: list[SweepCandidate] = []
+    for each in sweep.candidates:
+        path = folder / each.folder / "measurement.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        candidates.append(each if each.failure else replace(each, measurement_sha256=sha256().hexdigest()))
+    written = replace(sweep, candidates=tuple(candidates))
+    written.write(folder)
+    return written
 
 
 def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[str] = ("torn",)) -> Sweep:

@@ -48,7 +48,7 @@ class OpenRLHFWorker:
         for _ in range(1000):
             controller.update(1e9, 10**9)
         return {
-            "before": before, "estimate": estimate.__module__, "controller": type(controller).__module__,
+            "before": before, "estimate": estimate.func.__module__, "controller": type(controller).__module__,
             "beta": controller.value,
         }
 

@@ -55,11 +55,11 @@ def written(path: Path, content: str | bytes) -> Path:
 def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, tmp_path: Path) -> None:
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
     empty = written(tmp_path / "empty.jsonl", "")
-    assert failing(option, empty) == f"{empty} is empty; give a file of {FORMATS[option]}"
+    assert failing(option, empty).startswith(f"{empty} is empty; give a file of {FORMATS[option]}")
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
     message = failing(option, tmp_path / "folder")
-    assert message == f"{tmp_path / 'folder'} is a folder; give a file of {FORMATS[option]}"
+    assert message.startswith(f"{tmp_path / 'folder'} is a folder; give a file of {FORMATS[option]}")
 
 
 @pytest.mark.parametrize(

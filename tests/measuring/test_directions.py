@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_run import write_sweep_folder
 from synthetic_sweep import nats, synthetic_sweep
 
 from kleash.cli import main
@@ -208,7 +209,7 @@ def test_the_noise_floor_and_few_clusters_count_in_the_gate_of_a_sweep() -> None
 
 
 def test_the_folder_of_a_sweep_answers_for_another_limit_and_direction(tmp_path: Path, capsys: Any) -> None:
-    replace(limited([(9, 0.1, 0.001), (5, 0.5, 0.001)], 0.01), gate=None).write(tmp_path)
+    write_sweep_folder(tmp_path, replace(limited([(9, 0.1, 0.001), (5, 0.5, 0.001)], 0.01), gate=None))
     words = ["report", str(tmp_path), "--at-most"]
     assert main([*words, "0.6"]) == 0
     output = " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from drawn_charts import dots
-from synthetic_run import HOSTILE, synthetic_sweep, write_synthetic_run
+from synthetic_run import HOSTILE, synthetic_sweep, write_sweep_folder, write_synthetic_run
 
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError
@@ -50,7 +50,7 @@ def size_of_png(path: Path) -> tuple[int, int]:
 def test_the_command_draws_a_measurement_and_a_sweep(folder: Path, tmp_path: Path, capsys: Any) -> None:
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    synthetic_sweep().write(sweep)
+    write_sweep_folder(sweep, synthetic_sweep())
     for source, page, name in ((folder, "report.html", "run.png"), (sweep, "sweep.html", "sweep.SVG")):
         assert main(["report", str(source), "--picture", str(tmp_path / name)]) == 0
         assert capsys.readouterr().out == f"{source / page}\n{tmp_path / name}\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
-from synthetic_run import write_synthetic_run
+from synthetic_run import write_sweep_folder, write_synthetic_run
 from synthetic_sweep import synthetic_sweep
 from tracker_service import Service
 
@@ -285,8 +285,7 @@ def test_a_sweep_is_on_disk_whatever_a_tracker_does(
         raise RuntimeError("not logged in")
 
     def write_result(*_: object) -> SharedSweep:
-        result.write(out)
-        return SharedSweep(result, is_own=True)
+        return SharedSweep(write_sweep_folder(out, result), is_own=True)
 
     monkeypatch.setattr(service, "init", refuse)
     monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))
