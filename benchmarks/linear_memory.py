@@ -51,7 +51,7 @@ def main() -> None:
     weight = torch.randn(args.vocabulary, args.hidden) / args.hidden**0.5
     head_p, head_q = Head(weight), Head(weight + 0.001 * torch.randn_like(weight))
     tokens = torch.randint(args.vocabulary, (args.tokens,))
-    options = LinearOptions(compile=args.compile)
+    options = LinearOptions(compile={"auto": None, "always": True, "never": False}[args.compile])
 
     def kl(n: int) -> float:
         return linear_kl(hidden_p[:n], head_p, hidden_q[:n], head_q, options=options).mean().item()
