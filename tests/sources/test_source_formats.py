@@ -1,5 +1,6 @@
 """Kinds of source files (CSV, Parquet, JSON arrays, standard input) and TRL's data set formats: read or refused."""
 
+import base64
 import copy
 import csv
 import gzip
@@ -180,6 +181,33 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
 def test_unsupported_formats_are_errors_with_their_name(pair, write, name, content, message, unhooked):
     with pytest.raises(SourceError, match=message):
         read_prompts(write(name, content), pair)
+
+
+def test_an_encrypted_parquet_file_is_refused_by_name(pair, write, tmp_path):
+    """pyarrow ends the process when it reads the metadata of encrypted columns behind a plain footer."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Client(encryption.KmsClient):
+        def __init__(self, config):
+            super().__init__()
+
+        def wrap_key(self, key, name):
+            return base64.b64encode(key)
+
+    factory, connection = encryption.CryptoFactory(Client), encryption.KmsConnectionConfig()
+    for has_plain_footer in (True, False):
+        configuration = encryption.EncryptionConfiguration(
+            footer_key="f", column_keys={"c": ["prompt"]}, plaintext_footer=has_plain_footer
+        )
+        properties = factory.file_encryption_properties(connection, configuration)
+        table, path = pa.table({"prompt": PROMPTS}), tmp_path / "a.parquet"
+        pq.write_table(table, path, encryption_properties=properties)
+        names = [str(path)]
+        if has_plain_footer:
+            names.append(write("b.parquet.gz", gzip.compress(path.read_bytes())))
+        for name in names:
+            with pytest.raises(SourceError, match=r"\.parquet(\.gz)? .*encrypted"):
+                read_prompts(name, pair)
 
 
 @pytest.mark.parametrize(

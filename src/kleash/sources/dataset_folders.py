@@ -74,7 +74,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         raise SourceError(f"the split {shorten(split)} of {name} has no files")
     paths = tuple(map(Path, _fetch(name, urls) if "://" in urls[0] else urls))
     _require_all_shards(name, paths)
-    return DatasetFiles(paths, notes)
+    return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
 
 
 def _saved_files(name: str, folder: Path, reading: ReadOptions, *, has_splits: bool) -> DatasetFiles:
@@ -85,20 +85,38 @@ def _saved_files(name: str, folder: Path, reading: ReadOptions, *, has_splits: b
             "--dataset-config out"
         )
     if has_splits:
-        split, notes = _choose_split(name, _read_state(folder / SPLITS, "splits")["splits"], reading.split)
+        splits = _plain_names(folder / SPLITS, _read_state(folder / SPLITS, "splits")["splits"])
+        split, notes = _choose_split(name, splits, reading.split)
         folder = folder / split
     else:
         notes = ()
     state = _read_state(folder / STATE, "_data_files")
     if not has_splits and reading.split not in (None, state.get("_split")):
         raise SourceError(f"{name} is one split; leave --split {shorten(str(reading.split))} out")
-    paths = tuple(folder / str(each["filename"]) for each in state["_data_files"])
+    entries: list[Any] = state["_data_files"]
+    names = [each.get("filename") if isinstance(each, dict) else each for each in entries]
+    paths = tuple(folder / each for each in _plain_names(folder / STATE, names))
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise SourceError(
             f"{folder} lacks {missing[0].name}, which its {STATE} names; save the data set again"
         )
     return DatasetFiles(paths, notes)
+
+
+def _plain_names(path: Path, names: list[Any]) -> list[str]:
+    """The names of files or folders that a file of ``save_to_disk`` lists, each within the folder.
+
+    Raises:
+        SourceError: if one lies elsewhere.
+    """
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise SourceError(
+                f"{path} names {shorten(str(name))}, and not a file or folder beside it; save the data set again with "
+                "save_to_disk"
+            )
+    return names
 
 
 def _read_state(path: Path, key: str) -> dict[str, Any]:
@@ -153,6 +171,16 @@ def _choose_split(name: str, splits: list[str], requested_split: str | None) -> 
     return PREFERRED_SPLIT, (
         f"the split '{PREFERRED_SPLIT}' of {name} is read, of {shown}; --split names another",
     )
+
+
+def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
+    suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
+    unread = sorted(str(path) for path in _data_files(folder) if uncompressed_suffix(path) not in suffixes)
+    if not unread:
+        return ()
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra
@@ -27,6 +27,11 @@ COMPRESSIONS = {
 }
 """Program -> first bytes of its files; pzstd begins with a frame that is skipped (RFC 8878, 3.1.2)."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".zst", ".zstd"})
+FREE_BYTES = 64 * 2**20
+"""Bytes that any file may unpack to."""
+LARGEST_RATIO = 200
+"""Unpacked bytes for each compressed byte beyond ``FREE_BYTES``. Text of records reaches 5 to 50."""
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +237,32 @@ def uncompressed_suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def compression_of(path: Path) -> str | None:
-    """The program that compressed a file; None if it is not compressed."""
-    with path.open("rb") as file:
-        start = file.read(4)
+def compression_of(file: BinaryIO) -> str | None:
+    """The program that compressed a file, which is at its beginning; None if it is not compressed."""
+    start = file.read(4)
+    file.seek(0)
     return next((program for program, pattern in COMPRESSIONS.items() if pattern.match(start)), None)
+
+
+class _BoundedReader(io.RawIOBase):
+    """An unpacked stream that ends with a SourceError where it grows beyond ``LARGEST_RATIO``."""
+
+    def __init__(self, stream: Any, file: BinaryIO, subject: str) -> None:
+        self.stream, self.file, self.subject, self.unpacked = stream, file, subject, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self.stream.read(min(len(buffer), BLOCK_BYTES))
+        self.unpacked += len(block)
+        if self.unpacked > FREE_BYTES + LARGEST_RATIO * self.file.tell():
+            raise SourceError(
+                f"{self.subject}, and unpacks to more than {LARGEST_RATIO} times its size, as files do that are made "
+                "to fill a memory; unpack it first if you trust it"
+            )
+        buffer[: len(block)] = block
+        return len(block)
 
 
 @contextmanager
@@ -244,24 +270,26 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
     """Context with a file that is open for reading, unpacked if gzip or zstd compressed it.
 
     Raises:
-        SourceError: if it cannot be opened, or what is read of it is damaged.
+        SourceError: if it cannot be opened, what is read of it is damaged, or it unpacks to more than its size makes
+            plausible.
         MissingExtraError: if it is compressed by zstd and pyarrow is not installed.
     """
+    label = source_label(path)
     try:
-        program = compression_of(path)
-        if program == "gzip":
-            file: Any = gzip.GzipFile(path)
-        elif program == "zstd":
-            file = io.BufferedReader(
-                import_extra("pyarrow", "models").CompressedInputStream(str(path), program)
-            )
-        else:
-            file = path.open("rb")
-        with file:
-            yield file
+        with path.open("rb") as file:
+            program = compression_of(file)
+            if program is None:
+                yield file
+                return
+            if program == "gzip":
+                stream: Any = gzip.GzipFile(fileobj=file)
+            else:
+                stream = import_extra("pyarrow", "models").CompressedInputStream(file, program)
+            reader = _BoundedReader(stream, file, f"{label} is packed by {program}")
+            yield cast("BinaryIO", io.BufferedReader(reader, BLOCK_BYTES))
     except (OSError, EOFError, zlib.error) as error:
         raise SourceError(
-            f"{source_label(path)} cannot be read: {getattr(error, 'strerror', None) or summarise_error(error)}"
+            f"{label} cannot be read: {getattr(error, 'strerror', None) or summarise_error(error)}"
         ) from error
 
 
