@@ -1,4 +1,4 @@
-"""Runs each command but audit: measure and compare here, the rest in modules of their own."""
+"""Runs each command but audit: measure, compare, mismatch and doctor here, the rest in modules of their own."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,7 +9,6 @@ from kleash.cli.commands import CompareJob, ReportJob, RichCommand
 from kleash.cli.formats import print_formatted
 from kleash.cli.progress import Progress
 from kleash.cli.report_command import run_report
-from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_summary
 from kleash.cli.sweeping import run_sweep
 from kleash.cli.terminal import trackers_as_sentences
@@ -20,6 +19,7 @@ from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.launch_environment import launched_rank
 from kleash.store.gate import exit_code_of
+from kleash.store.number_rows import NumericResult
 
 SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
@@ -49,9 +49,9 @@ def run(command: RichCommand) -> int:
         case CompareJob():
             return _compare(command)
         case MismatchJob():
-            return run_mismatch(command)
+            return _mismatch(command)
         case DoctorJob():
-            return run_doctor(command)
+            return _doctor(command)
         case CacheJob():
             return run_cache(command)
         case TrainJob():
@@ -90,8 +90,30 @@ def _compare(command: CompareJob) -> int:
         raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
     comparison = compare(command.folders, at_most=command.at_most, direction=command.direction)
     path = write_comparison(command.out.expanduser(), comparison)
-    if command.output_format is not None:
-        print_formatted(comparison, command.output_format)
-    else:
-        print_summary(comparison, path)
+    _print_result(comparison, command.output_format, path)
     return exit_code_of(run.gate for run in comparison.runs if run.gate is not None)
+
+
+def _mismatch(job: MismatchJob) -> int:
+    """Run ``kleash mismatch`` and return its exit code: that of the gate, or 0."""
+    from kleash.diagnosis import measure_mismatch
+
+    record = measure_mismatch(job.rollouts, names=job.names, at_most=job.at_most)
+    _print_result(record, job.output_format)
+    return 0 if record.gate is None else record.gate.exit_code
+
+
+def _doctor(job: DoctorJob) -> int:
+    """Run ``kleash doctor`` and return its exit code, 0."""
+    from kleash.diagnosis.doctor import diagnose_file
+
+    _print_result(diagnose_file(job), job.output_format)
+    return 0
+
+
+def _print_result(result: NumericResult, output_format: str | None, page: Path | None = None) -> None:
+    """Print a result in a format, or its summary and the path of its page."""
+    if output_format is not None:
+        print_formatted(result, output_format)
+    else:
+        print_summary(result, page)

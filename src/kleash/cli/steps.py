@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kleash.cli.terminal import Terminal, can_redraw, remark, say
-from kleash.estimate import Estimate
 from kleash.reports.formatting import format_duration
 from kleash.store import StepRecord
-from kleash.store.number import with_error
+from kleash.store.number import bare_number, with_error
 
 MAX_ROWS = 12
 """Steps in the table on a terminal."""
@@ -140,5 +139,4 @@ def _cell(record: StepRecord, name: str, error_name: str | None) -> str:
     standard_error = record.metrics.get(error_name) if error_name else None
     if standard_error is None or not math.isfinite(standard_error) or standard_error <= 0:
         return f"{value:.3g}"
-    nothing = (math.nan, math.nan)
-    return with_error(Estimate(value=value, unit="none", standard_error=standard_error, ci95=nothing))
+    return with_error(bare_number(value, standard_error))

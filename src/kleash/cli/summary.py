@@ -8,8 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kleash.cli.formats import gates_of
-from kleash.cli.numbers import terminal_sentence
-from kleash.cli.terminal import Terminal, on_one_line, remark, say
+from kleash.cli.terminal import Terminal, on_one_line, remark, say, terminal_sentence
 from kleash.store.number_rows import NumericResult
 from kleash.store.summary_tables import SummaryTable, summarize
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from rich.table import Table
 
 from kleash.cli.formats import print_formatted
-from kleash.cli.numbers import terminal_sentence
 from kleash.cli.progress import Progress
-from kleash.cli.summary import COLOURS, print_table
-from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
+from kleash.cli.summary import print_gates, print_table
+from kleash.cli.terminal import Terminal, remark, say, terminal_sentence, trackers_as_sentences
 from kleash.jobs import SweepJob
 from kleash.launch_environment import launched_rank
 from kleash.reports.attribution import (
@@ -26,7 +25,6 @@ from kleash.reports.attribution import (
     shown_attributions,
 )
 from kleash.reports.formatting import format_bytes
-from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.sweep import PAGE, describe_ranking, format_bits, warnings_of_candidates
 from kleash.store.attribution import Attribution
 from kleash.store.number import cells
@@ -92,14 +90,8 @@ def print_sweep(sweep: Sweep, page: Path) -> None:
         remark(console, "not measured", f"{candidate.name}: {candidate.failure}", "red")
     for attribution in shown_attributions(sweep):
         _print_attribution(console, sweep, attribution)
-    print_sweep_gate(sweep)
+    print_gates(sweep)
     say(console, f"page: {page}")
-
-
-def print_sweep_gate(sweep: Sweep) -> None:
-    """Print the smallest candidate within the limit of ``--at-most``; nothing without a limit."""
-    if sweep.gate is not None:
-        remark(Terminal(), "gate", terminal_sentence(describe_sweep_gate(sweep)), COLOURS[sweep.gate.verdict])
 
 
 def _print_attribution(console: Terminal, sweep: Sweep, attribution: Attribution) -> None:

@@ -45,6 +45,13 @@ def remark(console: Console, kind: str, sentence: str, colour: str = "yellow") -
     console.print(Text.assemble((f"{kind}:", colour), f" {on_one_line(sentence)}"), soft_wrap=True)
 
 
+def terminal_sentence(text: str) -> str:
+    """A sentence of the report with the spaces and minus signs of the terminal's tables."""
+    for typographic, plain in (("\u202f%", " %"), ("\u202f", ","), ("−", "-")):
+        text = text.replace(typographic, plain)
+    return text
+
+
 def on_one_line(sentence: str) -> str:
     """A sentence whose control characters and line breaks, which a name can have, are escaped."""
     return printable(sentence).replace("\n", json_escape("\n"))

@@ -1,8 +1,9 @@
 """The base of the beta controllers: reading of measurements, prediction of the KL, steps and bounds of beta."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar, cast
 
 from kleash.errors import OptionError
 
@@ -86,13 +87,15 @@ class BetaRecord:
 
     def to_dict(self) -> dict[str, object]:
         """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
-        record: dict[str, object] = {"kind": self.kind}
-        for field in fields(self):
-            value: Any = getattr(self, field.name)
-            if isinstance(value, BetaRecord):
-                value = value.to_dict()
-            record[field.name] = list(value) if field.name == "levels" else value
-        return record
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"kind": self.kind, **{name: _plain(value) for name, value in values.items()}}
+
+
+def _plain(value: Any) -> object:
+    """A field's value as a dict holds it: tuples as lists, controllers as dicts."""
+    if isinstance(value, tuple):
+        return list(cast("tuple[object, ...]", value))
+    return value.to_dict() if isinstance(value, BetaRecord) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ class PlannedBeta(BetaRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetController(BetaRecord):
+class TargetController(BetaRecord, ABC):
     """A controller that multiplies beta by a factor at each update, within bounds, to keep a filtered KL at a target.
 
     A measurement with a ``standard_error`` moves the filtered KL by a share ``gain`` of the difference: by little if
@@ -190,10 +193,11 @@ class TargetController(BetaRecord):
         ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
         if ratio is None:
             return replace(self, event=event)
-        controller, factor = self.answered(ratio, error, sequences)
+        controller, factor = self.respond(ratio, error, sequences)
         return with_beta_times(controller, factor, event)
 
-    def answered(
+    @abstractmethod
+    def respond(
         self: ControllerT, ratio: float, error: float | None, sequences: int
     ) -> tuple[ControllerT, float]:
         """The controller with the state that follows a measurement, and the factor for beta: the rule of its kind.
@@ -203,7 +207,6 @@ class TargetController(BetaRecord):
             error: standard error over the target; None if it is not known.
             sequences: number of sequences that were measured.
         """
-        raise NotImplementedError
 
     def log_ratios(self, reach: float) -> tuple[float, ...]:
         """log(KL / target) of the ``levels``, clipped to [-reach, reach]."""

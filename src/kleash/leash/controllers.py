@@ -124,7 +124,7 @@ class ZieglerBeta(TargetController):
         if self.horizon is not None:
             require_above(0.0, horizon=self.horizon)
 
-    def answered(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
+    def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
         """The published rule with a ``horizon``, and otherwise the damped one."""
         if self.horizon is not None:
             share = min(sequences, LARGEST_COUNT) / self.horizon
@@ -160,7 +160,7 @@ class DualBeta(TargetController):
         require_gains(rate=self.rate)
         require_above(0.0, largest_error=self.largest_error)
 
-    def answered(self, ratio: float, error: float | None, sequences: int) -> "tuple[DualBeta, float]":
+    def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[DualBeta, float]":
         """The step of the damped ascent."""
         controller, ratio = self.filtered(ratio, error)
         log_factor = self.rate * clip(ratio - 1, self.largest_error)
@@ -201,7 +201,7 @@ class PIDBeta(TargetController):
         require_gains(integral=self.integral, derivative=self.derivative)
         require_above(0.0, largest_error=self.largest_error, reach=self.reach)
 
-    def answered(self, ratio: float, error: float | None, sequences: int) -> "tuple[PIDBeta, float]":
+    def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[PIDBeta, float]":
         """The step of the velocity form."""
         controller, ratio = self.filtered(ratio, error)
         growth = controller.growth(self.reach)

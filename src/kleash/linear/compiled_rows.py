@@ -1,8 +1,7 @@
 """The row functions of ``rows`` for torch's compiler: in the dtype of the logits, for whole vocabularies on one rank.
 
-A float32 exponential costs a processor half as much as one in float64, and most GPUs a thirtieth. Float32 loses
-nothing here because no small number is a difference of large ones. With ``d = z_p - z_q``, ``c`` its mean under p and
-``r = d - c``,
+Most GPUs compute float64 at a thirtieth of the rate of float32 or less. Float32 loses nothing here because no small
+number is a difference of large ones. With ``d = z_p - z_q``, ``c`` its mean under p and ``r = d - c``,
 
     KL(p || q) = log E_p exp(-r) = log1p(E_p phi(r)),    phi(r) = expm1(-r) + r,    log p - log q = d - c + KL
 
@@ -53,6 +52,16 @@ class Moments(NamedTuple):
     """Of p."""
     log_sum: Float[Tensor, "rows 1"]
     """Log-sum-exp of p's logits."""
+
+    @property
+    def shift(self) -> Float[Tensor, "rows 1"]:
+        """Log-sum-exp of p's logits minus that of q's: what their difference exceeds the log ratio by."""
+        return self.mean - self.kl
+
+    @property
+    def log_sum_of_q(self) -> Float[Tensor, "rows 1"]:
+        """Log-sum-exp of q's logits."""
+        return self.log_sum - self.shift
 
 
 def difference(
@@ -128,7 +137,7 @@ def relative_difference(size: Float[Tensor, "rows vocab"]) -> Float[Tensor, "row
 
 
 def kl_rows(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
-    """As ``rows.kl_rows``."""
+    """KL(p || q), as a tuple of one column; ``rows.kl_rows``."""
     return (moments(exponentials(zp), exponentials(zq)).kl,)
 
 
@@ -140,28 +149,27 @@ def kl_gradient_rows(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """As ``rows.kl_gradient_rows``."""
+    """KL(p || q), and the gradients of ``weight KL`` in both logits, where needed; ``rows.kl_gradient_rows``."""
     p, q = exponentials(zp), exponentials(zq)
     x, dtype, in_p, in_q = moments(p, q), zp.dtype, None, None
     weighted_p = p.masses * (weight / x.total).to(dtype)
     if needs[0]:
         in_p = weighted_p * difference(zp, zq, x.mean)
     if needs[1]:
-        weighted_q = weight.to(dtype) * probabilities(zq, x.log_sum + x.kl - x.mean)
-        in_q = mass_ahead(weighted_p, weighted_q, difference(zp, zq, x.mean - x.kl)).neg()
+        weighted_q = weight.to(dtype) * probabilities(zq, x.log_sum_of_q)
+        in_q = mass_ahead(weighted_p, weighted_q, difference(zp, zq, x.shift)).neg()
     return x.kl, in_p, in_q
 
 
 def term_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
-    """As ``rows.term_rows``."""
+    """The fields of TermRows; ``rows.term_rows``."""
     x = moments(exponentials(zp), exponentials(zq))
-    log_sum_q = x.log_sum + x.kl - x.mean
-    token_logp, token_logq = (
-        z.gather(-1, tokens[:, None]) - log_sum for z, log_sum in ((zp, x.log_sum), (zq, log_sum_q))
+    token_logs = (
+        z.gather(-1, tokens[:, None]) - log_sum for z, log_sum in ((zp, x.log_sum), (zq, x.log_sum_of_q))
     )
-    return token_logp, token_logq, x.kl, x.entropy, x.log_sum, log_sum_q
+    return *token_logs, x.kl, x.entropy, x.log_sum, x.log_sum_of_q
 
 
 def objective_gradient_rows(
@@ -174,7 +182,7 @@ def objective_gradient_rows(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """As ``rows.objective_gradient_rows``."""
+    """The KL, and the gradients of ``sum of c term`` in both logits, where needed; ``rows.objective_gradient_rows``."""
     dtype, in_p, in_q = zp.dtype, None, None
     p, shift = probabilities(zp, known.log_sum_p), known.log_sum_p - known.log_sum_q
     of_logp, of_logq, of_kl, of_entropy = (x.to(dtype) for x in c)
@@ -192,12 +200,12 @@ def objective_gradient_rows(
 def statistics_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
-    """As ``rows.statistics_rows``."""
+    """The fields of TokenStatistics, as columns; ``rows.statistics_rows``."""
     p, q = exponentials(zp), exponentials(zq)
     x, y = moments(p, q), moments(q, p)
     sum_of_both = p.masses / x.total.to(zp.dtype) + q.masses / y.total.to(zp.dtype)
-    size = difference(zp, zq, x.mean - x.kl).abs()
-    log_sums = x.log_sum, x.log_sum + x.kl - x.mean
+    size = difference(zp, zq, x.shift).abs()
+    log_sums = x.log_sum, x.log_sum_of_q
     token_logs = (
         z.gather(-1, tokens[:, None]) - log_sum for z, log_sum in zip((zp, zq), log_sums, strict=True)
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.estimate import Estimate
 from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_number, format_value
@@ -15,6 +14,7 @@ from kleash.reports.training_charts import run_charts
 from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of
+from kleash.store.number import bare_number
 from kleash.store.steps import STEPS
 from kleash.uncertainty.diagnostics import few_clusters
 
@@ -131,8 +131,7 @@ def format_metric(metrics: Mapping[str, float], name: str, error: str | None) ->
     standard_error = metrics.get(error, math.nan) if error else math.nan
     if not (math.isfinite(standard_error) and standard_error > 0 and math.isfinite(value)):
         return format_value(value)
-    nothing = (math.nan, math.nan)
-    text = format_number(Estimate(value=value, unit="none", standard_error=standard_error, ci95=nothing))
+    text = format_number(bare_number(value, standard_error))
     return f"{text.value} ± {text.error}"
 
 

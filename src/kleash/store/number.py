@@ -8,6 +8,11 @@ from kleash.estimate import Estimate
 NO_INTERVAL = "no interval: one cluster alone does not show how much clusters differ"
 
 
+def bare_number(value: float, standard_error: float) -> Estimate:
+    """A value with its error, to be shown: without a unit and an interval."""
+    return Estimate(value=value, unit="none", standard_error=standard_error, ci95=(math.nan, math.nan))
+
+
 def to_display_unit(number: Estimate) -> tuple[Estimate, str]:
     """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
     if number.unit != "probability":
