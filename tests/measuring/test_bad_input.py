@@ -177,7 +177,7 @@ def test_a_run_with_a_missing_part_raises(
     assert main([*map(str, [*words, "--batch-tokens", 8, "--out", whole])]) == 0
     shutil.copytree(whole, part)
     (part / "tokens" / "part-00001.parquet").unlink()
-    missing = f"kleash: {part / 'tokens' / 'part-00001.parquet'} is missing, and the run is made of "
+    missing = f"kleash: {part / 'tokens' / 'part-00001.parquet'} is missing or has no checksum"
     for asked in (["report", part], ["compare", whole, part, "--out", tmp_path / "c.html"]):
         assert main([*map(str, asked)]) == 2
         assert capsys.readouterr().err.startswith(missing)

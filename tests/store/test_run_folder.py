@@ -12,6 +12,7 @@ from folder_writer import hold_folder
 from kleash.errors import RunFolderError
 from kleash.records import Measurement, RunFolder
 from kleash.store.atomic import write_atomically
+from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, encode_table, read_columns
 
@@ -181,7 +182,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     ):
         read_columns(part, ["kl_policy_reference"])
     (tmp_path / "run.json").write_text('{"kleash": ')
-    with pytest.raises(RunFolderError, match="cannot be read as the header of a run"):
+    with pytest.raises(RunFolderError, match=r"run.json is damaged"):
         folder.header()
 
 
@@ -192,9 +193,9 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
         pass
     with pytest.raises(RunFolderError, match="the run has not finished: finish it with --resume"):
         Measurement.read(tmp_path)
-    (tmp_path / "measurement.json").write_text('{"schema": 99}')
+    write_checked(tmp_path, tmp_path / "measurement.json", '{"schema": 99}')
     with pytest.raises(RunFolderError, match="has schema 99"):
         Measurement.read(tmp_path)
-    (tmp_path / "measurement.json").write_text('{"schema": 3, "kle')
+    write_checked(tmp_path, tmp_path / "measurement.json", '{"schema": 3, "kle')
     with pytest.raises(RunFolderError, match="cannot be read as a measurement"):
         Measurement.read(tmp_path)

@@ -173,5 +173,5 @@ def test_the_result_is_there_once_the_run_has_ended(tmp_path: Path) -> None:
     assert again is not None and math.isnan(again.metrics["beta"])
     assert (again.steps, again.stopped, again.alerts) == (3, None, ("w",))
     (tmp_path / "training.json").write_text("{")
-    with pytest.raises(RunFolderError, match="cannot be read as the result"):
+    with pytest.raises(RunFolderError, match=r"training.json is damaged"):
         folder.result()

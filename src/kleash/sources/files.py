@@ -41,8 +41,7 @@ from kleash.sources.tables import (
     read_json_array,
     read_parquet,
 )
-from kleash.store.checksums import file_checksum
-from kleash.store.file_hashes import hash_watched, watch_files
+from kleash.store.file_hashes import hash_files, watch_files
 
 STANDARD_INPUT = "-"
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
@@ -112,7 +111,7 @@ class Source:
 
     def sha256(self) -> str:
         """The SHA-256 of the file's bytes; of several files, that of their hashes in order."""
-        hashes = [hash_watched(path, lambda path: file_checksum(path).sha256) for path in self.paths]
+        hashes = hash_files(self.paths)
         return hashes[0] if len(hashes) == 1 else sha256("\n".join(hashes).encode()).hexdigest()
 
 

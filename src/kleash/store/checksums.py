@@ -1,8 +1,8 @@
 """Checksums of the files of a folder, written with them and verified when they are read back.
 
-``checksums.jsonl`` holds a line for each file of a folder that is ever read back: its name, its size, its SHA-256 and
-a check of the line itself. A line is appended before the file gets its name, so that a kill at any moment leaves a
-file that is complete and has its line, or a line too many, which is harmless. Each line stands alone.
+``checksums.jsonl`` holds a line for each file of a folder that is ever read back: its name, its size and its SHA-256.
+A line is appended before the file gets its name, so that a kill at any moment leaves a file that is complete and has
+its line, or a line too many, which is harmless. A damaged line makes its file one that is damaged, or has no checksum.
 
 If several processes write a folder, each appends to a file of its own, such as ``checksums-3f9a21c0.jsonl``. Readers
 take the lines of all.
@@ -10,7 +10,7 @@ take the lines of all.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +28,7 @@ CHECKSUMS = "checksums.jsonl"
 OTHER_CHECKSUMS = "checksums-*.jsonl"
 """The files of the writers other than the first."""
 BLOCK = 1 << 20
-MOST_THREADS = 8
+MAX_THREADS = 16
 COPY = "copy the whole folder again, or make it anew in another one"
 
 
@@ -53,16 +53,12 @@ class Checksums:
         A file may have several: it was replaced, and a kill may have come before or after the new one got its name.
         """
         self.root = root
-        self._files: dict[str, set[FileChecksum]] = {}
-        self._newest: dict[str, FileChecksum] = {}
-        self._removed: set[str] = set()
+        self._files: dict[str, list[FileChecksum]] = {}
         for name, checksum in lines:
             if checksum is None:
-                self._removed.add(name)
+                self._files.pop(name, None)
             else:
-                self._removed.discard(name)
-                self._newest[name] = checksum
-                self._files.setdefault(name, set()).add(checksum)
+                self._files.setdefault(name, []).append(checksum)
 
     @classmethod
     def read(cls, root: Path) -> "Checksums":
@@ -76,13 +72,8 @@ class Checksums:
 
     @property
     def names(self) -> Set[str]:
-        """The names of the files that have a checksum."""
-        return self._files.keys()
-
-    @property
-    def expected_names(self) -> Set[str]:
         """The names of the files that were written and not taken away since."""
-        return self._files.keys() - self._removed
+        return self._files.keys()
 
     def fingerprint(self, names: Callable[[str], bool]) -> str:
         """The hash of the checksums of all files whose name is chosen."""
@@ -90,18 +81,13 @@ class Checksums:
             f"{name} {checksum.sha256}\n"
             for name in self._files
             if names(name)
-            for checksum in self._files[name]
+            for checksum in set(self._files[name])
         )
         return sha256("".join(lines).encode()).hexdigest()[:32]
 
-    def covers(self, path: Path) -> bool:
-        """Whether a file has a checksum."""
-        return self._name(path) in self._files
-
     def expects(self, path: Path) -> bool:
         """Whether a file was written and not taken away since."""
-        name = self._name(path)
-        return name in self._files and name not in self._removed
+        return self._name(path) in self._files
 
     def read_bytes(self, path: Path, advice: str = COPY) -> bytes:
         """The bytes of a file, as they were written.
@@ -113,7 +99,10 @@ class Checksums:
         Raises:
             RunFolderError: if it is missing, cannot be read, or is not what was written.
         """
-        content = _bytes_of(path, advice)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _unreadable(path, error, advice) from error
         self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
         return content
 
@@ -129,37 +118,30 @@ class Checksums:
         Raises:
             RunFolderError: if it is missing, is none, is of another schema, or is not what was written.
         """
-        content = _bytes_of(path, advice)
+        content = self.read_bytes(path, advice)
         try:
             data = parse_json(content)
             _require_schema(path, kind, data)
-            record = decode(kind, data)
-        except (ValueError, TypeError, KeyError) as error:
+            return decode(kind, data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"{path} cannot be read as {what}: {error}; {advice}") from error
-        self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
-        return record
 
     def check(self, path: Path, advice: str = COPY) -> None:
         """See that a file that others will read is as it was written; as ``read_bytes``, without holding it."""
         try:
             checksum = file_checksum(path)
         except OSError as error:
-            raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+            raise _unreadable(path, error, advice) from error
         self._require(path, checksum, advice)
 
     def check_all(self, names: Callable[[str], bool] = lambda name: True, advice: str = COPY) -> None:
-        """See that all files whose name is chosen are there, as they were written; several at a time.
+        """See that all files whose name is chosen are there, as they were written.
 
         Raises:
-            RunFolderError: naming the first that is not.
+            RunFolderError: naming one that is not.
         """
-        chosen = sorted(name for name in self._files if name not in self._removed and names(name))
-
-        def check(name: str) -> None:
-            self.check(self.root / name, advice)
-
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:  # hashlib lets the GIL go
-            list(threads.map(check, chosen))
+        paths = [self.root / name for name in sorted(self._files) if names(name)]
+        in_threads(lambda path: self.check(path, advice), paths)
 
     def require_beginning(self, path: Path, content: bytes, advice: str = COPY) -> None:
         """Check that a file to which lines are appended begins with the bytes of its newest checksum, if it has one.
@@ -167,29 +149,17 @@ class Checksums:
         Raises:
             RunFolderError: if it is shorter, has other bytes, or nothing in the folder has a checksum.
         """
-        newest = self._newest.get(self._name(path))
-        if newest is None:
-            if content and not self._files:
-                raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} is missing or empty; {advice}")
-            return
-        if len(content) < newest.size:
-            raise RunFolderError(
-                f"{path} is damaged: it has {len(content)} bytes where {newest.size} were written; {advice}"
-            )
-        if sha256(content[: newest.size]).hexdigest() != newest.sha256:
-            raise RunFolderError(f"{path} is damaged: it has other bytes than were written; {advice}")
+        if self.expects(path):
+            newest = self._files[self._name(path)][-1]
+            self._require(path, FileChecksum(newest.size, sha256(content[: newest.size]).hexdigest()), advice)
+        elif content and not self._files:
+            raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} is missing or empty; {advice}")
 
     def _require(self, path: Path, checksum: FileChecksum, advice: str) -> None:
-        name = self._name(path)
-        written = self._files.get(name)
-        if written is None:
-            lack = "has no checksum of it" if self._files else "is missing or empty"
-            raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} {lack}; {advice}")
-        if checksum not in written:
-            sizes = " or ".join(str(size) for size in sorted({expected.size for expected in written}))
-            same_size = any(expected.size == checksum.size for expected in written)
-            what = "other bytes than" if same_size else f"{checksum.size} bytes where {sizes}"
-            raise RunFolderError(f"{path} is damaged: it has {what} were written; {advice}")
+        if not self.expects(path):
+            raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} has no checksum of it; {advice}")
+        if checksum not in self._files[self._name(path)]:
+            raise RunFolderError(f"{path} is damaged: it has other bytes than were written; {advice}")
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -212,13 +182,13 @@ def write_checked(
     write_atomically(
         path,
         content,
-        before_rename=lambda file: _append(root, _record_of(root, path, file_checksum(file)), writer=writer),
+        before_rename=lambda file: _append(root, _line(root, path, file_checksum(file)), writer=writer),
     )
 
 
 def record_checksums(root: Path, *paths: Path) -> None:
     """Record the checksums of files of the folder ``root`` as they are now."""
-    _append(root, *(_record_of(root, path, file_checksum(path)) for path in paths))
+    _append(root, *(_line(root, path, file_checksum(path)) for path in paths))
 
 
 def begin_checksums(root: Path) -> None:
@@ -243,7 +213,7 @@ def _lines_of(path: Path) -> list[ChecksumLine]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error, COPY) from error
     return _parsed_lines(path, content)
 
 
@@ -254,19 +224,9 @@ def _parsed_lines(path: Path, content: bytes) -> list[ChecksumLine]:
     return [_parsed(path, number, line) for number, line in enumerate(whole_lines, 1)]
 
 
-def record_removal(root: Path, *paths: Path) -> None:
-    """Record that files are about to be removed, so that they are not reported as missing."""
-    if not paths:
-        return
-    checksums = Checksums.read(root)
-    _append(
-        root,
-        *(
-            {"file": path.relative_to(root).as_posix(), "removed": True}
-            for path in paths
-            if checksums.expects(path)
-        ),
-    )
+def record_removal(root: Path, path: Path) -> None:
+    """Record that a file is about to be removed, so that it is not reported as missing."""
+    _append(root, json.dumps({"file": path.relative_to(root).as_posix(), "removed": True}))
 
 
 def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> None:
@@ -284,7 +244,7 @@ def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> No
     try:
         current = file_checksum(path).sha256
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+        raise _unreadable(path, error, advice) from error
     if current != sha256:
         raise RunFolderError(f"{path} is not {what}: it has other bytes; {advice}")
 
@@ -293,10 +253,9 @@ def seal_folder(root: Path) -> None:
     """Write the checksums of all files in ``root``, which is complete, in place of those that are there."""
     files = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
     paths = sorted(path for path in files if path != root / CHECKSUMS)
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        file_checksums = list(threads.map(file_checksum, paths))
     lines = [
-        _line(_record_of(root, path, checksum)) for path, checksum in zip(paths, file_checksums, strict=True)
+        f"{_line(root, path, checksum)}\n"
+        for path, checksum in zip(paths, in_threads(file_checksum, paths), strict=True)
     ]
     write_atomically(root / CHECKSUMS, "".join(lines))
 
@@ -312,6 +271,12 @@ def file_checksum(path: Path) -> FileChecksum:
     return FileChecksum(size, digest.hexdigest())
 
 
+def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
+    """The results of a function that hashes a file, for several files at a time, since hashlib releases the GIL."""
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(function, paths))
+
+
 def _require_schema(path: Path, kind: type, data: Any) -> None:
     """Check that JSON data have the schema that a record of this kind has by default, if it has one."""
     schema = getattr(kind, "schema", None)
@@ -323,43 +288,32 @@ def _require_schema(path: Path, kind: type, data: Any) -> None:
         )
 
 
-def _bytes_of(path: Path, advice: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+def _unreadable(path: Path, error: OSError, advice: str) -> RunFolderError:
+    """The error about a file that cannot be read."""
+    return RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}")
 
 
-def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]:
-    return {"file": path.relative_to(root).as_posix(), "bytes": checksum.size, "sha256": checksum.sha256}
+def _line(root: Path, path: Path, checksum: FileChecksum) -> str:
+    """The line of a file, without its line break."""
+    name = path.relative_to(root).as_posix()
+    return json.dumps({"file": name, "bytes": checksum.size, "sha256": checksum.sha256})
 
 
-def _append(root: Path, *records: dict[str, Any], writer: str = "") -> None:
-    """Append a line for each record to a writer's checksums."""
+def _append(root: Path, *lines: str, writer: str = "") -> None:
+    """Append lines to a writer's checksums, in place of one that was half written."""
     path = root / (OTHER_CHECKSUMS.replace("*", writer) if writer else CHECKSUMS)
     try:
-        new = not path.exists()
-        with path.open("r+b" if not new else "xb") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end and not new:  # cut off what was half written
-                file.seek(end - 1)
-                if file.read(1) == b"\n":
-                    break
-                end -= 1
-            file.seek(end)
-            file.truncate()
-            file.write("".join(map(_line, records)).encode())
+        is_new = not path.exists()
+        with path.open("a+b") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write("".join(f"{line}\n" for line in lines).encode())
             file.flush()
             os.fsync(file.fileno())
-        if new:
+        if is_new:
             sync_folder(root)
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def _line(record: dict[str, Any]) -> str:
-    """A record as a line that says itself whether it is whole."""
-    return json.dumps({**record, "line": check_of(record)}) + "\n"
 
 
 def check_of(record: Mapping[str, Any]) -> str:
@@ -370,8 +324,6 @@ def check_of(record: Mapping[str, Any]) -> str:
 def _parsed(path: Path, number: int, line: bytes) -> ChecksumLine:
     try:
         record = dict(parse_json(line))
-        if record.pop("line") != check_of(record):
-            raise ValueError("its check does not fit")
         name = str(record["file"])
         if record.get("removed"):
             return name, None

@@ -184,14 +184,13 @@ class RunFolder(JobFolder):
 
     def _whole_shards(self) -> tuple[int, ...]:
         """``finished_shards`` without regard to the ``stop``."""
-        checksums = self.checksums()
-        covered, expected = checksums.names, checksums.expected_names
+        expected = self.checksums().names
         on_disk = {kind: frozenset(self._indices(kind)) for kind in KINDS}
 
         def is_whole(index: int) -> bool:
             has_top = _part_name("alternatives", index) in expected
             return all(
-                index in on_disk[kind] and _part_name(kind, index) in covered
+                index in on_disk[kind] and _part_name(kind, index) in expected
                 for kind in (KINDS if has_top else COUNTED_KINDS)
             )
 
@@ -208,20 +207,13 @@ class RunFolder(JobFolder):
         """
         finished = set(self.finished_shards())
         missing = [index for index in range(count) if index not in finished]
-        if not missing:
-            return
-        advice = "copy the whole folder, or run again with --resume to make it anew"
-        more = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
-        checksums = self.checksums()
-        for path in self._shard(missing[0], checksums):
-            if not path.exists():
-                raise RunFolderError(
-                    f"{path} is missing, and the run is made of {count} shards{more}; {advice}"
-                )
-            if not checksums.covers(path):
-                raise RunFolderError(
-                    f"{path} has no checksum in {CHECKSUMS}, and the run wrote one{more}; {advice}"
-                )
+        if missing:
+            checksums, paths = self.checksums(), [self._part(kind, missing[0]) for kind in KINDS]
+            lost = [path for path in paths if checksums.expects(path) and not path.exists()]
+            raise RunFolderError(
+                f"{(lost or paths)[0]} is missing or has no checksum, and the run is made of {count} shards; copy the "
+                "whole folder, or run again with --resume to make it anew"
+            )
 
     def write_shard(
         self,
@@ -281,12 +273,6 @@ class RunFolder(JobFolder):
     def _parts(self, kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
         paths = [self._part(kind, index) for index in self.finished_shards()]
         return read_parts(paths, names, self.checksums().read_bytes)
-
-    def _shard(self, index: int, checksums: Checksums) -> list[Path]:
-        """The files of a shard, in the order in which they are written."""
-        top = self._part("alternatives", index)
-        paths = [self._part("tokens", index), self._part("sequences", index)]
-        return [top, *paths] if checksums.expects(top) else paths
 
     def _indices(self, kind: str) -> list[int]:
         """The numbers of the shards that have a file of this kind, in rising order."""

@@ -125,7 +125,7 @@ def _decoded(path: Path, kind: type[T]) -> list[T]:
     for number, line in enumerate(_lines(path), 1):
         try:
             records.append(decode(kind, parse_json(line)))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"{path}, line {number}, cannot be read: {error}; {BROKEN}") from error
     return records
 

@@ -124,11 +124,6 @@ TOP_COLUMNS: Mapping[str, str] = {
 
 
 REMAKE = "delete it and run again with --resume to make it anew"
-NEVER_NULL = frozenset(
-    [name for name, kind in {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}.items() if kind == "int32"]
-    + ["prompt_hash"]
-) - {"top1_policy", "top1_reference", "rank_reference"}
-"""Columns without nulls. The likeliest token and the rank are null where a server or a file does not say them."""
 
 
 def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:
@@ -161,7 +156,11 @@ def read_columns(
         content = path.read_bytes() if read is None else read(path, REMAKE)
         # Not read_table: its threads may end after the interpreter does, which aborts the process (apache/arrow 34314).
         table = parquet.ParquetFile(arrow.BufferReader(content)).read(columns=names, use_threads=False)
-        return {name: _to_numpy(name, table.column(name)) for name in names}
+        columns = {name: table.column(name) for name in names}
+        return {
+            name: column.to_pylist() if column.type == arrow.string() else np.asarray(column.to_numpy())
+            for name, column in columns.items()
+        }
 
 
 def column_names(path: Path, read: Callable[[Path, str], bytes]) -> frozenset[str]:
@@ -193,30 +192,3 @@ def read_parts(
     """``read_columns`` of one file after the other, so that only one is in memory."""
     for path in paths:
         yield read_columns(path, names, read)
-
-
-def _to_numpy(name: str, column: Any) -> Any:
-    """An Arrow column as a numpy array, or as a list for texts.
-
-    Raises:
-        ValueError: if its type is not that of ``KINDS``, or it has nulls where none are written.
-    """
-    kind = KINDS[name]
-    if str(column.type) != ARROW_NAMES.get(kind, kind):
-        raise ValueError(f"its column {name} is {column.type} where {kind} was written")
-    if column.null_count and name in NEVER_NULL:
-        raise ValueError(f"its column {name} has {column.null_count} nulls, and none were written")
-    if kind == "string":
-        return column.to_pylist()
-    return np.asarray(column.to_numpy())
-
-
-ARROW_NAMES = {"float32": "float"}
-KINDS: Mapping[str, str] = {
-    **TOKEN_COLUMNS,
-    **OPTIONAL_COLUMNS,
-    **SEQUENCE_COLUMNS,
-    **ALTERNATIVE_COLUMNS,
-    **TOP_COLUMNS,
-}
-"""The type of each column of any table."""

@@ -57,7 +57,7 @@ class HiddenStateStore:
         """Total number of positions."""
         checksums = cache_checksums(folder)
         for path in sorted(folder.glob("part-*.safetensors")):
-            if checksums.covers(path):
+            if checksums.expects(path):
                 watch_files([path])
                 self._add_to_index(path)
         names = {path.name for path in self._paths}

@@ -106,7 +106,7 @@ class StoredReference:
         checksums = self.checksums
         checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
         for path in sorted(checkpoint.folder.rglob("*")):
-            if path.is_file() and not checksums.covers(path):
+            if path.is_file() and not checksums.expects(path):
                 raise ModelError(
                     f"{path} was not written by kleash cache and would change the tokenizer; delete it"
                 )
