@@ -12,7 +12,7 @@ import pytest
 from synthetic_run import synthetic_sweep, write_sweep_folder, write_synthetic_run
 
 from kleash.cli import main
-from kleash.cli.commands import RECORDS
+from kleash.cli.parsing import RECORDS
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.jobs.output_options import FORMATS, MEASUREMENT_FORMATS, FormatOption
@@ -134,7 +134,7 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path: Path, ca
         assert "is for one measurement, and" in capsys.readouterr().err
     (tmp_path / "sweep.json").write_text("{")
     assert main(["report", str(tmp_path)]) == 2
-    assert "cannot be read as a sweep" in capsys.readouterr().err
+    assert "sweep.json is damaged" in capsys.readouterr().err
 
 
 def test_a_training_folder_has_no_format(tmp_path: Path, capsys: Any) -> None:

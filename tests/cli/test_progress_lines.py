@@ -11,7 +11,7 @@ from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal
 from kleash.records import Number
 from kleash.reports.formatting import format_duration
-from kleash.store.number import cells, with_error
+from kleash.store.summary import cells, with_error
 
 
 class Clock:

@@ -15,7 +15,7 @@ from kleash.cli import main
 from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
 from kleash.diagnosis.causes import CAUSES
 from kleash.errors import OptionError, SourceError
-from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.jobs.reading_jobs import DoctorJob
 from kleash.records import Diagnosis
 
 SEQUENCES, TIME, VOCAB = 20, 30, 60

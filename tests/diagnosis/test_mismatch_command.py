@@ -15,7 +15,7 @@ from kleash.cli import main
 from kleash.diagnosis import measure_mismatch, read_rollouts, write_rollouts
 from kleash.diagnosis.rollout_records import FIELD_NAMES, RESPONSE_MASKS
 from kleash.errors import OptionError, SourceError
-from kleash.jobs.rollout_jobs import MismatchJob
+from kleash.jobs.reading_jobs import MismatchJob
 from kleash.leash import mismatch
 
 

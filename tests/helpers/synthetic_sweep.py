@@ -1,8 +1,7 @@
 """A sweep with attributions, made without any model; one candidate has a hostile name."""
 
 from kleash.records import Number
-from kleash.store.attribution import Attribution, GroupChange
-from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
+from kleash.store.sweep import Attribution, GroupChange, Sweep, SweepCandidate, SweepPair
 
 HOSTILE_NAME = "<script>window.broken = 1</script>/" + "a-very-long-folder-without-spaces" * 3 + ".gguf"
 KLS = (0.00008, 0.0055, 0.0227)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Service:
-    """A stand-in for a tracker's own package, as far as Accelerate calls it."""
+    """A stand-in for a tracker's own package, as far as kleash calls it."""
 
     def __init__(self) -> None:
         self.began: dict[str, Any] = {}
@@ -18,23 +18,21 @@ class Service:
         module = types.ModuleType(name)
         module.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
         members: dict[str, Any] = {
-            "init": self.init,
-            "config": types.SimpleNamespace(update=lambda values, **_: self.settings.update(values)),
-            "search_experiments": lambda **_: [],
-            "create_experiment": lambda **more: self.began.update(more) or "1",
-            "start_run": lambda **more: self.began.update(more) or self,
+            "init": lambda **more: self.init(**more),
+            "log": lambda *values, **more: self.log(*values, **more),
+            "finish": lambda: self.finish(),
+            "set_experiment": lambda name: self.began.update(project=name),
+            "start_run": lambda **more: self.began.update(more),
             "log_params": self.settings.update,
             "log_metrics": lambda values, step: self.logged.append((step, values)),
             "end_run": self.finish,
-            "utils": types.SimpleNamespace(
-                validation=types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
-            ),
         }
         for member, value in members.items():
             setattr(module, member, value)
         return module
 
     def init(self, **more: Any) -> "Service":
+        self.settings.update(more.pop("config"))
         self.began.update(more)
         return self
 

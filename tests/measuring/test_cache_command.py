@@ -347,8 +347,8 @@ def test_damaged_files_are_reported_by_name(
     for name, expected in (
         ("part", "is damaged; delete"),
         ("head", "head.safetensors is damaged"),
-        ("contents", "cannot be read as a part of a reference cache"),
-        ("reference", "cannot be read as a part of a reference cache"),
+        ("contents", "contents.json is damaged"),
+        ("reference", "reference.json is damaged"),
         ("noise", "give the kleash cache command again"),
     ):
         broken = tmp_path / name

@@ -16,7 +16,7 @@ from kleash.diagnosis import doctor as doctor_module
 from kleash.diagnosis import engine_numbers, measure_mismatch
 from kleash.errors import ChangedInputError, SourceError
 from kleash.jobs import SweepJob
-from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.jobs.reading_jobs import DoctorJob
 from kleash.measuring import cache_reference, measure, sweep
 from kleash.measuring.model_pair import load_models
 from kleash.measuring.progress import NullProgressReporter

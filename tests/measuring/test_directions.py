@@ -20,7 +20,7 @@ from kleash.measuring import compare, measure
 from kleash.measuring.progress import NullProgressReporter
 from kleash.records import Measurement, Number, RunFolder, summarize
 from kleash.reports.gate_verdicts import describe_sweep_gate, gate_of_sweep
-from kleash.reports.model_card import model_card
+from kleash.reports.text_formats import model_card
 from kleash.store.sweep import Sweep, SweepCandidate
 
 POLICY, REFERENCE = "kl_policy_reference", "kl_reference_policy"

@@ -11,7 +11,7 @@ from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
 from kleash.records import Measurement
-from kleash.store.gate import Gate, exit_code_of
+from kleash.store.measurement import Gate, exit_code_of
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kleash.reports.text_formats import card_section, card_sentence
 from packed_checkpoints import pack_gptq, save_packed
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 
 from kleash.measuring import measure
 from kleash.records import MeasureJob, Measurement
-from kleash.reports.model_card import card_section, card_sentence
 from kleash.store.measurement import describe_storage
-from kleash.store.summary_tables import summarize
+from kleash.store.summary import summarize
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "checkpoint_format": "gptq"}
 PACKED = "gptq int4, groups of 16 and F32"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from command_forks import CommandForks
+from kleash.cli.printing import print_summary
 from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
-from kleash.cli.sweeping import print_sweep
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
@@ -174,10 +174,10 @@ def test_a_long_name_does_not_narrow_the_numbers_in_the_terminal(
         replace(candidate, name="/" + 300 * "x" + Path(candidate.name).name)
         for candidate in result.candidates
     ]
-    print_sweep(replace(result, candidates=tuple(long)), Path("sweep.html"))
+    print_summary(replace(result, candidates=tuple(long)), Path("sweep.html"))
     printed = capsys.readouterr().out
     assert len(re.findall(r"nats +\d\.\d+ to \d\.\d+ ", printed)) == 3
-    lines = printed[: printed.index("not measured")].splitlines()
+    lines = printed[: printed.index("Not measured")].splitlines()
     assert max(len(line) for line in lines if "rows of a head" not in line) < 180
 
 
@@ -396,7 +396,7 @@ def remove_the_checksums(root: Path) -> None:
     [
         (edit_a_number, r"sweep\.json is damaged"),
         (exchange_two_runs, "is not the measurement of candidate 1"),
-        (remove_the_checksums, r"checksums\.jsonl is missing"),
+        (remove_the_checksums, r"checksums\.jsonl has no checksum"),
     ],
 )
 def test_a_sweep_that_is_not_as_it_was_written_is_not_reported(

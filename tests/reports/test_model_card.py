@@ -14,7 +14,7 @@ from huggingface_hub.repocard_data import (
 )
 
 from kleash.records import Measurement, Number
-from kleash.reports.model_card import card_section, model_card, published_name
+from kleash.reports.text_formats import card_section, model_card, published_name
 from kleash.store.measurement import ModelRecord
 
 HOSTILE = (

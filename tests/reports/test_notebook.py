@@ -17,10 +17,8 @@ from kleash.records import (
     Number,
     TrainingResult,
 )
-from kleash.store.likely_causes import LikelyCause
-from kleash.store.mismatch_record import LABELS
-from kleash.store.notebook import to_html
-from kleash.store.summary_tables import Name, Summary, SummaryTable
+from kleash.store.rollout_results import LABELS, LikelyCause
+from kleash.store.summary import Name, Summary, SummaryTable, to_html
 from kleash.store.sweep import Sweep
 
 TAGS = {"div", "table", "thead", "tbody", "tr", "th", "td", "code", "bdi", "details", "summary", "ul", "li"}

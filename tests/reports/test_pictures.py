@@ -162,8 +162,7 @@ def test_a_picture_that_cannot_be_made_is_one_sentence(
     (tmp_path / "steps.jsonl").write_text("")
     assert main(["report", str(tmp_path), "--picture", "a.png"]) == 2
     assert "--picture is for measurements and sweeps; " in capsys.readouterr().err
-    for module in ("kleash.extras", "kleash.cli.requirements"):
-        monkeypatch.setattr(f"{module}.is_installed", lambda name: name != "matplotlib")
+    monkeypatch.setattr("kleash.extras.is_installed", lambda name: name != "matplotlib")
     assert main(["report", str(folder), "--picture", str(tmp_path / "a.png")]) == 2
     assert "matplotlib is not installed; run: pip install 'kleash[models]'" in capsys.readouterr().err
     with pytest.raises(RunFolderError):

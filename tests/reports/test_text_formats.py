@@ -22,10 +22,9 @@ from kleash.reports.text_formats import (
     to_csv,
     to_markdown,
 )
-from kleash.store.likely_causes import LikelyCause
-from kleash.store.mismatch_record import LABELS
 from kleash.store.number_rows import NumberRow, number_rows
-from kleash.store.summary_tables import Name, Summary, SummaryTable, summarize
+from kleash.store.rollout_results import LABELS, LikelyCause
+from kleash.store.summary import Name, Summary, SummaryTable, summarize
 
 HOSTILE = (
     "a|b",

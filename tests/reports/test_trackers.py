@@ -2,16 +2,13 @@
 
 import json
 import math
-import os
 import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import PartialState
 from synthetic_run import write_sweep_folder, write_synthetic_run
 from synthetic_sweep import synthetic_sweep
 from tracker_service import Service
@@ -20,35 +17,23 @@ from kleash import MeasureJob, measure
 from kleash.cli import main
 from kleash.errors import MissingExtraError, OptionError, TrackerWarning
 from kleash.jobs import SweepJob
-from kleash.jobs.pages import ReportJob
+from kleash.jobs.reading_jobs import ReportJob
 from kleash.measuring import sweep
 from kleash.measuring.run import SharedMeasurement
 from kleash.measuring.sweep_run import SharedSweep
 from kleash.records import Measurement, Number
 from kleash.reports import write_report
-from kleash.reports.trackers import scalars_of, send_measurement, send_sweep, sweep_scalars
+from kleash.reports.trackers import scalars_of, send_result, sweep_scalars
 
 
-@pytest.fixture
-def no_state() -> Iterator[None]:
-    """A program that has no state of Accelerate, whatever ran before."""
-    before = dict(PartialState._shared_state)
-    PartialState._reset_state()
-    yield
-    PartialState._shared_state.update(before)
-
-
-@pytest.mark.usefixtures("no_state")
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_a_tracker_gets_every_number_with_its_interval_and_the_settings(
     name: str, run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = Service()
     monkeypatch.setitem(sys.modules, name, service.as_module(name))
-    for variable, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(variable, value)  # of torchrun, whose other ranks do not report
     folder, measurement = run
-    assert send_measurement((name, name), measurement, folder) == []
+    assert send_result((name, name), measurement, folder) == []
     ((step, logged),) = service.logged
     kl = measurement.per_token["kl_policy_reference"]
     prefix = "measurement/kl_policy_reference"
@@ -61,19 +46,10 @@ def test_a_tracker_gets_every_number_with_its_interval_and_the_settings(
     assert service.settings["seed"] == "3" and service.settings["kleash"] == "0.1.0"
     assert service.settings["fingerprint_policy"] == measurement.models["policy"].fingerprint
     assert folder.name in service.began.values() and service.finished == 1
-    assert os.environ["WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == "0"
-    assert not PartialState._shared_state, (
-        "the program's own use of Accelerate begins as if this had not been"
-    )
 
 
 class PrintingService(Service):
     """A service that prints, as trackio does when a run begins and ends."""
-
-    def as_module(self, name: str) -> types.ModuleType:
-        module = super().as_module(name)
-        module.finish = self.finish  # type: ignore[attr-defined]
-        return module
 
     def init(self, **more: Any) -> Service:
         print("* project initialized")
@@ -88,7 +64,6 @@ class PrintingService(Service):
         super().finish()
 
 
-@pytest.mark.usefixtures("no_state")
 def test_what_a_tracker_prints_is_no_output_of_the_command(
     run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -105,19 +80,10 @@ def test_what_a_tracker_prints_is_no_output_of_the_command(
     assert service.finished == 1
 
 
-def test_the_state_of_a_program_that_uses_accelerate_stays(
-    run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", Service().as_module("wandb"))
-    before = dict(PartialState()._shared_state)
-    assert send_measurement(("wandb",), run[1], run[0]) == []
-    assert dict(PartialState._shared_state) == before
-
-
 def test_tensorboard_has_the_scalars(run: tuple[Path, Measurement], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert send_measurement(("tensorboard",), run[1], tmp_path) == []
+    assert send_result(("tensorboard",), run[1], tmp_path) == []
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     expected = scalars_of(run[1])
@@ -151,7 +117,7 @@ def test_a_tracker_that_fails_is_a_sentence_and_the_others_get_the_numbers(
     monkeypatch.setattr(broken, part, fail)
     monkeypatch.setitem(sys.modules, "wandb", broken.as_module("wandb"))
     monkeypatch.setitem(sys.modules, "trackio", working.as_module("trackio"))
-    (sentence,) = send_measurement(("wandb", "trackio"), run[1], run[0])
+    (sentence,) = send_result(("wandb", "trackio"), run[1], run[0])
     assert "no network" in sentence and "second line" not in sentence
     assert sentence.endswith(f"which is in {run[0]}; send it with kleash report {run[0]} --report-to wandb")
     assert len(working.logged) == working.finished == 1
@@ -231,7 +197,6 @@ def test_a_tracker_changes_no_setting_of_a_run() -> None:
     assert jobs[0].measure_job(1, Path("o")) == jobs[1].measure_job(1, Path("o"))
 
 
-@pytest.mark.usefixtures("no_state")
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_a_tracker_gets_the_candidates_of_a_sweep_as_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,7 +207,7 @@ def test_a_tracker_gets_the_candidates_of_a_sweep_as_steps(
     result = replace(result, candidates=(*swapped, *others))  # whose order is not that of the command line
     monkeypatch.setitem(sys.modules, name, service.as_module(name))
     folder = tmp_path / "quantisations"
-    assert send_sweep((name, name), result, folder) == []
+    assert send_result((name, name), result, folder) == []
     measured = [candidate for candidate in result.candidates if not candidate.failure]
     assert [step for step, _ in service.logged] == [candidate.number for candidate in measured]
     order = sorted(measured, key=lambda candidate: candidate.numbers[result.rank_by].value)
@@ -264,7 +229,7 @@ def test_tensorboard_has_a_curve_over_the_candidates(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     result = synthetic_sweep()
-    assert send_sweep(("tensorboard",), result, tmp_path) == []
+    assert send_result(("tensorboard",), result, tmp_path) == []
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     curve = [(event.step, event.value) for event in events.Scalars("sweep/kl_policy_reference")]

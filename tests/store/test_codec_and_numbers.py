@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kleash.records import Number
 from kleash.store.codec import decode, encode, parse_json, to_json
-from kleash.store.number import with_error
+from kleash.store.summary import with_error
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 

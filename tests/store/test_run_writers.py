@@ -45,9 +45,7 @@ def test_finished_shards_are_any_set_and_are_read_in_order(tmp_path: Path, seed:
     assert list(folder.finished_shards()) == written(folder) == sorted(chosen)
     missing = [index for index in range(20) if index not in chosen]
     if missing:
-        with pytest.raises(
-            RunFolderError, match=rf"part-{missing[0]:05d}\.parquet is missing or"
-        ):
+        with pytest.raises(RunFolderError, match=rf"part-{missing[0]:05d}\.parquet is missing or"):
             folder.require_shards(20)
 
 

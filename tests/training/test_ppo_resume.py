@@ -269,7 +269,7 @@ def test_unreadable_progress_is_refused(copied, text):
             seal_folder(checkpoint)
         with pytest.raises(
             RunFolderError,
-            match=r"the checkpoint .*progress\.json cannot be read as the progress of a run: .*"
+            match=r"the checkpoint .*progress\.json (is damaged|cannot be read as the progress of a run): .*"
             "no other checkpoint is kept",
         ):
             load_progress(checkpoint)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kleash.cli.steps import Steps
+from kleash.cli.progress import Steps
 from kleash.jobs import PPOJob
 from kleash.jobs.train import SHIPPED_REWARD
 from kleash.training import train
@@ -62,8 +62,8 @@ def train_policy(reference: Path, prompts: list[str], run: Path, seed: int) -> t
     source = run / "prompts.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
     job = job_of(reference, source, run / "ppo", seed)
-    with Steps(job.steps) as shown:
-        result = train(job, shown)
+    shown = Steps(job.steps)
+    result = train(job, shown)
     settings = {name: asdict(job)[name] for name in ON_THE_CARD}
     last = {name: result.metrics[name] for name in ("reward/score", "kl/exact_per_sequence", "beta")}
     return Path(result.policy), {"prompts": len(prompts), "reward": SHIPPED_REWARD, **settings, "last": last}

@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from kleash.cli.commands import AuditJob
 from kleash.errors import MissingExtraError
+from kleash.jobs.reading_jobs import AuditJob
 from kleash.launch_environment import launched_rank
 from kleash.reports.formatting import as_sentence
 from kleash.store import Audit, Finding

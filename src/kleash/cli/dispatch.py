@@ -1,24 +1,26 @@
-"""Runs each command but audit: measure, compare, mismatch and doctor here, the rest in modules of their own."""
+"""Runs each command but audit, and prints its result."""
 
+import shlex
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kleash.cli.caching import run_cache
-from kleash.cli.commands import CompareJob, ReportJob, RichCommand
-from kleash.cli.formats import print_formatted
-from kleash.cli.progress import Progress
-from kleash.cli.report_command import run_report
-from kleash.cli.summary import print_summary
-from kleash.cli.sweeping import run_sweep
-from kleash.cli.terminal import trackers_as_sentences
-from kleash.cli.training import run_train
-from kleash.errors import OptionError
+from kleash.cli.parsing import RichCommand
+from kleash.cli.printing import print_formatted, print_gates, print_summary
+from kleash.cli.progress import Progress, Steps
+from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
+from kleash.errors import CannotRunError, OptionError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
-from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
-from kleash.launch_environment import launched_rank
-from kleash.store.gate import exit_code_of
+from kleash.jobs.output_options import FORMATS
+from kleash.jobs.reading_jobs import CompareJob, DoctorJob, MismatchJob, ReportJob
+from kleash.launch_environment import launched_rank, require_one_process
+from kleash.reports.formatting import format_bytes, measure_command
+from kleash.store import WrittenLogits
+from kleash.store.cache import read_label
+from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
 
 SHIPPED_PAIR = (
@@ -26,7 +28,8 @@ SHIPPED_PAIR = (
     "take others"
 )
 """Note of a measurement of the shipped models."""
-
+EXIT_FAILED = 2
+"""Exit code of a sweep if a candidate could not be measured, or its KL not attributed."""
 FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob)
 """Commands of which the first of several launched processes does the work; the others exit with 0 at once."""
 
@@ -39,23 +42,24 @@ def run(command: RichCommand) -> int:
     """
     if isinstance(command, FIRST_RANK_ONLY) and launched_rank() != 0:
         return 0
-    match command:
-        case MeasureJob():
-            return _measure(command)
-        case SweepJob():
-            return run_sweep(command)
-        case ReportJob():
-            return run_report(command)
-        case CompareJob():
-            return _compare(command)
-        case MismatchJob():
-            return _mismatch(command)
-        case DoctorJob():
-            return _doctor(command)
-        case CacheJob():
-            return run_cache(command)
-        case TrainJob():
-            return run_train(command)
+    with trackers_as_sentences():
+        match command:
+            case MeasureJob():
+                return _measure(command)
+            case SweepJob():
+                return _sweep(command)
+            case ReportJob():
+                return _report(command)
+            case CompareJob():
+                return _compare(command)
+            case MismatchJob():
+                return _mismatch(command)
+            case DoctorJob():
+                return _doctor(command)
+            case CacheJob():
+                return _cache(command)
+            case TrainJob():
+                return _train(command)
 
 
 def _measure(job: MeasureJob) -> int:
@@ -66,32 +70,98 @@ def _measure(job: MeasureJob) -> int:
         require_folder_of_all("the run")
         job = replace(job, out=default_out())
     shows_progress = launched_rank() == 0 and not job.quiet
-    with trackers_as_sentences(), Progress() if shows_progress else nullcontext() as progress:
+    with Progress() if shows_progress else nullcontext() as progress:
         is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
         if progress is not None and is_shipped and not job.has_base_logits:
             progress.note(SHIPPED_PAIR)
         result = measure_together(job, progress)
     if not result.is_own:
         return 0
-    measurement, folder = result.measurement, Path(str(job.out))
+    folder = Path(str(job.out))
+    _print_result(result.measurement, job, folder / "report.html", folder.expanduser())
+    return exit_code_of([result.measurement.gate])
+
+
+def _sweep(job: SweepJob) -> int:
+    """Run ``kleash sweep`` and return its exit code: 2 if a candidate or an attribution failed, otherwise that of the
+    gate of ``--at-most``, or 0.
+
+    It is 0 if another process makes the ranking.
+    """
+    from kleash.measuring.run import require_folder_of_all
+    from kleash.measuring.sweep_run import default_sweep, sweep_together
+    from kleash.reports.sweep import PAGE
+
+    if job.out is None:
+        require_folder_of_all("the sweep")
+        job = replace(job, out=default_sweep())
+    with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
+        shared = sweep_together(job, progress)
+    if not shared.is_own:
+        return 0
+    result = shared.sweep
+    _print_result(result, job, Path(str(job.out)) / PAGE)
+    names = {candidate.number: candidate.name for candidate in result.candidates}
+    failures = {candidate.name: f"measured: {candidate.failure}" for candidate in result.failed}
+    for attribution in result.attributions:
+        if attribution.failure:
+            failures.setdefault(names[attribution.candidate], f"attributed: {attribution.failure}")
+    if job.quiet or job.output_format is not None:
+        for name, failure in failures.items():
+            print(f"kleash: {name} could not be {failure}", file=sys.stderr)
+    return EXIT_FAILED if failures else exit_code_of([result.gate])
+
+
+def _report(job: ReportJob) -> int:
+    """Run ``kleash report`` and return its exit code: that of the gate of ``--at-most``, or 0.
+
+    Raises:
+        OptionError: if an option is not for what the folder holds, before anything is written.
+        CannotRunError: if a tracker failed.
+    """
+    from kleash.reports.folder_report import read_result, require_measurement, with_gate, write_report_of
+    from kleash.reports.pictures import write_picture
+    from kleash.reports.trackers import send_result
+
+    folder, is_printed = job.folder.expanduser(), job.output_format is None
+    if not is_printed:
+        is_general = job.output_format in FORMATS
+        require_measurement(folder, f"--format {job.output_format}", or_sweep=is_general)
+    for option, value in (("--picture", job.picture), ("--report-to", job.report_to)):
+        if value:
+            require_measurement(folder, option, or_sweep=True)
+    page = write_report_of(folder, job.at_most, job.gated_statistic)
+    if is_printed:
+        print(page)
+    if is_printed and job.at_most is None and job.picture is None and not job.report_to:
+        return 0  # a training run has no other outputs
+    result = read_result(folder)
+    if job.at_most is not None:
+        result = with_gate(result, job.at_most, job.gated_statistic)
+    if job.picture is not None:
+        path = write_picture(job.picture.expanduser(), result)
+        if is_printed:
+            print(path)
     if job.output_format is not None:
-        print_formatted(measurement, job.output_format, folder.expanduser())
-    elif not job.quiet:
-        print_summary(measurement, folder / "report.html")
-    return 0 if measurement.gate is None else measurement.gate.exit_code
+        print_formatted(result, job.output_format, folder)
+    elif job.at_most is not None:
+        print_gates(result)
+    failures = send_result(job.report_to, result, folder)
+    if failures:
+        raise CannotRunError("; ".join(failures))
+    return 0 if job.at_most is None else exit_code_of([result.gate])
 
 
-def _compare(command: CompareJob) -> int:
+def _compare(job: CompareJob) -> int:
     """Run ``kleash compare`` and return its exit code."""
     from kleash.measuring.comparison import compare
     from kleash.reports import write_comparison
 
-    if len(command.folders) < 2:
-        raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
-    comparison = compare(command.folders, at_most=command.at_most, direction=command.direction)
-    path = write_comparison(command.out.expanduser(), comparison)
-    _print_result(comparison, command.output_format, path)
-    return exit_code_of(run.gate for run in comparison.runs if run.gate is not None)
+    if len(job.folders) < 2:
+        raise OptionError(f"compare takes two or more run folders; {len(job.folders)} was given")
+    comparison = compare(job.folders, at_most=job.at_most, direction=job.direction)
+    _print_result(comparison, job, write_comparison(job.out.expanduser(), comparison))
+    return exit_code_of(run.gate for run in comparison.runs)
 
 
 def _mismatch(job: MismatchJob) -> int:
@@ -99,21 +169,95 @@ def _mismatch(job: MismatchJob) -> int:
     from kleash.diagnosis import measure_mismatch
 
     record = measure_mismatch(job.rollouts, names=job.names, at_most=job.at_most)
-    _print_result(record, job.output_format)
-    return 0 if record.gate is None else record.gate.exit_code
+    _print_result(record, job)
+    return exit_code_of([record.gate])
 
 
 def _doctor(job: DoctorJob) -> int:
     """Run ``kleash doctor`` and return its exit code, 0."""
     from kleash.diagnosis.doctor import diagnose_file
 
-    _print_result(diagnose_file(job), job.output_format)
+    _print_result(diagnose_file(job), job)
     return 0
 
 
-def _print_result(result: NumericResult, output_format: str | None, page: Path | None = None) -> None:
-    """Print a result in a format, or its summary and the path of its page."""
-    if output_format is not None:
-        print_formatted(result, output_format)
+def _cache(job: CacheJob) -> int:
+    """Run ``kleash cache``, print what was written and the command that uses it, and return its exit code, 0."""
+    require_one_process("kleash cache")
+    from kleash.measuring import cache_reference
+    from kleash.measuring.progress import NullProgressReporter
+    from kleash.measuring.reference_cache import default_cache
+
+    job = replace(job, out=job.out if job.out is not None else default_cache())
+    if job.quiet:
+        contents = cache_reference(job, NullProgressReporter())
     else:
+        with Progress(activity="caching", step="reading") as progress:
+            contents = cache_reference(job, progress)
+    if job.json:
+        sys.stdout.write(contents.to_json())
+        return 0
+    if job.quiet:
+        return 0
+    console = Terminal()
+    if isinstance(contents, WrittenLogits):
+        for note in contents.notes:
+            remark(console, "note", note, "dim")
+        text = (
+            f"chunks of {contents.context} tokens over {contents.vocabulary} logits: {contents.chunks}, in "
+            f"{contents.path}, {contents.bytes:,} bytes"
+        )
+        use = f"kleash measure --policy POLICY --reference-cache {shlex.quote(contents.path)}"
+    else:
+        ratio = contents.logits_bytes / contents.hidden_bytes
+        text = (
+            f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {job.out}: "
+            f"{format_bytes(contents.hidden_bytes)} of hidden states, {ratio:.0f} times less than their logits, and a "
+            f"head of {format_bytes(contents.head_bytes)}"
+        )
+        use = measure_command_of(job)
+    say(console, text)
+    say(console, f"use it with: {use}")
+    return 0
+
+
+def measure_command_of(job: CacheJob) -> str:
+    """The command that measures a policy against the cache, with the options that must agree."""
+    settings: dict[str, Any] = {**vars(job.measurement()), "reference_cache": job.out}
+    if job.from_hidden_states is not None:
+        settings["dtype"] = read_label(Path(str(job.out)).expanduser()).reference.dtype
+    return measure_command({**settings, "policy": "POLICY", "revision_policy": None})
+
+
+def _train(job: TrainJob) -> int:
+    """Run a training job and return its exit code: 0, or 1 if it stopped before its last step.
+
+    It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
+    still be writing and printing.
+    """
+    from kleash.training import train
+
+    steps = None if job.quiet or launched_rank() != 0 else Steps(job.steps)
+    if steps is not None:
+        for sentence in job.without_effect():
+            steps.note(sentence)
+        if job.policy == SHIPPED_REFERENCE:
+            steps.note("no --policy was given: this trains the small model that ships with kleash")
+    result = train(job, steps)
+    if launched_rank() != 0:
+        return 0
+    if job.json:
+        sys.stdout.write(result.to_json())
+    elif not job.quiet:
+        print_summary(result, Path(result.out) / "report.html")
+    return 0 if result.stopped is None else 1
+
+
+def _print_result(
+    result: NumericResult, job: Any, page: Path | None = None, folder: Path | None = None
+) -> None:
+    """Print a result in the format of a job, or, unless the job is quiet, its summary and the path of its page."""
+    if job.output_format is not None:
+        print_formatted(result, job.output_format, folder)
+    elif not getattr(job, "quiet", False):
         print_summary(result, page)

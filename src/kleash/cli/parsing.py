@@ -1,20 +1,67 @@
 """Parsing of the command line by argparse; an error is one sentence with the nearest word and a help command."""
 
+import inspect
 import re
 import shutil
 import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, HelpFormatter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, NoReturn
 
-from kleash.cli.commands import ALGORITHMS, DESCRIPTIONS, EPILOGS, RECORDS, SUBCOMMANDS, Command
 from kleash.cli.parser_arguments import PATHS, arguments_of
 from kleash.errors import OptionError
 from kleash.extras import import_extra
+from kleash.jobs import (
+    CacheJob,
+    DistillJob,
+    DPOJob,
+    GRPOJob,
+    MeasureJob,
+    PPOJob,
+    RLOOJob,
+    SweepJob,
+    TrainJob,
+)
+from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, MismatchJob, ReportJob
 from kleash.version import __version__
 
+RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
+"""A command that prints with rich."""
+Command = RichCommand | AuditJob
+ALGORITHMS: Mapping[str, type[TrainJob]] = {
+    job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
+}
+SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
+    "": (
+        *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "audit"),
+        "train",
+    ),
+    "train": tuple(ALGORITHMS),
+}
+RECORDS: Mapping[str, type[Command]] = {
+    "measure": MeasureJob,
+    "sweep": SweepJob,
+    "report": ReportJob,
+    "compare": CompareJob,
+    "mismatch": MismatchJob,
+    "doctor": DoctorJob,
+    "cache": CacheJob,
+    "audit": AuditJob,
+    **{f"train {name}": job for name, job in ALGORITHMS.items()},
+}
+DESCRIPTIONS: Mapping[str, str] = {
+    **{name: inspect.getdoc(record) or "" for name, record in RECORDS.items()},
+    "": "KL divergence between language models: measured exactly and with error bars.",
+    "train": "Train a language model with a KL penalty to its reference.",
+}
+EPILOGS: Mapping[str, str] = {
+    "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the small "
+    "models that ship with kleash.",
+    "train": "kleash train ALGORITHM --help shows the options of an algorithm. The shortest command with a reward of "
+    "yours: kleash train ppo --policy P --prompts prompts.jsonl --reward my_rewards:helpful",
+}
 SHELLS = ("bash", "zsh", "fish")
 SYNONYMS = {
     **dict.fromkeys(("--model", "--candidate", "--target-model"), "--policy"),
@@ -140,7 +187,7 @@ class CommandParser(ArgumentParser):
         try:
             namespace, extra_words = self.parse_known_intermixed_args(words)
         except ArgumentError as error:
-            self.error(self._argument_message(error))
+            self.error(f"{error.argument_name or ''} {error.message}".strip())
         unknown = [word for word in extra_words if re.match("-.", word) and not NEGATIVE_NUMBER.match(word)]
         if unknown or (extra_words and not self.name):
             option = (unknown or extra_words)[0].partition("=")[0].replace("_", "-")
@@ -164,35 +211,14 @@ class CommandParser(ArgumentParser):
         message = message.replace("the following arguments are required:", f"{self.name} needs")
         raise OptionError(f"{message}{'' if message.endswith(('?', '.')) else '.'} See {self.prog} --help")
 
-    def _argument_message(self, error: ArgumentError) -> str:
-        """argparse's message about an argument, as a sentence."""
-        name = error.argument_name or ""
-        if error.message.startswith("expected"):
-            return f"{name} needs a value: {name} {self._option_string_actions[name].metavar}"
-        argument = error.message.removeprefix("ignored explicit argument ")
-        return f"{name} {error.message if argument == error.message else f'takes no value; it was given {argument}'}"
-
     def _unknown_option_message(self, option: str) -> str:
         """The message about an unknown option, with the nearest known one."""
-        if not self.name:
-            nearest = _nearest(option, self._option_string_actions)
-            hint = (
-                f"did you mean {nearest}?" if nearest else "a command comes first, and its options after it"
-            )
-            return f"there is no option {option} before a command; {hint}"
         if self.name in SUBCOMMANDS:
-            return f"an algorithm comes before {option}: {', '.join(ALGORITHMS)}"
+            return f"there is no option {option} here; a command and its algorithm come first, and their options after"
         if self.name == "measure" and option in LOST:
             return LOST[option]
         synonym = SYNONYMS.get(option)
-        nearest = synonym if synonym in self.options else None
-        names = [name for name in RECORDS if option in parser_of(name).options]
-        if nearest is None and not names:
-            nearest = _nearest(option, self.options)
-            if nearest is None and option.startswith("--no-"):
-                nearest = _nearest(option.replace("--no-", "--", 1), self.options)
-        if nearest is None and names:
-            return f"{self.name} has no option {option}; {', '.join(names)} {'has' if len(names) == 1 else 'have'} it"
+        nearest = synonym if synonym in self.options else _nearest(option, self.options)
         return f"{self.name} has no option {option}" + (f"; did you mean {nearest}?" if nearest else "")
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -243,15 +269,13 @@ def _subcommand(name: str, word: str) -> str:
     words = SUBCOMMANDS[name]
     if word in words:
         return f"{name} {word}".strip()
-    if not name and word in ALGORITHMS:
-        raise OptionError(f"{word} is a way to train: kleash train {word}")
     if word in LOST:
         raise OptionError(LOST[word])
-    nearest = _nearest(word, words if name else (*words, *ALGORITHMS, "--version", "--help"))
-    nearest = f"train {nearest}" if not name and nearest in ALGORITHMS else nearest
+    if not name and word in ALGORITHMS:
+        raise OptionError(f"{word} is a way to train: kleash train {word}")
+    nearest = _nearest(word, words)
     hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(words)}"
-    problem = f"{name} knows no algorithm" if name else "there is no command"
-    parser_of(name).error(f"{problem} {word!r}; {hint}")
+    parser_of(name).error(f"{parser_of(name).prog} has no command {word!r}; {hint}")
 
 
 def _summary(name: str) -> str:

@@ -1,5 +1,6 @@
-"""Progress of a measurement on standard error: a bar on a terminal, lines at intervals in a file or pipe."""
+"""Progress on standard error: of a measurement a bar on a terminal and lines elsewhere, of training a line a step."""
 
+import math
 from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
@@ -9,16 +10,32 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from kleash.cli.terminal import Terminal, can_redraw, say
+from kleash.cli.terminal import Terminal, can_redraw, remark, say
 from kleash.estimate import Estimate
 from kleash.reports.formatting import format_duration
-from kleash.store.number import with_error
+from kleash.store import StepRecord
+from kleash.store.summary import bare_number, with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 MIN_SECONDS_BETWEEN_LINES = 5.0
 GENERATING = "generating"
 WORK_BETWEEN_LINES = 0.05
 """Fraction of the work after which a line is printed, within these limits of time."""
+COLUMNS = (
+    ("reward", "reward/score", "reward/score_error"),
+    ("adjusted", "reward/adjusted", None),
+    ("KL/sequence", "kl/exact_per_sequence", "kl/exact_per_sequence_error"),
+    ("KL/token", "kl/exact_per_token", None),
+    ("target", "kl/target", None),
+    ("beta", "beta", None),
+    ("entropy", "policy/entropy", None),
+    ("length", "response/length", None),
+    ("accuracy", "pairs/accuracy", None),
+    ("margin", "pairs/margin", None),
+    ("divergence", "teacher/divergence", None),
+    ("repeated", "response/repetition", None),
+)
+"""Heading, metric, and metric of its standard error; columns that a run does not have are left out."""
 
 
 class Progress:
@@ -166,3 +183,65 @@ class Progress:
             count = f"{scored:,} of {self._total:,} sequences{drawn} ({self._share():.0%})"
         time_left = f"about {format_duration(left)} left" if left > 0 else ""
         return ", ".join(filter(None, (count, self._speed(), self._kl, time_left)))
+
+
+class Steps:
+    """Shows training steps on standard error, a line for each."""
+
+    def __init__(
+        self, steps: int, console: Console | None = None, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """Prepare to show ``steps`` steps on a console; None for standard error.
+
+        ``clock`` returns seconds since any fixed time.
+        """
+        self._steps, self._clock = steps, clock
+        self._first_step, self._start_time, self._last_line_time = 0, clock(), clock()
+        self._console = console if console is not None else Terminal(stderr=True)
+
+    def note(self, sentence: str) -> None:
+        """Print a sentence."""
+        say(self._console, sentence, style="dim")
+
+    def working(self, step: int, activity: str) -> None:
+        """Say what is done in a step that is not finished, at most every 30 seconds."""
+        self._begin(step)
+        if self._clock() - self._last_line_time >= MAX_SECONDS_BETWEEN_LINES:
+            say(self._console, f"step {step}/{self._steps}: {activity}", style="dim")
+            self._last_line_time = self._clock()
+
+    def stepped(self, record: StepRecord) -> None:
+        """Show a step with its events and alerts, and the time that the rest takes at the pace so far."""
+        self._begin(record.step)
+        seconds, done = self._clock() - self._start_time, record.step - self._first_step + 1
+        left = seconds / done * (self._steps - record.step)
+        time_left = f"about {format_duration(left)} left" if left > 0 else ""
+        self._last_line_time = self._clock()
+        for event in record.events:
+            say(self._console, f"step {record.step}: {event}", style="dim")
+        for alert in record.alerts:
+            remark(self._console, f"alert, step {record.step}", alert.sentence)
+        parts = filter(None, (_metrics_line(record), time_left))
+        say(self._console, f"step {record.step}/{self._steps}: {', '.join(parts)}")
+
+    def _begin(self, step: int) -> None:
+        """Count the time from the first step of this process, or from one that is done again."""
+        if not self._first_step or step < self._first_step:
+            self._first_step, self._start_time = step, self._clock()
+
+
+def _metrics_line(record: StepRecord) -> str:
+    """The metrics of a step on one line."""
+    columns = [column for column in COLUMNS if column[1] in record.metrics]
+    return ", ".join(f"{heading} {_cell(record, name, error)}" for heading, name, error in columns)
+
+
+def _cell(record: StepRecord, name: str, error_name: str | None) -> str:
+    """A metric of a step with its standard error, the metric ``error_name``; empty if the step lacks the metric."""
+    value = record.metrics.get(name)
+    if value is None:
+        return ""
+    standard_error = record.metrics.get(error_name) if error_name else None
+    if standard_error is None or not math.isfinite(standard_error) or standard_error <= 0:
+        return f"{value:.3g}"
+    return with_error(bare_number(value, standard_error))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kleash.store.likely_causes import LikelyCause
+from kleash.store.rollout_results import LikelyCause
 
 
 @dataclass(frozen=True, kw_only=True)

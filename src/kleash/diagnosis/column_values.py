@@ -6,7 +6,7 @@ from kleash.diagnosis.causes import likely_cause
 from kleash.diagnosis.residuals import Floats
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable
-from kleash.store.likely_causes import LikelyCause
+from kleash.store.rollout_results import LikelyCause
 
 LEAST_ABOVE = 0.02
 """Share of values above 0 from which they are logits, and not a few mistakes."""

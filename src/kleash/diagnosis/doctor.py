@@ -27,13 +27,13 @@ from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
 from kleash.diagnosis.sampler import other_sampler
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
-from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with
 from kleash.sources.sequences import is_padded, padding_length
 from kleash.store import Diagnosis
 from kleash.store.file_hashes import require_unchanged_files, watching_files
-from kleash.store.likely_causes import LikelyCause
+from kleash.store.rollout_results import LikelyCause
 from kleash.version import __version__
 
 SMALLEST_PROBABILITY = 0.01

@@ -11,7 +11,7 @@ from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout
 from kleash.diagnosis.rollout_records import PaddedRollouts, padded
 from kleash.diagnosis.token_table import decimals_error
 from kleash.jobs.option_groups import require_limit, require_word
-from kleash.jobs.rollout_jobs import METRIC_NAMES
+from kleash.jobs.reading_jobs import METRIC_NAMES
 from kleash.leash import Mismatch, mismatch
 from kleash.leash.engine_mismatch import are_columns_equal
 from kleash.reports.gate_verdicts import gate_of_number

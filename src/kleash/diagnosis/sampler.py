@@ -7,7 +7,7 @@ import torch
 
 from kleash.diagnosis.causes import likely_cause
 from kleash.diagnosis.model_scores import ModelScores
-from kleash.store.likely_causes import LikelyCause
+from kleash.store.rollout_results import LikelyCause
 
 PRIOR_NATS = 9.0
 """Log of the prior odds against another sampler; a deviation of z standard errors is z^2 / 2 nats for it."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kleash.errors import OptionError
-from kleash.jobs.directions import GateOptions, headline_of
 from kleash.jobs.option_groups import (
     DEALING_OPTIONS,
     OUTPUT_OPTIONS,
@@ -24,7 +23,7 @@ from kleash.jobs.option_groups import (
     is_gguf,
     shown_endpoint,
 )
-from kleash.jobs.output_options import MeasurementFormatOption, TrackerOption
+from kleash.jobs.output_options import GateOptions, MeasurementFormatOption, TrackerOption, headline_of
 from kleash.jobs.reading import SourceKind
 
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")

@@ -6,7 +6,6 @@ from pathlib import Path, PurePath
 
 from kleash.errors import OptionError
 from kleash.jobs.cache import IMPORT_OPTIONS, CacheJob
-from kleash.jobs.directions import DIRECTION_OF_SWEEPS, DIRECTIONS
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
@@ -21,7 +20,7 @@ from kleash.jobs.option_groups import (
     require_word,
     shown_endpoint,
 )
-from kleash.jobs.output_options import FormatOption, TrackerOption
+from kleash.jobs.output_options import DIRECTION_OF_SWEEPS, DIRECTIONS, FormatOption, TrackerOption
 
 GROUPINGS = ("layers", "modules")
 """Groups of weights to which a candidate's KL can be attributed."""

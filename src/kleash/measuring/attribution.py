@@ -27,9 +27,8 @@ from kleash.models import load_reference
 from kleash.models.threads import threads_for_scoring
 from kleash.models.weight_groups import WeightGroup, weight_groups
 from kleash.reports.formatting import format_bytes
-from kleash.store.attribution import Attribution, GroupChange
 from kleash.store.file_hashes import watching_files
-from kleash.store.sweep import SweepCandidate
+from kleash.store.sweep import Attribution, GroupChange, SweepCandidate
 from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import SimultaneousPairs, differences_from_control

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.jobs.directions import GateOptions
+from kleash.jobs.output_options import GateOptions
 from kleash.measuring.sequence_clusters import (
     Floats,
     clusters_of,

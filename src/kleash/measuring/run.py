@@ -29,7 +29,7 @@ from kleash.models import describe_source, turns_of
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
-from kleash.reports.trackers import require_trackers, send_measurement
+from kleash.reports.trackers import require_trackers, send_result
 from kleash.store import Measurement, RunFolder
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 
@@ -88,9 +88,7 @@ def measure_together(job: MeasureJob, reporter: ProgressReporter | None = None) 
         require_folder_of_all("the run")
         job = replace(job, out=default_out())
     result = _measure(job, reporter if reporter is not None else NullProgressReporter())
-    for sentence in (
-        send_measurement(job.report_to, result.measurement, folder_of(job)) if result.is_own else ()
-    ):
+    for sentence in send_result(job.report_to, result.measurement, folder_of(job)) if result.is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result
 

@@ -28,15 +28,14 @@ from kleash.measuring.sweep_ranking import (
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.reports.gate_verdicts import gate_of_sweep
 from kleash.reports.sweep import PAGE, write_sweep
-from kleash.reports.trackers import require_trackers, send_sweep
+from kleash.reports.trackers import require_trackers, send_result
 from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
-from kleash.store.attribution import Attribution
 from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import watched_files, watching_files
 from kleash.store.job_folder import require_same
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
-from kleash.store.sweep import SWEEP, Sweep, SweepCandidate
+from kleash.store.sweep import SWEEP, Attribution, Sweep, SweepCandidate
 from kleash.version import __version__
 
 T = TypeVar("T")
@@ -113,7 +112,7 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> S
         raise Interrupted(
             f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
         ) from stop
-    for sentence in send_sweep(job.report_to, result.sweep, out) if result.is_own else ():
+    for sentence in send_result(job.report_to, result.sweep, out) if result.is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result
 

@@ -10,7 +10,7 @@ from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
-from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.adapters.shared_base import LoadedNetwork
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading

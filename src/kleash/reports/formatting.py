@@ -7,14 +7,13 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
 from kleash.estimate import Estimate
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.store.codec import encode
-from kleash.store.number import to_display_unit
+from kleash.store.summary import to_display_unit
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
@@ -166,32 +165,9 @@ def keep_end(text: str, length: int = 24) -> str:
 
 
 def short_names(names: Sequence[str], length: int = 24) -> list[str]:
-    """The end of each name, as ``keep_end``; of names with one end, also the place where they differ: "a/…q4.gguf".
-
-    Args:
-        names: of models or runs.
-        length: characters of each.
-    """
-    visible = list(map(make_visible, names))
+    """The end of each name, as ``keep_end``; the whole names if two have one end."""
     ends = [keep_end(name, length) for name in names]
-    shown: list[str] = []
-    for name, end in zip(visible, ends, strict=True):
-        rivals = {other for other, its_end in zip(visible, ends, strict=True) if its_end == end} - {name}
-        shown.append(_with_difference(name, rivals, length) if rivals else end)
-    is_distinct = len(set(shown)) == len(set(visible))
-    return shown if is_distinct else visible
-
-
-def _with_difference(name: str, rivals: set[str], length: int) -> str:
-    """A long name by its end, and the place where it begins to differ from others."""
-    columns = zip(name, *rivals, strict=False)
-    first = sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, columns))
-    begin = max(name.rfind("/", 0, first), name.rfind(":", 0, first)) + 1
-    size = length // 3
-    if first >= begin + size:
-        begin = first - 1
-    head = ("…" if begin else "") + name[begin : begin + size]
-    return f"{head}…{name[len(head) + 1 - length :]}"
+    return ends if len(set(ends)) == len(set(names)) else list(map(make_visible, names))
 
 
 def keep_beginning(text: str, length: int = 240) -> str:

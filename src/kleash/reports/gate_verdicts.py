@@ -8,8 +8,7 @@ from typing import Literal
 from kleash.estimate import Estimate
 from kleash.reports.formatting import format_bytes, format_count, format_value
 from kleash.store import Gate
-from kleash.store.gate import SweepGate
-from kleash.store.measurement import Measurement
+from kleash.store.measurement import Measurement, SweepGate
 from kleash.store.sweep import Sweep, SweepCandidate
 from kleash.uncertainty.gate_decision import decide_gate
 

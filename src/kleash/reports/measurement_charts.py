@@ -28,7 +28,6 @@ from kleash.reports.formatting import (
     format_percent,
     format_value,
     format_with_interval,
-    nan_as_minimum,
 )
 from kleash.store import Measurement
 from kleash.store.measurement import Bin, ConvergencePoint
@@ -49,7 +48,8 @@ def means_chart(measurement: Measurement) -> Chart:
         title="KL and one-sample estimators" if records else "KL per token",
         panels=(partial(_draw_means, kls=kls, estimators=records),),
         height=row_height(len(rows)),
-        description=_describe_means(measurement),
+        description="Means over the tokens with their 95 % intervals."
+        + (" The line is the exact KL that the estimators, in grey, estimate." if records else ""),
         header=("Mean", "Value, nats per token", "Bias against exact", "Standard deviation per token"),
         rows=tuple(rows),
     )
@@ -76,21 +76,6 @@ def _draw_means(axes: Any, *, kls: Mapping[str, Estimate], estimators: Mapping[s
     name_axes(axes, "nats per token", "")
 
 
-def _describe_means(measurement: Measurement) -> str:
-    """The exact value or its bounds, and which estimator is furthest from it, in a sentence."""
-    exact = measurement.per_token.get("kl_policy_reference")
-    biases = {name: each.bias.value for name, each in measurement.estimators.items() if each.bias is not None}
-    if exact is None:
-        ends = [measurement.per_token.get(f"kl_policy_reference_{end}") for end in ("lower", "upper")]
-        low, high = (format_value(math.nan if end is None else end.value) for end in ends)
-        return f"The exact value is unknown; it lies between {low} and {high} nats per token."
-    text = f"The exact value is {format_value(exact.value)} nats per token"
-    if not biases:
-        return f"{text}."
-    furthest = max(biases, key=lambda name: nan_as_minimum(abs(biases[name])))
-    return f"{text}; {furthest} is furthest from it, by {format_value(biases[furthest])}."
-
-
 def quantiles_chart(measurement: Measurement) -> Chart | None:
     """Quantiles of the per-token KL in both directions; None if the measurement has none."""
     names = kl_directions(measurement.headline)
@@ -99,18 +84,12 @@ def quantiles_chart(measurement: Measurement) -> Chart | None:
         return None
     first = next(iter(quantiles.values()))
     labels = {level: level if level == "max" else f"{level} %" for level in first}
-    sentences = [
-        f"{'the largest is' if level == 'max' else f'{level} % of tokens lie at or below'} "
-        f"{format_value(first[level].value)} nats"
-        for level in first
-        if level in ("50", "99", "max")
-    ]
     return Chart(
         name="quantiles",
         title="Quantiles of the KL over tokens",
         panels=(partial(_draw_quantiles, quantiles=quantiles, labels=list(labels.values())),),
         height=row_height(len(labels)),
-        description="; ".join(sentences) + ".",
+        description="The KL that so many tokens do not exceed, with 95 % intervals.",
         header=("Quantile", *(label_of(name) for name in quantiles)),
         rows=tuple(
             (label, *(format_with_interval(values[level]) for values in quantiles.values()))
@@ -145,17 +124,13 @@ def bin_chart(
     if not bins:
         return None
     labels = [range_label(part, is_integer=is_integer) for part in bins]
-    highest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].kl.value))
-    largest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].share_of_kl))
     drawn = {"bins": bins, "labels": labels, "quantity": quantity}
     return Chart(
         name=name,
         title=title,
         panels=(partial(_draw_bin_means, **drawn), partial(_draw_bin_shares, **drawn)),
         height=4.6,
-        description=f"The mean is highest at {labels[highest]}: "
-        f"{format_value(bins[highest].kl.value)} nats per token. The largest share of the KL, "
-        f"{format_percent(bins[largest].share_of_kl)}, lies at {labels[largest]}.",
+        description="Above, the mean KL with its 95 % interval; below, the shares of the tokens and of the KL.",
         header=(quantity.capitalize(), "Mean KL, nats per token", "Tokens", "Share of the KL"),
         rows=tuple(
             (
@@ -205,14 +180,11 @@ def convergence_chart(means: Sequence[ConvergencePoint]) -> Chart | None:
     """The running mean with its interval; None without any."""
     if not means:
         return None
-    last = means[-1]
-    low, high = map(format_value, last.ci95)
-    interval = "" if any(map(math.isnan, last.ci95)) else f", with a 95 % interval from {low} to {high}"
     return Chart(
         name="convergence",
         title="Convergence of the mean",
         panels=(partial(_draw_convergence, means=means),),
-        description=f"After {format_count(last.tokens)} tokens the mean is {format_value(last.mean)} nats{interval}.",
+        description="The mean KL of the tokens so far, with its 95 % interval.",
         header=("Tokens", "Mean so far", "95 % interval"),
         rows=tuple(
             (

@@ -1,13 +1,11 @@
 """Pictures of a measurement and of a sweep, as PNG or SVG: their charts beside each other, below a title."""
 
 import textwrap
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.extras import import_extra
 from kleash.jobs.output_options import PICTURES
 from kleash.reports.drawing import WIDTH, Chart, draw_panel, matplotlib_style
 from kleash.reports.formatting import keep_end
@@ -16,26 +14,13 @@ from kleash.reports.sweep import sweep_charts
 from kleash.store import Measurement
 from kleash.store.atomic import write_atomically
 from kleash.store.measurement_summary import headline, headline_name
-from kleash.store.number import with_interval
 from kleash.store.statistics import label_of
-from kleash.store.summary_tables import plain_text
+from kleash.store.summary import plain_text, with_interval
 from kleash.store.sweep import Sweep
 
 DOTS_PER_INCH = 150
 MAX_NAME = 44
 """Characters of a name, of which the end is kept."""
-OTHER_FONTS = (
-    *(
-        "Noto Sans CJK SC",
-        "Noto Sans CJK JP",
-        "Source Han Sans SC",
-        "PingFang SC",
-        "Hiragino Sans",
-        "Microsoft YaHei",
-    ),
-    *("Malgun Gothic", "Noto Sans KR", "Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji"),
-)
-"""Fonts for characters that Matplotlib's own font lacks."""
 
 
 def write_picture(path: Path, result: Measurement | Sweep) -> Path:
@@ -59,20 +44,13 @@ def write_picture(path: Path, result: Measurement | Sweep) -> Path:
         raise OptionError(f"a picture is a file that ends in {' or '.join(PICTURES)}; it is {path}")
     content = BytesIO()
     kind = path.suffix.lower().removeprefix(".")
-    with matplotlib_style("kleash", {"font.family": _font_families()}) as make_figure:
+    with matplotlib_style("kleash") as make_figure:
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
         picture_figure(make_figure, result).savefig(
             content, format=kind, dpi=DOTS_PER_INCH, metadata=metadata
         )
     write_atomically(path, content.getvalue())
     return path
-
-
-def _font_families() -> list[str]:
-    """The fonts of texts, the first that has a character first: Matplotlib's own, and others that are installed."""
-    manager = import_extra("matplotlib.font_manager", "models").fontManager
-    installed = {font.name for font in manager.ttflist}
-    return ["DejaVu Sans", *(name for name in OTHER_FONTS if name in installed)]
 
 
 def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:
@@ -83,14 +61,16 @@ def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:
     columns = min(2, len(charts))
     lines = [charts[at : at + columns] for at in range(0, len(charts), columns)]
     heights = [max(_panel_height(chart) for chart in line) for line in lines]
-    figure = make_figure(figsize=(max(7.0, WIDTH * columns), sum(heights) + 0.8), layout="constrained")
+    width = max(7.0, WIDTH * columns)
+    figure = make_figure(figsize=(width, sum(heights) + 0.8), layout="constrained")
     grid = figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
     for axes, chart in zip(grid.flat, charts, strict=False):
         axes.set_title(chart.title)
         draw_panel(axes, chart.panels[0])
     for axes in list(grid.flat)[len(charts) :]:
         axes.set_axis_off()
-    _add_title(figure, *_title(result))
+    lines = [line for text in _title(result) for line in textwrap.wrap(text, int(7.5 * width))]
+    figure.suptitle("\n".join(lines), x=0.012, ha="left", fontsize=9.5)
     return figure
 
 
@@ -99,8 +79,8 @@ def _panel_height(chart: Chart) -> float:
     return max(2.7, chart.height / len(chart.panels)) + 0.3
 
 
-def _title(result: Measurement | Sweep) -> tuple[str, list[str]]:
-    """The title of a picture and the lines below it."""
+def _title(result: Measurement | Sweep) -> tuple[str, str, str]:
+    """The texts above a picture: the number, its subject and the sample."""
     if isinstance(result, Measurement):
         policy, reference = (_name(result.models[role].path) for role in ("policy", "reference"))
         tokens, clusters = result.counts.tokens, result.counts.clusters
@@ -111,18 +91,7 @@ def _title(result: Measurement | Sweep) -> tuple[str, list[str]]:
         title = f"{label_of(result.rank_by)} of {number} candidate{'' if number == 1 else 's'}"
         subject = f"reference: {_name(result.reference)}"
     sample = f"{tokens:,} tokens, {clusters:,} independent cluster{'' if clusters == 1 else 's'}"
-    return title, [subject, sample]
-
-
-def _add_title(figure: Any, title: str, subtitles: Sequence[str]) -> None:
-    """Write a title in bold and lines below it, at the left, broken at the figure's width."""
-    width, height = figure.get_size_inches()
-    title_lines = textwrap.wrap(title, int(8.6 * width))
-    lines = [line for subtitle in subtitles for line in textwrap.wrap(subtitle, int(11 * width))]
-    title_height, lines_height = 0.22 * len(title_lines) + 0.03, 0.18 * len(lines)
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - (title_height + lines_height + 0.2) / height))
-    figure.text(0.012, 1 - 0.07 / height, "\n".join(title_lines), fontsize=12.5, fontweight="bold", va="top")
-    figure.text(0.012, 1 - (0.1 + title_height) / height, "\n".join(lines), fontsize=9.5, va="top")
+    return title, subject, sample
 
 
 def _name(path: str) -> str:

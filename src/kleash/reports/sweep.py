@@ -1,5 +1,6 @@
-"""The page of a sweep: KL against size with the Pareto front, the ranking with letters, and all pairs."""
+"""The page of a sweep: KL against size with the Pareto front, the ranking, all pairs, and what the KL comes from."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,16 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kleash.estimate import Estimate
-from kleash.reports.attribution import (
-    added_warnings,
-    attribution_chart,
-    describe_attribution,
-    describe_control,
-    describe_sum,
-    name_of_candidate,
-    names_of_candidates,
-    shown_attributions,
-)
 from kleash.reports.drawing import (
     ACCENT,
     INK,
@@ -35,21 +26,25 @@ from kleash.reports.formatting import (
     UNKNOWN,
     format_bytes,
     format_count,
+    format_percent,
     format_round_bytes,
     format_with_interval,
+    make_visible,
+    short_names,
 )
 from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.page import write_page
-from kleash.store.attribution import Attribution
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.statistics import kl_directions, label_of
-from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
+from kleash.store.summary import summarize
+from kleash.store.sweep import QUANTILE, Attribution, GroupChange, Sweep, SweepCandidate, SweepPair
 
 PAGE = "sweep.html"
 MAX_CANDIDATES = 40
 """Candidates in the chart of the ranking."""
-LISTED = 4
-"""Candidates that the description of a chart names one by one."""
+CHANGE = "change of the KL, nats per token"
+MAX_LABELLED_LAYERS = 14
+"""Layers of which each has a label on the axis; of more, every second, fourth, ... has."""
 COLUMNS = ("top1_agreement", "perplexity_ratio")
 """Statistics in the table of candidates beside the KL in both directions."""
 
@@ -87,21 +82,21 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
             (describe_pair(pair, names), nearer_minus_farther(pair, sweep.warnings))
             for pair in sorted(sweep.pairs, key=lambda pair: _ranks(pair, ranking))
         ],
-        "headline": describe_ranking(sweep),
+        "headline": summarize(sweep).headline,
         "gate": describe_sweep_gate(sweep),
-        "attributions": [attribution_context(sweep, each) for each in shown_attributions(sweep)],
+        "attributions": [attribution_context(sweep, each) for each in sweep.attributions],
     }
     return write_page(path, "sweep.html", context)
 
 
 def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any]:
     """An attribution as the template takes it."""
-    name = name_of_candidate(sweep, attribution)
+    name = names_of_candidates(sweep)[attribution.candidate]
     return {
         "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
         "title": f"{name} by {attribution.grouping}",
         "record": attribution,
-        "warnings": added_warnings(sweep, attribution),
+        "warnings": [warning for warning in attribution.warnings if warning not in sweep.warnings],
         "sentences": (
             describe_attribution(attribution, name),
             describe_sum(attribution),
@@ -153,32 +148,6 @@ def describe_pair(pair: SweepPair, names: dict[int, str]) -> str:
     if pair.is_tie:
         return f"{nearer} and {farther} are tied"
     return f"{nearer} is nearer to the reference than {farther}"
-
-
-def describe_ranking(sweep: Sweep) -> str:
-    """How many candidates were ranked, and how many pairs are tied, in a sentence."""
-    ranking = sweep.ranking
-    if not ranking:
-        return "No candidate could be measured."
-    names = names_of_candidates(sweep)
-    best = names[ranking[0].number]
-    if len(ranking) == 1:
-        return f"One candidate was measured: {best}."
-    ties = sum(pair.is_tie for pair in sweep.pairs)
-    if len(ranking) == 2:
-        other = names[ranking[1].number]
-        verdict = f"tied with {other}" if ties else f"nearer to the reference than {other}"
-        return f"{best} has the smallest {label_of(sweep.rank_by)}, {verdict}."
-    partners = {
-        pair.second if pair.first == ranking[0].number else pair.first
-        for pair in sweep.pairs
-        if pair.is_tie and ranking[0].number in (pair.first, pair.second)
-    }
-    beside = f", tied with {len(partners)} other{'s' if len(partners) > 1 else ''}" if partners else ""
-    tied_pairs = (
-        "no pair is" if not ties else f"{ties} of {len(sweep.pairs)} pairs {'are' if ties > 1 else 'is'}"
-    )
-    return f"{best} has the smallest {label_of(sweep.rank_by)}{beside}; {tied_pairs} tied."
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:
@@ -245,6 +214,7 @@ def _draw_ranking(axes: Any, *, numbers: Sequence[Estimate], labels: Sequence[st
 def _scatter(name: str, title: str, x_title: str, sweep: Sweep, points: Sequence[Point]) -> Chart:
     """A chart of KL against ``x``, with the Pareto front as a line."""
     rank_by = sweep.rank_by
+    has_zero = any(point.candidate.numbers[rank_by].value == 0 for point in points)
     return Chart(
         name=name,
         title=title,
@@ -252,7 +222,8 @@ def _scatter(name: str, title: str, x_title: str, sweep: Sweep, points: Sequence
             partial(_draw_scatter, points=points, rank_by=rank_by, x_title=x_title, is_bytes=name == "size"),
         ),
         height=3.6,
-        description=_describe_points(name, sweep, points),
+        description="Numbers beside the dots are places in the ranking."
+        + (" A KL of 0 has no place on a logarithmic axis." if has_zero else ""),
         header=(
             "Place",
             "Candidate",
@@ -300,30 +271,111 @@ def _draw_scatter(axes: Any, *, points: Sequence[Point], rank_by: str, x_title: 
     name_axes(axes, x_title, f"{label_of(rank_by)}, nats per token")
 
 
-def _describe_points(name: str, sweep: Sweep, points: Sequence[Point]) -> str:
-    """A chart of KL against size in words: each candidate, or of many the ends of the Pareto front."""
-    names = names_of_candidates(sweep)
+def names_of_candidates(sweep: Sweep, length: int = 40) -> dict[int, str]:
+    """A short name of each candidate, by its number."""
+    shown = short_names([candidate.name for candidate in sweep.candidates], length)
+    return {candidate.number: name for candidate, name in zip(sweep.candidates, shown, strict=True)}
 
-    def describe(candidate: SweepCandidate) -> str:
-        number = format_with_interval(candidate.numbers[sweep.rank_by])
-        size = (
-            format_bytes(candidate.bytes_on_disk)
-            if name == "size"
-            else f"{format_bits(candidate)} bits a weight"
-        )
-        return f"{names[candidate.number]}, {number} nats at {size}"
 
-    candidates = [point.candidate for point in points]
-    front = [candidate for candidate in candidates if candidate.is_on_pareto_front]
-    if len(points) <= LISTED or not front:
-        text = f"{'; '.join(map(describe, candidates))}."
-    elif len(front) == 1:
-        text = f"1 of {len(points)} candidates is on the Pareto front: {describe(front[0])}."
-    else:
-        text = (
-            f"{len(front)} of {len(points)} candidates are on the Pareto front, from {describe(front[0])}, to "
-            f"{describe(front[-1])}."
-        )
-    has_zero = any(candidate.numbers[sweep.rank_by].value == 0 for candidate in candidates)
-    text += " Numbers beside the dots are places in the ranking."
-    return text + (" A KL of 0 has no place on a logarithmic axis." if has_zero else "")
+def format_share(attribution: Attribution, group: GroupChange) -> str:
+    """The part of the candidate's KL that is gone with a group swapped, such as "61.2 %"."""
+    share = attribution.share_of(group)
+    return UNKNOWN if math.isnan(share) else format_percent(share)
+
+
+def describe_attribution(attribution: Attribution, name: str) -> str:
+    """Which group a candidate's KL comes from, in a sentence."""
+    statistic = label_of(attribution.statistic)
+    if attribution.failure:
+        return f"The {statistic} of {name} was not attributed: {attribution.failure}."
+    if not attribution.has_changes:
+        return f"All weights of {name} are those of the reference."
+    clear = [group for group in attribution.largest_first if group.simultaneous_ci95[1] < 0]
+    if not clear:
+        return f"No group of weights alone lowers the {statistic} of {name} by more than the noise of the sample."
+    first = clear[0]
+    share = attribution.share_of(first)
+    removed = f"{format_percent(share)} of" if share < 1 else "all of"
+    return (
+        f"Swapping {first.name} back to the reference's weights removes {removed} the {statistic} of {name}."
+    )
+
+
+def describe_sum(attribution: Attribution) -> str:
+    """Whether the changes of single groups add up to that of all groups together, in a sentence."""
+    total, all_groups, interaction = (
+        attribution.sum_of_changes,
+        attribution.change_of_all,
+        attribution.interaction,
+    )
+    if total is None or all_groups is None or interaction is None:
+        return ""
+    different = [group.name for group in attribution.groups if not group.is_identical]
+    if len(different) < 2:
+        return f"No weights but those of {different[0]} differ from the reference's." if different else ""
+    low, high = interaction.ci95
+    verdict = (
+        f"they do not add up: the difference is {format_with_interval(interaction)}"
+        if low > 0 or high < 0
+        else f"the difference, {format_with_interval(interaction)}, is within the noise of the sample"
+    )
+    return (
+        f"Single changes sum to {format_with_interval(total)} nats per token, and swapping all groups at once changes "
+        f"the KL by {format_with_interval(all_groups)}; {verdict}. Errors of several groups can reinforce or cancel "
+        "each other, so shares need not sum to 100 %."
+    )
+
+
+def describe_control(attribution: Attribution) -> str:
+    """What a second pass without a swap changed, in a sentence."""
+    if attribution.control is None:
+        return ""
+    is_zero = attribution.control.value == 0
+    change = "exactly 0" if is_zero else f"{format_with_interval(attribution.control)} nats per token"
+    return f"Control: a second pass without a swap changed {change}."
+
+
+def attribution_chart(attribution: Attribution, name: str) -> Chart:
+    """The change of each group: by layer from left to right, or a row for each kind of module."""
+    is_by_layer = attribution.grouping == "layers"
+    groups = attribution.groups if is_by_layer else tuple(attribution.largest_first)
+    numbers = [group.simultaneous_change for group in groups]
+    names = [group.name for group in groups]
+    return Chart(
+        name=f"attribution-{attribution.candidate}-{attribution.grouping}",
+        title=f"{name} by {attribution.grouping}",
+        panels=(partial(_draw_layers if is_by_layer else _draw_modules, names=names, changes=numbers),),
+        height=3.0 if is_by_layer else row_height(len(groups)),
+        description="Change with each group swapped back, with simultaneous 95 % intervals; below 0 the group's "
+        "weights add to the KL.",
+        header=("Group", "Weights", "Change", "Share of the KL"),
+        rows=tuple(
+            (
+                group.name,
+                format_count(group.parameters),
+                "0 (identical)" if group.is_identical else format_with_interval(group.simultaneous_change),
+                format_share(attribution, group),
+            )
+            for group in attribution.largest_first
+        ),
+    )
+
+
+def _draw_layers(axes: Any, *, names: Sequence[str], changes: Sequence[Estimate]) -> None:
+    """Draw the layers from left to right; other groups are named on a line of their own."""
+    labels = [name.removeprefix("layer ") for name in names]
+    step = 2 ** max(0, math.ceil(math.log2(max(1, len(names)) / MAX_LABELLED_LAYERS)))
+    ticks = [at for at, label in enumerate(labels) if not label.isdigit() or int(label) % step == 0]
+    texts = [labels[at] if labels[at].isdigit() else f"\n{make_visible(labels[at])}" for at in ticks]
+    dots(axes, zip(changes, range(len(changes)), strict=True))
+    axes.axhline(0, color=INK, linewidth=1)
+    axes.set_xticks(ticks, texts)
+    axes.grid(visible=False, axis="x")
+    name_axes(axes, "layer", CHANGE)
+
+
+def _draw_modules(axes: Any, *, names: Sequence[str], changes: Sequence[Estimate]) -> None:
+    """Draw a row for each kind of module."""
+    row_dots(axes, names, {CHANGE: changes})
+    axes.axvline(0, color=INK, linewidth=1)
+    name_axes(axes, CHANGE, "")

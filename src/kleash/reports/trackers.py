@@ -1,36 +1,42 @@
 """Trackers of the metrics of a training run, and of the numbers of a measurement or a sweep."""
 
 import math
-import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError
 from kleash.extras import import_extra, is_installed
-from kleash.store.gate import Verdict
 from kleash.store.measurement import Measurement
 from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
 from kleash.store.sweep import Sweep
 
 PROJECT = "kleash"
 TENSORBOARD = "tensorboard"
-LAUNCHER_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "LOCAL_RANK")
-"""Variables by which Accelerate learns that it is one of several processes."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tracker:
-    """A destination of metrics."""
+    """A destination of metrics. What it prints goes to standard error: standard output is that of the command."""
 
     name: str
-    log: Callable[[Mapping[str, float], int], object]
+    send: Callable[[Mapping[str, float], int], object]
     """Send the metrics of a step."""
-    close: Callable[[], object]
+    finish: Callable[[], object]
     """Close the connection."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send the metrics of a step."""
+        with redirect_stdout(sys.stderr):
+            self.send(dict(metrics), step)
+
+    def close(self) -> None:
+        """Close the connection."""
+        with redirect_stdout(sys.stderr):
+            self.finish()
 
 
 def open_trackers(
@@ -49,51 +55,53 @@ def open_trackers(
         CannotRunError: if a tracker cannot be started: no account, no network.
     """
     opened: list[Tracker] = []
+    texts = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in settings.items()
+        if value is not None
+    }
     for name in dict.fromkeys(names):
         try:
             with redirect_stdout(sys.stderr):
-                tracker = (
-                    _tensorboard(settings, folder, after)
-                    if name == TENSORBOARD
-                    else _accelerate_tracker(name, settings, folder)
-                )
-        except BaseException:
+                opened.append(_open(name, texts, folder, after))
+        except Exception as error:  # any exception of the tracker's own code
             for tracker in opened:
                 tracker.close()
-            raise
-        opened.append(
-            replace(tracker, log=_printing_apart(tracker.log), close=_printing_apart(tracker.close))
-        )
+            if isinstance(error, MissingExtraError):
+                raise
+            raise CannotRunError(
+                f"the tracker {name} cannot be started: {reason_of(error)}; set it up, or leave it out"
+            ) from error
     return opened
 
 
-def _printing_apart(function: Callable[..., object]) -> Callable[..., object]:
-    """The function, which prints on standard error: standard output is that of the command, perhaps JSON."""
+def _open(name: str, settings: Mapping[str, str], folder: Path, after: int) -> Tracker:
+    """A tracker, by its own interface; trackio has that of wandb."""
+    try:
+        module: Any = import_extra(name, "train")
+    except MissingExtraError as error:
+        raise _missing(name) from error
+    if name == TENSORBOARD:
+        tensorboard = import_extra("torch.utils.tensorboard", "train")
+        writer = tensorboard.SummaryWriter(
+            log_dir=str(folder / "tensorboard"), purge_step=after + 1 if after else None
+        )
+        if not after:
+            writer.add_text("settings", "\n".join(f"    {each}: {text}" for each, text in settings.items()))
 
-    def call(*args: Any) -> object:
-        with redirect_stdout(sys.stderr):
-            return function(*args)
+        def write(metrics: Mapping[str, float], step: int) -> None:
+            for metric, value in metrics.items():
+                writer.add_scalar(metric, value, step)
+            writer.flush()
 
-    return call
-
-
-def _tensorboard(settings: Mapping[str, object], folder: Path, after: int) -> Tracker:
-    import_extra(TENSORBOARD, "train")
-    module = import_extra("torch.utils.tensorboard", "train")
-    writer = module.SummaryWriter(
-        log_dir=str(folder / "tensorboard"), purge_step=after + 1 if after else None
-    )
-
-    if not after:
-        lines = [f"    {name}: {value}" for name, value in _plain(settings).items()]
-        writer.add_text("settings", "\n".join(lines))
-
-    def log(metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return Tracker(name=TENSORBOARD, log=log, close=writer.close)
+        return Tracker(name=name, send=write, finish=writer.close)
+    if name == "mlflow":
+        module.set_experiment(PROJECT)
+        module.start_run(run_name=folder.name)
+        module.log_params(settings)
+        return Tracker(name=name, send=module.log_metrics, finish=module.end_run)
+    module.init(project=PROJECT, name=folder.name, config=settings)
+    return Tracker(name=name, send=module.log, finish=module.finish)
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -113,89 +121,36 @@ def _missing(name: str) -> MissingExtraError:
     return MissingExtraError(f"the tracker {name} is not installed; run: pip install {package}")
 
 
-def _accelerate_tracker(name: str, settings: Mapping[str, object], folder: Path) -> Tracker:
-    try:
-        module = import_extra(name, "train")
-    except MissingExtraError as error:
-        raise _missing(name) from error
-    tracking = import_extra("accelerate.tracking", "train")
-    import_extra("accelerate", "train").PartialState()  # the trackers read the rank from it
-    classes = {"wandb": "WandBTracker", "trackio": "TrackioTracker", "mlflow": "MLflowTracker"}
-    arguments = (
-        {"logging_dir": str(folder), "run_name": folder.name} if name == "mlflow" else {"name": folder.name}
-    )
-    try:
-        tracker = getattr(tracking, classes[name])(PROJECT, **arguments)
-        tracker.start()
-        tracker.store_init_configuration(_plain(settings))
-    except Exception as error:  # any exception of the tracker's own code
-        raise CannotRunError(
-            f"the tracker {name} cannot be started: {reason_of(error)}; set it up, or leave it out"
-        ) from error
-    # Accelerate finishes a run of trackio without its knowledge, which finishes it again when the process ends.
-    close = getattr(module, "finish", tracker.finish) if name == "trackio" else tracker.finish
-    return Tracker(name=name, log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=close)
+def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path) -> list[str]:
+    """Send the numbers of a finished measurement or sweep and its settings to trackers; one process calls this.
 
-
-def _plain(settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings as trackers accept them: lists joined to texts, without None."""
-    return {
-        name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        for name, value in settings.items()
-        if value is not None
-    }
-
-
-def send_measurement(names: Sequence[str], measurement: Measurement, folder: Path) -> list[str]:
-    """Send the numbers of a finished measurement and its settings to trackers.
-
-    Each number is a scalar of step 0, ``measurement/NAME``, and so are its standard error and the ends of its interval,
-    where they are known. One process calls this, whatever launched it.
+    Each number is a scalar, and so are its standard error and the ends of its interval, where they are known: of a
+    measurement at step 0, ``measurement/NAME``; of a sweep, where names, letters and failures of the candidates are
+    settings, as of ``sweep_scalars``.
 
     Args:
         names: of the trackers; each is sent to whether others fail or not.
-        measurement: is on disk already.
+        result: is on disk already.
         folder: of the run, whose name is that of the run in the tracker.
 
     Returns:
         A sentence for each tracker that failed.
     """
-    return _send(names, {0: scalars_of(measurement)}, _settings_of(measurement), folder, "measurement")
-
-
-def send_sweep(names: Sequence[str], sweep: Sweep, folder: Path) -> list[str]:
-    """Send the numbers of the candidates of a finished sweep, and its settings, to trackers.
-
-    The step is the number of the candidate, so that the checkpoints of a run make a curve: ``sweep/NAME``, its standard
-    error, the ends of its interval, and ``sweep/rank``. Names, letters and failures of the candidates are settings.
-
-    Args and Returns: as of ``send_measurement``.
-    """
-    return _send(names, sweep_scalars(sweep), _settings_of_sweep(sweep), folder, "sweep")
-
-
-def _send(
-    names: Sequence[str],
-    scalars: Mapping[int, Mapping[str, float]],
-    settings: Mapping[str, object],
-    folder: Path,
-    kind: str,
-) -> list[str]:
-    """Send scalars by step and settings to trackers; returns a sentence for each that failed."""
+    is_sweep = isinstance(result, Sweep)
+    scalars = sweep_scalars(result) if is_sweep else {0: scalars_of(result)}
     failures: list[str] = []
     for name in dict.fromkeys(names):
         try:
-            with _alone():
-                (tracker,) = open_trackers((name,), settings, folder)
-                try:
-                    for step, scalars_of_step in scalars.items():
-                        tracker.log(scalars_of_step, step)
-                finally:
-                    tracker.close()
+            (tracker,) = open_trackers((name,), _settings_of(result), folder)
+            try:
+                for step, scalars_of_step in scalars.items():
+                    tracker.log(scalars_of_step, step)
+            finally:
+                tracker.close()
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
-                f"the tracker {name} did not get the {kind} ({reason_of(error)}), which is in {folder}; send it "
-                f"with kleash report {folder} --report-to {name}"
+                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} ({reason_of(error)}), "
+                f"which is in {folder}; send it with kleash report {folder} --report-to {name}"
             )
     return failures
 
@@ -218,18 +173,22 @@ def scalars_of(measurement: Measurement) -> dict[str, float]:
 
 
 def sweep_scalars(sweep: Sweep) -> dict[int, dict[str, float]]:
-    """The numbers of the candidates that were measured: the candidate's number → names that trackers see → value."""
+    """The numbers of the candidates that were measured, ``sweep/NAME`` and ``sweep/rank``, by the candidate's number.
+
+    That is the step, so that the checkpoints of a run make a curve.
+    """
     ranks = {candidate.number: rank for rank, candidate in enumerate(sweep.ranking, start=1)}
-    return {
+    scalars = {
         candidate.number: {
-            f"sweep/{name}": value
-            for name, value in (
-                *_scalars_of_rows(candidate_rows(sweep, candidate)).items(),
-                ("rank", float(ranks[candidate.number])),
-            )
+            **_scalars_of_rows(candidate_rows(sweep, candidate)),
+            "rank": ranks[candidate.number],
         }
         for candidate in sweep.candidates
         if candidate.number in ranks
+    }
+    return {
+        number: {f"sweep/{name}": float(value) for name, value in values.items()}
+        for number, values in scalars.items()
     }
 
 
@@ -247,60 +206,21 @@ def _scalars_of_rows(rows: Iterable[NumberRow]) -> dict[str, float]:
     return scalars
 
 
-def _settings_of_sweep(sweep: Sweep) -> dict[str, object]:
-    """The options of a sweep, and names, letters and failures of its candidates."""
-    candidates = {f"candidate_{each.number}": each.name for each in sweep.candidates}
-    letters = {f"letters_{each.number}": each.letters for each in sweep.ranking if each.letters}
-    failures = {f"failure_{each.number}": each.failure for each in sweep.failed}
-    counts = {"tokens": sweep.tokens, "clusters": sweep.clusters}
-    return {
-        **sweep.job,
-        **counts,
-        **candidates,
-        **letters,
-        **failures,
-        **_settings_of_gate(sweep.gate),
-        "kleash": sweep.kleash,
-    }
-
-
-def _settings_of(measurement: Measurement) -> dict[str, object]:
-    """What decided the result of a measurement, by name, and the verdict of its gate."""
-    fingerprints = {f"fingerprint_{role}": model.fingerprint for role, model in measurement.models.items()}
-    return {
-        **measurement.job,
-        **fingerprints,
-        "source_sha256": measurement.source_sha256,
-        "estimand": measurement.estimand,
-        "kleash": measurement.kleash,
-        "headline": measurement.headline,
-        **_settings_of_gate(measurement.gate),
-    }
-
-
-def _settings_of_gate(gate: Verdict | None) -> dict[str, object]:
-    """The verdict of a gate, its limit and the quantity that it limits; none without a gate."""
-    if gate is None:
-        return {}
-    return {"gate": gate.verdict, "at_most": gate.at_most, "gate_quantity": gate.quantity}
-
-
-@contextmanager
-def _alone() -> Generator[None]:
-    """Context in which Accelerate's state is that of a single process, unless the program has one already.
-
-    Otherwise Accelerate would wait for the other processes of a launcher, which do not report.
-    """
-    state = import_extra("accelerate", "train").PartialState
-    if state._shared_state:
-        yield
-        return
-    hidden = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
-    try:
-        state()
-    finally:
-        os.environ.update(hidden)
-    try:
-        yield
-    finally:
-        state._reset_state()
+def _settings_of(result: Measurement | Sweep) -> dict[str, object]:
+    """What decided a result, by name, the verdict of its gate, and what the candidates of a sweep are."""
+    settings: dict[str, object] = {**result.job, "kleash": result.kleash}
+    if result.gate is not None:
+        settings |= {
+            "gate": result.gate.verdict,
+            "at_most": result.gate.at_most,
+            "gate_quantity": result.gate.quantity,
+        }
+    if isinstance(result, Measurement):
+        fingerprints = {f"fingerprint_{role}": model.fingerprint for role, model in result.models.items()}
+        kinds = ("source_sha256", "estimand", "headline")
+        return {**settings, **fingerprints, **{name: getattr(result, name) for name in kinds}}
+    settings |= {"tokens": result.tokens, "clusters": result.clusters}
+    for candidate in result.candidates:
+        texts = {"candidate": candidate.name, "letters": candidate.letters, "failure": candidate.failure}
+        settings |= {f"{name}_{candidate.number}": text for name, text in texts.items() if text}
+    return settings

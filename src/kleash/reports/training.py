@@ -14,8 +14,8 @@ from kleash.reports.training_charts import run_charts
 from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of
-from kleash.store.number import bare_number
 from kleash.store.steps import STEPS
+from kleash.store.summary import bare_number
 from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kleash.store.codec import decode
-from kleash.store.notebook import Result
+from kleash.store.summary import Result
 
 AUDIT_SCHEMA = 3
 """Raised when a field of an audit is renamed or its meaning changes; older audits can be read."""

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kleash.estimate import Estimate
-from kleash.store.gate import Gate
-from kleash.store.measurement import Counts
-from kleash.store.notebook import Result
+from kleash.store.measurement import Counts, Gate
+from kleash.store.summary import Result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
 from kleash.store.measurement import Measurement
 from kleash.store.statistics import ALL_STATISTICS, label_of
-from kleash.store.summary_tables import counted
+from kleash.store.summary import counted
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MAX_NAMES = 3

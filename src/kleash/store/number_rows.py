@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from kleash.estimate import Estimate
 from kleash.store.comparison import Comparison
-from kleash.store.likely_causes import Diagnosis
 from kleash.store.measurement import Bin, Counts, Measurement
-from kleash.store.mismatch_record import MismatchRecord
+from kleash.store.rollout_results import Diagnosis, MismatchRecord
 from kleash.store.sweep import Sweep, SweepCandidate
 
 NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis

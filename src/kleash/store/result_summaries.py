@@ -4,13 +4,10 @@ from dataclasses import replace
 
 from kleash.estimate import Estimate
 from kleash.store.anchors import scale_sentence
-from kleash.store.attribution import Attribution
 from kleash.store.audit import FAULTS, Audit
 from kleash.store.codec import encode
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
-from kleash.store.gate import Verdict
-from kleash.store.likely_causes import Diagnosis
-from kleash.store.measurement import Measurement, describe_storage
+from kleash.store.measurement import Measurement, Verdict, describe_storage
 from kleash.store.measurement_summary import (
     all_warnings,
     describe_quantiles,
@@ -25,19 +22,21 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
-from kleash.store.mismatch_record import LABELS, MismatchRecord
-from kleash.store.number import cells, with_error, with_interval
+from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
-from kleash.store.summary_tables import (
+from kleash.store.summary import (
     NUMBER_HEADER,
     UNKNOWN_INTERVAL,
     Name,
     Summary,
     SummaryTable,
+    cells,
     counted,
     summarize,
+    with_error,
+    with_interval,
 )
-from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate
+from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate
 from kleash.store.training_folder import TrainingResult
 
 EXTREMES = (

@@ -1,17 +1,16 @@
 """The result of a sweep: several candidates measured against one reference, their order, and what is tied."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
-from kleash.store.attribution import Attribution
 from kleash.store.checksums import Checksums, require_sha256, write_checked
-from kleash.store.gate import Gate, SweepGate
-from kleash.store.notebook import Result
+from kleash.store.measurement import Gate, SweepGate
 from kleash.store.statistics import kl_directions
+from kleash.store.summary import Result
 
 SWEEP = "sweep.json"
 QUANTILE = "99.9"
@@ -66,6 +65,76 @@ class SweepPair:
     """The intervals of all pairs hold at once with 95 % confidence."""
     is_tie: bool
     """Whether the simultaneous interval does not exclude 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupChange:
+    """What swapping one group of weights back to the reference's changes."""
+
+    name: str
+    """Such as "layer 3", "self_attn.q_proj", "norms" or "embeddings"."""
+    parameters: int
+    """Number of its weights."""
+    is_identical: bool
+    """Whether candidate and reference have the same weights in it, so that the change is 0 without a pass."""
+    change: Estimate
+    """The mean with this group swapped minus that of the candidate, paired by cluster; below 0 if the group's
+    weights are a cause of the KL."""
+    simultaneous_ci95: tuple[float, float]
+    """The intervals of all groups hold at once with 95 % confidence."""
+
+    @property
+    def simultaneous_change(self) -> Estimate:
+        """The change with the simultaneous interval in place of its own."""
+        return replace(self.change, ci95=self.simultaneous_ci95)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """The changes of a candidate's KL when its weights are swapped back, one group at a time."""
+
+    candidate: int
+    """Number of the candidate."""
+    grouping: str
+    """"layers" or "modules"."""
+    failure: str = ""
+    """Why there are no numbers; empty if there are."""
+    statistic: str = "kl_policy_reference"
+    """The mean per token that is attributed."""
+    sequences: int = 0
+    tokens: int = 0
+    """Scored positions of the sequences that were chosen."""
+    clusters: int = 0
+    mean: Estimate | None = None
+    """The statistic of the candidate on these tokens."""
+    groups: tuple[GroupChange, ...] = ()
+    """In the order of the network."""
+    sum_of_changes: Estimate | None = None
+    """Of the single groups."""
+    change_of_all: Estimate | None = None
+    """With all groups swapped at once."""
+    interaction: Estimate | None = None
+    """``sum_of_changes`` minus ``change_of_all``: how far single changes are from adding up."""
+    control: Estimate | None = None
+    """The change of a second pass without a swap, after all others: exactly 0 where passes are repeatable."""
+    critical_value: float = float("nan")
+    """The 95 % quantile of the largest |t| over all groups."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def largest_first(self) -> list[GroupChange]:
+        """The groups in the order of what they add to the KL, the largest part first."""
+        return sorted(self.groups, key=lambda group: group.change.value)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there are numbers of groups whose weights differ from the reference's."""
+        return not self.failure and not all(group.is_identical for group in self.groups)
+
+    def share_of(self, group: GroupChange) -> float:
+        """The part of the candidate's mean that is gone with this group swapped; NaN if the mean is 0."""
+        value = 0.0 if self.mean is None else self.mean.value
+        return 0.0 - group.change.value / value if value else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)

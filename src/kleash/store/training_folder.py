@@ -8,8 +8,8 @@ from kleash.errors import RunFolderError
 from kleash.store.atomic import cannot_write, require_utf8
 from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
 from kleash.store.job_folder import JobFolder
-from kleash.store.notebook import Result
 from kleash.store.steps import STEPS, StepRecord, read_steps
+from kleash.store.summary import Result
 
 RESULT = "training.json"
 CHECKPOINTS = "checkpoints"

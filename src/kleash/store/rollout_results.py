@@ -1,11 +1,11 @@
-"""The result of ``kleash mismatch``: statistics of a trainer's and an engine's log-probabilities."""
+"""The results of ``kleash mismatch`` and ``kleash doctor``, of a trainer's and an engine's log-probabilities."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kleash.estimate import Estimate
-from kleash.store.gate import Gate
-from kleash.store.notebook import Result
+from kleash.store.measurement import Gate
+from kleash.store.summary import Result
 
 LABELS: Mapping[str, str] = {
     "kl_engine_trainer": "KL(engine ‖ trainer)",
@@ -53,3 +53,40 @@ class MismatchRecord(Result):
     """In what several files differ."""
     gate: Gate | None = None
     """The verdict of ``--at-most`` on KL(engine || trainer)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelyCause:
+    """A cause of a mismatch, with its probability and what supports it."""
+
+    cause: str
+    """Its name in ``kleash.diagnosis.causes.CAUSES``."""
+    meaning: str
+    probability: float
+    """From the likelihood of held-out responses under this cause and all others; of equal causes together."""
+    evidence: str
+    next_test: str
+    """What confirms or repairs it."""
+    alike: tuple[str, ...] = ()
+    """Causes that the data cannot tell from this one; the probability is that of all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis(Result):
+    """The likely causes of a mismatch, the likeliest first; none if rounding explains the differences."""
+
+    kleash: str
+    """Version that diagnosed."""
+    file: str
+    """The file; of several, the first and how many more there are."""
+    tokens: int
+    sequences: int
+    models: tuple[str, ...]
+    """Policy and reference that scored the tokens again; empty without them."""
+    examined: bool
+    """Whether there were tokens enough for a diagnosis."""
+    findings: tuple[LikelyCause, ...]
+    notes: tuple[str, ...] = ()
+    """What could not be examined, and why; in what several files differ."""
+    files: Mapping[str, int] = field(default_factory=dict[str, int])
+    """File -> the number of its rollouts; empty if they were not read from a file."""

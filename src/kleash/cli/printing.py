@@ -1,0 +1,143 @@
+"""Printing a result: its summary and the verdicts of its gates on the terminal, or a format of ``--format``."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.measure import Measurement as Width
+from rich.padding import Padding
+from rich.table import Table
+
+from kleash.cli.terminal import Terminal, on_one_line, remark, say, terminal_sentence
+from kleash.errors import OptionError
+from kleash.reports.formatting import as_sentence, keep_end, measure_command
+from kleash.reports.gate_verdicts import describe_gate, describe_sweep_gate
+from kleash.reports.text_formats import model_card, to_csv, to_markdown
+from kleash.store import Comparison, Measurement, MismatchRecord, TrainingResult
+from kleash.store.measurement import Verdict
+from kleash.store.number_rows import NumericResult, number_rows
+from kleash.store.summary import Name, Summary, SummaryTable, summarize
+from kleash.store.sweep import Sweep
+
+MAX_TABLE_COLUMNS = 200
+MAX_ROWS = 40
+"""Rows of a table that are printed."""
+MAX_NAME = 60
+"""Characters of a name in a table, of which the end is printed."""
+COLOURS = {"passed": "green", "failed": "red", "undecided": "yellow"}
+"""Verdict of a gate -> its colour."""
+
+
+def print_summary(result: NumericResult | TrainingResult, page: Path | None = None) -> None:
+    """Print the headline of a result, its facts, tables, warnings and gates, and the path of its page."""
+    console, summary = Terminal(), summarize(result)
+    console.print()
+    say(console, summary.headline, style="bold")
+    for label, text in summary.facts:
+        if not label.startswith("gate"):
+            remark(console, label, text, "dim")
+    for table in summary.tables:
+        _print_summary_table(console, table)
+    for warning in summary.warnings:
+        remark(console, "warning", warning)
+    print_gates(result)
+    if page is not None:
+        say(console, f"page: {page}")
+
+
+def print_gates(result: NumericResult | TrainingResult) -> None:
+    """Print the verdict of each gate of a result with the numbers that decided it."""
+    for label, gate, sentence in gates_of(result):
+        remark(Terminal(), label, terminal_sentence(sentence), COLOURS[gate.verdict])
+
+
+def _print_summary_table(console: Console, table: SummaryTable) -> None:
+    """Print a table, whatever the width of the terminal; one with sentences as a paragraph for each row."""
+    if table.title:
+        say(console, f"{table.title}:")
+    rows, (_, *has_sentences) = table.rows[:MAX_ROWS], table.is_left
+    if any(has_sentences):
+        for title, *texts in rows:
+            console.print()
+            say(console, title, style="bold")
+            for heading, text in zip(table.header[1:], texts, strict=True):
+                say(console, f"   {heading}: {text}")
+    else:
+        columns = Table(box=None, pad_edge=False)
+        for heading, is_left in zip(table.header, table.is_left, strict=True):
+            columns.add_column(heading, justify="left" if is_left else "right", no_wrap=True)
+        for row in rows:
+            columns.add_row(*map(_cell, row))
+        width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
+        Terminal(width=max(width, console.width)).print(Padding(columns, (1, 0)))
+    if len(table.rows) > MAX_ROWS:
+        say(console, f"{len(table.rows) - MAX_ROWS} more rows: --format json", style="dim")
+
+
+def _cell(text: str) -> str:
+    """A text of a table on one line, with the end of a long name."""
+    return on_one_line(keep_end(text, MAX_NAME) if isinstance(text, Name) and len(text) > MAX_NAME else text)
+
+
+def print_formatted(result: NumericResult, output_format: str, folder: Path | None = None) -> None:
+    """Print a result on standard output, and the verdicts of gates on standard error where the format has none.
+
+    Args:
+        result: what is printed.
+        output_format: one of those that the job of the result allows.
+        folder: the run folder of a measurement.
+
+    Raises:
+        OptionError: if the result lacks what the format needs.
+        RunFolderError: if a file that the format needs is missing or damaged.
+    """
+    sys.stdout.write(formatted(result, output_format, folder))
+    if output_format not in ("json", "markdown"):
+        for sentence in gate_sentences(result):
+            print(f"kleash: {sentence}", file=sys.stderr)
+
+
+def formatted(result: NumericResult, output_format: str, folder: Path | None = None) -> str:
+    """A result in a format; arguments and errors as for ``print_formatted``."""
+    match output_format:
+        case "json":
+            return result.to_json()
+        case "csv":
+            return to_csv(number_rows(result))
+        case "markdown":
+            notes = tuple(map(as_sentence, gate_sentences(result)))
+            return to_markdown(_summary_with_command(result), notes)
+        case "model-card" if isinstance(result, Measurement):
+            return model_card(result)
+        case "llama.cpp" if isinstance(result, Measurement) and folder is not None:
+            from kleash.measuring.llama_cpp_summary import llama_cpp_text
+
+            return llama_cpp_text(folder)
+        case _:
+            raise OptionError(f"this result has no format {output_format}")
+
+
+def _summary_with_command(result: NumericResult) -> Summary:
+    """The summary of a result with the version of kleash and the command that repeats it, where they are recorded."""
+    summary = summarize(result)
+    facts = [fact for fact in summary.facts if not fact[0].startswith("gate")]  # sentences follow
+    facts.append(("kleash", result.kleash))
+    if isinstance(result, Measurement):
+        facts.append(("command", Name(measure_command(result.job))))
+    return replace(summary, facts=tuple(facts))
+
+
+def gate_sentences(result: NumericResult) -> list[str]:
+    """The verdicts of a result's gates, in sentences."""
+    return [f"{label}: {sentence}" for label, _, sentence in gates_of(result)]
+
+
+def gates_of(result: NumericResult | TrainingResult) -> list[tuple[str, Verdict, str]]:
+    """The gates of a result: a label, which names the run where there are several, the verdict, and its sentence."""
+    if isinstance(result, Sweep):
+        return [] if result.gate is None else [("gate", result.gate, describe_sweep_gate(result))]
+    gates = [("gate", result.gate)] if isinstance(result, Measurement | MismatchRecord) else []
+    if isinstance(result, Comparison):
+        gates = [(f"gate, {run.name}", run.gate) for run in result.runs]
+    return [(label, gate, describe_gate(gate)) for label, gate in gates if gate is not None]

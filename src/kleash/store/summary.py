@@ -1,0 +1,188 @@
+"""What a person reads of a result: numbers as text, a summary of tables, and its HTML in notebooks."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from html import escape
+from typing import Any
+
+from kleash.errors import KleashError
+from kleash.estimate import Estimate
+from kleash.store.codec import encode, to_json
+
+NO_INTERVAL = "no interval: one cluster alone does not show how much clusters differ"
+UNKNOWN_INTERVAL = "unknown"
+NUMBER_HEADER = ("", "value", "95 % interval", "standard error", "unit")
+"""Header of a table whose rows are numbers."""
+MAX_WORDS = 40
+"""Characters of a text that is a number or a few words, and no sentence."""
+LINE = "1px solid rgba(128,128,128,.4)"
+"""A line that is seen on a light and on a dark page."""
+CELL = "padding:.15em .6em;text-align:{align};vertical-align:top;white-space:{wrap};border-bottom:" + LINE
+
+
+def bare_number(value: float, standard_error: float) -> Estimate:
+    """A value with its error, to be shown: without a unit and an interval."""
+    return Estimate(value=value, unit="none", standard_error=standard_error, ci95=(math.nan, math.nan))
+
+
+def to_display_unit(number: Estimate) -> tuple[Estimate, str]:
+    """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
+    if number.unit != "probability":
+        return number, "" if number.unit == "none" else number.unit
+    low, high = number.ci95
+    percentages = replace(
+        number,
+        value=100 * number.value,
+        standard_error=100 * number.standard_error,
+        ci95=(100 * low, 100 * high),
+    )
+    return percentages, "%"
+
+
+def cells(number: Estimate) -> tuple[str, str, str, str]:
+    """Value, 95 % interval, standard error and unit as text; unknown ones are empty."""
+    number, unit = to_display_unit(number)
+    low, high = (number.format(end) for end in number.ci95)
+    is_one_cluster = math.isnan(number.standard_error) and any(map(math.isinf, number.ci95))
+    has_interval = not is_one_cluster and not any(map(math.isnan, number.ci95))
+    error = number.format(number.standard_error) if number.has_error else ""
+    return number.rounded, f"{low} to {high}" if has_interval else "", error, unit
+
+
+def with_error(number: Estimate) -> str:
+    """The value with its standard error, if it has one, and its unit: "0.218 ± 0.0097 nats"."""
+    value, _, error, unit = cells(number)
+    return f"{value} ± {error} {unit}".rstrip() if error else f"{value} {unit}".rstrip()
+
+
+def with_interval(number: Estimate) -> str:
+    """The value with its unit and its 95 % interval: "0.218 nats (95 % interval 0.199 to 0.237)"."""
+    value, interval, _, unit = cells(number)
+    text = f"{value} {unit}".rstrip()
+    return f"{text} (95 % interval {interval})" if interval else f"{text} ({NO_INTERVAL})"
+
+
+class Name(str):
+    """A text that is no sentence of kleash, such as a path: shown as it is, in the style of code."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryTable:
+    """A table of texts."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """As wide as the header; a ``Name`` is a text of others."""
+    title: str = ""
+
+    @property
+    def is_left(self) -> tuple[bool, ...]:
+        """Whether each column is aligned to the left: the first one, and those of sentences."""
+        return tuple(
+            place == 0 or any(len(row[place]) > MAX_WORDS for row in self.rows)
+            for place in range(len(self.header))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a person reads of a result."""
+
+    headline: str
+    """The result in one line."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """What it is about: label and text."""
+    tables: tuple[SummaryTable, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@singledispatch
+def summarize(result: object) -> Summary:
+    """The summary of a result of kleash; ``kleash.store.result_summaries`` has those of all kinds.
+
+    Raises:
+        TypeError: if ``result`` is none.
+    """
+    raise TypeError(f"{type(result).__name__} is no result of kleash")
+
+
+def plain_text(text: str) -> str:
+    """``text`` in characters that every encoding of Unicode has: what is left of undecodable bytes becomes U+FFFD."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in the singular or plural."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class Result:
+    """A result as it stands in JSON, and as a notebook shows it: headline, facts, tables and warnings."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """As JSON text; non-finite numbers are strings."""
+        return to_json(self)
+
+    def _repr_html_(self) -> str | None:
+        """The summary as HTML; None, and then a notebook shows the ``repr``, if the record has no headline."""
+        try:
+            return to_html(summarize(self))
+        except KleashError:
+            return None
+
+
+def to_html(summary: Summary) -> str:
+    """A summary as HTML. All texts are escaped, and right-to-left texts stay in their places."""
+    facts = "".join(
+        f"<div>{_text(label)}: {_text(text)}</div>" for label, text in summary.facts if label != "estimand"
+    )
+    details = "".join(f"<div>{_text(text)}</div>" for label, text in summary.facts if label == "estimand")
+    warnings = "".join(f"<li>{_text(warning)}</li>" for warning in summary.warnings)
+    count = f"{len(summary.warnings)} warning{'' if len(summary.warnings) == 1 else 's'}"
+    parts = (
+        f'<div style="font-weight:600;margin-bottom:.3em">{_text(summary.headline)}</div>',
+        f'<div style="opacity:.8;font-size:92%">{facts}</div>' if facts else "",
+        *map(_table, summary.tables),
+        f"<details open><summary>{count}</summary><ul>{warnings}</ul></details>" if warnings else "",
+        f'<details style="opacity:.8;font-size:92%"><summary>what was measured</summary>{details}</details>'
+        if details
+        else "",
+    )
+    return f'<div style="color:inherit;background:none;max-width:72em;overflow-x:auto">{"".join(parts)}</div>'
+
+
+def _table(table: SummaryTable) -> str:
+    """A table."""
+    styles = [
+        CELL.format(align="left", wrap="normal") if is_left else CELL.format(align="right", wrap="nowrap")
+        for is_left in table.is_left
+    ]
+    header = "".join(
+        f'<th style="{style};white-space:normal">{_text(text)}</th>'
+        for style, text in zip(styles, table.header, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(f'<td style="{style}">{_text(text)}</td>' for style, text in zip(styles, row, strict=True))
+        + "</tr>"
+        for row in table.rows
+    )
+    title = f'<div style="margin-top:.5em">{_text(table.title)}</div>' if table.title else ""
+    return (
+        f'{title}<table style="border-collapse:collapse;margin:.5em 0;color:inherit;'
+        f'font-variant-numeric:tabular-nums"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
+    )
+
+
+def _text(text: str) -> str:
+    """A text, escaped; a ``Name`` in the style of code, which can be broken into lines anywhere."""
+    escaped = f"<bdi>{escape(plain_text(text))}</bdi>"
+    return f'<code style="overflow-wrap:anywhere">{escaped}</code>' if isinstance(text, Name) else escaped
