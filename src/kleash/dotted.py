@@ -35,10 +35,13 @@ def resolve_function(
     """
     module_name, colon, name = path.partition(":")
     identifiers = [*module_name.split("."), *name.split(".")]
-    hint = _file_hint(path)
-    if hint or not colon or not all(part.isidentifier() for part in identifiers):
-        raise OptionError(f"{kind} is written package.module:function, and {path!r} is not{hint}")
-    add_working_directory_to_path()
+    if not colon or not all(part.isidentifier() for part in identifiers):
+        raise OptionError(
+            f"{kind} is written package.module:function, as folder.file:function of folder/file.py; it is {path!r}"
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    invalidate_caches()
     resolved: Any = import_by_name(module_name, installations)
     for part in name.split("."):
         resolved = get_attribute(resolved, part, module_name)
@@ -49,49 +52,24 @@ def resolve_function(
     return resolved
 
 
-def _file_hint(path: str) -> str:
-    """The correct spelling for the path of an existing file; empty for other paths."""
-    file, _, name = path.partition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        return ""
-    module = ".".join(Path(file).with_suffix("").parts)
-    return f"; of a file below the current folder it is {module}:{name or 'function'}"
-
-
 def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATIONS) -> ModuleType:
     """Import the module called ``name``, with an error message that says why it cannot be imported."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise missing_module_error(name, error.name or "", installations) from error
+        package, missing = name.partition(".")[0], error.name or ""
+        if missing == package and package in installations:
+            raise MissingExtraError(f"{package} is not installed; run: {installations[package]}") from error
+        if f"{name}.".startswith(f"{missing}."):
+            raise UnknownNameError(
+                f"there is no module {missing}, neither installed nor in the current folder"
+            ) from error
+        raise MissingExtraError(f"{name} imports {missing}, which is not installed") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # third-party code may raise anything on import
         message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CannotRunError(f"{name} cannot be imported; it raises {message}") from error
-
-
-def add_working_directory_to_path() -> None:
-    """Put the working directory first on ``sys.path``, and clear the import caches."""
-    working_directory = str(Path.cwd())
-    if working_directory not in sys.path:
-        sys.path.insert(0, working_directory)
-    invalidate_caches()
-
-
-def missing_module_error(
-    name: str, missing: str, installations: Mapping[str, str]
-) -> MissingExtraError | UnknownNameError:
-    """The error for a module ``name`` whose part or dependency ``missing`` was not found."""
-    package = name.partition(".")[0]
-    if missing == package and package in installations:
-        return MissingExtraError(f"{package} is not installed; run: {installations[package]}")
-    if missing == package:
-        return UnknownNameError(f"{package} is not installed, and no {package}.py lies in the current folder")
-    if name == missing or name.startswith(f"{missing}."):
-        parent = missing.rpartition(".")[0]
-        return UnknownNameError(f"{parent} is installed and has no module {missing.rpartition('.')[2]!r}")
-    return MissingExtraError(f"{name} imports {missing}, which is not installed")
 
 
 def get_attribute(holder: Any, name: str, module: str) -> Any:

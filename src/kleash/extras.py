@@ -81,11 +81,10 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def version_warning(package: str, *, at_least: str, below: str) -> str | None:
-    """The warning that the installed version of ``package`` is untested; None if it is in ``[at_least, below)``.
+def warn_if_untested(package: str, *, at_least: str, below: str) -> None:
+    """Warn if the installed version is outside the tested range ``[at_least, below)``, once per calling line.
 
-    An untested version may work. Callers warn (``warn_if_untested``) and then check the attributes that they use
-    (``require_attributes``).
+    An untested version may work; callers then check the attributes that they use (``require_attributes``).
 
     Raises:
         MissingExtraError: if the package is not installed.
@@ -94,23 +93,12 @@ def version_warning(package: str, *, at_least: str, below: str) -> str | None:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError as error:
         raise MissingExtraError(f"{package} is not installed; run: pip install {package}") from error
-    if _release(at_least) <= _release(installed) < _release(below):
-        return None
-    return (
-        f"{package} {installed} is installed; kleash is tested with versions from {at_least} up to, not including, "
-        f"{below}, and may not work with this one"
-    )
-
-
-def warn_if_untested(package: str, *, at_least: str, below: str) -> None:
-    """Warn if the installed version is outside the tested range, once per calling line.
-
-    Raises:
-        MissingExtraError: if the package is not installed.
-    """
-    message = version_warning(package, at_least=at_least, below=below)
-    if message is not None:
-        warnings.warn(message, stacklevel=2)
+    if not _release(at_least) <= _release(installed) < _release(below):
+        warnings.warn(
+            f"{package} {installed} is installed; kleash is tested with versions from {at_least} up to, not including, "
+            f"{below}, and may not work with this one",
+            stacklevel=2,
+        )
 
 
 def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) -> None:

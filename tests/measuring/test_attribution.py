@@ -9,12 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from kleash.cli.dispatch import EXIT_FAILED, run
-from kleash.reports.sweep import describe_attribution, describe_sum
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from kleash.cli.dispatch import EXIT_FAILED, run
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring import attribution_passes, sweep
@@ -32,6 +31,7 @@ from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.sweep_ranking import read_sequences
 from kleash.models import TokenSequence
 from kleash.models.weight_groups import WeightGroup
+from kleash.reports.sweep import describe_attribution, describe_sum
 from kleash.store import RunFolder
 from kleash.store.sweep import Attribution, Sweep
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kleash.reports.text_formats import card_section
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax, rel_entr
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 
 from kleash.measuring import cache_reference, measure, sweep
 from kleash.records import CacheJob, MeasureJob, SweepJob
+from kleash.reports.text_formats import card_section
 from kleash.store.summary import summarize
 
 TEXT = "The sea was calm and the boat went out before the sun had come up."

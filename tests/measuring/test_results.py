@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kleash.cli.printing import print_summary
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
+from kleash.cli.printing import print_summary
 from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from kleash.reports.text_formats import model_card
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
 from kleash.measuring import compare, measure
 from kleash.records import MeasureJob, Measurement
+from kleash.reports.text_formats import model_card
 from kleash.store.summary import summarize
 
 PROMPTS = "The sea was calm\nShe counted the birds\nA long road\n"

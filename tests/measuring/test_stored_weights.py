@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kleash.reports.text_formats import card_section, card_sentence
 from packed_checkpoints import pack_gptq, save_packed
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 
 from kleash.measuring import measure
 from kleash.records import MeasureJob, Measurement
+from kleash.reports.text_formats import card_section, card_sentence
 from kleash.store.measurement import describe_storage
 from kleash.store.summary import summarize
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from command_forks import CommandForks
-from kleash.cli.printing import print_summary
 from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
+from kleash.cli.printing import print_summary
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kleash.cli.printing import print_summary
 from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
+from kleash.cli.printing import print_summary
 from kleash.cli.streams import printable
 from kleash.records import Measurement
 from kleash.store.checksums import seal_folder

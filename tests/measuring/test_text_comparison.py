@@ -166,20 +166,6 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
     assert "nan" not in lines.lower() and "no interval: one cluster alone" in lines
 
 
-def test_other_folders_raise_with_their_kind(tmp_path: Path, capsys: Any) -> None:
-    for file, told in {
-        "steps.jsonl": f"it is the folder of a training run; measure its policy: kleash measure --policy {tmp_path}",
-        "reference.json": "it is the cache of a reference",
-        "nothing": "the run has not finished: finish it with --resume",
-    }.items():
-        folder = tmp_path / file.partition(".")[0]
-        folder.mkdir()
-        (folder / "run.json").write_text("{}")
-        (folder / file).write_text("{}")
-        assert main(["compare", str(folder), str(folder)]) == 2
-        assert told in capsys.readouterr().err
-
-
 def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Path, capsys: Any) -> None:
     model = save_tiny(tmp_path / "model")
     source = tmp_path / "text.txt"

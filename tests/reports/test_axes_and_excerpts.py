@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 from drawn_charts import dots, drawn, legend, ticks
 from histories import healthy
-from synthetic_run import synthetic_comparison, synthetic_sweep, write_synthetic_run
+from synthetic_run import synthetic_comparison, synthetic_sweep
 
-from kleash.records import Measurement, Number, RunFolder
-from kleash.reports import heatmap
+from kleash.records import Measurement, Number
 from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
 from kleash.reports.drawing import format_tick, log_ticks
-from kleash.reports.heatmap import heat_map, key_of, read_sequences
-from kleash.reports.measurement import charts, describe_sample_size, source_nouns, write_report
+from kleash.reports.measurement import charts, describe_sample_size, source_nouns
 from kleash.reports.sweep import nearer_minus_farther, sweep_charts
 from kleash.reports.training_charts import run_charts
 from kleash.store.measurement_summary import all_warnings
@@ -81,40 +79,6 @@ def test_no_text_of_a_chart_lies_beyond_it(run: tuple[Path, Measurement]) -> Non
         boxes = [panel.get_tightbbox() for panel in panels]
         assert all(box.x0 > -1 and box.x1 < width + 1 for box in boxes), chart.name
         assert all(box.y0 > -1 and box.y1 < height + 1 for box in boxes), chart.name
-
-
-def made(folder: Path, measurement: Measurement) -> heatmap.HeatMap:
-    keys = [key_of(drift) for drift in (*measurement.worst_sequences, *measurement.worst_tokens)]
-    return heat_map(RunFolder(folder), measurement, read_sequences(RunFolder(folder), keys))
-
-
-def test_a_large_kl_token_outside_the_drawn_sequences_gets_an_excerpt(
-    run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, measurement = run
-    assert made(folder, measurement).excerpts == () or measurement.counts.sequences > 50
-    monkeypatch.setattr(heatmap, "MAX_TOKENS_OF_SEQUENCE", 20)
-    monkeypatch.setattr(heatmap, "MAX_TOKENS", 100)
-    monkeypatch.setattr(heatmap, "CONTEXT_BEFORE", 6)
-    monkeypatch.setattr(heatmap, "CONTEXT_AFTER", 3)
-    heat = made(folder, measurement)
-    assert len(heat.sequences) == 5 and len(heat.excerpts) > 10
-    drawn = {(part["prompt_id"], part["sample_id"], at) for part in heat.drawn for at in part["position"]}
-    assert all((*key_of(drift), drift.position) in drawn for drift in measurement.worst_tokens)
-    for part in heat.excerpts:
-        assert len(part["text"]) <= 10 and part["position"] == list(
-            range(part["before"], part["before"] + len(part["text"]))
-        )
-        assert part["total"] >= max(part["kl"])
-
-
-def test_every_large_kl_token_has_a_button(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heatmap, "MAX_TOKENS", 60)
-    folder = tmp_path / "run"
-    measurement = write_synthetic_run(folder, prompts=30, samples=3, tokens=40, hostile=False)
-    page = write_report(folder).read_text(encoding="utf-8")
-    assert page.count('class="show"') == len(measurement.worst_tokens)
-    assert "and the context of the tokens with the largest KL in other responses" in page
 
 
 def on_text(run: tuple[Path, Measurement], **counts: int) -> Measurement:

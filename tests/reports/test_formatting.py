@@ -151,18 +151,7 @@ def test_the_command_has_the_options_that_differ_from_their_defaults() -> None:
     assert measure_command({}) == "kleash measure"
 
 
-def test_names_with_one_end_are_shown_with_the_place_where_they_differ() -> None:
-    same_file = [
-        f"{owner}/gemma-3-27b-it-GGUF:gemma-3-27b-it-Q4_K_M.gguf" for owner in ("bartowski", "unsloth")
-    ]
-    shown = short_names([*same_file, "q8.gguf"], 24)
-    assert shown == ["bartowsk…-it-Q4_K_M.gguf", "unsloth/…-it-Q4_K_M.gguf", "q8.gguf"]
+def test_names_with_one_end_are_shown_whole() -> None:
     steps = [f"/runs/a-long-name-{run}/checkpoints/step-1000/model" for run in (17, 18)]
-    for names in (
-        steps,
-        ["x" * 100 + letter + "y" * 60 for letter in "ab"],
-        ["a/" + "b" * n for n in (50, 60)],
-    ):
-        shown = short_names(names, 24)
-        assert len(set(shown)) == len(names)
-    assert short_names(["a" * 30], 24) == [keep_end("a" * 30)]
+    assert short_names(steps, 24) == steps
+    assert short_names(["a" * 30, "b" * 30], 24) == [keep_end("a" * 30), keep_end("b" * 30)]

@@ -10,7 +10,7 @@ from synthetic_run import synthetic_comparison
 
 from kleash.records import Measurement, Number
 from kleash.reports.comparison import describe_difference, describe_direction, differences_chart, runs_chart
-from kleash.reports.measurement import bar_share, noise_floor_note
+from kleash.reports.measurement import noise_floor_note
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
 from kleash.store.measurement_summary import statistic_rows
@@ -162,19 +162,6 @@ def test_an_interval_without_ends_is_not_drawn_and_nor_is_a_number_that_is_not_f
     ("floor", "said"),
     [(0.0, "no rounding difference"), (0.05, "is 4.0 times as large"), (0.3, "the KL is not above it")],
 )
-def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, said: str) -> None:
-    per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
-    changed = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
-    assert said in noise_floor_note(changed)
-
-
-def test_bar_lengths_are_shares_of_the_longest(run: Any) -> None:
-    share = bar_share(run[1])
-    assert share(run[1].prompts[0].kl_per_token) == "100.0"
-    assert float(share(run[1].prompts[0].kl_per_token / 4)) == pytest.approx(25.0, abs=0.06)
-    assert (share(math.inf), share(math.nan)) == ("100.0", "0")
-
-
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
@@ -185,6 +172,12 @@ def test_bar_lengths_are_shares_of_the_longest(run: Any) -> None:
         (math.nan, math.nan, "direction unknown"),
     ],
 )
+def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, said: str) -> None:
+    per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
+    changed = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
+    assert said in noise_floor_note(changed)
+
+
 def test_a_difference_has_a_direction_only_if_its_interval_excludes_zero(
     low: float, high: float, said: str
 ) -> None:

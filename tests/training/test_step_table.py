@@ -5,16 +5,14 @@ from io import StringIO
 
 import pytest
 from histories import healthy
-from kleash.cli.progress import Steps
 from rich.console import Console
 
+from kleash.cli.progress import Steps
 from kleash.records import HackingAlert, StepRecord
 
 
 def shown_on(terminal: bool) -> str:
-    console = Console(
-        file=StringIO(), width=100, force_terminal=terminal, highlight=False, color_system=None
-    )
+    console = Console(file=StringIO(), width=100, force_terminal=terminal, highlight=False, color_system=None)
     steps = Steps(20, console)
     steps.note("the policy is [bold]")
     for record in healthy(20):

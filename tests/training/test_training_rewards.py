@@ -175,7 +175,7 @@ def test_rewards_of_equal_name_get_numbered_names() -> None:
         (
             "no_such_file:f",
             UnknownNameError,
-            "no_such_file is not installed, and no no_such_file.py lies in the",
+            "there is no module no_such_file, neither",
         ),
         ("my_rewards:calls", OptionError, "my_rewards:calls is of type list, which cannot be called"),
         ("", OptionError, "a reward is package.module:function or a model's folder, and '' is neither"),

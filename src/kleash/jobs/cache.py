@@ -105,10 +105,12 @@ class CacheJob(ScoringOptions):
         """
         if self.layers is None:
             return None
-        words = [word.strip() for word in self.layers.split(",")]
-        if not all(word.isascii() and word.isdigit() and len(word) <= 6 for word in words):
-            raise OptionError(f"--layers must be numbers of layers such as 1,2,36; it is {self.layers!r}")
-        layer_ids = tuple(map(int, words))
+        try:
+            layer_ids = tuple(map(int, self.layers.split(",")))
+        except ValueError as error:
+            raise OptionError(
+                f"--layers must be numbers of layers such as 1,2,36; it is {self.layers!r}"
+            ) from error
         if list(layer_ids) != sorted(set(layer_ids)):
             raise OptionError(
                 f"--layers must be in ascending order, as vLLM saves them, each once; it is {self.layers!r}"

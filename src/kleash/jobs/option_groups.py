@@ -31,8 +31,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ENGINES = ("local", "ray")
 RANK_MAPS = ("fsdp", "tensor")
 """Device maps that divide a model over processes."""
-MIN_RESOURCE = 0.0001
-"""The least amount of a resource that Ray reserves, other than 0."""
 OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"engine", "address", "workers", "resources_per_worker"})
@@ -237,31 +235,17 @@ def parse_resources(text: str) -> dict[str, float]:
     """The amounts of ``--resources-per-worker`` by the names of resources: {"cpu": 4.0, "gpu": 1.0}.
 
     Raises:
-        OptionError: if it is not of the form name=number,name=number, or Ray has no such amounts.
+        OptionError: if it is not of the form name=number,name=number.
     """
     amounts: dict[str, float] = {}
     for entry in text.split(","):
         name, _, number = (part.strip() for part in entry.partition("="))
-        name = name.lower() if name.lower() in ("cpu", "gpu") else name
         try:
-            amount = float(number)
-        except ValueError:
-            amount = -1.0
-        if not name or name in amounts or not (math.isfinite(amount) and amount >= 0):
+            amounts[name.lower() if name.lower() in ("cpu", "gpu") else name] = float(number)
+        except ValueError as error:
             raise OptionError(
-                f"--resources-per-worker takes amounts such as gpu=1 or cpu=4,memory=16e9, each once; it is {text!r}"
-            )
-        amounts[name] = amount
-        if 0 < amount < MIN_RESOURCE or (name == "gpu" and amount > 1 and amount % 1):
-            raise OptionError(
-                f"--resources-per-worker: Ray takes at least {MIN_RESOURCE:.4f} of a resource, and whole GPUs from 1 "
-                f"on; it is {text!r}"
-            )
-        if name == "object_store_memory":
-            raise OptionError(
-                f"--resources-per-worker: Ray has no {name} for a worker; leave it out, and reserve memory=16e9 or the "
-                "like for what the models and batches need"
-            )
+                f"--resources-per-worker takes amounts such as gpu=1 or cpu=4,memory=16e9; it is {text!r}"
+            ) from error
     return amounts
 
 

@@ -178,7 +178,7 @@ def _score_missing(
     """Score the shards of a pass that are not on disk and that no other process has claimed; whether there were any.
 
     Raises:
-        OtherRunError: if its folder holds another run.
+        RunFolderError: if its folder holds another run.
     """
     has_scored = False
     swapped = ", ".join(group.name for group in swap.groups) or "none"

@@ -17,8 +17,6 @@ MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 500
 MAX_TOKENS = 5_000
 """Limits of what is drawn. All tokens are counted in the statistics."""
-CONTEXT_BEFORE, CONTEXT_AFTER = 30, 15
-"""Tokens drawn around a token with large KL that lies outside the drawn sequences."""
 MAX_PROMPT = 4000
 NUM_COLOURS = 8
 """Colours beside none."""
@@ -98,24 +96,17 @@ class HeatMap:
     """Whether the first threshold is the KL that three quarters of all tokens lie below."""
     shortened: int
     """Sequences of which only the beginning is drawn."""
-    excerpts: tuple[dict[str, Any], ...] = ()
-    """The context of tokens with large KL that lie outside the drawn sequences, as such objects."""
-
-    @property
-    def drawn(self) -> tuple[dict[str, Any], ...]:
-        """The sequences, followed by the excerpts."""
-        return (*self.sequences, *self.excerpts)
 
 
 def heat_map(
     folder: RunFolder, measurement: Measurement, tokens: Mapping[SequenceKey, SequenceTokens]
 ) -> HeatMap:
-    """The sequences and tokens with the largest KL, with the likeliest tokens of both models at each position.
+    """The sequences with the largest KL, with the likeliest tokens of both models at each position.
 
     Args:
         folder: of the run.
         measurement: of the run.
-        tokens: of its ``worst_sequences`` and those of its ``worst_tokens``.
+        tokens: of its ``worst_sequences``.
     """
     lengths: dict[SequenceKey, int] = {}
     budget = MAX_TOKENS
@@ -125,25 +116,19 @@ def heat_map(
         if length and len(lengths) < MAX_SEQUENCES:
             lengths[key_of(drift)] = length
             budget -= length
-    contexts = token_contexts(measurement.worst_tokens, tokens, lengths)
-    keys = {*lengths, *(key for key, _ in contexts)}
     payload = partial(
         _payload,
         tokens=tokens,
-        prompts=read_prompts(folder, keys),
-        alternatives=read_alternatives(folder, keys, tokens),
+        prompts=read_prompts(folder, lengths),
+        alternatives=read_alternatives(folder, lengths, tokens),
         kl_names=kl_directions(measurement.headline),
     )
     sequences = tuple(
-        payload(drift.kl, key_of(drift), range(lengths[key_of(drift)]))
+        payload(drift.kl, key_of(drift), lengths[key_of(drift)])
         for drift in measurement.worst_sequences
         if key_of(drift) in lengths
     )
-    excerpts = tuple(
-        payload(float(np.sum(tokens[key].columns[measurement.headline], dtype=np.float64)), key, span)
-        for key, span in contexts
-    )
-    kls = [value for sequence in (*sequences, *excerpts) for value in sequence["kl"] if 0 < value < math.inf]
+    kls = [value for sequence in sequences for value in sequence["kl"] if 0 < value < math.inf]
     quantiles = measurement.quantiles.get(measurement.headline, {})
     upper_quartile = quantiles["75"].value if "75" in quantiles else math.nan
     thresholds = colour_thresholds(max(kls, default=1.0), upper_quartile)
@@ -152,32 +137,7 @@ def heat_map(
         thresholds=thresholds,
         starts_at_upper_quartile=math.isclose(thresholds[0], upper_quartile, rel_tol=0.1),
         shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in sequences),
-        excerpts=excerpts,
     )
-
-
-def token_contexts(
-    worst: Iterable[Drifted],
-    tokens: Mapping[SequenceKey, SequenceTokens],
-    lengths: Mapping[SequenceKey, int],
-) -> list[tuple[SequenceKey, range]]:
-    """The context of each token that is not drawn with its sequence: the sequence's key and a range of rows.
-
-    Args:
-        worst: tokens, in falling order of their KL.
-        tokens: of their sequences.
-        lengths: for each drawn sequence the number of its tokens that are drawn.
-    """
-    contexts: list[tuple[SequenceKey, range]] = []
-    for drift in worst:
-        key = key_of(drift)
-        row = tokens[key].row_of(drift.position) if key in tokens else None
-        if row is None or row < lengths.get(key, 0):
-            continue
-        if not any(key == other and row in span for other, span in contexts):
-            size = len(tokens[key].texts)
-            contexts.append((key, range(max(0, row - CONTEXT_BEFORE), min(size, row + CONTEXT_AFTER + 1))))
-    return contexts
 
 
 def key_of(drift: Drifted) -> SequenceKey:
@@ -239,19 +199,19 @@ def read_alternatives(
 def _payload(
     total: float,
     key: SequenceKey,
-    span: range,
+    length: int,
     *,
     tokens: Mapping[SequenceKey, SequenceTokens],
     prompts: Mapping[SequenceKey, str],
     alternatives: Mapping[SequenceKey, Alternatives],
     kl_names: Sequence[str],
 ) -> dict[str, Any]:
-    """The rows ``span`` of a sequence as an object for the page's script; ``kl_names`` are columns of ``tokens/``.
+    """The first ``length`` tokens of a sequence as an object for the page's script, with these columns as KLs.
 
     Texts of alternatives repeat, so they are stored once in ``texts`` and referred to by index.
     """
     sequence = tokens[key]
-    columns = {name: values[span.start : span.stop] for name, values in sequence.columns.items()}
+    columns = {name: values[:length] for name, values in sequence.columns.items()}
     texts: dict[str, int] = {}
 
     def flatten(likeliest: list[tuple[str, float]]) -> list[int | float]:
@@ -262,9 +222,8 @@ def _payload(
         "sample_id": key[1],
         "total": round_for_display(total),
         "tokens": len(sequence.texts),
-        "before": span.start,
         "prompt": keep_beginning(prompts.get(key, ""), MAX_PROMPT),
-        "text": [make_visible(text) for text in sequence.texts[span.start : span.stop]],
+        "text": [make_visible(text) for text in sequence.texts[:length]],
         "kl": [round_for_display(value) for value in columns[kl_names[0]]],
         "p": [round_for_display(math.exp(value)) for value in columns["logp_policy"]],
         "q": [round_for_display(math.exp(value)) for value in columns["logp_reference"]],

@@ -1,9 +1,8 @@
 """The report of a measurement."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
     heat = heat_map(files, measurement, tokens)
     shown = {
         (sequence["prompt_id"], sequence["sample_id"], position)
-        for sequence in heat.drawn
+        for sequence in heat.sequences
         for position in sequence["position"]
     }
     return {
@@ -101,8 +100,6 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
         "noise_floor_note": noise_floor_note(measurement),
         "nouns": source_nouns(measurement),
         "sample_size": with_narrow_spaces(describe_sample_size(measurement)),
-        "bar_share": bar_share(measurement),
-        "sorted_by": "kl_per_token" if is_sorted_by_kl(measurement) else "",
     }
 
 
@@ -118,25 +115,6 @@ def noise_floor_note(measurement: Measurement) -> str:
     if not value > floor:
         return f"{definition}; {subject} is not above it"
     return f"{definition}; {subject} is {format_value(value / floor, 2)} times as large"
-
-
-def is_sorted_by_kl(measurement: Measurement) -> bool:
-    """Whether the prompts are in falling order of their KL per token."""
-    values = [prompt.kl_per_token for prompt in measurement.prompts]
-    return all(first >= second for first, second in pairwise(values))
-
-
-def bar_share(measurement: Measurement) -> Callable[[float], str]:
-    """A function from a prompt's KL per token to the length of its bar in percent of the longest."""
-    values = [p.kl_per_token for p in measurement.prompts if math.isfinite(p.kl_per_token)]
-    longest = max(values, default=0.0)
-
-    def share(value: float) -> str:
-        if math.isnan(value) or longest <= 0:
-            return "0"
-        return f"{100 * min(1.0, max(0.0, value / longest)):.1f}"
-
-    return share
 
 
 def charts(measurement: Measurement) -> dict[str, Chart]:

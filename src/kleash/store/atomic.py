@@ -18,10 +18,6 @@ TEMPORARY = ".writing-"
 """How the names of unfinished files begin; machine and process that write them follow."""
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC})
 """Numbers of the errors of a full disk: that of the machine, or a user's quota on a shared one."""
-DISK_FAILURES = frozenset(
-    getattr(errno, name) for name in ("EIO", "EROFS", "ESTALE", "ENODEV", "ENXIO") if hasattr(errno, name)
-)
-"""Numbers of the errors of a disk that failed, or that is no longer there."""
 ABANDONED_S = 24 * 3600.0
 """Age from which an unfinished file of another machine counts as left behind."""
 
@@ -122,18 +118,13 @@ def remove_folder(folder: Path) -> None:
 
 def cannot_write(path: Path, error: OSError) -> RunFolderError:
     """Why ``path`` was not written, as a sentence."""
+    reason = error.strerror or error
     if is_disk_full(error):
-        quota = "" if error.errno == errno.ENOSPC else f" ({error.strerror or error})"
         return RunFolderError(
-            f"no space is left to write {path}{quota}; what was finished is kept: "
-            "free some space and run again with --resume"
+            f"no space is left to write {path} ({reason}); what was finished is kept: free some space and run again "
+            "with --resume"
         )
-    if error.errno in DISK_FAILURES:
-        return RunFolderError(
-            f"{path} cannot be written: {error.strerror or error}; what was finished is kept: run again with --resume "
-            "once the disk can be written"
-        )
-    return RunFolderError(f"{path} cannot be written: {error.strerror or error}")
+    return RunFolderError(f"{path} cannot be written: {reason}")
 
 
 def is_disk_full(error: BaseException | None) -> bool:

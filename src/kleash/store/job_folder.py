@@ -128,25 +128,11 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     """Check that the run in a folder is the one that is to be continued.
 
     Raises:
-        OtherRunError: naming what differs, if it is another.
+        RunFolderError: naming what differs, if it is another.
     """
     differences = stored.differences(header)
     if differences:
-        raise OtherRunError(root, differences)
-
-
-class OtherRunError(RunFolderError):
-    """A folder that holds another run than that which is to be continued."""
-
-    def __init__(self, root: Path, differences: Sequence[str]) -> None:
-        """Make the error.
-
-        Args:
-            root: the folder.
-            differences: as of ``RunHeader.differences``.
-        """
-        super().__init__(f"{root} holds another run: {'; '.join(differences)}; give another --out")
-        self.differences = tuple(differences)
+        raise RunFolderError(f"{root} holds another run: {'; '.join(differences)}; give another --out")
 
 
 def read_header(root: Path) -> RunHeader:

@@ -232,22 +232,6 @@ class PromptDrift:
     kl_max: float
 
 
-KINDS = (
-    ("steps.jsonl", "it is the folder of a training run; measure its policy: kleash measure --policy"),
-    ("reference.json", "it is the cache of a reference; give it to kleash measure as --reference-cache"),
-    ("run.json", "the run has not finished: finish it with --resume"),
-)
-"""Files that tell what a folder is, and what it is, the most telling first."""
-
-
-def what_it_is(folder: Path) -> str:
-    """What a folder without a measurement is, and what can be done with it."""
-    for name, sentence in KINDS:
-        if (folder / name).exists():
-            return f"{sentence} {folder / 'policy'}" if name == "steps.jsonl" else sentence
-    return "is it a run folder?"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Result):
     """How far a policy has drifted from its reference."""
@@ -327,7 +311,10 @@ class Measurement(Result):
         try:
             path.stat()
         except FileNotFoundError as error:
-            raise RunFolderError(f"{folder} has no measurement.json; {what_it_is(folder)}") from error
+            raise RunFolderError(
+                f"{folder} has no measurement.json; is it a run folder? A run that has not finished is finished by "
+                "--resume"
+            ) from error
         except OSError as error:  # a file in place of a folder, a name that is too long
             raise RunFolderError(
                 f"{path} cannot be read as a measurement: {error.strerror or error}"

@@ -86,7 +86,8 @@ def all_warnings(measurement: Measurement) -> list[str]:
     the same mean".
     """
     warnings = headline_warnings(measurement)
-    return [*warnings, *merge_warnings(labelled_numbers(measurement), warnings)]
+    rows = [(row.label, row.number) for row in statistic_rows(measurement)]
+    return [*warnings, *merge_warnings([*rows, *_other_numbers(measurement)], warnings)]
 
 
 def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection[str] = ()) -> list[str]:
@@ -128,16 +129,6 @@ def with_ranges(warnings: list[str]) -> str:
     numerals = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]
     ranges = iter(row[0] if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in numerals)
     return NUMERAL.sub(lambda _: next(ranges), warnings[0])
-
-
-def labelled_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
-    """The labels and values of the numbers whose warnings the report shows."""
-    rounding = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
-    return [
-        *((row.label, row.number) for row in statistic_rows(measurement)),
-        *((label, number) for label, number in rounding.items() if number is not None),
-        *((f"the estimator {name}", record) for name, record in measurement.estimators.items()),
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +178,19 @@ def describe_sample_size(measurement: Measurement) -> str:
 def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
     per_sequence = measurement.per_sequence
-    other_numbers = (
-        ("KL per sequence", None if per_sequence is None else per_sequence.kl_policy_reference),
-        ("Noise floor (rounding alone)", measurement.noise_floor),
-        ("Gap to float32", measurement.dtype_gap),
-    )
+    kl = [] if per_sequence is None else [("KL per sequence", per_sequence.kl_policy_reference)]
+    rows = [(row.label, row.number) for row in statistic_rows(measurement) if row.in_summary]
+    return [*rows, *kl, *_other_numbers(measurement)]
+
+
+def _other_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
+    """The labels and values of rounding errors and estimators."""
+    rounding = {
+        "Noise floor (rounding alone)": measurement.noise_floor,
+        "Gap to float32": measurement.dtype_gap,
+    }
     return [
-        *((row.label, row.number) for row in statistic_rows(measurement) if row.in_summary),
-        *((label, number) for label, number in other_numbers if number is not None),
+        *((label, number) for label, number in rounding.items() if number is not None),
         *((f"Estimator {name}, same tokens", record) for name, record in measurement.estimators.items()),
     ]
 

@@ -1,11 +1,11 @@
 """All numbers of a result as rows of one table, whose columns are the same for every kind of result."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kleash.estimate import Estimate
 from kleash.store.comparison import Comparison
-from kleash.store.measurement import Bin, Counts, Measurement
+from kleash.store.measurement import Measurement
 from kleash.store.rollout_results import Diagnosis, MismatchRecord
 from kleash.store.sweep import Sweep, SweepCandidate
 
@@ -55,25 +55,27 @@ def number_rows(result: NumericResult) -> list[NumberRow]:
 
 def measurement_rows(measurement: Measurement) -> Iterator[NumberRow]:
     """The numbers of a measurement that are over all of its tokens."""
-    run, counts = measurement.models["policy"].path, measurement.counts
-    for name, number in measurement.statistics().items():
-        yield _counted(run, name, number, counts)
-    if measurement.per_sequence is not None:
-        total = measurement.per_sequence
-        yield _counted(run, "sequence_kl_policy_reference", total.kl_policy_reference, counts)
-        yield _counted(run, "sequence_monte_carlo", total.monte_carlo, counts)
-        yield _counted(run, "sequence_exact_terms", total.exact_terms, counts)
+    run, counts, total = measurement.models["policy"].path, measurement.counts, measurement.per_sequence
+    numbers = measurement.statistics()
+    if total is not None:
+        numbers |= {
+            "sequence_kl_policy_reference": total.kl_policy_reference,
+            "sequence_monte_carlo": total.monte_carlo,
+            "sequence_exact_terms": total.exact_terms,
+        }
+    for name, record in measurement.estimators.items():
+        numbers[f"estimator_{name}"] = record
+        if record.bias is not None:
+            numbers[f"estimator_{name}_bias"] = record.bias
+    for column, levels in measurement.quantiles.items():
+        numbers |= {f"{column}_{level}": number for level, number in levels.items()}
+    for name, number in numbers.items():
+        yield _row(run, name, number, tokens=counts.tokens, clusters=counts.clusters)
     for name, number in (("noise_floor", measurement.noise_floor), ("dtype_gap", measurement.dtype_gap)):
         if number is not None:
             yield _row(run, name, number)
     for name, record in measurement.estimators.items():
-        yield _counted(run, f"estimator_{name}", record, counts)
-        if record.bias is not None:
-            yield _counted(run, f"estimator_{name}_bias", record.bias, counts)
         yield NumberRow(run=run, name=f"estimator_{name}_spread", value=record.spread, unit="nats")
-    for column, levels in measurement.quantiles.items():
-        for level, number in levels.items():
-            yield _counted(run, f"{column}_{level}", number, counts)
     yield NumberRow(
         run=run, name="top_percent_share", value=measurement.top_percent_share, unit="probability"
     )
@@ -82,19 +84,16 @@ def measurement_rows(measurement: Measurement) -> Iterator[NumberRow]:
 def _of_measurement(measurement: Measurement) -> Iterator[NumberRow]:
     yield from measurement_rows(measurement)
     run = measurement.models["policy"].path
-    yield from _of_bins(run, f"{measurement.headline}_by_position", measurement.by_position)
-    yield from _of_bins(run, f"{measurement.headline}_by_confidence", measurement.by_confidence)
-
-
-def _of_bins(run: str, name: str, bins: tuple[Bin, ...]) -> Iterator[NumberRow]:
-    for each in bins:
-        yield _row(run, f"{name}_{each.low:g}_to_{each.high:g}", each.kl, tokens=each.tokens)
+    for kind, bins in (("position", measurement.by_position), ("confidence", measurement.by_confidence)):
+        for each in bins:
+            name = f"{measurement.headline}_by_{kind}_{each.low:g}_to_{each.high:g}"
+            yield _row(run, name, each.kl, tokens=each.tokens)
 
 
 def _of_comparison(comparison: Comparison) -> Iterator[NumberRow]:
     for run in comparison.runs:
         for name, number in run.numbers.items():
-            yield _counted(run.name, name, number, run.counts)
+            yield _row(run.name, name, number, tokens=run.counts.tokens, clusters=run.counts.clusters)
         if run.noise_floor is not None:
             yield _row(run.name, "noise_floor", run.noise_floor)
     for difference in comparison.differences:
@@ -119,31 +118,26 @@ def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
     for candidate in sweep.ranking:
         yield from candidate_rows(sweep, candidate)
     for pair in sweep.pairs:
-        for suffix, ci95 in (("", pair.difference.ci95), ("_simultaneous", pair.simultaneous_ci95)):
-            yield NumberRow(
-                run=names[pair.first],
+        simultaneous = replace(pair.difference, ci95=pair.simultaneous_ci95)
+        for suffix, number in (("", pair.difference), ("_simultaneous", simultaneous)):
+            yield _row(
+                names[pair.first],
+                f"{sweep.rank_by}{suffix}",
+                number,
                 minus=names[pair.second],
-                name=f"{sweep.rank_by}{suffix}",
-                value=pair.difference.value,
-                standard_error=pair.difference.standard_error,
-                ci95=ci95,
-                unit=pair.difference.unit,
                 tokens=sweep.tokens,
                 clusters=sweep.clusters,
-                warnings=pair.difference.warnings,
             )
     for attribution in sweep.attributions:
-        run, sample = names[attribution.candidate], (attribution.tokens, attribution.clusters)
         for group in attribution.groups:
-            name = f"{attribution.statistic}_change/{attribution.grouping}/{group.name}"
-            yield _row(run, name, group.change, tokens=sample[0], clusters=sample[1])
-            yield _row(
-                run,
-                f"{name}_simultaneous",
-                group.simultaneous_change,
-                tokens=sample[0],
-                clusters=sample[1],
-            )
+            for suffix, number in (("", group.change), ("_simultaneous", group.simultaneous_change)):
+                yield _row(
+                    names[attribution.candidate],
+                    f"{attribution.statistic}_change/{attribution.grouping}/{group.name}{suffix}",
+                    number,
+                    tokens=attribution.tokens,
+                    clusters=attribution.clusters,
+                )
 
 
 def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:
@@ -157,11 +151,6 @@ def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:
         yield NumberRow(run=record.file, name=name, value=value)
     for file, number in record.kl_by_file.items():
         yield _row(file, "kl_engine_trainer", number)
-
-
-def _counted(run: str, name: str, number: Estimate, counts: Counts) -> NumberRow:
-    """A number over all tokens of a run."""
-    return _row(run, name, number, tokens=counts.tokens, clusters=counts.clusters)
 
 
 def _row(

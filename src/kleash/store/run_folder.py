@@ -121,8 +121,8 @@ class RunFolder(JobFolder):
             on_wait: called before this process waits for another that has the folder's lock.
 
         Raises:
-            OtherRunError: naming what differs, if the folder holds another run.
-            RunFolderError: if it is damaged or cannot be written.
+            RunFolderError: naming what differs, if the folder holds another run; or if it is damaged or cannot be
+                written.
         """
         with self.making_result(on_wait):
             try:

@@ -55,7 +55,6 @@
     next.disabled = index === sources.length - 1;
     prompt.textContent = sequence.prompt;
     const fragment = document.createDocumentFragment();
-    if (sequence.before) add(fragment, "span", `${sequence.before} before … `, "unit");
     sequence.text.forEach((text, at) => {
       const unseen = /^[␣⏎␍⇥∅]+$/.test(text) ? " unseen" : "";
       const unknown = Number.isNaN(number(sequence.kl[at])) ? " unknown" : "";
@@ -66,7 +65,7 @@
       token.tabIndex = -1;
       token.dir = "auto";
     });
-    const more = sequence.tokens - sequence.before - sequence.text.length;
+    const more = sequence.tokens - sequence.text.length;
     if (more) add(fragment, "span", ` … ${more} more`, "unit");
     box.replaceChildren(fragment);
     const place = position === undefined ? peak() : sequence.position.indexOf(position);
