@@ -1,5 +1,6 @@
 """Run folders and their reports."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,19 @@ from synthetic_audit import drawn_audit, synthetic_audit
 from synthetic_run import synthetic_comparison, write_synthetic_run
 from synthetic_sweep import synthetic_sweep
 from synthetic_training import write_hostile_run
+from undrawn_charts import draw_charts
 
 from kleash.records import Measurement
 from kleash.reports import write_audits, write_comparison, write_report, write_training_report
 from kleash.reports.sweep import write_sweep
+
+
+@pytest.fixture
+def undrawn() -> Iterator[None]:
+    """Pages without charts, for tests that look at none; pages of a whole session were made before."""
+    draw_charts(False)
+    yield
+    draw_charts(True)
 
 
 @pytest.fixture(scope="session")

@@ -119,6 +119,7 @@ def test_curves_have_points_enough_to_be_drawn_without_kinks(name: str, conventi
     assert sum(len(x) for axes in (value, *others) for x, _ in curves(axes).values()) < 1000
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_findings_are_not_repeated_in_the_verdict_and_rounding_is_0(tmp_path: Path) -> None:
     audit = drawn_audit()
     row = replace(audit.values[0], bias=1e-17)
@@ -132,6 +133,7 @@ def test_findings_are_not_repeated_in_the_verdict_and_rounding_is_0(tmp_path: Pa
     assert "Use another" in text, "what to change"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_many_functions_are_collapsed(tmp_path: Path) -> None:
     parsed = Text(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
     folded = Text(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
@@ -141,6 +143,7 @@ def test_many_functions_are_collapsed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_single_audit_has_no_table_of_all_functions(tmp_path: Path) -> None:
     text = Text(write_audits(tmp_path / "one.html", [plain_audit()])).text
     assert "All functions" not in text

@@ -162,6 +162,12 @@ def test_an_interval_without_ends_is_not_drawn_and_nor_is_a_number_that_is_not_f
     ("floor", "said"),
     [(0.0, "no rounding difference"), (0.05, "is 4.0 times as large"), (0.3, "the KL is not above it")],
 )
+def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, said: str) -> None:
+    per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
+    changed = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
+    assert said in noise_floor_note(changed)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
@@ -172,12 +178,6 @@ def test_an_interval_without_ends_is_not_drawn_and_nor_is_a_number_that_is_not_f
         (math.nan, math.nan, "direction unknown"),
     ],
 )
-def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, said: str) -> None:
-    per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
-    changed = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
-    assert said in noise_floor_note(changed)
-
-
 def test_a_difference_has_a_direction_only_if_its_interval_excludes_zero(
     low: float, high: float, said: str
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_rebuilt_report_is_the_same(run: tuple[Path, Measurement], report: Pat
     assert not list(run[0].glob(".writing-*"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_table_of_prompts_is_limited_and_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     many = tuple(
@@ -200,6 +201,7 @@ def test_infinite_and_nan_numbers_are_shown(tmp_path: Path) -> None:
     assert len(list(page.all("svg"))) == 5
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_model_compared_with_itself_has_a_report(tmp_path: Path) -> None:
     zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
     page = changed(
@@ -214,6 +216,7 @@ def test_a_model_compared_with_itself_has_a_report(tmp_path: Path) -> None:
     assert "Shown: the" not in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_path: Path) -> None:
     page = changed(
         tmp_path,
@@ -229,6 +232,7 @@ def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_
     assert "Per sequence" not in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_warnings_are_listed_once_before_the_table_of_means(tmp_path: Path) -> None:
     warning = "one prompt carries 31 % of the variance"
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=(warning,))
@@ -245,6 +249,7 @@ def test_warnings_are_listed_once_before_the_table_of_means(tmp_path: Path) -> N
     assert "on the KL per sequence: another" in before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_number_s_warnings_are_in_its_row(tmp_path: Path) -> None:
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12))
     warned = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=("3 clusters",))
@@ -252,18 +257,7 @@ def test_a_number_s_warnings_are_in_its_row(tmp_path: Path) -> None:
     assert page.text.count("Warning: 3 clusters") == 1
 
 
-def test_aria_sort_is_set_only_if_the_prompts_are_sorted(tmp_path: Path) -> None:
-    prompts = tuple(
-        PromptDrift(
-            prompt_id=at, prompt="p", sequences=1, tokens=1, kl_per_token=kl, kl_per_sequence=kl, kl_max=kl
-        )
-        for at, kl in enumerate((1.0, 2.0, 0.5))
-    )
-    page = changed(tmp_path, prompts=prompts)
-    sorted_by = [attributes for attributes in page.all("th") if "aria-sort" in attributes]
-    assert len(sorted_by) == 1, "the most drifted tokens"
-
-
+@pytest.mark.usefixtures("undrawn")
 def test_the_number_of_shortened_sequences_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kleash.reports.heatmap.MAX_TOKENS_OF_SEQUENCE", 3)
     assert "6 of them only in part" in changed(tmp_path).text
@@ -299,6 +293,7 @@ def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path: Path) -> None:
     assert write_report(tmp_path).stat().st_size < 1_500_000
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_unfinished_run_raises(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder\?"):
         write_report(tmp_path)
@@ -310,6 +305,7 @@ def test_an_unfinished_run_raises(tmp_path: Path) -> None:
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path: Path) -> None:
     comparison = synthetic_comparison()
     run = type(comparison.runs[0])(**{**vars(comparison.runs[0]), "folder": os.fsdecode(b"caf\xe9")})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
@@ -218,6 +218,7 @@ def test_hostile_texts_in_tables_are_shown_as_they_stand(kind: type) -> None:
         assert (cell.replace("\u200b", "").strip(), at) == (expected.strip(), str(place))
 
 
+@settings(max_examples=100)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 @example(" a name that begins with a space")
 def test_any_text_stays_text_in_its_cell(text: str) -> None:

@@ -25,6 +25,8 @@ from kleash.records import Measurement, Number
 from kleash.reports import write_report
 from kleash.reports.trackers import scalars_of, send_result, sweep_scalars
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_a_tracker_gets_every_number_with_its_interval_and_the_settings(

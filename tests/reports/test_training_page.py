@@ -165,6 +165,7 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
     assert drawn(run_charts(wide)["beta"])[0].get_yscale() == "log"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_disabled_switches_are_part_of_the_command(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
@@ -173,6 +174,7 @@ def test_disabled_switches_are_part_of_the_command(tmp_path: Path) -> None:
     assert "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_without_a_step_raises(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path / "run")
     with folder.writing(header_of(PPOJob()), resume=False):
@@ -181,6 +183,7 @@ def test_a_run_without_a_step_raises(tmp_path: Path) -> None:
         write_training_report(folder.root)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", healthy(3), GRPOJob())
     result = TrainingFolder(folder).result()
