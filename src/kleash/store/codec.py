@@ -57,7 +57,7 @@ def decode(kind: type[T], data: Any) -> T:
 
 def _value(hint: Any, data: Any) -> Any:
     origin, parts = get_origin(hint), get_args(hint)
-    if data is None and type(None) in parts:
+    if data is None:
         return None
     if origin in (Union, types.UnionType):
         return _value(next(part for part in parts if part is not type(None)), data)
