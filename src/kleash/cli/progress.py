@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 
 from kleash.cli.terminal import Terminal, can_redraw, say
 from kleash.estimate import Estimate
+from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
 from kleash.store.number import with_error
 
@@ -21,7 +22,7 @@ WORK_BETWEEN_LINES = 0.05
 """Fraction of the work after which a line is printed, within these limits of time."""
 
 
-class Progress:
+class Progress(ProgressReporter):
     """A ProgressReporter for the terminal: sequences, tokens per second, running KL and time left.
 
     If standard error is a file or a pipe (nohup, SLURM, ``2> log``), a line is printed for every 5 % of the work, at
