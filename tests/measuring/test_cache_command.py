@@ -269,22 +269,14 @@ def test_a_repeated_document_is_stored_once(pair: tuple[Path, Path], tmp_path: P
     assert result.counts.tokens == 2 * tokens
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"limit": 4, "window": 32, "stride": 16}, "windows of 32 tokens every 16, the first 4"),
-        ({"window": 24, "stride": 24}, "windows of 24 tokens every 24"),
-    ],
-)
 def test_other_windows_raise_with_both_settings(
-    more: dict[str, int], message: str, pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = options(
         policy=pair[0], reference=pair[1], text=text, out=tmp_path / "run", reference_cache=cached
     )
-    line = said(capsys, "measure", *words, *options(**more))
-    assert f"{cached} lacks " in line and message in line
+    line = said(capsys, "measure", *words, *options(limit=4, window=32, stride=16))
+    assert f"{cached} lacks " in line and "windows of 32 tokens every 16, the first 4" in line
     assert "windows of 24 tokens every 16" in line and "the first being prompt 0, sample" in line
     assert not (tmp_path / "run").exists(), "nothing was begun"
 

@@ -217,10 +217,8 @@ def test_states_before_the_norm_in_the_layout_of_sglang_are_refused(
     [
         ((0, 1), "1,2", "are not the hidden states of"),
         ((1, 2), "1", "--layers is 1; it must name the 2 layers"),
-        ((0, 1), "0,1", "--layers is 0,1; it must name the 2 layers"),
         ((1, 2), "1,3", "and end with 2, the last layer"),
         ((1, 2), "2,1", "must be in ascending order"),
-        ((1, 2), "1,x", "must be numbers of layers such as 1,2,36"),
         ((1, 2), None, "--layers is not given; it must name"),
     ],
 )
@@ -254,17 +252,6 @@ def test_other_log_probabilities_are_refused(
     assert "the engine's log-probabilities are not those of" in refusal(files)
 
 
-def test_another_head_is_refused(
-    pair: Pair, requests: list[list[int]], files: Path, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    network = AutoModelForCausalLM.from_pretrained(pair[1])
-    with torch.no_grad():
-        network.lm_head.weight.add_(0.05 * torch.randn_like(network.lm_head.weight))
-    network.save_pretrained(tmp_path / "other")
-    write_logps(files, tmp_path / "other", requests)
-    assert "the engine's log-probabilities are not those of" in refusal(files)
-
-
 def test_another_model_is_refused(
     pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
@@ -280,18 +267,6 @@ def test_single_wrong_rows_are_named(files: Path, refusal: Callable[..., str]) -
     path = edit(without_logps(files), exchange, 1)
     line = refusal(files)
     assert line.startswith(f"{path}: 1 of ") and "the first being row 9" in line
-
-
-def test_states_of_another_request_are_refused(
-    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    other = [*requests[0][:4], 77, *requests[0][5:]]
-    files = write_vllm(tmp_path / "files", pair[1], [*requests, other])
-    paths = [files / "cmpl-000.safetensors", files / "cmpl-004.safetensors"]
-    first, second = map(load_file, paths)
-    save_file({**first, "token_ids": second["token_ids"]}, paths[0])
-    save_file({**second, "token_ids": first["token_ids"]}, paths[1])
-    assert "are not the hidden states of" in refusal(files)
 
 
 def test_single_wrong_log_probabilities_are_named(files: Path, refusal: Callable[..., str]) -> None:

@@ -224,15 +224,6 @@ def test_a_model_compared_with_itself_has_a_summary_without_shares(
     assert "the mean is 0 nats" in body
 
 
-def test_a_cached_reference_gives_the_same_numbers(job: dict[str, Any], own: Path, tmp_path: Path) -> None:
-    source = as_responses(own, tmp_path / "responses.jsonl")
-    settings = {**job, "prompts": None, "responses": str(source), "reference_cache": str(tmp_path / "cache")}
-    first = measure(MeasureJob(**settings, out=str(tmp_path / "first")))
-    again = measure(MeasureJob(**settings, out=str(tmp_path / "again")))
-    assert first.per_token == again.per_token
-    assert list((tmp_path / "cache").glob("*.safetensors"))
-
-
 def test_report_and_compare_need_only_the_files(
     job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,10 +280,9 @@ def test_draws_do_not_depend_on_the_order_of_prompts(
 
 def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
     responses = {}
-    for name, options in {"a": {}, "b": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
+    for name, options in {"a": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
         measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
         responses[name] = next(RunFolder(tmp_path / name).token_parts(["token_id"]))["token_id"].tolist()
-    assert responses["a"] == responses["b"]
     assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
 
 

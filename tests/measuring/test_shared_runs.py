@@ -121,25 +121,21 @@ def copy_shards(source: Path, folder: RunFolder, indices: list[int]) -> None:
             write_checked(folder.root, folder.root / name, (source / name).read_bytes())
 
 
-@pytest.mark.parametrize("processes", [2, 5])
 def test_processes_write_the_shards_of_one(
-    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path, processes: int
+    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path
 ) -> None:
     scored: list[int] = []
-    for future in score_together(
-        job, models, tmp_path, processes, lambda _, shard: scored.append(shard.index)
-    ):
+    for future in score_together(job, models, tmp_path, 3, lambda _, shard: scored.append(shard.index)):
         assert len(future.result().checks.shards) == alone.counts.shards
     assert sorted(scored) == list(range(alone.counts.shards)), "each is scored once"
     require_same_parts(tmp_path, Path(str(job.out)))
     assert not (tmp_path / ".claims").exists()
 
 
-@pytest.mark.parametrize("seed", range(2))
 def test_what_is_missing_is_scored_and_nothing_else(
-    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path, seed: int
+    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path
 ) -> None:
-    draw, source = random.Random(seed), Path(str(job.out))
+    draw, source = random.Random(0), Path(str(job.out))
     on_disk = draw.sample(range(alone.counts.shards), draw.randint(1, alone.counts.shards - 1))
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         copy_shards(source, folder, on_disk)
@@ -270,7 +266,7 @@ def test_a_second_process_needs_no_resume_and_returns_the_same(
     assert numbers(measure(replace(job, resume=True))) == numbers(alone)
 
 
-@pytest.mark.parametrize("change", ["seed", "source", "version", "package", "dtype"])
+@pytest.mark.parametrize("change", ["seed", "source", "package"])
 def test_a_process_that_measures_something_else_is_refused_before_its_first_shard(
     job: MeasureJob, alone: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -285,15 +281,10 @@ def test_a_process_that_measures_something_else_is_refused_before_its_first_shar
         path = tmp_path / "prompts.txt"
         path.write_text(Path(str(job.prompts)).read_text().replace("boat", "goat"))
         other, message = replace(other, prompts=str(path)), "the source's content (sha256) was "
-    elif change == "version":
-        monkeypatch.setattr(model_pair, "__version__", "9.9")
-        message = "and is now '9.9'"
-    elif change == "package":
+    else:
         version = model_pair.version
         monkeypatch.setattr(model_pair, "version", lambda name: "4.1" if name == "torch" else version(name))
         message = "the version of torch was "
-    else:
-        other, message = replace(other, dtype="float64"), "--dtype was 'auto' and is now 'float64'"
     with pytest.raises(RunFolderError) as caught:
         measure(other)
     assert message in str(caught.value) and "holds another run" in str(caught.value)

@@ -15,7 +15,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.cli.sweeping import print_sweep
-from kleash.errors import Interrupted, OptionError, RunFolderError
+from kleash.errors import Interrupted, ModelError, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
 from kleash.measuring import MeasureJob, compare, measure, sweep, sweep_run
@@ -195,9 +195,7 @@ def test_candidates_of_one_last_name_in_another_order_leave_the_sweep_as_it_is(
     [
         ({}, True),
         ({"window": 64}, False),
-        ({"limit": 20}, False),
         ({"temperature": 0.5}, False),
-        ({"batch_tokens": 512}, False),
         ({"dtype": "float64"}, False),
     ],
 )

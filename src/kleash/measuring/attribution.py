@@ -296,23 +296,23 @@ def attribution_of(
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 
-    own, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
+    candidate_sums, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
     single = [clusters.sum(sums[grouping, group.name].total) for group in swapped]
     everything = clusters.sum(sums.get(("", ALL), candidate).total)
-    total = np.sum(single, axis=0) if single else np.zeros_like(own)
+    total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
 
     def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:
         known_value = 0.0 if is_0 else None
         return paired_difference(first, counts, second, counts, known_value=known_value)
 
     known_mean = 0.0 if models.pair.is_one_model else None
-    mean = ratio_of_sums(own, counts, unit="nats", lower=0.0, known_value=known_mean)
+    mean = ratio_of_sums(candidate_sums, counts, unit="nats", lower=0.0, known_value=known_mean)
     is_repeatable = np.array_equal(candidate.total, again.total)
-    control = difference(clusters.sum(again.total), own, is_0=is_repeatable)
-    change_of_all, changes = difference(everything, own, is_0=not single), None
-    if single:
-        columns = np.stack([own, *single], axis=1)
-        changes = differences_from_control(columns, np.repeat(counts[:, None], columns.shape[1], axis=1))
+    control = difference(clusters.sum(again.total), candidate_sums, is_0=is_repeatable)
+    change_of_all = difference(everything, candidate_sums, is_0=not single)
+    columns = np.stack([candidate_sums, *single], axis=1)
+    counts_of_columns = np.repeat(counts[:, None], columns.shape[1], axis=1)
+    changes = differences_from_control(columns, counts_of_columns) if single else None
     warnings = (
         *((*clusters.warnings, *few_clusters(clusters.count), *mean.warnings) if swapped else ()),
         *_warnings(models, mean.value, mean.value + change_of_all.value, control),
@@ -326,9 +326,9 @@ def attribution_of(
         clusters=clusters.count,
         mean=mean,
         groups=_group_changes(groups, swapped, changes),
-        sum_of_changes=difference(total, len(single) * own, is_0=not single),
+        sum_of_changes=difference(total, len(single) * candidate_sums, is_0=not single),
         change_of_all=change_of_all,
-        interaction=difference(total, (len(single) - 1) * own + everything, is_0=len(single) < 2),
+        interaction=difference(total, (len(single) - 1) * candidate_sums + everything, is_0=len(single) < 2),
         control=control,
         critical_value=float("nan") if changes is None else changes.critical_value,
         warnings=tuple(dict.fromkeys(warnings)),

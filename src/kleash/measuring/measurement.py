@@ -1,7 +1,7 @@
 """The measurement of a finished run, from its files and a second scoring of some sequences."""
 
 import platform
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -52,7 +52,7 @@ from kleash.measuring.sequence_clusters import (
 from kleash.measuring.shard_scoring import OpenRun, ScoredSource
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, RunFolder
-from kleash.store.measurement import describe_storage
+from kleash.store.measurement import ModelRecord, describe_storage
 from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
 from kleash.store.tables import KL_BOUND_COLUMNS
 from kleash.uncertainty import Estimate
@@ -135,14 +135,11 @@ def make_measurement(
         *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), *padding_warnings),
     )
     return Measurement(
-        **_provenance(run),
-        estimand=estimand.description,
-        models=models,
+        **_provenance(run, estimand, models),
         counts=replace(counts.record, clusters=len(totals.sums[TOKENS])),
         **to_fields(numbers),
         left_out={} if has_kl else reasons_left_out(engine.traits.unknown_columns),
         estimators=estimator_records(totals.sums),
-        estimators_note=estimand.estimators_note,
         **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
@@ -155,10 +152,13 @@ def make_measurement(
     )
 
 
-def _provenance(run: OpenRun) -> dict[str, Any]:
-    """The fields of a measurement that say by what and from what it was made."""
+def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelRecord]) -> dict[str, Any]:
+    """The fields of a measurement that say what it is of, and by what it was made."""
     return {
         "kleash": __version__,
+        "estimand": estimand.description,
+        "estimators_note": estimand.estimators_note,
+        "models": models,
         "job": run.job.settings(),
         "source_sha256": run.source_sha256,
         "device": device_of(run.pair),

@@ -71,7 +71,7 @@ class RunningKL:
     """Whether the exact KL is known: not where one model is behind a server."""
     stop: int | None = None
     """The number of shards at which ``until_relative_error`` is reached; None before."""
-    _own: dict[int, SequenceSums] = field(default_factory=dict)
+    _written: dict[int, SequenceSums] = field(default_factory=dict)
     """The sums of shards that this process has written, until their turn has come."""
     _sums: list[SequenceSums] = field(default_factory=list)
     _num_sequences: int = 0
@@ -80,18 +80,18 @@ class RunningKL:
 
     def add(self, index: int, sums: SequenceSums) -> None:
         """Add a shard that this process has written."""
-        self._own[index] = sums
+        self._written[index] = sums
         self.advance()
 
     def advance(self) -> None:
         """Add the shards whose turn has come; sets ``stop`` once ``until_relative_error`` is reached."""
         if self.run.job.until_relative_error is None:
-            while self._own:
-                self._add(self._own.popitem()[1])
+            while self._written:
+                self._add(self._written.popitem()[1])
             return
-        others = self._of_others()
+        of_others = self._of_others()
         while self.stop is None:
-            sums = self._own.pop(len(self._sums), None) or next(others, None)
+            sums = self._written.pop(len(self._sums), None) or next(of_others, None)
             if sums is None:
                 return
             self._add(sums)

@@ -114,11 +114,11 @@ class SourceChecks:
         """Warnings of the measurement about its source."""
         rows = [row for shard in self.shards for row in shard]
         warnings = retokenisation_warnings(len(rows), sum(retokenised for retokenised, _ in rows))
-        others = sorted({value for _, value in rows if value is not None} - {self.temperature})
-        if not others:
+        temperatures = sorted({value for _, value in rows if value is not None} - {self.temperature})
+        if not temperatures:
             return warnings
         warning = (
-            f"some responses declare temperature {', '.join(f'{value:g}' for value in others)}, and both models were "
+            f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models were "
             f"scored at {self.temperature:g}; set --temperature"
         )
         return (*warnings, warning)

@@ -121,15 +121,15 @@ def _rows_of_sglang(answer: Any, query: Query, texts: dict[int, str]) -> Iterato
     log-probability of -inf is written as null. The token of the largest id is scored, and written as token 0.
     """
     meta = (answer[0] if isinstance(answer, list) else answer)["meta_info"]
-    own = meta["input_token_logprobs"][-query.scored :]
-    top = meta["input_top_logprobs"][-query.scored :]
-    if not len(own) == len(top) == query.scored:
+    token_rows = meta["input_token_logprobs"][-query.scored :]
+    top_rows = meta["input_top_logprobs"][-query.scored :]
+    if not len(token_rows) == len(top_rows) == query.scored:
         raise AnswerError(
-            f"has {len(own)} input_token_logprobs where {query.scored} tokens were to be scored"
+            f"has {len(token_rows)} input_token_logprobs where {query.scored} tokens were to be scored"
         )
     last = query.vocab_size - 1
     for token, (own_logp, own_id, own_text), row in zip(
-        query.token_ids[query.first :], own, top, strict=True
+        query.token_ids[query.first :], token_rows, top_rows, strict=True
     ):
         if own_id not in (token, 0 if token == last else token):
             raise AnswerError(f"scores token {own_id} where token {token} was sent")
