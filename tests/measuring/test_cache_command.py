@@ -326,9 +326,7 @@ def test_damaged_files_are_reported_by_name(
     models = options(policy=pair[0], reference=pair[1], text=text, **WINDOWS)
     for name, expected in (
         ("part", "is damaged; delete"),
-        ("head", "head.safetensors is damaged"),
         ("contents", "cannot be read as a part of a reference cache"),
-        ("reference", "cannot be read as a part of a reference cache"),
         ("noise", "give the kleash cache command again"),
     ):
         broken = tmp_path / name
@@ -339,16 +337,6 @@ def test_damaged_files_are_reported_by_name(
             capsys, "measure", *models, *options(reference_cache=broken, out=tmp_path / f"run-{name}")
         )
         assert expected in line and str(broken) in line
-    shutil.copytree(cached, tmp_path / "mute")
-    shutil.rmtree(tmp_path / "mute" / "tokenizer")
-    line = said(capsys, "measure", *models, *options(reference_cache=tmp_path / "mute", out=tmp_path / "run"))
-    assert line == f"{tmp_path / 'mute' / 'tokenizer'} is missing; give the kleash cache command again"
-    wrong = tmp_path / "wrong"
-    shutil.copytree(cached, wrong)
-    first = next(wrong.glob("part-*"))
-    save_file({name: part + (name == "lengths") for name, part in load_file(first).items()}, first)
-    line = said(capsys, "measure", *models, *options(reference_cache=wrong, out=tmp_path / "run"))
-    assert "hidden states and a list of" in line
     shutil.copytree(cached, tmp_path / "torn")
     next((tmp_path / "torn").glob("part-*")).unlink()
     line = said(capsys, "measure", *models, *options(reference_cache=tmp_path / "torn", out=tmp_path / "run"))

@@ -57,32 +57,27 @@ def llama_cpp_text(folder: Path) -> str:
             "is behind a server; its numbers are printed by --format csv"
         )
     nll, nll_base = -columns["logp_policy"], -columns["logp_reference"]
-    text = format_llama_cpp(
-        LlamaCppColumns(
-            nll=nll,
-            nll_base=nll_base,
-            kld=columns[kld],
-            dp=np.exp(-nll) - np.exp(-nll_base),
-            same_top=columns["top1_policy"] == columns["top1_reference"],
-        )
-    )
-    if not text:
+    if len(nll) < LEAST_VALUES:
         raise OptionError(
             f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(nll)}; its numbers are "
             "printed by --format csv"
         )
-    return text + "\n"
+    summed = LlamaCppColumns(
+        nll=nll,
+        nll_base=nll_base,
+        kld=columns[kld],
+        dp=np.exp(-nll) - np.exp(-nll_base),
+        same_top=columns["top1_policy"] == columns["top1_reference"],
+    )
+    return format_llama_cpp(summed) + "\n"
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def format_llama_cpp(columns: LlamaCppColumns) -> str:
-    """The statistics as llama-perplexity prints them, line by line; "" for fewer than 100 tokens.
+    """The statistics as llama-perplexity prints them, line by line.
 
     What float32 or float64 cannot hold is inf or nan, as there.
     """
-    count = len(columns.kld)
-    if count < LEAST_VALUES:
-        return ""
     mean, error = _mean(columns.kld.astype(np.float64))
     mean_dp, error_dp = _mean(columns.dp)
     lines = [
@@ -98,7 +93,7 @@ def format_llama_cpp(columns: LlamaCppColumns) -> str:
     rms_error = 0.5 / rms * square_error if rms else math.nan
     lines += [f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %"]
     same = float(columns.same_top.mean())
-    same_error = math.sqrt(same * (1 - same) / (count - 1))
+    same_error = math.sqrt(same * (1 - same) / (len(columns.kld) - 1))
     lines += [f"Same top p: {100 * same:6.3f} ± {100 * same_error:5.3f} %"]
     return "\n".join(lines)
 

@@ -118,7 +118,7 @@ class SourceChecks:
         if not temperatures:
             return warnings
         warning = (
-            f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models were "
-            f"scored at {self.temperature:g}; set --temperature"
+            f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
+            f"were scored at {self.temperature:g}; set --temperature"
         )
         return (*warnings, warning)
