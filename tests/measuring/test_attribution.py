@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 from kleash.cli.dispatch import EXIT_FAILED, run
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
-from kleash.measuring import attribution_passes, sweep
-from kleash.measuring.attribution import load_swap_models
-from kleash.measuring.attribution_passes import (
+from kleash.measuring import attribution, sweep
+from kleash.measuring.attribution import (
     SwapModels,
     choose_sequences,
+    load_swap_models,
     plan_passes,
     read_chosen,
     run_passes,
 )
-from kleash.measuring.progress import NullProgressReporter
-from kleash.measuring.run_identity import header_of
+from kleash.measuring.model_pair import header_of
+from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.sweep_ranking import read_sequences
 from kleash.models import TokenSequence
@@ -206,7 +206,7 @@ def test_a_resumed_attribution_runs_only_the_passes_that_are_missing(
     assert again["attributions"] == result.to_dict()["attributions"]
     printed = capsys.readouterr()
     assert re.search(r"layer 1 +-\S+ nats .* 100\.0%", printed.out)
-    assert "forward passes of" in printed.err and "both models are in memory" in printed.err
+    assert " passes of " in printed.err
 
 
 def test_a_damaged_pass_or_one_of_other_groups_is_no_attribution(job: SweepJob, result: Sweep) -> None:
@@ -252,7 +252,7 @@ def test_a_source_with_other_sequences_is_refused(monkeypatch: pytest.MonkeyPatc
         )
         for number in range(5)
     ]
-    monkeypatch.setattr(attribution_passes, "source_sequences", lambda *_: iter(sequences))
+    monkeypatch.setattr(attribution, "source_sequences", lambda *_: iter(sequences))
     numbers, zeros = np.arange(5), np.zeros(5, dtype=np.int64)
     run = SequenceSums(numbers, zeros, numbers, zeros * 0.0, numbers + 1.0)
     chosen = np.array([1, 4])
@@ -282,7 +282,7 @@ def test_processes_share_the_passes(
     header = header_of(models[0].job, models[0].pair, "digest")
 
     def work(own: SwapModels) -> dict[str, SequenceSums]:
-        return run_passes(passes, own, tmp_path / "passes", header, NullProgressReporter())
+        return run_passes(passes, own, tmp_path / "passes", header, ProgressReporter())
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(work, models)

@@ -15,7 +15,6 @@ import kleash.store.atomic
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
-from kleash.store.checksums import seal_folder
 
 Run = Any
 
@@ -71,18 +70,7 @@ def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, t
             '{"question": "a"}',
             "line 2: expected a field 'prompt' or 'messages' and found 'question'",
         ),
-        ("--prompts", '{"prompt": ""}', "line 2: the prompt is empty"),
-        (
-            "--prompts",
-            '{"prompt": 3}',
-            "line 2: expected 'prompt' to be text or a list of messages and found '3'",
-        ),
         ("--text", '{"body": "a"}', "line 2: expected a field 'text' and found 'body'"),
-        (
-            "--responses",
-            '{"prompt": "a"}',
-            "line 2: expected a field 'response' or 'response_token_ids' and found",
-        ),
         ("--responses", '{"prompt": "a", "response": ""}', "line 2: the response has no tokens"),
         (
             "--responses",
@@ -115,9 +103,8 @@ def test_a_prompt_longer_than_the_context_raises(failing: Run, tmp_path: Path) -
     assert f"{source}, line 2: the prompt is" in message and "the models read at most 128" in message
 
 
-@pytest.mark.parametrize("role", ["policy", "reference"])
 def test_nan_logits_are_reported_with_model_and_prompt(
-    role: str, failing: Run, pair: tuple[Path, Path], tmp_path: Path
+    failing: Run, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(pair[1], broken)
@@ -126,9 +113,9 @@ def test_nan_logits_are_reported_with_model_and_prompt(
     weights["model.embed_tokens.weight"][row] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     source = written(tmp_path / "p.jsonl", '{"text": "A long road"}\n{"text": "The sea was calm"}\n')
-    message = failing("--text", source, **{role: broken})
+    message = failing("--text", source, reference=broken)
     assert message.startswith(
-        f"the {role} gives NaN or infinite logits for prompt 1, sample 0 ({source}, line 2)"
+        f"the reference gives NaN or infinite logits for prompt 1, sample 0 ({source}, line 2)"
     )
 
 
@@ -181,12 +168,6 @@ def test_a_run_with_a_missing_part_raises(
     for asked in (["report", part], ["compare", whole, part, "--out", tmp_path / "c.html"]):
         assert main([*map(str, asked)]) == 2
         assert capsys.readouterr().err.startswith(missing)
-    measurement = json.loads((whole / "measurement.json").read_text())
-    del measurement["per_token"]["jensen_shannon"]
-    (whole / "measurement.json").write_text(json.dumps(measurement))
-    seal_folder(whole)
-    assert main([*map(str, ["compare", whole, whole, "--out", tmp_path / "c.html"])]) == 2
-    assert "measurement.json has no jensen_shannon under per_token; measure again" in capsys.readouterr().err
 
 
 def test_unusable_output_folders_raise(

@@ -54,8 +54,7 @@ def rows_of(logits: torch.Tensor) -> BaseLogitsRows:
     )
 
 
-@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
-@pytest.mark.parametrize("vocab", [50, 51])
+@pytest.mark.parametrize(("spread", "vocab"), [(0.5, 50), (12.0, 51)])
 def test_codes_are_those_of_llama_cpp(spread: float, vocab: int) -> None:
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * spread
     stored = encode_rows(logits)
@@ -351,22 +350,6 @@ def test_the_statistics_are_those_of_llama_cpp() -> None:
         f"Mean PPL(Q)                   : {math.exp(columns.nll.astype(np.float64).mean()):10.6f}",
     ):
         assert line in text, line
-    few = LlamaCppColumns(
-        **{name: getattr(columns, name)[:99] for name in ("nll", "nll_base", "kld", "dp", "same_top")}
-    )
-    assert format_llama_cpp(few) == ""
-
-
-def test_perplexities_beyond_float64_are_infinite() -> None:
-    huge = np.linspace(0, 2000, 150).astype(np.float32)
-    columns = LlamaCppColumns(
-        nll=huge, nll_base=huge / 2, kld=huge.astype(np.float64), dp=huge / 1e4, same_top=huge > 5
-    )
-    text = format_llama_cpp(columns)
-    assert "Mean PPL(Q)                   :        inf ±        inf" in text
-    assert "Mean PPL(Q)-PPL(base)         :        inf ± " in text
-    constant = LlamaCppColumns(**{**vars(columns), "nll": np.zeros_like(huge)})
-    assert "Cor(ln(PPL(Q)), ln(PPL(base))):    nan%" in format_llama_cpp(constant)
 
 
 def test_quantiles_of_many_tokens_are_rounded_as_those_of_llama_cpp() -> None:
@@ -403,12 +386,10 @@ def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> 
         ("<8s", 0, b"_logits-", "does not begin with _logits_"),
         ("<i", 8, 1, "claims 8 chunks of 1 tokens"),
         ("<i", 8, 33, "should have .* and has"),
-        ("<i", 12, -5, "a vocabulary of -5"),
         ("<i", 12, 2**30, "a vocabulary of 1073741824"),
         ("<i", 16, 2**31 - 1, "for 2147483647 chunks of 32 tokens"),
         ("<i", 20, 320, "a token beyond its vocabulary of 320"),
         ("<f", 20 + 4 * 256, math.nan, "has the scale nan and the smallest"),
-        ("<f", 24 + 4 * 256, 3.0, "the smallest log-probability 3 at scored position 0 of chunk 0"),
         ("<f", 24 + 4 * 256, -30.0, "the smallest log-probability -30 at scored position 0 of chunk 0"),
     ],
 )

@@ -19,7 +19,7 @@ from kleash.jobs import SweepJob
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.measuring import cache_reference, measure, sweep
 from kleash.measuring.model_pair import load_models
-from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ShardWorker
 from kleash.measuring.shards import plan_shards
 from kleash.models.cache.reference_cache import ReferenceCache
@@ -59,18 +59,23 @@ def models(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "policy", tmp_path / "reference"
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> dict[str, Path]:
+def write_sources(folder: Path) -> dict[str, Path]:
     """A file of each kind."""
     responses = [{"prompt": line, "response": " and came back again"} for line in LINES]
-    (tmp_path / "responses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in responses))
-    (tmp_path / "text.txt").write_text("\n\n".join(LINES))
-    (tmp_path / "prompts.txt").write_text("\n".join(LINES))
-    return {
-        "responses": tmp_path / "responses.jsonl",
-        "text": tmp_path / "text.txt",
-        "prompts": tmp_path / "prompts.txt",
+    contents = {
+        "responses.jsonl": "".join(json.dumps(line) + "\n" for line in responses),
+        "text.txt": "\n\n".join(LINES),
+        "prompts.txt": "\n".join(LINES),
     }
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+    return {name.partition(".")[0]: folder / name for name in contents}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    """A file of each kind, to be changed."""
+    return write_sources(tmp_path)
 
 
 def job_of(
@@ -116,34 +121,44 @@ def replace_by_rename(path: Path) -> None:
     other.replace(path)
 
 
-CHANGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
-    "responses that are appended to": ("responses", "responses.jsonl", append),
-    "text that is overwritten": ("text", "text.txt", overwrite_in_place),
-    "prompts that are replaced": ("prompts", "prompts.txt", replace_by_rename),
-    "prompts that are removed": ("prompts", "prompts.txt", Path.unlink),
-    "policy's weights": ("text", "policy/model.safetensors", overwrite_in_place),
-    "reference's weights": ("responses", "reference/model.safetensors", overwrite_in_place),
-    "tokenizer": ("text", "policy/tokenizer.json", append),
-    "configuration": ("prompts", "reference/config.json", append),
-}
+@pytest.fixture(scope="module")
+def alone(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurement]:
+    """The undisturbed measurement of a source of each kind."""
+    folder = tmp_path_factory.mktemp("alone")
+    sources = write_sources(folder)
+    return {kind: measure(job_of(pair, sources, kind, folder / f"run of {kind}")) for kind in sources}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("after", ["first shard", "last shard"])
+@pytest.mark.parametrize(
+    ("kind", "file", "change", "is_last"),
+    [
+        ("responses", "responses.jsonl", append, False),
+        ("text", "text.txt", overwrite_in_place, True),
+        ("prompts", "prompts.txt", replace_by_rename, False),
+        ("prompts", "prompts.txt", Path.unlink, True),
+        ("text", "policy/model.safetensors", overwrite_in_place, False),
+        ("responses", "reference/model.safetensors", overwrite_in_place, True),
+        ("text", "policy/tokenizer.json", append, False),
+        ("prompts", "reference/config.json", append, True),
+    ],
+)
 def test_a_changed_file_leaves_no_result(
     models: tuple[Path, Path],
     sources: dict[str, Path],
+    alone: dict[str, Measurement],
     tmp_path: Path,
     change_after: ChangeAfter,
-    name: str,
-    after: str,
+    kind: str,
+    file: str,
+    change: Callable[[Path], object],
+    is_last: bool,
 ) -> None:
-    kind, file, change = CHANGES[name]
+    """After the first shard or after the last."""
     path = tmp_path / file
     shutil.copy2(path, tmp_path / "kept")
-    alone = measure(job_of(models, sources, kind, tmp_path / "alone"))
-    done = 1 if after == "first shard" else alone.counts.shards
-    assert alone.counts.shards > 2
+    shards = alone[kind].counts.shards
+    done = shards if is_last else 1
+    assert shards > 2
     job = job_of(models, sources, kind, tmp_path / "run")
     change_after(done, lambda: change(path))
     with pytest.raises((ChangedInputError, SourceError), match=file):
@@ -154,7 +169,7 @@ def test_a_changed_file_leaves_no_result(
     # What was finished before the change is right: with the file as it was, the run goes on to the same numbers.
     shutil.copy2(tmp_path / "kept", path)
     resumed = measure(job_of(models, sources, kind, tmp_path / "run", resume=True))
-    assert resumed.statistics() == alone.statistics()
+    assert resumed.statistics() == alone[kind].statistics()
 
 
 def test_a_file_that_is_only_touched_is_the_same(
@@ -242,7 +257,7 @@ def reverse_the_end(path: Path) -> None:
     path.write_bytes(data[:-80] + data[:-81:-1])
 
 
-class ChangingReporter(NullProgressReporter):
+class ChangingReporter(ProgressReporter):
     """Has a function called after the first sequences."""
 
     def __init__(self, change: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring import compare, measure
-from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.progress import ProgressReporter
 from kleash.records import Measurement, Number, RunFolder, summarize
 from kleash.reports.gate_verdicts import describe_sweep_gate, gate_of_sweep
 from kleash.reports.text_formats import model_card
@@ -27,7 +27,7 @@ POLICY, REFERENCE = "kl_policy_reference", "kl_reference_policy"
 LABELS = {POLICY: "KL(policy ‖ reference)", REFERENCE: "KL(reference ‖ policy)"}
 
 
-class LastKL(NullProgressReporter):
+class LastKL(ProgressReporter):
     """Keeps the last running KL."""
 
     kl: Number | None = None

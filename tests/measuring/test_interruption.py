@@ -2,13 +2,13 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from command_forks import CommandFork, CommandForks
 
 from kleash.cli import entry
 from kleash.measuring.run import _resumable
+from kleash.store.locks import claim, wait_for_parts
 
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
 OPTIONS = ["--max-new-tokens", "6", "--batch-tokens", "8", "--quiet"]
@@ -82,26 +83,19 @@ def test_a_run_killed_twice_resumes_to_the_same_result(
     assert (out / "alternatives.parquet").read_bytes() == (undisturbed / "alternatives.parquet").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "cause"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated by SIGTERM")]
-)
-def test_ctrl_c_and_sigterm_print_the_options_that_resume(
-    number: signal.Signals,
-    cause: str,
-    pair: tuple[Path, Path],
-    prompts: Path,
-    command_forks: CommandForks,
-    tmp_path: Path,
+def test_sigterm_prints_the_options_that_resume(
+    pair: tuple[Path, Path], prompts: Path, command_forks: CommandForks, tmp_path: Path
 ) -> None:
+    """As Ctrl-C does, whose handler is tested below."""
     out = tmp_path / "run"
     long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
     process = command_forks.start([*words(pair, prompts, out), *long])
     wait_for(out / "sequences" / "part-00000.parquet", process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert error.strip() == (
-        f"kleash: {cause}; finished shards are on disk: resume with --resume --out {out}"
+        f"kleash: terminated by SIGTERM; finished shards are on disk: resume with --resume --out {out}"
     )
 
 
@@ -149,34 +143,15 @@ def test_resume_with_other_settings_raises_with_their_names(
     assert "holds a run already; go on with it with --resume, or give another --out" in process.stderr
 
 
-def test_a_process_that_hangs_is_waited_for_by_name(
-    pair: tuple[Path, Path],
-    prompts: Path,
-    kleash: Kleash,
-    command_forks: CommandForks,
-    undisturbed: Path,
-    tmp_path: Path,
-) -> None:
-    """Its claim is freed when it is killed, and the other scores its shard."""
-    out = tmp_path / "run"
-    process = command_forks.start(words(pair, prompts, out))
-    wait_for(out / ".claims" / "shard-00000", process)
-    os.kill(process.pid, signal.SIGSTOP)
-    shards = len(list((undisturbed / "sequences").iterdir()))
+def test_a_process_that_hangs_is_waited_for_by_name(tmp_path: Path) -> None:
+    """Its claim is freed at last, as when it is killed, and the other one does its part."""
+    missing, notes = {"shard-00000"}, list[str]()
+    with ExitStack() as stack:
+        assert stack.enter_context(claim(tmp_path, "shard-00000"))
 
-    def kill_at_last() -> None:
-        deadline = time.monotonic() + 300
-        while len(list((out / "sequences").glob("part-*"))) < shards - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(1.0)
-        process.kill()
+        def note(sentence: str) -> None:
+            notes.append(sentence)
+            stack.close()
 
-    killer = Thread(target=kill_at_last)
-    killer.start()
-    try:
-        helper = kleash(*(word for word in words(pair, prompts, out) if word != "--quiet"))
-    finally:
-        killer.join()
-        process.wait()
-    assert f"waiting for process {process.pid} on " in helper.stderr
-    assert len(list((out / "sequences").iterdir())) == shards and (out / "measurement.json").exists()
+        assert wait_for_parts(tmp_path, lambda: missing, note, poll_seconds=0.01) is False
+    assert notes == [f"waiting for process {os.getpid()} on {platform.node()}"]

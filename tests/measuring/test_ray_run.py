@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kleash.measuring import measure
-from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.progress import ProgressReporter
 from kleash.records import MeasureJob
 
 pytestmark = [
@@ -50,7 +50,7 @@ def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPat
     return job
 
 
-class KillingReporter(NullProgressReporter):
+class KillingReporter(ProgressReporter):
     """Keeps the notes of a run, and kills one of its workers as soon as a shard is on disk."""
 
     def __init__(self) -> None:

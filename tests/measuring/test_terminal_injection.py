@@ -8,12 +8,10 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
 from kleash.cli.printing import print_summary
@@ -48,129 +46,28 @@ def test_exactly_the_control_characters_are_escaped() -> None:
     assert printable(readable) == readable
 
 
-def edited(folder: Path, to: Path, name: str, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of a model's folder with one of its JSON files changed."""
-    shutil.copytree(folder, to)
-    content = json.loads((to / name).read_text())
-    edit(content)
-    (to / name).write_text(json.dumps(content))
-    return to
-
-
-def renamed_tensor(pair: Folders, to: Path) -> Path:
-    shutil.copytree(pair[0], to)
-    tensors = load_file(to / "model.safetensors")
-    tensors[PLANT] = tensors["model.norm.weight"].clone()
-    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return to
-
-
-def adapter(pair: Folders, to: Path) -> Path:
-    to.mkdir()
-    settings = {"peft_type": "LORA", "base_model_name_or_path": PLANT, "r": 2, "target_modules": ["q_proj"]}
-    (to / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(
-        {PLANT: load_file(pair[0] / "model.safetensors")["model.norm.weight"]},
-        to / "adapter_model.safetensors",
-    )
-    return to
-
-
-def templated(pair: Folders, to: Path) -> Path:
-    shutil.copytree(pair[0], to)
-    (to / "chat_template.jinja").write_text("{{ raise_exception('" + PLANT.replace("\r", "") + "') }}")
-    return to
-
-
-def words_of(case: str, pair: Folders, folder: Path) -> list[object]:
-    """A command that meets the plant where ``case`` says."""
-    models = ["--policy", pair[0], "--reference", pair[1]]
-    prompts, chat = folder / "prompts.txt", folder / "chat.jsonl"
-    prompts.write_text("The sea\nA road\n")
-    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea"}]}))
-    match case:
-        case "a path that is not there":
-            return ["measure", "--policy", f"nowhere/{NAME}/x", "--reference", pair[1], "--prompts", prompts]
-        case "an option" | "a command":
-            return ["measure", f"--{PLANT}"] if case == "an option" else [PLANT]
-        case "a value":
-            return ["measure", "--dtype", PLANT]
-        case "a tensor's name":
-            return [
-                "measure",
-                "--policy",
-                renamed_tensor(pair, folder / "p"),
-                *models[2:],
-                "--prompts",
-                prompts,
-            ]
-        case "an adapter's base":
-            return ["measure", "--policy", adapter(pair, folder / "p"), *models[2:], "--prompts", prompts]
-        case "a model's type":
-            odd = edited(pair[0], folder / "p", "config.json", lambda config: config.update(model_type=PLANT))
-            return ["measure", "--policy", odd, *models[2:], "--prompts", prompts]
-        case "a chat template":
-            odd = templated(pair, folder / "p")
-            return ["measure", "--policy", odd, "--reference", odd, "--prompts", chat]
-        case "a line of a source":
-            source = folder / f"{NAME}.jsonl"
-            source.write_text(json.dumps({f"key {PLANT}": 1}))
-            return ["measure", *models, "--prompts", source]
-        case "a reward":
-            (folder / "planted_reward.py").write_text(
-                f"def planted(prompts, responses):\n    raise ValueError({PLANT!r})\n"
-            )
-            limits = [
-                "--limit",
-                2,
-                "--prompts-per-step",
-                2,
-                "--max-new-tokens",
-                2,
-                "--minibatches",
-                1,
-                "--steps",
-                1,
-            ]
-            return ["train", "ppo", *limits, "--reward", "planted_reward:planted", "--out", folder / "run"]
-        case "an audited function":
-            (folder / "planted_kl.py").write_text(
-                f"def planted(token_logp, token_logq):\n    raise ValueError({PLANT!r})\n"
-            )
-            return ["audit", "planted_kl:planted", "--convention", "loss", "--out", folder / "a.html"]
-        case _:
-            raise AssertionError(case)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(
-            "a path that is not there",
-            "an option",
-            "a command",
-            "a value",
-            "a tensor's name",
-            "an adapter's base",
-        ),
-        *("a model's type", "a chat template", "a line of a source", "a reward", "an audited function"),
-    ],
-)
+@pytest.mark.parametrize("case", ["an option", "a line of a source", "an audited function"])
 def test_control_characters_in_errors_are_escaped(
     case: str, pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    """All errors are printed at one place: those of the command line, of kleash, and of a function of others."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = [str(word) for word in words_of(case, pair, tmp_path)]
-    if words[0] == "measure":
-        words += ["--out", str(tmp_path / "run"), "--max-new-tokens", "2"]
-    assert main(words) == (0 if case == "a tensor's name" else 2)  # which is a note there
+    source = tmp_path / f"{NAME}.jsonl"
+    source.write_text(json.dumps({f"key {PLANT}": 1}))
+    raising = f"def planted(token_logp, token_logq):\n    raise ValueError({PLANT!r})\n"
+    (tmp_path / "planted_kl.py").write_text(raising)
+    out = str(tmp_path / "out")
+    words = {
+        "an option": ["measure", f"--{PLANT}"],
+        "a line of a source": ["measure", *models(pair), "--prompts", str(source), "--out", out],
+        "an audited function": ["audit", "planted_kl:planted", "--convention", "loss", "--out", out],
+    }
+    assert main(words[case]) == 2
     captured = capsys.readouterr()
-    for name in ("planted_reward", "planted_kl"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("planted_kl", None)
     both = captured.out + captured.err
     assert not UNSAFE.search(both)
-    assert "\\u001b" in both or "\\x1b" in both, both
-    assert "[red]x" in both, both
+    assert ("\\u001b" in both or "\\x1b" in both) and "[red]x" in both, both
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from tiny_models import save_tiny, tiny_pair
 
 from kleash.measuring import cache_reference, measure
-from kleash.measuring.progress import NullProgressReporter
+from kleash.measuring.progress import ProgressReporter
 from kleash.models import load_pair, threads
 from kleash.models.threads import threads_for, threads_for_scoring
 from kleash.records import CacheJob, MeasureJob
@@ -71,7 +71,7 @@ def test_a_number_set_by_torch_is_not_changed(tmp_path: Path, monkeypatch: pytes
     assert inside(str(save_tiny(tmp_path / "tiny"))) == (2, None)
 
 
-class Notes(NullProgressReporter):
+class Notes(ProgressReporter):
     """A reporter that keeps its notes, and the number of threads at each step."""
 
     def __init__(self) -> None:

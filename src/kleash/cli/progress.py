@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from kleash.cli.terminal import Terminal, can_redraw, remark, say
 from kleash.estimate import Estimate
+from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
 from kleash.store import StepRecord
 from kleash.store.summary import bare_number, with_error
@@ -38,7 +39,7 @@ COLUMNS = (
 """Heading, metric, and metric of its standard error; columns that a run does not have are left out."""
 
 
-class Progress:
+class Progress(ProgressReporter):
     """A ProgressReporter for the terminal: sequences, tokens per second, running KL and time left.
 
     If standard error is a file or a pipe (nohup, SLURM, ``2> log``), a line is printed for every 5 % of the work, at

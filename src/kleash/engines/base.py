@@ -1,8 +1,10 @@
 """The interface of an engine: what runs a shard of a measurement and returns its tables."""
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,46 +35,45 @@ class ShardResult:
     is unknown, so that no sequence is known to have drifted most."""
 
 
-@runtime_checkable
-class Engine(Protocol):
+class EngineTraits(NamedTuple):
+    """What holds for all shards of an engine."""
+
+    temperature: float = 1.0
+    """The temperature at which both models are scored."""
+    unknown_columns: Mapping[str, str] = MappingProxyType({})
+    """The columns of ``tokens/`` that the engine leaves null, each with the reason."""
+    float32_gap_reloads: bool = False
+    """Whether ``float32_gap`` loads a model a second time."""
+    no_noise_floor: str = ""
+    """The reason why ``noise_floor_columns`` is None, and what to do, in words."""
+
+
+class Engine(ABC):
     """Scores the shards of a measurement, wherever the models are."""
 
-    @property
-    def pair(self) -> Pair:
-        """Policy and reference, with the tokenizer by which sources are read."""
-        ...
+    pair: Pair
+    """Policy and reference, with the tokenizer by which sources are read."""
 
     @property
-    def temperature(self) -> float:
-        """The temperature at which both models are scored."""
-        ...
+    @abstractmethod
+    def traits(self) -> EngineTraits:
+        """What holds for all shards."""
 
-    @property
-    def float32_gap_reloads(self) -> bool:
-        """Whether ``float32_gap`` loads a model a second time."""
-        ...
-
-    @property
-    def unknown_columns(self) -> Mapping[str, str]:
-        """The columns of ``tokens/`` that this engine leaves null, each with the reason."""
-        ...
-
-    @property
-    def no_noise_floor(self) -> str:
-        """The reason why ``noise_floor_columns`` is None, and what to do, in words."""
-        ...
-
+    @abstractmethod
     def run(self, shard: Shard) -> ShardResult:
         """Generate responses to the prompts of ``shard``, if it has any, and score its sequences."""
-        ...
+
+    def results(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, ShardResult]]:
+        """Iterate over shards with their results, in the order in which they are scored."""
+        return ((shard, self.run(shard)) for shard in shards)
 
     def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
         """Token columns of the reference compared with itself in another batch layout; None if it cannot be had."""
-        ...
+        return None
 
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
         """Token columns of the reference compared with itself in float32; None if it runs in float32."""
-        ...
+        return None
 
 
 def begin_columns(sequences: Sequence[TokenSequence], further: Mapping[str, str]) -> dict[str, Any]:

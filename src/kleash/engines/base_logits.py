@@ -1,6 +1,6 @@
 """The engine of a reference whose log-probabilities are in a file of llama.cpp's base logits, with its text."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,15 @@ from torch import Tensor
 from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
 from kleash.checkpoints.gguf_files import open_gguf
 from kleash.checkpoints.resolution import find_checkpoint
-from kleash.engines.base import Shard, ShardResult, begin_columns, round_outwards, sequence_columns
+from kleash.engines.base import (
+    Engine,
+    EngineTraits,
+    Shard,
+    ShardResult,
+    begin_columns,
+    round_outwards,
+    sequence_columns,
+)
 from kleash.engines.local import ignore
 from kleash.errors import ModelError, NonFiniteError, SourceError
 from kleash.jobs import MeasureJob
@@ -183,7 +191,7 @@ def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseLogitsEngine:
+class BaseLogitsEngine(Engine):
     """Scores the chunks of a file of base logits by the policy, whose logits are compared with the stored ones."""
 
     pair: Pair
@@ -194,30 +202,12 @@ class BaseLogitsEngine:
     """Called after each shard with the number of its sequences and of their tokens."""
 
     @property
-    def temperature(self) -> float:
-        """1, at which base logits are stored."""
-        return 1.0
-
-    @property
-    def unknown_columns(self) -> Mapping[str, str]:
-        """The columns of ``tokens/`` that are null, each with the reason."""
-        return MappingProxyType(dict.fromkeys(UNKNOWN_COLUMNS, REASON))
-
-    @property
-    def no_noise_floor(self) -> str:
-        """The reason why stored logits have no noise floor."""
-        return "the reference is a file of base logits, which were computed in batches that it does not tell"
-
-    @property
-    def float32_gap_reloads(self) -> bool:
-        """False: the reference is not loaded."""
-        return False
-
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> None:
-        """None: the reference is not loaded."""
-
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> None:
-        """None: the reference is not loaded."""
+    def traits(self) -> EngineTraits:
+        """Base logits are stored at temperature 1, with 16 bits for each log-probability."""
+        return EngineTraits(
+            unknown_columns=MappingProxyType(dict.fromkeys(UNKNOWN_COLUMNS, REASON)),
+            no_noise_floor="the reference is a file of base logits, which does not tell its batches",
+        )
 
     def run(self, shard: Shard) -> ShardResult:
         """Score the chunks of ``shard``.

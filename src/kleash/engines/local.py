@@ -1,13 +1,13 @@
 """The engine of one machine: both models in this process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kleash.engines.base import Shard, ShardResult, sequence_columns
+from kleash.engines.base import Engine, EngineTraits, Shard, ShardResult, sequence_columns
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
@@ -24,7 +24,7 @@ def ignore(*_: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalEngine:
+class LocalEngine(Engine):
     """Runs shards one after the other, on the devices of the pair."""
 
     pair: Pair
@@ -40,28 +40,18 @@ class LocalEngine:
     """Those of the models."""
 
     @property
-    def temperature(self) -> float:
-        """The temperature at which both models are scored: the job's, or 1 for greedy responses."""
-        return self.job.temperature if self.job.temperature > 0 else 1.0
-
-    @property
-    def float32_gap_reloads(self) -> bool:
-        """Whether ``float32_gap`` loads the reference a second time."""
+    def traits(self) -> EngineTraits:
+        """The job's temperature, or 1 for greedy responses; a stored reference may lack it."""
+        temperature = self.job.temperature if self.job.temperature > 0 else 1.0
         reference = self.pair.reference
         is_loaded_here = reference.stored is None and reference.storage is None
-        return is_loaded_here and reference.dtype not in (torch.float32, torch.float64)
-
-    @property
-    def unknown_columns(self) -> Mapping[str, str]:
-        """None: both models' distributions are known."""
-        return {}
-
-    @property
-    def no_noise_floor(self) -> str:
-        """The reason why a stored reference has no noise floor at this temperature."""
-        return (
-            "the reference was not loaded, and its cache holds no noise floor for temperature "
-            f"{self.temperature:g}; kleash cache with --temperature {self.temperature:g} adds it"
+        return EngineTraits(
+            temperature=temperature,
+            float32_gap_reloads=is_loaded_here and reference.dtype not in (torch.float32, torch.float64),
+            no_noise_floor=(
+                f"the reference was not loaded, and its cache holds no noise floor for temperature {temperature:g}; "
+                f"kleash cache with --temperature {temperature:g} adds it"
+            ),
         )
 
     def run(self, shard: Shard) -> ShardResult:
@@ -75,7 +65,7 @@ class LocalEngine:
         tokens: dict[str, Any] = score(
             self.pair,
             sequences,
-            temperature=self.temperature,
+            temperature=self.traits.temperature,
             batch_tokens=self.job.batch_tokens,
             options=LinearOptions(buffer_bytes=self._buffer_bytes),
             cache=self.cache,
@@ -96,9 +86,12 @@ class LocalEngine:
         """
         stored = self.pair.reference.stored
         if stored is not None:
-            return stored.rounding_columns("noise", self.temperature)
+            return stored.rounding_columns("noise", self.traits.temperature)
         columns = score_against_itself(
-            self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
+            self.pair.reference,
+            sequences,
+            temperature=self.traits.temperature,
+            batch_tokens=self.job.batch_tokens,
         )
         self.files.require_unchanged()
         return columns
@@ -111,11 +104,14 @@ class LocalEngine:
         """
         stored = self.pair.reference.stored
         if stored is not None:
-            return stored.rounding_columns("gap", self.temperature)
+            return stored.rounding_columns("gap", self.traits.temperature)
         if self.pair.reference.storage is not None:
             return None
         columns = score_against_float32(
-            self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
+            self.pair.reference,
+            sequences,
+            temperature=self.traits.temperature,
+            batch_tokens=self.job.batch_tokens,
         )
         self.files.require_unchanged()
         return columns

@@ -190,7 +190,7 @@ class EndpointOptions(Job):
     endpoint_concurrency: int = 8
     """Requests that are sent to the server at once."""
     endpoint_timeout: float = 60.0
-    """Seconds that a request may take, from the connection to the last byte."""
+    """Seconds to wait for a server's connection, and for the next bytes of its answer."""
     endpoint_retries: int = 5
     """Times that a request is sent again after a passing fault, with growing pauses."""
 

@@ -1,41 +1,205 @@
 """Attribution of a candidate's KL to groups of its weights: swap one group back at a time, and measure again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from kleash.jobs import SweepJob
+from kleash.engines import LocalEngine, Shard
+from kleash.errors import RunFolderError
+from kleash.jobs import MeasureJob, SweepJob
 from kleash.launch_environment import local_world_size
-from kleash.measuring.attribution_passes import (
-    ALL,
-    CANDIDATE,
-    CONTROL,
-    SwapModels,
-    choose_sequences,
-    plan_passes,
-    read_chosen,
-    run_passes,
-)
-from kleash.measuring.model_pair import load_models, loading
+from kleash.measuring.model_pair import header_of, load_models, loading
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
-from kleash.measuring.run_identity import header_of
-from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of
-from kleash.models import load_reference
+from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, clusters_of
+from kleash.measuring.shards import group_by_cost, source_sequences
+from kleash.measuring.sweep_ranking import sum_run
+from kleash.models import Model, Pair, TokenSequence, load_reference
 from kleash.models.threads import threads_for_scoring
-from kleash.models.weight_groups import WeightGroup, weight_groups
-from kleash.reports.formatting import format_bytes
+from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
+from kleash.store import RunFolder
 from kleash.store.file_hashes import watching_files
+from kleash.store.job_folder import RunHeader
+from kleash.store.locks import claim, wait_for_parts
 from kleash.store.sweep import Attribution, GroupChange, SweepCandidate
 from kleash.uncertainty import Estimate, paired_difference, ratio_of_sums
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import SimultaneousPairs, differences_from_control
 
+CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
+"""The passes without a swap, with all groups swapped, and again without a swap at the end."""
+POLL_S = 0.2
+"""Seconds from one look at the folder to the next, while other processes score."""
 EXACTLY_0 = Estimate(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
 REMAINING_SHARE = 0.01
 """Share of a candidate's KL above which what remains with all groups swapped is warned of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapPass:
+    """One pass over the sequences."""
+
+    name: str
+    """Of its run folder."""
+    groups: tuple[WeightGroup, ...]
+    """Those that are swapped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapModels:
+    """The models of an attribution, and what they read."""
+
+    job: MeasureJob
+    """That of the candidate's measurement."""
+    pair: Pair
+    """The candidate, and the reference's hidden states."""
+    reference: Model
+    """The reference, loaded, whose modules are swapped in."""
+    groups: Mapping[str, tuple[WeightGroup, ...]]
+    """By grouping."""
+    sequences: tuple[TokenSequence, ...]
+    prompts: Ids
+    """Of each sequence, as ``distinct_prompts`` of all that were measured."""
+    statistic: str
+    """The token column that is attributed."""
+
+
+def choose_sequences(tokens: Floats, target: int) -> Ids:
+    """The indices of sequences drawn at random until they have ``target`` tokens, in rising order; all if they do not.
+
+    Args:
+        tokens: of each sequence.
+        target: number of tokens.
+    """
+    order = np.random.default_rng(0).permutation(len(tokens))
+    count = int(np.searchsorted(np.cumsum(tokens[order]), target)) + 1
+    return np.sort(order[:count])
+
+
+def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> tuple[TokenSequence, ...]:
+    """The sequences of a job's source with these indices.
+
+    Args:
+        job: the candidate's measurement.
+        pair: its models.
+        run: the sequences as they were measured.
+        chosen: indices in rising order.
+
+    Raises:
+        RunFolderError: if the source has other sequences than were measured.
+    """
+    places = set(chosen.tolist())
+    sequences: list[TokenSequence] = []
+    for place, sequence in enumerate(source_sequences(job, pair)):
+        if len(sequences) == len(places):
+            break
+        if place not in places:
+            continue
+        measured = (int(run.prompt_id[place]), int(run.sample_id[place]), int(run.tokens[place]))
+        if (sequence.prompt_id, sequence.sample_id, len(sequence.response_ids)) != measured:
+            break
+        sequences.append(sequence)
+    if len(sequences) < len(places):
+        raise RunFolderError(
+            f"{job.source[1]} has other sequences than were measured into {job.out}; sweep it again into another --out"
+        )
+    return tuple(sequences)
+
+
+def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, str], SwapPass]:
+    """The passes by grouping and group's name; those of ``CANDIDATE``, ``ALL`` and ``CONTROL`` have no grouping.
+
+    Groups that are identical in both models need no pass; if all are, the candidate's own is the only one. Two groups
+    of the same modules share a pass.
+    """
+    passes: dict[tuple[str, str], SwapPass] = {("", CANDIDATE): SwapPass(name=CANDIDATE, groups=())}
+    by_weights: dict[tuple[tuple[str, ...], tuple[str, ...]], SwapPass] = {}
+    for grouping, groups_of_network in groups.items():
+        for number, group in enumerate(groups_of_network):
+            if group.is_identical:
+                continue
+            new = SwapPass(name=f"{grouping}-{number:03d}", groups=(group,))
+            passes[grouping, group.name] = by_weights.setdefault((group.modules, group.tensors), new)
+    if by_weights:
+        passes["", ALL] = SwapPass(name=ALL, groups=tuple(next(iter(groups.values()))))
+        passes["", CONTROL] = SwapPass(name=CONTROL, groups=())
+    return passes
+
+
+def run_passes(
+    passes: Iterable[SwapPass], models: SwapModels, root: Path, header: RunHeader, reporter: ProgressReporter
+) -> dict[str, SequenceSums]:
+    """The sums by sequence of each pass, by name: this process scores the shards that no other has claimed.
+
+    Args:
+        passes: all of them.
+        models: loaded here.
+        root: the folder that has a run folder for each pass.
+        header: of the candidate's run on the sequences that are scored.
+        reporter: receives the progress.
+
+    Raises:
+        NonFiniteError: if a swapped network gives NaN or infinite logits.
+        RunFolderError: if a shard cannot be written, or is damaged, or a folder holds a run of something else.
+    """
+    by_name = {swap.name: swap for swap in passes}
+    shards = [
+        Shard(index=index, sequences=tuple(part))
+        for index, part in enumerate(
+            group_by_cost(models.sequences, lambda sequence: sequence.num_input_tokens, models.job)
+        )
+    ]
+
+    def missing() -> list[str]:
+        return [
+            _claim_of(name, shard)
+            for name in by_name
+            for shard in shards
+            if not RunFolder(root / name).has(shard.index)
+        ]
+
+    reporter.set_total(len(missing()) * len(models.sequences) // len(shards))
+    is_complete = False
+    while not is_complete:
+        for swap in by_name.values():
+            _score_missing(swap, shards, models, root, header, reporter)
+        is_complete = wait_for_parts(root, missing, reporter.note, poll_seconds=POLL_S)
+    return {name: sum_run(root / name, models.statistic, len(shards)) for name in by_name}
+
+
+def _score_missing(
+    swap: SwapPass,
+    shards: Sequence[Shard],
+    models: SwapModels,
+    root: Path,
+    header: RunHeader,
+    reporter: ProgressReporter,
+) -> None:
+    """Score the shards of a pass that are not on disk and that no other process has claimed.
+
+    Raises:
+        RunFolderError: if its folder holds another run.
+    """
+    swapped = ", ".join(group.name for group in swap.groups) or "none"
+    header = replace(header, fingerprints={**header.fingerprints, "policy groups of the reference": swapped})
+    with (
+        RunFolder(root / swap.name).writing(header, resume=True) as folder,
+        swapped_weights(models.pair.policy, models.reference, swap.groups) as policy,
+    ):
+        pair = replace(models.pair, policy=policy)
+        engine = LocalEngine(pair=pair, job=models.job, top=0, on_scored=reporter.add_scored)
+        for shard in shards:
+            with claim(root, _claim_of(swap.name, shard)) as is_ours:
+                if is_ours and not folder.has(shard.index):
+                    result = engine.run(shard)
+                    folder.write_shard(shard.index, result.tokens, result.sequences)
+
+
+def _claim_of(name: str, shard: Shard) -> str:
+    """The name of the claim of a pass's shard."""
+    return f"{name}-{shard.index:05d}"
 
 
 def attribute(
@@ -67,7 +231,11 @@ def attribute(
     with watching_files():
         models = load_swap_models(job, out, candidate, run)
         passes = plan_passes(models.groups)
-        reporter.note(_cost(candidate, models, len(passes), len(run.tokens)))
+        tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
+        reporter.note(
+            f"attribution of {candidate.name}: {len(passes)} passes of {tokens:,} tokens in "
+            f"{len(models.sequences):,} of {len(run.tokens):,} sequences"
+        )
         header = header_of(models.job, models.pair, digest)
         header = replace(header, settings={**header.settings, "attribute_tokens": job.attribute_tokens})
         root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
@@ -104,23 +272,6 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
     )
 
 
-def _cost(candidate: SweepCandidate, models: SwapModels, passes: int, num_sequences: int) -> str:
-    """What the passes of a candidate cost, in a sentence."""
-    groups = [group for groups in models.groups.values() for group in groups]
-    tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
-    size = sum(
-        parameter.numel() * parameter.element_size()
-        for model in (models.pair.policy, models.reference)
-        for parameter in model.network.parameters()
-    )
-    return (
-        f"attribution of {candidate.name} by {' and '.join(models.groups)}: at most {passes} forward passes of "
-        f"{tokens:,} tokens in {len(models.sequences):,} of {num_sequences:,} sequences (none for "
-        f"{sum(group.is_identical for group in groups)} identical groups); both models are in memory "
-        f"({format_bytes(size)})"
-    )
-
-
 def attribution_of(
     models: SwapModels,
     number: int,
@@ -144,24 +295,27 @@ def attribution_of(
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 
-    columns = _PassColumns(
-        candidate=clusters.sum(candidate.total),
-        single=[clusters.sum(sums[grouping, group.name].total) for group in swapped],
-        everything=clusters.sum(sums.get(("", ALL), candidate).total),
-        counts=clusters.sum(candidate.tokens),
-    )
-    mean = ratio_of_sums(
-        columns.candidate,
-        columns.counts,
-        unit="nats",
-        lower=0.0,
-        known_value=0.0 if models.pair.is_one_model else None,
-    )
+    candidate_sums, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
+    single = [clusters.sum(sums[grouping, group.name].total) for group in swapped]
+    everything = clusters.sum(sums.get(("", ALL), candidate).total)
+    total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
+
+    def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:
+        known_value = 0.0 if is_0 else None
+        return paired_difference(first, counts, second, counts, known_value=known_value)
+
+    known_mean = 0.0 if models.pair.is_one_model else None
+    mean = ratio_of_sums(candidate_sums, counts, unit="nats", lower=0.0, known_value=known_mean)
     is_repeatable = np.array_equal(candidate.total, again.total)
-    control = columns.difference(
-        clusters.sum(again.total), columns.candidate, known_value=0.0 if is_repeatable else None
+    control = difference(clusters.sum(again.total), candidate_sums, is_0=is_repeatable)
+    change_of_all = difference(everything, candidate_sums, is_0=not single)
+    columns = np.stack([candidate_sums, *single], axis=1)
+    counts_of_columns = np.repeat(counts[:, None], columns.shape[1], axis=1)
+    changes = differences_from_control(columns, counts_of_columns) if single else None
+    warnings = (
+        *((*clusters.warnings, *few_clusters(clusters.count), *mean.warnings) if swapped else ()),
+        *_warnings(models, mean.value, mean.value + change_of_all.value, control),
     )
-    changes, change_of_all = columns.changes(), columns.change_of_all()
     return Attribution(
         candidate=number,
         grouping=grouping,
@@ -171,63 +325,13 @@ def attribution_of(
         clusters=clusters.count,
         mean=mean,
         groups=_group_changes(groups, swapped, changes),
-        sum_of_changes=columns.sum_of_changes(),
+        sum_of_changes=difference(total, len(single) * candidate_sums, is_0=not single),
         change_of_all=change_of_all,
-        interaction=columns.interaction(),
+        interaction=difference(total, (len(single) - 1) * candidate_sums + everything, is_0=len(single) < 2),
         control=control,
         critical_value=float("nan") if changes is None else changes.critical_value,
-        warnings=tuple(
-            dict.fromkeys(
-                (
-                    *((*clusters.warnings, *few_clusters(clusters.count), *mean.warnings) if swapped else ()),
-                    *_warnings(models, mean.value, mean.value + change_of_all.value, control),
-                )
-            )
-        ),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PassColumns:
-    """The statistic's sums by cluster, for each pass."""
-
-    candidate: Floats
-    """Of the candidate."""
-    single: list[Floats]
-    """With each of the groups that differ swapped by itself."""
-    everything: Floats
-    """With all groups swapped."""
-    counts: Floats
-    """Tokens."""
-
-    def changes(self) -> SimultaneousPairs | None:
-        """The changes of single groups; None if none differs."""
-        if not self.single:
-            return None
-        columns = np.stack([self.candidate, *self.single], axis=1)
-        return differences_from_control(columns, np.repeat(self.counts[:, None], columns.shape[1], axis=1))
-
-    def sum_of_changes(self) -> Estimate:
-        """The sum of the changes of single groups."""
-        return self.difference(
-            self._total(), len(self.single) * self.candidate, 0.0 if not self.single else None
-        )
-
-    def change_of_all(self) -> Estimate:
-        """The change with all groups swapped."""
-        return self.difference(self.everything, self.candidate, 0.0 if not self.single else None)
-
-    def interaction(self) -> Estimate:
-        """``sum_of_changes`` minus ``change_of_all``; 0 by construction if at most one group differs."""
-        expected = (len(self.single) - 1) * self.candidate + self.everything
-        return self.difference(self._total(), expected, 0.0 if len(self.single) < 2 else None)
-
-    def difference(self, first: Floats, second: Floats, known_value: float | None = None) -> Estimate:
-        """The mean per token of one column of sums minus that of another, paired by cluster."""
-        return paired_difference(first, self.counts, second, self.counts, known_value=known_value)
-
-    def _total(self) -> Floats:
-        return np.sum(self.single, axis=0) if self.single else np.zeros_like(self.candidate)
 
 
 def _group_changes(

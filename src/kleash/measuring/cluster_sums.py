@@ -57,86 +57,19 @@ def columns_to_read(statistics: Collection[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@dataclass(frozen=True)
-class TokenCount:
-    """Key of the number of tokens of each cluster."""
-
-
-@dataclass(frozen=True)
-class StatisticSum:
-    """Key of the sum of a statistic of ``STATISTICS``."""
+class SumKey(NamedTuple):
+    """Key of a sum over the tokens of each cluster."""
 
     name: str
+    """A statistic of ``STATISTICS``, an estimator of ``ESTIMATORS``, a binning of ``BINNINGS``, or "tokens"."""
+    quantity: Literal["value", "error", "squared_error", "tokens", "kl"] = "value"
+    """Binnings have "tokens" and "kl"; the error of an estimator is the estimate minus the exact KL of the token."""
+    place: int = 0
+    """Of a range of a binning."""
 
 
-@dataclass(frozen=True)
-class EstimatorSum:
-    """Key of a sum over the one-sample estimates of ``ESTIMATORS``."""
-
-    estimator: str
-    quantity: Literal["value", "error", "squared_error"]
-    """The error is the estimate minus the exact KL of the same token."""
-
-
-@dataclass(frozen=True)
-class BinSum:
-    """Key of a sum over the tokens of one range of a binning."""
-
-    binning: str
-    index: int
-    quantity: Literal["tokens", "kl"]
-
-
-SumKey = TokenCount | StatisticSum | EstimatorSum | BinSum
-TOKENS = TokenCount()
-KL = StatisticSum("kl_policy_reference")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenQuantities:
-    """The quantities of one shard that are averaged over tokens: a value per token, in float64."""
-
-    statistics: Mapping[str, Floats]
-    """Each statistic of ``STATISTICS``."""
-    estimates: Mapping[str, Floats]
-    """Each estimator's weighted estimate; empty if no average of them estimates KL(policy || reference)."""
-    log_ratio: Floats
-    """log p - log q of the observed token."""
-    bins: Mapping[str, NDArray[np.int64]]
-    """For each binning the index of the token's range; empty where the KL is unknown."""
-    binned: str = KL.name
-    """The KL that is summed in each range, by its name in ``STATISTICS``."""
-
-    @property
-    def has_kl(self) -> bool:
-        """Whether the exact KL is known."""
-        return KL.name in self.statistics
-
-    @property
-    def kl(self) -> Floats:
-        """The exact KL(policy || reference) of each token; only where it is known."""
-        return self.statistics[KL.name]
-
-    def columns(self) -> dict[SumKey, Floats]:
-        """The columns to add up within clusters."""
-        columns: dict[SumKey, Floats] = {TOKENS: np.ones(len(self.log_ratio))}
-        columns |= {StatisticSum(name): values for name, values in self.statistics.items()}
-        for name, estimates in self.estimates.items():
-            with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
-                columns[EstimatorSum(name, "value")] = estimates
-                if not self.has_kl:
-                    continue
-                error = estimates - self.kl
-                columns[EstimatorSum(name, "error")] = error
-                columns[EstimatorSum(name, "squared_error")] = error**2
-        for name, indices in self.bins.items():
-            values = self.statistics[self.binned]
-            for index in range(len(BINNINGS[name].edges)):
-                is_inside = indices == index
-                if is_inside.any():
-                    columns[BinSum(name, index, "tokens")] = is_inside.astype(np.float64)
-                    columns[BinSum(name, index, "kl")] = np.where(is_inside, values, 0.0)
-        return columns
+TOKENS = SumKey("tokens")
+KL = SumKey("kl_policy_reference")
 
 
 def token_quantities(
@@ -144,8 +77,8 @@ def token_quantities(
     weighting: Weighting | None,
     statistics: Collection[str] = tuple(STATISTICS),
     binned: str = KL.name,
-) -> TokenQuantities:
-    """The quantities of a shard's tokens.
+) -> dict[SumKey, Floats]:
+    """The quantities of a shard that are averaged over tokens: a value for each token, in float64.
 
     Args:
         tokens: the columns ``columns_to_read``.
@@ -154,28 +87,45 @@ def token_quantities(
         statistics: names of the statistics that can be computed.
         binned: name of the KL that is summed in the ranges of each binning.
     """
-    ratio = log_ratio(*(tokens[name].astype(np.float64) for name in ("logp_policy", "logp_reference")))
-    estimates: dict[str, Floats] = {}
-    if weighting is not None:
-        weights = weights_of(tokens, weighting, level="token")
-        with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
-            for name, estimator in ESTIMATORS.items():
-                estimates[name] = weights * estimator.of(torch.from_numpy(ratio)).numpy()
-            if KL.name not in statistics:
-                is_unlisted = 1.0 - tokens["token_is_listed"].astype(np.float64)
-                sampled = np.where(is_unlisted > 0, weights * ratio, 0.0)
-                estimates[LISTED_AND_SAMPLED] = tokens["kl_of_listed"].astype(np.float64) + sampled
-    return TokenQuantities(
-        statistics={name: ALL_STATISTICS[name].values(tokens) for name in statistics},
-        estimates=estimates,
-        log_ratio=ratio,
-        bins={
-            name: np.searchsorted(binning.edges, tokens[binning.column], side="right") - 1
-            for name, binning in BINNINGS.items()
-            if KL.name in statistics
-        },
-        binned=binned,
-    )
+    columns: dict[SumKey, Floats] = {TOKENS: np.ones(len(tokens["logp_policy"]))}
+    columns |= {SumKey(name): ALL_STATISTICS[name].values(tokens) for name in statistics}
+    exact = columns.get(KL)
+    with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
+        for name, estimates in _estimates(tokens, weighting, has_kl=exact is not None).items():
+            columns[SumKey(name)] = estimates
+            if exact is not None:
+                columns[SumKey(name, "error")] = estimates - exact
+                columns[SumKey(name, "squared_error")] = (estimates - exact) ** 2
+    for name, binning in BINNINGS.items() if exact is not None else ():
+        places = np.searchsorted(binning.edges, tokens[binning.column], side="right") - 1
+        for place in np.unique(places).tolist():
+            is_inside = places == place
+            columns[SumKey(name, "tokens", place)] = is_inside.astype(np.float64)
+            columns[SumKey(name, "kl", place)] = np.where(is_inside, columns[SumKey(binned)], 0.0)
+    return columns
+
+
+def token_log_ratio(tokens: Mapping[str, NDArray[np.generic]]) -> Floats:
+    """log p - log q of each observed token, in float64."""
+    return log_ratio(*(tokens[name].astype(np.float64) for name in ("logp_policy", "logp_reference")))
+
+
+def _estimates(
+    tokens: Mapping[str, NDArray[np.generic]], weighting: Weighting | None, *, has_kl: bool
+) -> dict[str, Floats]:
+    """Each estimator's weighted estimates; empty if no average of them estimates KL(policy || reference)."""
+    if weighting is None:
+        return {}
+    ratio, weights = token_log_ratio(tokens), weights_of(tokens, weighting, level="token")
+    estimates = {
+        name: weights * estimator.of(torch.from_numpy(ratio)).numpy()
+        for name, estimator in ESTIMATORS.items()
+    }
+    if not has_kl:
+        is_listed = tokens["token_is_listed"].astype(np.float64) > 0
+        sampled = np.where(is_listed, 0.0, weights * ratio)
+        estimates[LISTED_AND_SAMPLED] = tokens["kl_of_listed"].astype(np.float64) + sampled
+    return estimates
 
 
 def weights_of(
@@ -266,16 +216,20 @@ class SequenceTerms(NamedTuple):
 
 
 def sequence_terms(
-    tokens: Mapping[str, NDArray[np.generic]], quantities: TokenQuantities, weighting: Weighting
+    tokens: Mapping[str, NDArray[np.generic]], exact: Floats, weighting: Weighting
 ) -> SequenceTerms:
     """For each sequence of a shard the sum of its log ratios, the sum of its exact KLs, and its weight.
 
     The mean of both sums is the KL between responses. If another distribution drew the tokens, the log ratio at t is
     weighted by the ratio of the response up to t, and the exact KL by the ratio up to t - 1.
+
+    Args:
+        tokens: the shard's columns.
+        exact: the exact KL(policy || reference) of each token.
+        weighting: by which distribution the tokens were drawn.
     """
     starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
-    log_ratios, exact = quantities.log_ratio, quantities.kl
-    weights = np.ones(len(starts))
+    log_ratios, weights = token_log_ratio(tokens), np.ones(len(starts))
     if weighting == "importance":
         through, before = np.ones_like(exact), np.ones_like(exact)
         for index, (begin, end) in enumerate(zip(starts, [*starts[1:], len(exact)], strict=True)):

@@ -27,7 +27,6 @@ from kleash.store.statistics import (
     EXP_MEAN,
     PERPLEXITIES,
     columns_of,
-    stored_column,
 )
 from kleash.uncertainty import Estimate, paired_difference
 from kleash.version import __version__
@@ -113,7 +112,8 @@ def _read(path: Path) -> _Run:
     measurement = Measurement.read(path)
     folder = RunFolder(path)
     folder.require_shards(measurement.counts.shards)
-    known = _known_statistics(folder, measurement)
+    columns = folder.token_columns()
+    known = tuple(name for name in SUMMED if columns.issuperset(ALL_STATISTICS[name].columns))
     on_text = measurement.job.get("text") is not None
     rows: dict[tuple[str, int], int] = {}
     copies: Counter[str] = Counter()
@@ -154,26 +154,6 @@ def _read(path: Path) -> _Run:
         samples=samples[first_sequences],
         unknown=frozenset(SUMMED).difference(known).union(measurement.left_out),
     )
-
-
-def _known_statistics(folder: RunFolder, measurement: Measurement) -> tuple[str, ...]:
-    """The statistics of ``SUMMED`` that a run has the columns of; a folder from before one was added has none.
-
-    Raises:
-        RunFolderError: if the measurement lacks a statistic whose column is stored.
-    """
-    columns, reported = folder.token_columns(), measurement.statistics().keys() | measurement.left_out.keys()
-    known: list[str] = []
-    for name in SUMMED:
-        statistic = ALL_STATISTICS[name]
-        is_stored = columns.issuperset(statistic.columns)
-        if is_stored and name not in reported and statistic.function is stored_column:
-            raise RunFolderError(
-                f"{folder.root}/measurement.json has no {name} under per_token; measure again"
-            )
-        if is_stored or name in reported:
-            known.append(name)
-    return tuple(known)
 
 
 def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDifference:
@@ -332,15 +312,11 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
     for run, name in zip(runs[1:], names[1:], strict=True):
         other = run.measurement
         references = [measurement.models["reference"] for measurement in (other, first)]
-        fingerprints = [reference.fingerprint for reference in references]
-        if not all(fingerprints):  # of a server
-            if references[0].path != references[1].path:
-                warnings.append(
-                    f"a reference of {name} and {names[0]} is behind a server, which does not show its weights, so it "
-                    "is not known whether their reference is the same"
-                )
-        elif fingerprints[0] != fingerprints[1]:
-            warnings.append(f"{name} has another reference than {names[0]}")
+        # a server does not show its weights, so that its address stands for them
+        if len({reference.fingerprint or reference.path for reference in references}) > 1:
+            is_known = all(reference.fingerprint for reference in references)
+            verb = "has" if is_known else "may have, behind a server,"
+            warnings.append(f"{name} {verb} another reference than {names[0]}")
         for option in SETTINGS:
             value, first_value = other.job.get(option), first.job.get(option)
             if value != first_value:

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kleash.jobs import MeasureJob
-from kleash.jobs.option_groups import flag
 from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
 from kleash.models import Model
-from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import label_of
 from kleash.uncertainty import Estimate, effective_sample_size
 
@@ -169,25 +167,6 @@ def padding_note(probabilities: Mapping[str, float]) -> str:
     )
 
 
-def padding_warnings(
-    probabilities: Mapping[str, float], over_rows: Mapping[str, str], over_tokens: Mapping[str, str]
-) -> tuple[str, ...]:
-    """A warning with the KL over all rows and over the tokens, if rows that are no tokens have too much probability.
-
-    Args:
-        probabilities: of these rows, by role.
-        over_rows: KL per token in nats, in digits, by its name in words.
-        over_tokens: likewise.
-    """
-    if not any(value > MAX_PADDING_PROBABILITY for value in probabilities.values()):
-        return ()
-    values = [
-        f"{label} is {over_rows[label]} over all rows and {over_tokens[label]} over the tokens"
-        for label in over_rows
-    ]
-    return (f"{padding_note(probabilities)}: {', and '.join(values)}, in nats per token",)
-
-
 def measured_padding(numbers: Mapping[str, Estimate], tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The note and the warning about rows of the heads that are no tokens, from the statistics of a run.
 
@@ -201,14 +180,14 @@ def measured_padding(numbers: Mapping[str, Estimate], tokens: int) -> tuple[tupl
     probabilities = {role: numbers[f"padding_probability_{role}"].value for role in roles}
     scored = round(tokens * numbers["is_padding"].value)
     note = f"{padding_note(probabilities)}; {scored:,} of the {tokens:,} scored tokens are such rows"
-    over_rows, over_tokens = (
-        {
-            label_of(name): _value_or_bounds(numbers, f"{name}_{part}")
-            for name in ("kl_policy_reference", "kl_reference_policy")
-        }
-        for part in ("over_rows", "over_tokens")
-    )
-    return (note,), padding_warnings(probabilities, over_rows, over_tokens)
+    if max(probabilities.values()) <= MAX_PADDING_PROBABILITY:
+        return (note,), ()
+    values = [
+        f"{label_of(name)} is {_value_or_bounds(numbers, f'{name}_over_rows')} over all rows and "
+        f"{_value_or_bounds(numbers, f'{name}_over_tokens')} over the tokens"
+        for name in ("kl_policy_reference", "kl_reference_policy")
+    ]
+    return (note,), (f"{padding_note(probabilities)}: {', and '.join(values)}, in nats per token",)
 
 
 def _value_or_bounds(numbers: Mapping[str, Estimate], name: str) -> str:
@@ -216,19 +195,6 @@ def _value_or_bounds(numbers: Mapping[str, Estimate], name: str) -> str:
     if name in numbers:
         return f"{numbers[name].value:.4g}"
     return f"between {numbers[f'{name}_lower'].value:.4g} and {numbers[f'{name}_upper'].value:.4g}"
-
-
-def storage_notes(policy: ModelRecord, reference: ModelRecord) -> tuple[str, ...]:
-    """A note if one model is an adapter over a base that is stored in another way than the other model."""
-    types = [None if model.weights is None else model.weights.types for model in (policy, reference)]
-    if None in types or types[0] == types[1] or policy.base is reference.base is None:
-        return ()
-    adapter = policy if policy.base is not None else reference
-    note = (
-        f"the policy is stored as {types[0]} and the reference as {types[1]}: the KL is of the adapter and of this "
-        f"difference together; for the adapter alone compare it with {adapter.base}"
-    )
-    return (note,)
 
 
 def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:
@@ -244,18 +210,10 @@ def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:
     if job.source[0] != "prompts" or not unused:
         return ()
     named = ", ".join(name if value is None else f"{name} {value:g}" for name, value in unused.items())
-    options = [flag(name) for name in unused if name in ("temperature", "top_k", "top_p", "min_p")]
-    advice = [f"draw with {', '.join(options)}"] if options else []
-    if len(options) < len(unused):
-        advice.append(
-            "for the others generate with an engine and give"
-            if options
-            else "generate with an engine and give"
-        )
-        advice[-1] += " its --responses"
     note = (
         f"the generation configuration of {policy.path} ({named}) is no part of the policy here, and its responses are "
-        f"drawn without it; to have it, {', and '.join(advice)}"
+        "drawn without it; to have it, draw with --temperature, --top-k, --top-p or --min-p, or for other settings "
+        "generate with an engine and give its --responses"
     )
     return (note,)
 

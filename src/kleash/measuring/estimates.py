@@ -1,5 +1,7 @@
 """Makes the numbers of a measurement, each with its clustered error, from sums within clusters."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,23 +11,48 @@ from kleash.measuring.cluster_sums import (
     BINNINGS,
     LISTED_AND_SAMPLED,
     TOKENS,
-    BinSum,
     ClusterSums,
-    EstimatorSum,
     SequenceTerms,
-    StatisticSum,
+    SumKey,
+    clusters_per_group,
 )
-from kleash.measuring.sequence_clusters import Clusters
+from kleash.measuring.sequence_clusters import Clusters, sequence_starts
+from kleash.store import RunFolder
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
-from kleash.store.statistics import ALL_STATISTICS
-from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
+from kleash.store.statistics import ALL_STATISTICS, STATISTICS
+from kleash.uncertainty import (
+    CoarseCounts,
+    Estimate,
+    controlled_total,
+    ratio_of_sums,
+    running_mean,
+    transformed,
+)
+
+LEVELS = {"50": 0.5, "75": 0.75, "90": 0.9, "95": 0.95, "99": 0.99, "99.9": 0.999, "max": 1.0}
+"""Name in ``measurement.json`` -> share of the tokens at or below the quantile."""
+DIVERGENCES = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation")
+"""Columns of ``tokens/`` of which quantiles are reported."""
+NEEDS_EXACT_KL = (
+    *(
+        "quantiles",
+        "by_position",
+        "by_confidence",
+        "convergence",
+        "worst_tokens",
+        "worst_sequences",
+        "prompts",
+    ),
+    *("top_percent_share", "per_sequence"),
+)
+"""Fields of a measurement that are made of the exact KL of each token."""
 
 
 def statistic_estimate(sums: ClusterSums, name: str) -> Estimate:
     """The reported value of a statistic: the mean over tokens, or a function of it, with its clustered error."""
     statistic = ALL_STATISTICS[name]
     mean = ratio_of_sums(
-        sums[StatisticSum(name)],
+        sums[SumKey(name)],
         sums[TOKENS],
         unit=statistic.unit,
         lower=statistic.lower,
@@ -40,27 +67,27 @@ def statistic_estimate(sums: ClusterSums, name: str) -> Estimate:
 
 def estimator_error(sums: ClusterSums, name: str) -> Estimate:
     """The mean of a sampled estimator minus the exact KL of the same tokens, in nats."""
-    return _nats_per_token(sums, EstimatorSum(name, "error"))
+    return _nats_per_token(sums, SumKey(name, "error"))
 
 
 def estimator_records(sums: ClusterSums) -> dict[str, EstimatorRecord]:
     """The mean of each sampled estimator, its bias against the exact KL of the same tokens, and its spread."""
     records: dict[str, EstimatorRecord] = {}
     for name in (*ESTIMATORS, LISTED_AND_SAMPLED):
-        if EstimatorSum(name, "value") not in sums:
+        if SumKey(name) not in sums:
             continue
         never_negative = name in ESTIMATORS and ESTIMATORS[name].never_negative
-        mean = _nats_per_token(sums, EstimatorSum(name, "value"), lower=0.0 if never_negative else None)
+        mean = _nats_per_token(sums, SumKey(name), lower=0.0 if never_negative else None)
         bias, spread = None, np.nan
-        if EstimatorSum(name, "error") in sums:
+        if SumKey(name, "error") in sums:
             bias = estimator_error(sums, name)
-            mean_square = sums[EstimatorSum(name, "squared_error")].sum() / sums[TOKENS].sum()
+            mean_square = sums[SumKey(name, "squared_error")].sum() / sums[TOKENS].sum()
             spread = np.sqrt(np.maximum(mean_square - bias.value**2, 0.0))
         records[name] = EstimatorRecord(**vars(mean), bias=bias, spread=float(spread))
     return records
 
 
-def _nats_per_token(sums: ClusterSums, key: EstimatorSum, lower: float | None = None) -> Estimate:
+def _nats_per_token(sums: ClusterSums, key: SumKey, lower: float | None = None) -> Estimate:
     """The mean over tokens of a column in nats."""
     return ratio_of_sums(
         sums[key], sums[TOKENS], unit="nats", lower=lower, known_value=0.0 if sums.is_one_model else None
@@ -76,12 +103,12 @@ def bins(sums: ClusterSums, name: str, statistic: str) -> tuple[Bin, ...]:
         statistic: name of the KL that was summed in the ranges.
     """
     binning = BINNINGS[name]
-    total = sums[StatisticSum(statistic)].sum()
+    total = sums[SumKey(statistic)].sum()
     records: list[Bin] = []
     for index, (low, high) in enumerate(pairwise((*binning.edges, binning.end))):
-        if BinSum(name, index, "tokens") not in sums:
+        if SumKey(name, "tokens", index) not in sums:
             continue
-        kl, tokens = sums[BinSum(name, index, "kl")], sums[BinSum(name, index, "tokens")]
+        kl, tokens = sums[SumKey(name, "kl", index)], sums[SumKey(name, "tokens", index)]
         has_tokens = tokens > 0
         mean = ratio_of_sums(
             kl[has_tokens],
@@ -129,9 +156,77 @@ def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bo
 def convergence(sums: ClusterSums, statistic: str) -> tuple[ConvergencePoint, ...]:
     """The running mean of a KL with its interval, at up to a hundred points of the run."""
     tokens, means, half_widths = running_mean(
-        sums[StatisticSum(statistic)], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
+        sums[SumKey(statistic)], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
     )
     return tuple(
         ConvergencePoint(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
         for count, mean, half in zip(tokens, means, half_widths, strict=True)
     )
+
+
+def token_quantiles(
+    folder: RunFolder, clusters: Clusters, headline: str, *, is_one_model: bool = False
+) -> tuple[Mapping[str, Mapping[str, Estimate]], float]:
+    """The quantiles of each divergence, and the share of one KL in the top 1 % of tokens.
+
+    The first pass counts values in coarse bins, the second counts those around each quantile exactly and by cluster.
+
+    Args:
+        folder: of the run.
+        clusters: of its sequences.
+        headline: name of the KL of which the share is.
+        is_one_model: whether policy and reference are the same model, so that all divergences are known to be 0.
+    """
+    coarse = dict.fromkeys(DIVERGENCES, CoarseCounts.empty())
+    for part in folder.token_parts(list(DIVERGENCES)):
+        coarse = {name: counts.after(part[name]) for name, counts in coarse.items()}
+    groups = clusters.labels // clusters_per_group(clusters.count)
+    group_count = int(groups.max()) + 1 if len(groups) else 0
+    fine = {
+        name: counts.refine(tuple(LEVELS.values()), clusters=group_count) for name, counts in coarse.items()
+    }
+    first_sequence = 0
+    for part in folder.token_parts(["prompt_id", "sample_id", *DIVERGENCES]):
+        starts = sequence_starts(part["prompt_id"], part["sample_id"])
+        lengths = np.diff([*starts, len(part["prompt_id"])])
+        token_groups = np.repeat(groups[first_sequence : first_sequence + len(starts)], lengths)
+        first_sequence += len(starts)
+        fine = {name: counts.after(part[name], token_groups) for name, counts in fine.items()}
+    quantiles: dict[str, dict[str, Estimate]] = {}
+    for name, counts in fine.items():
+        statistic = STATISTICS[name]
+        estimates = counts.estimates(
+            unit=statistic.unit,
+            lower=0.0,
+            upper=np.inf if statistic.upper is None else statistic.upper,
+            known_value=0.0 if is_one_model else None,
+        )
+        quantiles[name] = dict(zip(LEVELS, estimates, strict=True))
+    return quantiles, fine[headline].top_share(0.01)
+
+
+def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:
+    """The reason for everything that a run without the exact KL leaves out, by the name of the number or field.
+
+    Args:
+        unknown_columns: of the engine, each with its reason.
+    """
+    reasons = {
+        name: unknown_columns[column]
+        for name, statistic in STATISTICS.items()
+        for column in statistic.columns
+        if column in unknown_columns
+    }
+    reason = f"made of the exact KL of each token; {unknown_columns['kl_policy_reference']}"
+    return reasons | dict.fromkeys(NEEDS_EXACT_KL, reason)
+
+
+def with_reasons(numbers: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """The statistics, with the reason as the only warning of an upper bound that is infinite."""
+    warnings = ("no upper bound: it is not known how unlikely some tokens are under the second model",)
+    return {
+        name: replace(number, warnings=warnings)
+        if np.isinf(number.value) and name.endswith("_upper")
+        else number
+        for name, number in numbers.items()
+    }

@@ -56,12 +56,10 @@ class ImportedStates:
         has_norm = not saved.layout.is_after_norm
         norm = final_norm(pair.reference, range(min(NORM_TOKENS, pair.vocab_size))) if has_norm else None
         self._reader = EngineStateReader(saved=saved, model=pair.reference, norm=norm)
-        probes, self.notes = self._find_sequences(job, pair)
+        probes = self._find_sequences(job, pair)
         self._probes = {sequence_key(probe): (probe, request) for probe, request in probes}
         errors = [self._reader.check_states(request, probe) for probe, request in probes]
         self._median_error = float(np.median(errors))
-        self._num_rows = 0
-        self._num_verified = 0
         self._largest_difference = 0.0
 
     def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
@@ -77,9 +75,7 @@ class ImportedStates:
             hidden = self._rows(first, sequence)
             for copy in copies:
                 self._reader.check_copy(first, hidden, copy, self._rows(copy, sequence))
-            verified, difference = self._reader.check_token_logps(first, sequence, hidden)
-            self._num_rows += len(hidden)
-            self._num_verified += verified
+            _, difference = self._reader.check_token_logps(first, sequence, hidden)
             self._largest_difference = max(self._largest_difference, difference)
             parts.append(hidden)
         return torch.cat(parts)
@@ -101,26 +97,20 @@ class ImportedStates:
             f"{self._saved.folder}; on {len(self._probes)} sequences they differ from those computed by kleash by "
             f"{self._median_error:.2g} (relative, median of the rows)"
         )
-        if not self._saved.has_logps:
-            return (
-                origin,
-                "the engine's log-probabilities were not saved, so that its head was not verified",
-            )
         verified = (
-            f"{self._num_verified} of {self._num_rows} rows were verified against the engine's log-probabilities of "
-            f"their tokens; the largest difference is {self._largest_difference:.2g} nats"
+            "the rows agree with the engine's log-probabilities of their tokens, where it saved them, to "
+            f"{self._largest_difference:.2g} nats"
         )
-        return origin, verified
+        unverified = "the engine's log-probabilities were not saved, so that its head was not verified"
+        return origin, verified if self._saved.has_logps else unverified
 
     def _rows(self, request: EngineRequest, sequence: TokenSequence) -> Tensor:
         """The final hidden states of a request at the scored positions of a sequence."""
         start = len(sequence.prompt_ids) - 1
         return self._reader.read(request, start, start + len(sequence.response_ids))
 
-    def _find_sequences(
-        self, job: CacheJob, pair: Pair
-    ) -> tuple[list[tuple[TokenSequence, EngineRequest]], tuple[str, ...]]:
-        """Evenly spaced probes of the source with their requests, and notes about files that are not used."""
+    def _find_sequences(self, job: CacheJob, pair: Pair) -> list[tuple[TokenSequence, EngineRequest]]:
+        """Evenly spaced probes of the source with their requests."""
         requests: list[list[EngineRequest]] = []
         num_tokens, num_missing, missing = 0, 0, ""
         for sequence in source_sequences(job.measurement(), pair):
@@ -137,20 +127,10 @@ class ImportedStates:
                 "token ids of each sequence, and not its text, to the engine as one prompt, without prefix caching and "
                 "chunked prefill"
             )
-        used = {request for of_sequence in requests for request in of_sequence}
-        unused = [request for request in self._saved.requests() if request not in used]
-        notes = ()
-        if unused:
-            note = (
-                f"the tokens of {len(unused)} of the engine's requests are not in the source, the first being that of "
-                f"{unused[0]}; they are not used"
-            )
-            notes = (note,)
         picks = set(np.linspace(0, len(requests) - 1, NOISE_SEQUENCES).round().astype(int).tolist())
         budget = noise_tokens(num_tokens) // NOISE_SEQUENCES
         sequences = enumerate(source_sequences(job.measurement(), pair))
-        probes = [(_cut(each, budget), requests[place][0]) for place, each in sequences if place in picks]
-        return probes, notes
+        return [(_cut(each, budget), requests[place][0]) for place, each in sequences if place in picks]
 
 
 def _cut(sequence: TokenSequence, tokens: int) -> TokenSequence:

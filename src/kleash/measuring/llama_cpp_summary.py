@@ -4,6 +4,7 @@ Source: llama.cpp, ``tools/perplexity/perplexity.cpp``: ``log_softmax`` with bas
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,56 +57,43 @@ def llama_cpp_text(folder: Path) -> str:
             "is behind a server; its numbers are printed by --format csv"
         )
     nll, nll_base = -columns["logp_policy"], -columns["logp_reference"]
-    text = format_llama_cpp(
-        LlamaCppColumns(
-            nll=nll,
-            nll_base=nll_base,
-            kld=columns[kld],
-            dp=np.exp(-nll) - np.exp(-nll_base),
-            same_top=columns["top1_policy"] == columns["top1_reference"],
-        )
-    )
-    if not text:
+    if len(nll) < LEAST_VALUES:
         raise OptionError(
             f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(nll)}; its numbers are "
             "printed by --format csv"
         )
-    return text + "\n"
+    summed = LlamaCppColumns(
+        nll=nll,
+        nll_base=nll_base,
+        kld=columns[kld],
+        dp=np.exp(-nll) - np.exp(-nll_base),
+        same_top=columns["top1_policy"] == columns["top1_reference"],
+    )
+    return format_llama_cpp(summed) + "\n"
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def format_llama_cpp(columns: LlamaCppColumns) -> str:
-    """The statistics as llama-perplexity prints them, line by line; "" for fewer than 100 tokens.
+    """The statistics as llama-perplexity prints them, line by line.
 
     What float32 or float64 cannot hold is inf or nan, as there.
     """
-    count = len(columns.kld)
-    if count < LEAST_VALUES:
-        return ""
-    lines = [*_perplexity_lines(columns), "", "====== KL divergence statistics ======"]
     mean, error = _mean(columns.kld.astype(np.float64))
-    kld = np.sort(columns.kld.astype(np.float32))
-    lines += [f"Mean    KLD: {mean:10.6f} ± {error:10.6f}", f"Maximum KLD: {kld[-1]:10.6f}"]
-    lines += [f"{_label(level)}   KLD: {_quantile(kld, level):10.6f}" for level in KLD_LEVELS[:4]]
-    lines += [f"Median  KLD: {_quantile(kld, None):10.6f}"]
-    lines += [f"{_label(level)}   KLD: {_quantile(kld, level):10.6f}" for level in KLD_LEVELS[5:]]
-    lines += [f"Minimum KLD: {kld[0]:10.6f}", "", "====== Token probability statistics ======"]
-    mean, error = _mean(columns.dp)
-    dp = np.sort(columns.dp.astype(np.float32))
-    lines += [
-        f"Mean    Δp: {100 * mean:6.3f} ± {100 * error:5.3f} %",
-        f"Maximum Δp: {100.0 * float(dp[-1]):6.3f}%",
+    mean_dp, error_dp = _mean(columns.dp)
+    lines = [
+        *(*_perplexity_lines(columns), "", "====== KL divergence statistics ======"),
+        f"Mean    KLD: {mean:10.6f} ± {error:10.6f}",
+        *_quantile_lines(columns.kld, KLD_LEVELS, lambda kld: f"KLD: {kld:10.6f}"),
+        *("", "====== Token probability statistics ======"),
+        f"Mean    Δp: {100 * mean_dp:6.3f} ± {100 * error_dp:5.3f} %",
+        *_quantile_lines(columns.dp, DP_LEVELS, lambda dp: f"Δp: {100 * dp:6.3f}%"),
     ]
-    lines += [f"{_label(level)}   Δp: {100 * _quantile(dp, level):6.3f}%" for level in DP_LEVELS[:5]]
-    lines += [f"Median  Δp: {100 * _quantile(dp, None):6.3f}%"]
-    lines += [f"{_label(level)}   Δp: {100 * _quantile(dp, level):6.3f}%" for level in DP_LEVELS[6:]]
-    lines += [f"Minimum Δp: {100.0 * float(dp[0]):6.3f}%"]
     square, square_error = _mean((columns.dp**2).astype(np.float64))
     rms = math.sqrt(square)
     rms_error = 0.5 / rms * square_error if rms else math.nan
     lines += [f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %"]
     same = float(columns.same_top.mean())
-    same_error = math.sqrt(same * (1 - same) / (count - 1))
+    same_error = math.sqrt(same * (1 - same) / (len(columns.kld) - 1))
     lines += [f"Same top p: {100 * same:6.3f} ± {100 * same_error:5.3f} %"]
     return "\n".join(lines)
 
@@ -139,6 +127,19 @@ def _mean(values: np.ndarray) -> tuple[float, float]:
     return mean, math.sqrt(variance / (len(values) - 1)) if variance > 0 else 0.0
 
 
+def _quantile_lines(
+    values: np.ndarray, levels: Sequence[float | None], written: Callable[[float], str]
+) -> list[str]:
+    """The lines of the largest value, the quantiles and the smallest value, each as ``written``."""
+    ordered = np.sort(values.astype(np.float32))
+    quantiles = {
+        "Median " if level is None else f"{100 * level:4.1f}%  ": _quantile(ordered, level)
+        for level in levels
+    }
+    lines = {"Maximum": float(ordered[-1]), **quantiles, "Minimum": float(ordered[0])}
+    return [f"{name} {written(value)}" for name, value in lines.items()]
+
+
 def _quantile(ordered: np.ndarray, level: float | None) -> float:
     """llama.cpp's quantile of ascending values, in float32 as there; the median without a level."""
     if level is None:
@@ -149,8 +150,3 @@ def _quantile(ordered: np.ndarray, level: float | None) -> float:
     part = place - np.float32(index)
     upper = ordered[min(index + 1, len(ordered) - 1)]
     return float((np.float32(1) - part) * ordered[index] + part * upper)
-
-
-def _label(level: float | None) -> str:
-    """ "99.9%" and " 5.0%": a level as llama.cpp prints it."""
-    return f"{100 * (level or 0):4.1f}%"

@@ -1,18 +1,19 @@
 """The measurement of a finished run, from its files and a second scoring of some sequences."""
 
 import platform
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 
 from kleash.engines import Engine
 from kleash.engines.endpoints import ServedModel
 from kleash.errors import RunFolderError, SourceError
-from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
+    KL,
     TOKENS,
     ClusterSums,
     SequenceTerms,
@@ -25,7 +26,6 @@ from kleash.measuring.estimand import (
     estimand_of,
     measured_padding,
     on_policy_warnings,
-    storage_notes,
     weight_warnings,
 )
 from kleash.measuring.estimates import (
@@ -33,13 +33,15 @@ from kleash.measuring.estimates import (
     convergence,
     estimator_error,
     estimator_records,
+    reasons_left_out,
     sequence_total,
     statistic_estimate,
+    token_quantiles,
+    with_reasons,
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
-from kleash.measuring.partial_knowledge import reasons_left_out, with_reasons
-from kleash.measuring.rescoring import Rounding, measure_rounding
-from kleash.measuring.run_identity import PACKAGES
+from kleash.measuring.model_pair import PACKAGES
+from kleash.measuring.rescoring import measure_rounding
 from kleash.measuring.sequence_clusters import (
     Clusters,
     clusters_of,
@@ -47,11 +49,10 @@ from kleash.measuring.sequence_clusters import (
     hashes_as_ints,
     sequence_starts,
 )
-from kleash.measuring.shards import SourceChecks
-from kleash.measuring.token_quantiles import token_quantiles
+from kleash.measuring.shard_scoring import OpenRun, ScoredSource
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, RunFolder
-from kleash.store.measurement import EstimatorRecord, describe_storage
+from kleash.store.measurement import ModelRecord, describe_storage
 from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
 from kleash.store.tables import KL_BOUND_COLUMNS
 from kleash.uncertainty import Estimate
@@ -59,50 +60,23 @@ from kleash.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedRun:
-    """A run whose shards are all on disk."""
-
-    job: MeasureJob
-    pair: Pair
-    folder: RunFolder
-    engine: Engine
-    source_sha256: str
-    source_notes: tuple[str, ...]
-    checks: SourceChecks
-
-
-@dataclass(frozen=True, kw_only=True)
 class SequenceCounts:
     """Clusters and counts of a run's sequences."""
 
     clusters: Clusters
-    tokens: int
-    prompts: int
-    """Distinct prompts; on text, documents."""
+    record: Counts
+    """As in the measurement; of equal prompts, or documents, one is counted."""
     listed_prompts: int
     """Prompts of the source that are among the sequences, equal ones counted each."""
-    truncated: int
-    shards: int
     all_have_logprobs: bool
 
     def notes(self, *, on_text: bool) -> tuple[str, ...]:
         """That equal prompts are one cluster, where there are any; ``on_text`` if they are documents."""
-        if self.prompts == self.listed_prompts:
+        if self.record.prompts == self.listed_prompts:
             return ()
         noun = "documents" if on_text else "prompts"
         return (
-            f"{self.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster",
-        )
-
-    def to_record(self, clusters: int) -> Counts:
-        """The counts as in the measurement, with the number of clusters of the scored tokens."""
-        return Counts(
-            prompts=self.prompts,
-            sequences=len(self.clusters.labels),
-            tokens=self.tokens,
-            clusters=clusters,
-            truncated_sequences=self.truncated,
-            shards=self.shards,
+            f"{self.record.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster",
         )
 
 
@@ -116,18 +90,24 @@ class RunTotals:
     tokens: int
 
 
-def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurement:
-    """The measurement of a run; writes ``alternatives.parquet``.
+def make_measurement(
+    run: OpenRun, engine: Engine, source: ScoredSource, seconds: Callable[[], float]
+) -> Measurement:
+    """The measurement of a run whose shards are all on disk; writes ``alternatives.parquet``.
 
     Args:
         run: the run.
-        seconds: the time since its start.
+        engine: by which some sequences are scored again.
+        source: what was read of it.
+        seconds: the time since the start.
 
     Raises:
         SourceError: if no token was scored.
     """
     on_text = run.job.source[0] == "text"
-    counts = _scored_sequences(run, on_text=on_text)
+    counts = count_sequences(run.folder, on_text=on_text)
+    if counts.record.tokens == 0:
+        raise SourceError(f"no token of {run.job.source[1]} was scored; give longer texts or responses")
     models = {model.role: model.record() for model in (run.pair.policy, run.pair.reference)}
     estimand = estimand_of(
         run.job,
@@ -136,90 +116,91 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         vocabulary=run.pair.vocabulary,
         storage=describe_storage(models),
     )
-    is_one_model = run.pair.is_one_model
-    statistics = known_statistics(run.folder.token_columns(), run.engine.unknown_columns)
-    has_kl = "kl_policy_reference" in statistics
+    statistics = known_statistics(run.folder.token_columns(), engine.traits.unknown_columns)
     totals = sum_tokens(
         run.folder,
         estimand,
         counts.clusters,
-        is_one_model=is_one_model,
+        is_one_model=run.pair.is_one_model,
         statistics=statistics,
         headline=run.job.headline,
     )
-    _require_same_tokens(run.folder, totals.tokens, counts.tokens)
-    sums, worst_sequences = totals.sums, totals.largest.sequences.drifted()
-    write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
-    rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
-    quantiles, top_share = {}, float("nan")
-    if has_kl:
-        quantiles, top_share = token_quantiles(
-            run.folder, counts.clusters, run.job.headline, is_one_model=is_one_model
-        )
-    numbers, estimators, left_out = _estimates(run, sums, statistics)
-    padding_notes, padding_warnings = measured_padding(numbers, counts.tokens)
-    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if padding_warnings else ():
-        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *padding_warnings))
+    _require_same_tokens(run.folder, totals.tokens, counts.record.tokens)
+    write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
+    rounding = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
+    numbers, padding_notes, padding_warnings = _numbers(run, totals.sums, statistics)
+    has_kl = "kl_policy_reference" in statistics
+    warnings = (
+        *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings, *source.checks.warnings()),
+        *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), *padding_warnings),
+    )
     return Measurement(
-        kleash=__version__,
-        estimand=estimand.description,
-        job=run.job.settings(),
-        source_sha256=run.source_sha256,
-        models=models,
-        device=device_of(run.pair),
-        counts=counts.to_record(clusters=len(sums[TOKENS])),
-        headline=run.job.headline,
+        **_provenance(run, estimand, models),
+        counts=replace(counts.record, clusters=len(totals.sums[TOKENS])),
         **to_fields(numbers),
-        left_out=left_out,
-        per_sequence=(
-            sequence_total(totals.terms, counts.clusters, is_one_model=is_one_model)
-            if has_kl and estimand.has_sequence_kl and np.isfinite(totals.terms.weight).all()
-            else None
-        ),
-        estimators=estimators,
-        estimators_note=estimand.estimators_note,
-        quantiles=quantiles,
-        by_position=bins(sums, "position", run.job.headline),
-        by_confidence=bins(sums, "confidence", run.job.headline),
-        top_percent_share=top_share,
+        left_out={} if has_kl else reasons_left_out(engine.traits.unknown_columns),
+        estimators=estimator_records(totals.sums),
+        **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
-        convergence=convergence(sums, run.job.headline) if has_kl else (),
-        worst_tokens=totals.largest.tokens.drifted(),
-        worst_sequences=worst_sequences,
-        prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
-        warnings=(*run_warnings(run, estimand, counts, totals, rounding), *padding_warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
         notes=(
-            *run.pair.notes,
-            *storage_notes(models["policy"], models["reference"]),
-            *padding_notes,
-            *run.source_notes,
-            *counts.notes(on_text=on_text),
-            *run.job.without_effect(),
+            *(*run.pair.notes, *padding_notes, *run.source_notes, *source.notes),
+            *(*counts.notes(on_text=on_text), *run.job.without_effect()),
         ),
         seconds=seconds(),
-        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     )
 
 
-def _scored_sequences(run: FinishedRun, *, on_text: bool) -> SequenceCounts:
-    """Clusters and counts of the run's sequences, of which at least one token was scored."""
-    counts = count_sequences(run.folder, on_text=on_text)
-    if counts.tokens == 0:
-        raise SourceError(f"no token of {run.job.source[1]} was scored; give longer texts or responses")
-    return counts
+def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelRecord]) -> dict[str, Any]:
+    """The fields of a measurement that say what it is of, and by what it was made."""
+    return {
+        "kleash": __version__,
+        "estimand": estimand.description,
+        "estimators_note": estimand.estimators_note,
+        "models": models,
+        "job": run.job.settings(),
+        "source_sha256": run.source_sha256,
+        "device": device_of(run.pair),
+        "headline": run.job.headline,
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
 
 
-def _estimates(
-    run: FinishedRun, sums: ClusterSums, statistics: Collection[str]
-) -> tuple[dict[str, Estimate], dict[str, EstimatorRecord], dict[str, str]]:
-    """Statistics and sampled estimates by name, and the reasons for those that are left out."""
-    numbers = {name: statistic_estimate(sums, name) for name in statistics}
-    estimators = estimator_records(sums)
-    if "kl_policy_reference" in statistics:
-        return numbers, estimators, {}
-    return with_reasons(numbers, run.job), estimators, reasons_left_out(run.engine.unknown_columns)
+def _numbers(
+    run: OpenRun, sums: ClusterSums, statistics: Collection[str]
+) -> tuple[dict[str, Estimate], tuple[str, ...], tuple[str, ...]]:
+    """The statistics by name, and the notes and warnings about rows of the heads that are no tokens."""
+    numbers = with_reasons({name: statistic_estimate(sums, name) for name in statistics})
+    notes, warnings = measured_padding(numbers, int(sums[TOKENS].sum()))
+    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warnings else ():
+        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *warnings))
+    return numbers, notes, warnings
+
+
+def _exact_fields(
+    run: OpenRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, *, has_kl: bool
+) -> dict[str, Any]:
+    """The fields of a measurement that are made of the exact KL of each token; empty where that is unknown."""
+    sums, terms, headline = totals.sums, totals.terms, run.job.headline
+    is_one_model, clusters = run.pair.is_one_model, counts.clusters
+    quantiles, top_share, total = {}, float("nan"), None
+    if has_kl:
+        quantiles, top_share = token_quantiles(run.folder, clusters, headline, is_one_model=is_one_model)
+    if has_kl and estimand.has_sequence_kl and np.isfinite(terms.weight).all():
+        total = sequence_total(terms, clusters, is_one_model=is_one_model)
+    return {
+        "per_sequence": total,
+        "quantiles": quantiles,
+        "by_position": bins(sums, "position", headline),
+        "by_confidence": bins(sums, "confidence", headline),
+        "top_percent_share": top_share,
+        "convergence": convergence(sums, headline) if has_kl else (),
+        "worst_tokens": totals.largest.tokens.drifted(),
+        "worst_sequences": totals.largest.sequences.drifted(),
+        "prompts": totals.largest.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
+    }
 
 
 def device_of(pair: Pair) -> str:
@@ -262,13 +243,18 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
     any_unknown = any(np.isnan(part["logp_sampled"]).any() for part in folder.token_parts(["logp_sampled"]))
     prompt, sample, prompt_hash = np.concatenate(columns, axis=1)
     distinct = distinct_prompts(prompt, sample, prompt_hash, on_text=on_text)
+    clusters = clusters_of(distinct, sample, on_text=on_text)
     return SequenceCounts(
-        clusters=clusters_of(distinct, sample, on_text=on_text),
-        tokens=tokens,
-        prompts=len(np.unique(distinct)),
+        clusters=clusters,
+        record=Counts(
+            prompts=len(np.unique(distinct)),
+            sequences=len(prompt),
+            tokens=tokens,
+            clusters=clusters.count,
+            truncated_sequences=truncated,
+            shards=len(folder.finished_shards()),
+        ),
         listed_prompts=len(np.unique(prompt)),
-        truncated=truncated,
-        shards=len(folder.finished_shards()),
         all_have_logprobs=not any_unknown,
     )
 
@@ -303,11 +289,11 @@ def sum_tokens(
         quantities = token_quantities(part, estimand.weighting, statistics, headline)
         lengths = np.diff([*starts, len(part["prompt_id"])])
         tokens += len(part["prompt_id"])
-        sums.add(np.repeat(labels, lengths), quantities.columns())
+        sums.add(np.repeat(labels, lengths), quantities)
         if not has_kl:
             continue
         if estimand.has_sequence_kl and estimand.weighting is not None:
-            terms.append(sequence_terms(part, quantities, estimand.weighting))
+            terms.append(sequence_terms(part, quantities[KL], estimand.weighting))
         largest.add(part)
     return RunTotals(
         sums=sums,
@@ -317,22 +303,11 @@ def sum_tokens(
     )
 
 
-def run_warnings(
-    run: FinishedRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, rounding: Rounding
-) -> tuple[str, ...]:
-    """The warnings about the whole run, each once."""
-    has_kl = "kl_policy_reference" not in run.engine.unknown_columns
-    has_estimators = has_kl and estimand.weighting is not None
-    return tuple(
-        dict.fromkeys(
-            [
-                *run.pair.warnings,
-                *counts.clusters.warnings,
-                *estimand.warnings,
-                *run.checks.warnings(),
-                *rounding.warnings,
-                *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if has_estimators else ()),
-                *(weight_warnings(totals.terms.weight, estimand) if has_kl else ()),
-            ]
-        )
-    )
+def sampling_warnings(estimand: Estimand, totals: RunTotals, *, has_kl: bool) -> tuple[str, ...]:
+    """The warnings about how the tokens were drawn, where the exact KL is known."""
+    if not has_kl:
+        return ()
+    warnings = weight_warnings(totals.terms.weight, estimand)
+    if estimand.weighting is not None:
+        warnings = (*on_policy_warnings(estimator_error(totals.sums, "k1"), estimand), *warnings)
+    return warnings

@@ -1,11 +1,12 @@
-"""The pair of models of a measurement: both loaded, or the reference read from its cache."""
+"""The pair of models of a measurement, both loaded or one stored or served, and the header that identifies its run."""
 
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-from kleash.checkpoints.resolution import find_checkpoint
+from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.engines import Engine, LocalEngine
 from kleash.engines.base_logits import BaseLogits, BaseLogitsEngine, base_logits_beside
 from kleash.engines.endpoints import (
@@ -34,11 +35,17 @@ from kleash.models import (
 )
 from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
+from kleash.models.keyed_draws import SAMPLER
 from kleash.models.pair_loading import load_alone, load_pair_with
 from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
 from kleash.sources.documents import resolve_window
-from kleash.store.cache import CachedSource
+from kleash.store.cache import CachedSource, cache_fingerprint, read_label
+from kleash.store.job_folder import RunHeader
 from kleash.store.locks import folder_lock
+from kleash.version import __version__
+
+PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
+"""Packages whose versions are recorded, and are the same in all processes of a run."""
 
 
 def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
@@ -152,11 +159,9 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         client, listed_model, tokenizer=tokenizer, vocab_size=local.vocab_size, top=job.top_logprobs
     )
     note = (
-        f"the {role} is {endpoint.model} behind {address} ({endpoint.dialect.name}), which lists {endpoint.top} "
-        "tokens at each position; its weights and settings cannot be checked"
+        f"the {role} is {endpoint.probe.model} behind {address} ({endpoint.dialect.name}), which lists "
+        f"{endpoint.probe.top} tokens at each position; its weights and settings cannot be checked"
     )
-    if endpoint.precision.name != "float32":
-        note += f"; it writes log-probabilities in {endpoint.precision.name}, which loosens the bounds"
     models = {role: served_model(endpoint, role, local), local_role: local}
     return Pair(
         policy=models["policy"], reference=models["reference"], tokenizer=tokenizer, notes=(*notes, note)
@@ -269,3 +274,31 @@ def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256:
             f"holds {stored.contents.sequences} of {cached_source}; make another: kleash cache --reference "
             f"{job.reference} --{source.kind} {source.path}"
         )
+
+
+def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
+    """The header of a measurement."""
+    fingerprints = {"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint}
+    if job.source[0] == "prompts":
+        checkpoint = find_checkpoint(job.policy, job.revision_policy)
+        fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.generation_fingerprint()
+    cache = finished_cache(job)
+    if cache is not None and read_label(cache).from_engine:
+        fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(cache)
+    return RunHeader(
+        kleash=__version__,
+        settings=job.settings(),
+        source_sha256=source_digest,
+        fingerprints=fingerprints,
+        sampler=SAMPLER,
+        environment={f"the version of {name}": version(name) for name in PACKAGES}
+        | {
+            f"the {model.role}'s dtype": str(model.dtype).removeprefix("torch.")
+            for model in (pair.policy, pair.reference)
+        },
+        probes={
+            model.role: model.endpoint.probe_logps
+            for model in (pair.policy, pair.reference)
+            if isinstance(model, ServedModel)
+        },
+    )

@@ -3,11 +3,16 @@
 The process that was started, the driver, reads the source, hands out shards, and alone writes.
 """
 
-import gc
+import logging
+import math
 import os
+import signal
+import socket
+import sys
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -15,20 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from kleash.checkpoints.resolution import find_checkpoint
-from kleash.engines import LocalEngine, Shard, ShardResult
+from kleash.engines import Engine, LocalEngine, Shard, ShardResult
+from kleash.engines.base import EngineTraits
 from kleash.errors import CannotRunError, ClusterError, summarise_error
-from kleash.extras import suppress_library_output
+from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import WorkerOptions, parse_resources
 from kleash.linear import Head
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
-from kleash.measuring.model_pair import finished_cache, load_models
+from kleash.measuring.model_pair import PACKAGES, finished_cache, header_of, load_models
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.ray_cluster import connected_cluster, start_actors
-from kleash.measuring.run_identity import PACKAGES, header_of
 from kleash.models import Model, Pair, StoredReference, TokenSequence
 from kleash.models.tokenizers import load_tokenizers
 from kleash.store.file_hashes import watching_files
@@ -41,14 +43,11 @@ MAX_RETRIES = 3
 """How often Ray gives a shard to its worker again, after that was lost with it."""
 IN_FLIGHT = 2
 """Shards that a worker has: one that it scores, and the next."""
-START_S = 600.0
-"""Seconds for which a run without workers waits for the cluster to start one."""
+PROBE_S = 4.0
+"""Seconds within which the address of a cluster must accept a connection."""
+CLIENT_PORT = 10001
+"""The port of ``ray://host``."""
 RESUME = "finished shards are on disk: run again with --resume"
-OUT_OF_MEMORY = (
-    *("can't allocate memory", "out of memory", "cannot allocate memory", "bad_alloc"),
-    *("could not create a primitive", "could not create a memory object", "could not execute a primitive"),
-)
-"""What errors of torch and, in the second row, of oneDNN say, in lower case, where an allocation failed."""
 
 
 class LoadedModels(NamedTuple):
@@ -58,9 +57,7 @@ class LoadedModels(NamedTuple):
     """That of a run with these models, but for its source: equal on all workers."""
     pair: Pair
     """Without networks, heads and tokenizers, which stay with the worker."""
-    temperature: float
-    float32_gap_reloads: bool
-    no_noise_floor: str
+    traits: EngineTraits
 
 
 class WorkerResult(NamedTuple):
@@ -68,8 +65,6 @@ class WorkerResult(NamedTuple):
 
     header: RunHeader
     result: ShardResult
-    batch_tokens: int
-    """Tokens of a batch: fewer than the job's where the worker ran out of memory with that many."""
 
 
 class ShardWorker:
@@ -97,23 +92,11 @@ class ShardWorker:
 
     def describe(self) -> LoadedModels:
         """Load the models, and describe them."""
-        engine = self._engine
-        return LoadedModels(
-            header=self._header,
-            pair=without_networks(engine.pair),
-            temperature=engine.temperature,
-            float32_gap_reloads=engine.float32_gap_reloads,
-            no_noise_floor=engine.no_noise_floor,
-        )
+        return LoadedModels(self._header, without_networks(self._engine.pair), self._engine.traits)
 
     def run(self, shard: Shard) -> WorkerResult:
-        """Score a shard; where memory runs out, again with batches of half the size.
-
-        Raises:
-            KleashError: as ``LocalEngine.run``.
-            CannotRunError: if there is not enough memory for a batch of one sequence.
-        """
-        return WorkerResult(self._header, *run_within_memory(self._engine, shard))
+        """Score a shard; raises KleashError as ``LocalEngine.run``."""
+        return WorkerResult(self._header, self._engine.run(shard))
 
     def call(self, method: str, sequences: Sequence[TokenSequence]) -> Any:
         """The result of a method of the engine."""
@@ -121,56 +104,21 @@ class ShardWorker:
 
 
 @dataclass(kw_only=True)
-class RayEngine:
+class RayEngine(Engine):
     """The engine of a Ray cluster: both models in each of its workers, and none in this process."""
 
     ray: ModuleType
-    job: MeasureJob
     actors: Sequence[Any]
-    tokenizer: Any
-    """The policy's, loaded in this process."""
+    loaded: LoadedModels
+    """What the first worker says that has loaded the models."""
+    pair: Pair
+    """Policy and reference, described without their networks, with the tokenizer of this process."""
     reporter: ProgressReporter
-    unknown_columns: Mapping[str, str]
-    """None: both models' distributions are known."""
-
-    @cached_property
-    def loaded(self) -> LoadedModels:
-        """What the first worker says that has loaded the models.
-
-        Raises:
-            ClusterError: if none starts.
-        """
-        processes = [actor.__ray_ready__.remote() for actor in self.actors]
-        if self._first_finished(processes, START_S) is None:
-            raise ClusterError(
-                f"the Ray cluster has started no worker within {START_S:.0f} s; see ray status, and ask for less with "
-                "--workers or --resources-per-worker"
-            )
-        return self._get(self._first_finished([actor.describe.remote() for actor in self.actors]))
 
     @property
-    def pair(self) -> Pair:
-        """Policy and reference, described without their networks, with the tokenizer of this process."""
-        pair = self.loaded.pair
-        policy, reference = (
-            replace(model, tokenizer=self.tokenizer) for model in (pair.policy, pair.reference)
-        )
-        return replace(pair, policy=policy, reference=reference, tokenizer=self.tokenizer)
-
-    @property
-    def temperature(self) -> float:
-        """The temperature at which both models are scored."""
-        return self.loaded.temperature
-
-    @property
-    def float32_gap_reloads(self) -> bool:
-        """Whether ``float32_gap`` loads a model a second time, in a worker."""
-        return self.loaded.float32_gap_reloads
-
-    @property
-    def no_noise_floor(self) -> str:
-        """The reason why ``noise_floor_columns`` is None."""
-        return self.loaded.no_noise_floor
+    def traits(self) -> EngineTraits:
+        """Those of a worker's engine."""
+        return self.loaded.traits
 
     def results(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, ShardResult]]:
         """Score shards, and iterate over them with their results, in the order in which they are finished.
@@ -195,87 +143,61 @@ class RayEngine:
                     calls[actor.run.remote(shard)] = (actor, shard)
             if is_read and not any(shard for _, shard in calls.values()):
                 return
-            reference = self._first_finished(list(calls))
+            reference = _first_finished(self.ray, list(calls))
             actor, shard = calls.pop(reference)
-            answer = self._get(reference)
-            self._require_same(self.loaded.header, answer.header, "on another worker")
+            answer = _get(self.ray, reference)
+            _require_same(self.loaded.header, answer.header, "on another worker")
             places.extend([actor] * (IN_FLIGHT if shard is None else 1))
             if shard is not None:
-                yield shard, self._counted(shard, answer)
-
-    def _counted(self, shard: Shard, answer: WorkerResult) -> ShardResult:
-        """The result of a shard, which is reported."""
-        self.reporter.add_scored(
-            len(answer.result.sequences["tokens"]), sum(answer.result.sequences["tokens"])
-        )
-        if answer.batch_tokens < self.job.batch_tokens:
-            self.reporter.note(
-                f"shard {shard.index} was scored in batches of {answer.batch_tokens} tokens, since memory ran out"
-            )
-        return answer.result
+                tokens = answer.result.sequences["tokens"]
+                self.reporter.add_scored(len(tokens), sum(tokens))
+                yield shard, answer.result
 
     def run(self, shard: Shard) -> ShardResult:
         """Run one shard in any worker. A run uses ``results``."""
         return next(self.results(iter([shard])))[1]
 
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
+    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Any:
         """Token columns of the reference compared with itself in another batch layout, of the first worker."""
         return self._call("noise_floor_columns", sequences)
 
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
+    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Any:
         """Token columns of the reference compared with itself in float32, of the first worker."""
         return self._call("float32_gap", sequences)
 
     def _call(self, method: str, sequences: Sequence[TokenSequence]) -> Any:
-        return self._get(self.actors[0].call.remote(method, list(sequences)))
+        return _get(self.ray, self.actors[0].call.remote(method, list(sequences)))
 
-    def require_same_as_here(self) -> None:
-        """Check that the workers have the versions and the files of this process.
 
-        Raises:
-            ClusterError: naming what differs.
-            ModelError: if a model's files are not here.
-        """
-        worker_header, job = self.loaded.header, self.job
-        fingerprints = {"policy": find_checkpoint(job.policy, job.revision_policy).fingerprint()}
-        if finished_cache(job) is None:
-            reference = find_checkpoint(job.reference, job.revision_reference)
-            fingerprints["reference"] = reference.fingerprint()
-        versions = {f"the version of {name}": version(name) for name in PACKAGES}
-        own_header = replace(
-            worker_header,
-            kleash=__version__,
-            fingerprints={**worker_header.fingerprints, **fingerprints},
-            environment={**worker_header.environment, **versions},
+def _require_same(first: RunHeader, other: RunHeader, where: str) -> None:
+    """Raise ClusterError, naming what differs, unless two headers are of one run."""
+    if differences := first.differences(other, now=where):
+        raise ClusterError(
+            f"the workers measure different things: {'; '.join(differences)}; all nodes need the same versions and "
+            "files"
         )
-        self._require_same(own_header, worker_header, "on a worker")
 
-    def _require_same(self, first: RunHeader, other: RunHeader, where: str) -> None:
-        if differences := first.differences(other, now=where):
-            raise ClusterError(
-                f"the workers measure different things: {'; '.join(differences)}; all nodes need the same versions "
-                "and files"
-            )
 
-    def _first_finished(self, references: list[Any], timeout: float | None = None) -> Any:
-        """The first of some calls that is finished; None if none is in time."""
-        return next(iter(self.ray.wait(references, num_returns=1, timeout=timeout)[0]), None)
+def _first_finished(ray: ModuleType, calls: list[Any]) -> Any:
+    """The first of some calls that is finished."""
+    return ray.wait(calls, num_returns=1)[0][0]
 
-    def _get(self, reference: Any) -> Any:
-        """The result of a finished or running call.
 
-        Raises:
-            ClusterError: if its worker is lost for good.
-            Exception: what the worker raised.
-        """
-        try:
-            return self.ray.get(reference)
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, Exception):
-                raise error.cause from error
-            raise
-        except self.ray.exceptions.RayError as error:
-            raise ClusterError(f"a worker was lost for good: {summarise_error(error)}; {RESUME}") from error
+def _get(ray: ModuleType, call: Any) -> Any:
+    """The result of a finished or running call.
+
+    Raises:
+        ClusterError: if its worker is lost for good.
+        Exception: what the worker raised.
+    """
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise
+    except ray.exceptions.RayError as error:
+        raise ClusterError(f"a worker was lost for good: {summarise_error(error)}; {RESUME}") from error
 
 
 @contextmanager
@@ -288,73 +210,50 @@ def ray_engine(job: MeasureJob, reporter: ProgressReporter) -> Generator[RayEngi
         CannotRunError: if the run would fill a reference cache.
         MissingExtraError: if ray is not installed.
     """
-    if job.reference_cache is not None and finished_cache(job) is None:
+    cache = finished_cache(job)
+    if job.reference_cache is not None and cache is None:
         raise CannotRunError(
             f"--reference-cache {job.reference_cache} would be filled by several processes; make it with kleash cache "
             "first, or leave it out"
         )
-    tokenizer = policy_tokenizer(job)
+    checkpoints = {"policy": find_checkpoint(job.policy, job.revision_policy)}
+    if cache is None:
+        checkpoints["reference"] = find_checkpoint(job.reference, job.revision_reference)
+    with suppress_library_output():
+        stored = None if cache is None else StoredReference(cache).tokenizer(job.trust_remote_code)
+        tokenizers, _ = load_tokenizers(checkpoints, job.trust_remote_code, job.tokenizer, stored)
+    tokenizer = tokenizers["policy"]
     with connected_cluster(job) as ray:
         actor: Any = ray.remote(max_restarts=MAX_RESTARTS, max_task_retries=MAX_RETRIES)(ShardWorker)
-        actors = start_actors(ray, job, actor, (job, str(Path.cwd())), reporter.note)
-        engine = RayEngine(
-            ray=ray, job=job, actors=actors, tokenizer=tokenizer, reporter=reporter, unknown_columns={}
-        )
+        actors = start_actors(ray, job, actor, (job, str(Path.cwd())))
         try:
-            engine.require_same_as_here()
-            yield engine
+            loaded: LoadedModels = _get(
+                ray, _first_finished(ray, [each.describe.remote() for each in actors])
+            )
+            fingerprints = {role: checkpoint.fingerprint() for role, checkpoint in checkpoints.items()}
+            versions = {f"the version of {name}": version(name) for name in PACKAGES}
+            own_header = replace(
+                loaded.header,
+                kleash=__version__,
+                fingerprints={**loaded.header.fingerprints, **fingerprints},
+                environment={**loaded.header.environment, **versions},
+            )
+            _require_same(own_header, loaded.header, "on a worker")
+            models = (
+                replace(model, tokenizer=tokenizer) for model in (loaded.pair.policy, loaded.pair.reference)
+            )
+            policy, reference = models
+            yield RayEngine(
+                ray=ray,
+                actors=actors,
+                loaded=loaded,
+                pair=replace(loaded.pair, policy=policy, reference=reference, tokenizer=tokenizer),
+                reporter=reporter,
+            )
         finally:
             for worker in actors:
                 with suppress(Exception):  # of a lost cluster, which would hide the first error
                     ray.kill(worker)
-
-
-def policy_tokenizer(job: MeasureJob) -> Any:
-    """The tokenizer by which the driver reads the source: the policy's, as a worker loads it."""
-    checkpoints, folder = {"policy": find_checkpoint(job.policy, job.revision_policy)}, finished_cache(job)
-    if folder is None:
-        checkpoints["reference"] = find_checkpoint(job.reference, job.revision_reference)
-    with suppress_library_output():
-        stored = None if folder is None else StoredReference(folder).tokenizer(job.trust_remote_code)
-        tokenizers, _ = load_tokenizers(checkpoints, job.trust_remote_code, job.tokenizer, stored)
-    return tokenizers["policy"]
-
-
-def run_within_memory(engine: LocalEngine, shard: Shard) -> tuple[ShardResult, int]:
-    """Score a shard, with batches of half the size whenever memory runs out.
-
-    Returns:
-        The result, and the number of tokens in a batch that it was made with.
-
-    Raises:
-        CannotRunError: if memory runs out although each batch is a single sequence.
-    """
-    batch_tokens = engine.job.batch_tokens
-    lengths = [sequence.num_input_tokens for sequence in shard.sequences]
-    lengths += [len(prompt.token_ids) + engine.job.max_new_tokens for prompt in shard.prompts]
-    while True:
-        try:
-            job = replace(engine.job, batch_tokens=batch_tokens)
-            return replace(engine, job=job).run(shard), batch_tokens
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if batch_tokens <= max(lengths):
-                raise CannotRunError(
-                    f"a sequence of {max(lengths)} tokens in shard {shard.index} does not fit into the memory of a "
-                    f"worker by itself ({summarise_error(error)}); reserve more with --resources-per-worker"
-                ) from error
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        batch_tokens //= 2
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a CPU or a GPU."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
 def without_networks(pair: Pair) -> Pair:
@@ -375,3 +274,111 @@ def without_networks(pair: Pair) -> Pair:
         )
 
     return replace(pair, policy=described(pair.policy), reference=described(pair.reference), tokenizer=None)
+
+
+def kept_cluster(job: WorkerOptions) -> Any:
+    """Context in which this process stays connected to the Ray cluster of a job, if it has one, over several runs."""
+    return connected_cluster(job) if job.engine == "ray" else nullcontext()
+
+
+@contextmanager
+def connected_cluster(job: WorkerOptions) -> Generator[ModuleType]:
+    """Context in which this process is connected to the Ray cluster of a job; yields the module ``ray``.
+
+    A cluster that this process is connected to already is used, and stays connected. Without an address, and without
+    the environment variable RAY_ADDRESS, a cluster of this machine alone is started, which ends with the context.
+
+    Raises:
+        MissingExtraError: if ray is not installed.
+        ClusterError: if the cluster cannot be reached or started.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = import_extra("ray", "ray")
+    if ray.is_initialized():
+        yield ray
+        return
+    address = job.address or os.environ.get("RAY_ADDRESS") or "local"
+    settings: dict[str, Any] = {}
+    if address == "local":
+        cpus = (job.workers or 0) * reserved(job, has_gpus=False).get("CPU", 0.0)
+        settings = {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus))}
+    with redirect_stdout(sys.stderr):  # Ray prints what its cluster reports, and a run may print JSON
+        try:
+            _require_answer(address)
+            with _keeping_handler(signal.SIGTERM):
+                ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **settings)
+        except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+            raise ClusterError(
+                f"the Ray cluster {address} cannot be used: {summarise_error(error)}"
+            ) from error
+        try:
+            yield ray
+        finally:
+            with suppress(Exception):  # of a lost cluster, which would hide the first error
+                ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """See that something answers at ``host:port`` or ``ray://host:port``: Ray itself ends the process after minutes.
+
+    Raises:
+        OSError: if nothing does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit() or address.startswith("ray://"):
+        place = (host, int(port)) if port.isdigit() else (port, CLIENT_PORT)
+        socket.create_connection(place, timeout=PROBE_S).close()
+
+
+@contextmanager
+def _keeping_handler(number: int) -> Generator[None]:
+    """Context after which a signal has the handler that it had before, if that was set from Python."""
+    handler = signal.getsignal(number)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
+
+
+def reserved(job: WorkerOptions, *, has_gpus: bool) -> dict[str, float]:
+    """What a worker reserves on its node, by Ray's names: as asked for, or else a CPU, and a GPU if there are any."""
+    amounts = parse_resources(job.resources_per_worker) if job.resources_per_worker is not None else {}
+    cpu = amounts.pop("cpu", 1.0)
+    gpu = amounts.pop("gpu", float(has_gpus and job.resources_per_worker is None))
+    return {name: x for name, x in {"CPU": cpu, "GPU": gpu, **amounts}.items() if x > 0}
+
+
+def start_actors(ray: ModuleType, job: WorkerOptions, actor: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """Ask the cluster for the workers of a job; those without room for now join when there is some.
+
+    Args:
+        ray: the connected module.
+        job: the options of the workers.
+        actor: their class, with Ray's options of restarts.
+        arguments: of the class.
+
+    Raises:
+        ClusterError: if no node has room for a worker.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    amounts = reserved(job, has_gpus=any(node.get("GPU", 0) for node in nodes))
+    places = sum(_places_on(node, amounts) for node in nodes)
+    if not places:
+        requested_amounts = ",".join(f"{name}={amount:g}" for name, amount in amounts.items())
+        raise ClusterError(
+            f"no node of the Ray cluster has {requested_amounts} for a worker; change --resources-per-worker, or add "
+            "a node"
+        )
+    custom_resources = {name: x for name, x in amounts.items() if name not in ("CPU", "GPU", "memory")}
+    options: dict[str, Any] = {
+        "num_cpus": amounts.get("CPU", 0),
+        "num_gpus": amounts.get("GPU", 0),
+        "resources": custom_resources,
+    }
+    if "memory" in amounts:
+        options["memory"] = int(amounts["memory"])
+    return [actor.options(**options).remote(*arguments) for _ in range(job.workers or places)]
+
+
+def _places_on(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+    """The number of workers that fit on a node with these resources."""
+    return min((int(node.get(name, 0.0) / amount) for name, amount in amounts.items()), default=1)

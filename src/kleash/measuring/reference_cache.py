@@ -1,6 +1,8 @@
 """The caching job: run the reference once over a source and store what later measurements need of it."""
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -10,17 +12,23 @@ import torch
 
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine
-from kleash.errors import Interrupted, RunFolderError
+from kleash.engines.base_logits import (
+    begin_token_of,
+    chunk_sequence,
+    find_padding,
+    logit_tiles,
+    require_context,
+)
+from kleash.errors import Interrupted, SourceError
 from kleash.jobs import CacheJob
-from kleash.measuring.base_logits import write_base_logits
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import loading, source_of
-from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
-from kleash.measuring.sequence_clusters import SequenceClusters
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import Pair, ReferenceCache, describe_source, load_reference
+from kleash.models.base_logits import encode_rows, split_chunks, write_header
 from kleash.models.cache.engine_states import EngineStates
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.cache.stored_reference import (
@@ -33,10 +41,14 @@ from kleash.models.cache.stored_reference import (
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.scoring import checked_reader
 from kleash.models.threads import threads_for_scoring
+from kleash.sources.files import read_whole_text
 from kleash.store import CacheContents, WrittenLogits
-from kleash.store.atomic import is_disk_full, remove_leftovers
+from kleash.store.atomic import remove_leftovers
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.locks import folder_lock
+
+ROUNDING_COLUMNS = ("prompt_id", "sample_id", "kl_policy_reference")
+"""Columns of the noise floor and the dtype gap that are stored."""
 
 
 def default_cache() -> str:
@@ -103,7 +115,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         ChangedInputError: if a file of the reference or the source is written to meanwhile.
         Interrupted: on Ctrl-C, with the command that resumes.
     """
-    reporter = reporter if reporter is not None else NullProgressReporter()
+    reporter = reporter if reporter is not None else ProgressReporter()
     if job.writes_base_logits:
         return write_base_logits(job, reporter)
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
@@ -132,13 +144,6 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         raise Interrupted(
             f"interrupted; finished shards are on disk: run the same command again with --out {folder}"
         ) from stop
-    except RunFolderError as error:
-        if is_disk_full(error.__cause__):
-            raise RunFolderError(
-                f"no space is left in {folder}; finished shards are on disk: free some space and run the same "
-                f"command again with --out {folder}"
-            ) from error
-        raise
 
 
 def _cache(
@@ -154,8 +159,6 @@ def _cache(
     imported = None
     if saved is not None and pair.reference.head.weight is not None:  # otherwise ReferenceCache raises
         imported = ImportedStates(job, pair, saved)
-        for sentence in imported.notes:
-            reporter.note(sentence)
     source = source_of(measure_job, pair, digest)
     cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
@@ -175,7 +178,7 @@ def _cache(
     if imported is None:
         noise, notes = engine.noise_floor_columns(sequences), pair.notes
     else:
-        noise, notes = imported.noise_columns(engine.temperature), (*pair.notes, *imported.summary())
+        noise, notes = imported.noise_columns(engine.traits.temperature), (*pair.notes, *imported.summary())
     if noise is not None and "padding_probability_reference" in noise:
         probability = float(np.mean(noise["padding_probability_reference"], dtype=np.float64))
         note = f"{padding_note({'reference': probability})} on the tokens of the noise floor"
@@ -192,11 +195,10 @@ def _store_rounding(
     engine: LocalEngine, folder: Path, columns_of_kind: Mapping[str, Mapping[str, np.ndarray] | None]
 ) -> None:
     """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
-    read = SequenceClusters(on_text=False).columns
     for kind, columns in columns_of_kind.items():
         if columns is not None:
-            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in read}
-            save_rounding_columns(folder, kind, engine.temperature, kl_columns)
+            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in ROUNDING_COLUMNS}
+            save_rounding_columns(folder, kind, engine.traits.temperature, kl_columns)
 
 
 def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
@@ -214,4 +216,56 @@ def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
         scale=reference.head.scale,
         softcap=reference.head.softcap,
         notes=pair.notes,
+    )
+
+
+def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogits:
+    """Write the logits of the reference of a job on its text, in llama.cpp's format.
+
+    The file is written under another name and renamed when it is complete.
+
+    Raises:
+        SourceError: if the text cannot be read or is too short, or the file cannot be written.
+        ModelError: if the reference cannot be loaded, or its logits are not finite.
+        ChangedInputError: if the text or a file of the reference is written to meanwhile.
+    """
+    pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
+    model, notes = pair.reference, pair.notes
+    begin = begin_token_of(model, job.revision_reference)
+    text = read_whole_text(job.measurement().source[1])
+    token_ids = pair.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = split_chunks([*([] if begin is None else [begin]), *token_ids], job.chunk_tokens, job.limit)
+    require_context(model, job.chunk_tokens)
+    reporter.set_total(len(tokens))
+    path = Path(str(job.out)).expanduser()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    read, padding, in_padding = checked_reader(model), find_padding(model), []
+    try:
+        with unfinished.open("wb") as file, threads_for_scoring(pair):
+            write_header(file, tokens, model.vocab_size)
+            for chunk, chunk_tokens in enumerate(tokens):
+                sequence = chunk_sequence(chunk, chunk_tokens, begin, pair.tokenizer)
+                for _, logits in logit_tiles(model, read([sequence]), sequence.name):
+                    file.write(encode_rows(logits).tobytes())
+                    if padding is not None:
+                        in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())
+                reporter.add_scored(1, len(sequence.response_ids))
+        require_unchanged_files()
+        size = unfinished.stat().st_size
+        unfinished.replace(path)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    if in_padding:
+        notes += (padding_note({"reference": float(torch.cat(in_padding).mean())}),)
+    return WrittenLogits(
+        path=str(path),
+        reference=model.record(),
+        chunks=len(tokens),
+        context=job.chunk_tokens,
+        vocabulary=model.vocab_size,
+        bytes=size,
+        notes=notes,
     )

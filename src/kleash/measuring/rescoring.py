@@ -9,7 +9,7 @@ import numpy as np
 from kleash.engines import Engine
 from kleash.jobs import MeasureJob
 from kleash.measuring.sequence_clusters import (
-    SequenceClusters,
+    mean_of_sequences,
     sequence_spans,
     sequence_starts,
     sum_sequences,
@@ -100,7 +100,7 @@ def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored:
     return Rounding(
         noise_floor=_mean_kl(noise, sequences),
         dtype_gap=_mean_kl(engine.float32_gap(sequences), sequences),
-        warnings=() if noise is not None else (f"no noise floor: {engine.no_noise_floor}",),
+        warnings=() if noise is not None else (f"no noise floor: {engine.traits.no_noise_floor}",),
     )
 
 
@@ -115,6 +115,5 @@ def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[Token
         for start in sequence_starts(prompt, sample)
     ]
     # is_one_model: a KL of 0 on every token is exact here, since the same model is scored twice.
-    running = SequenceClusters(on_text=False, is_one_model=True)
-    running.add(sum_sequences(columns, hashes, running.column))
-    return running.kl()
+    sums = sum_sequences(columns, hashes, "kl_policy_reference")
+    return mean_of_sequences([sums], on_text=False, is_one_model=True)

@@ -17,11 +17,10 @@ from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
 from kleash.measuring.estimand import sampler_notes
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
-from kleash.measuring.measurement import FinishedRun, make_measurement
-from kleash.measuring.model_pair import engine_for, filled_cache, load_models
-from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+from kleash.measuring.measurement import make_measurement
+from kleash.measuring.model_pair import engine_for, filled_cache, header_of, load_models
+from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
-from kleash.measuring.run_identity import header_of
 from kleash.measuring.shard_scoring import OpenRun, ScoredSource, run_shards
 from kleash.measuring.shards import hash_source
 from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirrored, mirrored, process_group
@@ -87,7 +86,7 @@ def measure_together(job: MeasureJob, reporter: ProgressReporter | None = None) 
     if job.out is None:
         require_folder_of_all("the run")
         job = replace(job, out=default_out())
-    result = _measure(job, reporter if reporter is not None else NullProgressReporter())
+    result = _measure(job, reporter if reporter is not None else ProgressReporter())
     for sentence in send_result(job.report_to, result.measurement, folder_of(job)) if result.is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result
@@ -114,7 +113,7 @@ def _measure(job: MeasureJob, reporter: ProgressReporter) -> SharedMeasurement:
             with mirrored(local_engine, job) as engine:
                 source = run_shards(run, engine)
                 result = None
-                with turns_of(run.pair, engine.temperature):
+                with turns_of(run.pair, engine.traits.temperature):
                     if is_first_of_weights(job):
                         result = _made_measurement(run, engine, source, start)
         return result or SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
@@ -129,34 +128,19 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start:
     with run.folder.making_result(note):
         if run.folder.measurement_version() not in (None, run.measurement_before):
             return SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
-        return SharedMeasurement(_write_measurement(run, engine, source, start), is_own=True)
-
-
-def _write_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start: float) -> Measurement:
-    """Make the measurement of a run whose shards are on disk, and write it with the report."""
-    if engine.float32_gap_reloads:
-        run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
-    finished_run = FinishedRun(
-        job=run.job,
-        pair=run.pair,
-        folder=run.folder,
-        engine=engine,
-        source_sha256=run.source_sha256,
-        source_notes=(*run.source_notes, *source.notes),
-        checks=source.checks,
-    )
-    measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
-    for sentence in measurement.notes:
-        if sentence not in (*run.pair.notes, *finished_run.source_notes, *run.job.without_effect()):
-            run.reporter.note(sentence)
-    if run.job.at_most is not None:
-        measurement = replace(
-            measurement, gate=gate_of_measurement(measurement, run.job.at_most, run.job.gated_statistic)
-        )
-    require_unchanged_files()
-    run.folder.write_measurement(measurement)
-    write_report(run.folder.root)
-    return measurement
+        if engine.traits.float32_gap_reloads:
+            run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
+        measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
+        for sentence in measurement.notes:
+            if sentence not in (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect()):
+                run.reporter.note(sentence)
+        if run.job.at_most is not None:
+            gate = gate_of_measurement(measurement, run.job.at_most, run.job.gated_statistic)
+            measurement = replace(measurement, gate=gate)
+        require_unchanged_files()
+        run.folder.write_measurement(measurement)
+        write_report(run.folder.root)
+        return SharedMeasurement(measurement, is_own=True)
 
 
 @contextmanager

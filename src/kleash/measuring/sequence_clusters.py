@@ -1,7 +1,7 @@
 """The sequences of a run: where each begins in the token table, its cluster, and the running KL."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,35 +151,22 @@ def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], column: str)
     )
 
 
-@dataclass(kw_only=True)
-class SequenceClusters:
-    """KL and length of each sequence scored so far, for the running mean with its clustered error."""
+def mean_of_sequences(
+    shards: Sequence[SequenceSums], *, on_text: bool, is_one_model: bool = False
+) -> Estimate:
+    """A KL in nats per token over the sequences of some shards, with its clustered error.
 
-    column: str = "kl_policy_reference"
-    """The KL, as a column of ``tokens/``."""
-    on_text: bool
-    """Whether ``prompt_id`` is a document and ``sample_id`` a window of it."""
-    is_one_model: bool = False
-    """Whether policy and reference are the same model, so that the KL is known to be 0."""
-    _shards: list[SequenceSums] = field(default_factory=list)
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of ``tokens/`` that ``sum_sequences`` reads for it."""
-        return ["prompt_id", "sample_id", self.column]
-
-    def add(self, sums: SequenceSums) -> None:
-        """Add the sequences of a shard."""
-        self._shards.append(sums)
-
-    def kl(self) -> Estimate:
-        """The KL in nats per token over all sequences added."""
-        sums = SequenceSums.concatenate(self._shards)
-        clusters = sums.clusters(on_text=self.on_text)
-        return ratio_of_sums(
-            clusters.sum(sums.total),
-            clusters.sum(sums.tokens),
-            unit="nats",
-            lower=0.0,
-            known_value=0.0 if self.is_one_model else None,
-        )
+    Args:
+        shards: sums of the KL.
+        on_text: whether ``prompt_id`` is a document and ``sample_id`` a window of it.
+        is_one_model: whether policy and reference are the same model, so that the KL is known to be 0.
+    """
+    sums = SequenceSums.concatenate(shards)
+    clusters = sums.clusters(on_text=on_text)
+    return ratio_of_sums(
+        clusters.sum(sums.total),
+        clusters.sum(sums.tokens),
+        unit="nats",
+        lower=0.0,
+        known_value=0.0 if is_one_model else None,
+    )

@@ -1,25 +1,22 @@
-"""Scoring the shards of a run that no other process has, and the KL over the finished ones in the order of the source.
+"""Scoring the shards of a run that no other process has, and the running KL.
 
 What a shard holds does not depend on who scores it, and it is on disk as a whole or not at all. So any number of
 processes, on any machines, go through the shards of one folder in one order; each scores those that it can claim. The
-running KL, and the decision of ``until_relative_error``, are those of the shards from the first on without a gap: they
-are the same for any number of processes.
+decision of ``until_relative_error`` is that of the shards from the first on without a gap: it is the same for any
+number of processes.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from kleash.engines import Engine, Shard, ShardResult
-from kleash.errors import RunFolderError
+from kleash.engines import Engine, Shard
 from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard, sequence_rows
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.ray_workers import RayEngine
-from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, sum_sequences
+from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences, sum_sequences
 from kleash.measuring.shards import SourceChecks, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
@@ -30,13 +27,8 @@ from kleash.store.locks import claim, wait_for_parts
 MIN_CLUSTERS = 64
 """``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
 CHECK_GROWTH = 1.01
-"""``until_relative_error`` is decided whenever the sequences have become so many times more: after each shard of a
-small run, and seldom enough in one of many shards that deciding, which reads all sums, takes little of its time."""
-TIME_SHARE = 0.02
-"""Largest share of the time that computing the KL for display may take, since it grows with the number of sequences,
-and reading what other processes have written."""
-VISIBLE_S = 60.0
-"""Seconds after which a file that another machine wrote must be visible on a shared disk."""
+"""The KL is computed whenever the sequences have become so many times more: after each shard of a small run, and seldom
+enough in one of many shards that it, which reads all sums, takes little of its time."""
 POLL_S = 0.2
 """Seconds from one look at the folder to the next, while other processes score."""
 
@@ -50,7 +42,7 @@ class OpenRun:
     folder: RunFolder
     reporter: ProgressReporter
     source_sha256: str
-    workers: RayEngine | None = None
+    workers: Engine | None = None
     """The workers that score the shards; None where this process does."""
     source_notes: tuple[str, ...] = ()
     """Which columns are read."""
@@ -69,91 +61,65 @@ class ScoredSource:
 
 @dataclass(kw_only=True)
 class RunningKL:
-    """KL over the finished shards in the order of the source, from the first on without a gap."""
+    """KL over finished shards: with ``until_relative_error`` over all, from the first on without a gap.
+
+    Otherwise it is only displayed, and is that of the shards that this process has written.
+    """
 
     run: OpenRun
     has_kl: bool = True
     """Whether the exact KL is known: not where one model is behind a server."""
     stop: int | None = None
     """The number of shards at which ``until_relative_error`` is reached; None before."""
-    next_index: int = 0
-    own_sums: dict[int, SequenceSums] = field(default_factory=dict)
+    _written: dict[int, SequenceSums] = field(default_factory=dict)
     """The sums of shards that this process has written, until their turn has come."""
-    _before: frozenset[int] = field(init=False)
-    """Shards that were on disk at the start."""
-    _next_kl_time: float = 0.0
-    """Before it, the KL is not computed for display."""
-    _next_reading_time: float = 0.0
-    """Before it, shards of other processes are not read."""
+    _sums: list[SequenceSums] = field(default_factory=list)
     _num_sequences: int = 0
-    _next_decision: int = 0
-    """The number of sequences before which ``until_relative_error`` is not decided again."""
-    _sequences: SequenceClusters = field(init=False)
+    _next_size: int = 0
+    """The number of sequences before which the KL is not computed again."""
 
-    def __post_init__(self) -> None:
-        """Begin before the first shard."""
-        self._before = self.run.folder.on_disk()
-        self._sequences = SequenceClusters(
-            column=self.run.job.headline,
-            on_text=self.run.job.source[0] == "text",
-            is_one_model=self.run.pair.is_one_model,
-        )
+    def add(self, index: int, sums: SequenceSums) -> None:
+        """Add a shard that this process has written."""
+        self._written[index] = sums
+        self.advance()
 
-    def advance(self, *, reads_all: bool = False) -> None:
-        """Add the sums of the shards finished since the last call, in order, up to the first that is not finished.
-
-        Updates the shown KL, and sets ``stop`` once ``until_relative_error`` is reached.
-
-        Args:
-            reads_all: whether to read all shards of other processes, whatever time it takes.
-        """
-        start = time.monotonic()
-        read_sums = self._of_others() if reads_all or start >= self._next_reading_time else iter(())
+    def advance(self) -> None:
+        """Add the shards whose turn has come; sets ``stop`` once ``until_relative_error`` is reached."""
+        if self.run.job.until_relative_error is None:
+            while self._written:
+                self._add(self._written.popitem()[1])
+            return
+        of_others = self._of_others()
         while self.stop is None:
-            sums = self.own_sums.pop(self.next_index, None)
-            if sums is None and (sums := next(read_sums, None)) is None:
-                break
+            sums = self._written.pop(len(self._sums), None) or next(of_others, None)
+            if sums is None:
+                return
             self._add(sums)
-        self._next_reading_time = time.monotonic() + (time.monotonic() - start) / TIME_SHARE
 
     def _of_others(self) -> Iterator[SequenceSums]:
-        """Iterate over the sums of the shards at ``next_index`` that other processes have written."""
-        folder, column = self.run.folder, self._sequences.column
+        """Iterate over the sums of the next shards that other processes, or earlier ones, have written."""
+        folder, column = self.run.folder, self.run.job.headline
         on_disk = folder.on_disk()
-        checksums = (
-            folder.checksums()
-        )  # read after the names: each file has its checksum before it has its name
-        while (index := self.next_index) in on_disk:
-            part = folder.token_part(index, self._sequences.columns, checksums)
+        # read after the names: each file has its checksum before it has its name
+        checksums = folder.checksums()
+        while (index := len(self._sums)) in on_disk:
+            part = folder.token_part(index, ["prompt_id", "sample_id", column], checksums)
             hashes = folder.sequence_part(index, ["prompt_hash"], checksums)["prompt_hash"]
-            sums = sum_sequences(part, hashes, column)
-            if index not in self._before:
-                self.run.reporter.add_scored(len(sums.tokens), int(sums.tokens.sum()))
-            yield sums
+            yield sum_sequences(part, hashes, column)
 
     def _add(self, sums: SequenceSums) -> None:
-        """Add the sums of the next shard; show the KL, or decide whether to stop, where that is due."""
-        self._sequences.add(sums)
+        """Add the sums of a shard; show the KL and decide whether to stop, where that is due."""
+        self._sums.append(sums)
         self._num_sequences += len(sums.tokens)
-        self.next_index += 1
-        target = self.run.job.until_relative_error
-        is_due = time.monotonic() >= self._next_kl_time if target is None else self._is_stop_checked()
-        if not is_due:
+        if self._num_sequences < self._next_size:
             return
-        start = time.monotonic()
-        kl = self._sequences.kl()
+        self._next_size = math.ceil(CHECK_GROWTH * self._num_sequences)
+        on_text, target = self.run.job.source[0] == "text", self.run.job.until_relative_error
+        kl = mean_of_sequences(self._sums, on_text=on_text, is_one_model=self.run.pair.is_one_model)
         if self.has_kl:
             self.run.reporter.update_kl(kl)
-        self._next_kl_time = time.monotonic() + (time.monotonic() - start) / TIME_SHARE
         if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
-            self.stop = self.next_index
-
-    def _is_stop_checked(self) -> bool:
-        """Whether ``until_relative_error`` is decided after this shard, which depends on the shards alone."""
-        if self._num_sequences < self._next_decision:
-            return False
-        self._next_decision = math.ceil(CHECK_GROWTH * self._num_sequences)
-        return True
+            self.stop = len(self._sums)
 
 
 def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
@@ -165,10 +131,10 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
         RunFolderError: if a shard cannot be written.
         ChangedInputError: if a file of the source or a model changes before a shard that needs it is written.
     """
-    running = RunningKL(run=run, has_kl="kl_policy_reference" not in engine.unknown_columns)
+    running = RunningKL(run=run, has_kl="kl_policy_reference" not in engine.traits.unknown_columns)
     if on_disk := run.folder.on_disk():
         run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
-    running.advance(reads_all=True)
+    running.advance()
     largest = Largest(MAX_SEQUENCES)
     is_first_pass = True
     while True:
@@ -177,18 +143,18 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
             for sentence in plan.notes:
                 run.reporter.note(sentence)
             run.reporter.set_total(plan.sequences)
+        claims = ShardClaims(run=run, running=running, counts_others=is_first_pass)
         is_first_pass = False
-        claims = ShardClaims(run=run, running=running)
-        with turns_of(run.pair, engine.temperature), claims:
+        with turns_of(run.pair, engine.traits.temperature), claims:
             _score(engine, claims, plan.shards, largest)
         is_complete = agreed(run.job, claims.wait_for_others)
-        running.advance(reads_all=run.job.until_relative_error is not None)
+        running.advance()
         if is_complete:
             break
     total = claims.total if running.stop is None else running.stop
     if running.stop is not None and run.folder.stop is None:
         run.folder.write_stop(running.stop)
-    _require_shards(run.folder, total)
+    run.folder.require_shards(total)
     return ScoredSource(checks=claims.checks.first(total), notes=plan.notes)
 
 
@@ -198,6 +164,8 @@ class ShardClaims:
 
     run: OpenRun
     running: RunningKL
+    counts_others: bool
+    """Whether the shards of other processes are reported as scored, as they are met."""
     total: int = 0
     """Shards of the plan so far."""
     checks: SourceChecks = field(init=False)
@@ -228,14 +196,17 @@ class ShardClaims:
                 return
             self.total += 1
             self.checks.add(shard.sequences)
-            if self.run.folder.has(shard.index):
-                continue
             shard_claim = self._open_claims[shard.index] = ExitStack()
-            is_ours = shard_claim.enter_context(claim(self.run.folder.root, _claim_of(shard.index)))
+            is_ours = not self.run.folder.has(shard.index) and shard_claim.enter_context(
+                claim(self.run.folder.root, _claim_of(shard.index))
+            )
             if is_ours and not self.run.folder.has(shard.index):
                 yield shard
-            else:
-                self.release(shard.index)
+                continue
+            self.release(shard.index)
+            if self.counts_others:
+                sequences = len(shard.sequences) or len(shard.prompts) * self.run.job.samples_per_prompt
+                self.run.reporter.add_scored(sequences, 0)
 
     def wait_for_others(self) -> bool:
         """Wait until all shards are on disk; False if one is missing that no process scores."""
@@ -245,7 +216,7 @@ class ShardClaims:
 
     def _missing(self) -> list[str]:
         """The claims of the shards that are not on disk."""
-        self.running.advance(reads_all=self.run.job.until_relative_error is not None)
+        self.running.advance()
         total, on_disk = self.running.stop or self.total, self.run.folder.on_disk()
         return [_claim_of(index) for index in range(total) if index not in on_disk]
 
@@ -258,7 +229,7 @@ def _claim_of(index: int) -> str:
 def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest: Largest) -> None:
     """Score and write the shards that this process can claim."""
     run, running, claimed = claims.run, claims.running, claims.claimed(shards)
-    for shard, result in _results(engine, claimed):
+    for shard, result in engine.results(claimed):
         require_unchanged_files()
         alternatives = None
         if running.has_kl:
@@ -267,32 +238,8 @@ def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest
         if not run.folder.has(shard.index):  # as it may be where the disk knows no claims
             run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
             prompt_hash = result.sequences["prompt_hash"]
-            running.own_sums[shard.index] = sum_sequences(result.tokens, prompt_hash, run.job.headline)
+            running.add(shard.index, sum_sequences(result.tokens, prompt_hash, run.job.headline))
         claims.release(shard.index)
-        running.advance()
         if running.stop is not None:
             break
     deque(claimed, maxlen=0)  # to the end of the plan, since the checks of the source count all shards
-
-
-def _results(engine: Engine, shards: Iterator[Shard]) -> Iterator[tuple[Shard, ShardResult]]:
-    """Iterate over shards with their results, in the order in which they are scored."""
-    if isinstance(engine, RayEngine):
-        return engine.results(shards)
-    return ((shard, engine.run(shard)) for shard in shards)
-
-
-def _require_shards(folder: RunFolder, total: int) -> None:
-    """Check that all shards are there; what another machine wrote may appear late on a shared disk.
-
-    Raises:
-        RunFolderError: if one is missing.
-    """
-    deadline = time.monotonic() + (VISIBLE_S if folder.has_other_writers else 0.0)
-    while True:
-        try:
-            return folder.require_shards(total)
-        except RunFolderError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(POLL_S)

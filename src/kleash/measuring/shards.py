@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kleash.engines import Shard
 from kleash.engines.base_logits import BaseLogits
@@ -93,47 +93,32 @@ def group_by_cost(
         yield group
 
 
-class ShardChecks(NamedTuple):
-    """The counts of one shard."""
-
-    sequences: int
-    retokenised: int
-    other_temperatures: frozenset[float]
-
-
 @dataclass(kw_only=True)
 class SourceChecks:
-    """Counts of responses that were tokenised again, or that declare another temperature."""
+    """Which responses were tokenised again, or declare another temperature, by shard."""
 
     temperature: float
     """Temperature of the run."""
-    _shards: list["ShardChecks"] = field(default_factory=list)
+    shards: list[list[tuple[bool, float | None]]] = field(default_factory=list)
+    """Of each sequence whether it was tokenised again, and its temperature, if that is declared."""
 
     def add(self, sequences: Sequence[TokenSequence]) -> None:
         """Add the sequences of the next shard."""
-        declared = {sequence.temperature for sequence in sequences} - {None, self.temperature}
-        self._shards.append(
-            ShardChecks(
-                sequences=len(sequences),
-                retokenised=sum(sequence.retokenised for sequence in sequences),
-                other_temperatures=frozenset(value for value in declared if value is not None),
-            )
-        )
+        self.shards.append([(sequence.retokenised, sequence.temperature) for sequence in sequences])
 
     def first(self, count: int) -> "SourceChecks":
         """The checks of the first shards alone."""
-        return SourceChecks(temperature=self.temperature, _shards=self._shards[:count])
+        return SourceChecks(temperature=self.temperature, shards=self.shards[:count])
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings of the measurement about its source."""
-        sequences = sum(shard.sequences for shard in self._shards)
-        warnings = retokenisation_warnings(sequences, sum(shard.retokenised for shard in self._shards))
-        other_temperatures = frozenset[float]().union(*(shard.other_temperatures for shard in self._shards))
-        if not other_temperatures:
+        rows = [row for shard in self.shards for row in shard]
+        warnings = retokenisation_warnings(len(rows), sum(retokenised for retokenised, _ in rows))
+        temperatures = sorted({value for _, value in rows if value is not None} - {self.temperature})
+        if not temperatures:
             return warnings
-        temperatures = ", ".join(f"{value:g}" for value in sorted(other_temperatures))
         warning = (
-            f"some responses declare temperature {temperatures}, and both models were scored at "
-            f"{self.temperature:g}; set --temperature"
+            f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
+            f"were scored at {self.temperature:g}; set --temperature"
         )
         return (*warnings, warning)

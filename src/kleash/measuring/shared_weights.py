@@ -15,10 +15,11 @@ import torch
 import torch.distributed
 
 from kleash.engines import Engine, Shard, ShardResult
+from kleash.engines.base import EngineTraits
 from kleash.errors import OptionError, RankError
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size
-from kleash.models import Pair, TokenSequence
+from kleash.models import TokenSequence
 from kleash.models.network_loading import PARALLEL_MAPS
 from kleash.models.pair_loading import resolve_device
 
@@ -82,39 +83,19 @@ def process_group(job: MeasureJob) -> Generator[None]:
             dist.destroy_process_group()
 
 
-class MirroredEngine:
+class MirroredEngine(Engine):
     """The engine of the first rank, whose calls the others make, too (``follow``)."""
 
     def __init__(self, engine: Engine) -> None:
         """``engine``: this rank's."""
-        self.engine = engine
+        self.engine, self.pair = engine, engine.pair
         self.is_in_call = False
         """Whether all ranks are in a call, or have failed in one together."""
 
     @property
-    def pair(self) -> Pair:
-        """Policy and reference."""
-        return self.engine.pair
-
-    @property
-    def temperature(self) -> float:
-        """The temperature at which both models are scored."""
-        return self.engine.temperature
-
-    @property
-    def float32_gap_reloads(self) -> bool:
-        """Whether ``float32_gap`` loads a model a second time."""
-        return self.engine.float32_gap_reloads
-
-    @property
-    def unknown_columns(self) -> Mapping[str, str]:
-        """The columns that the engine leaves null."""
-        return self.engine.unknown_columns
-
-    @property
-    def no_noise_floor(self) -> str:
-        """The reason why ``noise_floor_columns`` is None."""
-        return self.engine.no_noise_floor
+    def traits(self) -> EngineTraits:
+        """Those of this rank's engine."""
+        return self.engine.traits
 
     def run(self, shard: Shard) -> ShardResult:
         """Generate and score a shard on all ranks."""

@@ -72,42 +72,36 @@ def rank_candidates(
     runs = [sequences[candidate.number] for candidate in measured]
     for candidate, run in zip(measured[1:], runs[1:], strict=True):
         _require_same_sequences(out, measured[0], runs[0], candidate, run)
-    first = runs[0]
-    clusters = first.clusters(on_text=job.responses is None)
-    sweep = replace(
-        sweep,
-        clusters=clusters.count,
-        tokens=int(first.tokens.sum()),
-        warnings=(*clusters.warnings, *few_clusters(clusters.count)),
-    )
-    letters: Mapping[int, str] = {}
+    clusters = runs[0].clusters(on_text=job.responses is None)
+    letters, front = {}, pareto_front(measured, job.statistic)
     if len(measured) > 1:
-        result = _compare(
-            runs, clusters, [_known_value(candidate.numbers[job.statistic]) for candidate in measured]
-        )
-        pairs = tuple(
-            SweepPair(
-                first=measured[pair.first].number,
-                second=measured[pair.second].number,
-                difference=pair.estimate,
-                simultaneous_ci95=pair.simultaneous_ci95,
-                is_tie=pair.is_tie,
-            )
-            for pair in result.pairs
-        )
-        letters = {candidate.number: text for candidate, text in zip(measured, result.letters, strict=True)}
-        sweep = replace(sweep, pairs=pairs, critical_value=result.critical_value)
-    front = pareto_front(measured, job.statistic)
+        numbers = [candidate.numbers[job.statistic] for candidate in measured]
+        result = _compare(runs, clusters, [_known_value(number) for number in numbers])
+        letters = dict(zip((each.number for each in measured), result.letters, strict=True))
+        sweep = replace(sweep, pairs=_pairs(measured, result), critical_value=result.critical_value)
     return replace(
         sweep,
+        clusters=clusters.count,
+        tokens=int(runs[0].tokens.sum()),
+        warnings=(*clusters.warnings, *few_clusters(clusters.count)),
         candidates=tuple(
-            replace(
-                candidate,
-                letters=letters.get(candidate.number, ""),
-                is_on_pareto_front=candidate.number in front,
-            )
-            for candidate in candidates
+            replace(each, letters=letters.get(each.number, ""), is_on_pareto_front=each.number in front)
+            for each in candidates
         ),
+    )
+
+
+def _pairs(measured: Sequence[SweepCandidate], result: SimultaneousDifferences) -> tuple[SweepPair, ...]:
+    """The records of the differences of all pairs of measured candidates."""
+    return tuple(
+        SweepPair(
+            first=measured[pair.first].number,
+            second=measured[pair.second].number,
+            difference=pair.estimate,
+            simultaneous_ci95=pair.simultaneous_ci95,
+            is_tie=pair.is_tie,
+        )
+        for pair in result.pairs
     )
 
 

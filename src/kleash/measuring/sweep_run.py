@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from kleash.checkpoints.resolution import find_checkpoint, repository_of, resolve_commit
+from kleash.checkpoints.resolution import find_checkpoint, repository_of
 from kleash.errors import Interrupted, KleashError, ModelError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
-from kleash.measuring.progress import NullProgressReporter, ProgressReporter
-from kleash.measuring.ray_cluster import kept_cluster
+from kleash.measuring.progress import ProgressReporter
+from kleash.measuring.ray_workers import kept_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
 from kleash.measuring.run import measure, require_folder_of_all
 from kleash.measuring.sequence_clusters import SequenceSums
@@ -98,7 +98,7 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> S
     if job.out is None:
         require_folder_of_all("the sweep")
     out = Path(job.out if job.out is not None else default_sweep()).expanduser()
-    reporter = reporter if reporter is not None else NullProgressReporter()
+    reporter = reporter if reporter is not None else ProgressReporter()
     require_trackers(job.report_to)
 
     def check(is_alone: bool | None) -> None:
@@ -145,7 +145,7 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
     before = _written(out)
     with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
         _check_runs(job, out)
-        _check_candidates(job, reporter)
+        _check_candidates(job)
         _cache_reference(job, out, reporter)
     with watching_files():
         digest = hash_source(job.measure_job(1, out))
@@ -192,54 +192,33 @@ def _check_runs(job: SweepJob, out: Path) -> None:
     Raises:
         RunFolderError: if one does.
     """
-    for number, name in enumerate(job.candidates, start=1):
+    for number in range(1, len(job.candidates) + 1):
         folder = RunFolder(out / job.folder_of(number))
         try:
             header = folder.header() if folder.begun else None
         except RunFolderError:  # damaged: said when it is this candidate's turn
-            header = None
-        if header is None:
             continue
-        measured = header.settings.get("policy", name)
-        if measured != name:
-            raise RunFolderError(
-                f"{folder.root} holds the run of {measured}, and candidate {number} is now {name}; name the candidates "
-                "in the order of before, new ones at the end, or give another --out"
-            )
-        settings = job.measure_job(number, out).settings()
-        require_same(folder.root, header, replace(header, kleash=__version__, settings=settings))
+        if header is not None:
+            settings = job.measure_job(number, out).settings()
+            require_same(folder.root, header, replace(header, kleash=__version__, settings=settings))
 
 
-def _check_candidates(job: SweepJob, reporter: ProgressReporter) -> None:
-    """Say before the reference is run which candidates cannot be found; no model is loaded for it.
+def _check_candidates(job: SweepJob) -> None:
+    """Check before the reference is run that a candidate can be found; those of the hub are taken to be there.
 
     Raises:
         ModelError: if none can be found.
     """
-    failures = {
-        number: failure
-        for number, name in enumerate(job.candidates, start=1)
-        if (failure := _why_not_found(name)) is not None
-    }
-    for number, failure in failures.items():
-        reporter.note(f"candidate {number} will be left out: {failure}")
-    if len(failures) == len(job.candidates):
-        raise ModelError(f"no candidate can be found: {'; '.join(failures.values())}")
-
-
-def _why_not_found(name: str) -> str | None:
-    """Why there is no model of this name, here or on the hub; None if there is one."""
-    repository = repository_of(name)
-    try:
-        if repository is None:
+    failures: list[str] = []
+    for name in job.candidates:
+        try:
+            if repository_of(name) is not None:
+                return
             find_checkpoint(name)
-        else:
-            resolve_commit(repository, None)
-    except KleashError as error:
-        if repository is None:
-            return str(error)
-        return f"there is no file or folder {name}, and the hub does not have it or cannot be asked"
-    return None
+        except KleashError as error:
+            failures.append(str(error))
+    if len(failures) == len(job.candidates):
+        raise ModelError(f"no candidate can be found: {'; '.join(failures)}")
 
 
 def _cache_reference(job: SweepJob, out: Path, reporter: ProgressReporter) -> None:

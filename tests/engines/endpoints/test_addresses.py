@@ -19,26 +19,24 @@ def test_an_address_may_end_with_a_path_of_the_api(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "message"),
+    "address",
     [
-        ("http://me:a#secret@127.0.0.1:1/v1", "an address with '@', which is for a password"),
-        ("http://me:a/secret@127.0.0.1:1/v1", "an address with '@', which is for a password"),
-        ("http://me:12/secret@127.0.0.1:1/v1", "--policy http://… has more than a host"),
-        ("http://me:secret@[::1]:1/v1", r"--policy http://\[::1\]:1/v1 has more than a host"),
-        (f"http://127.0.0.1:1/{KEY}/v1", "--policy has the key in its address"),
-        ("http://127.0.0.1:1/prefix-é/v1", "have to be written as %XX"),
-        ("http://127.0.0.1:0/v1", "has no port after ':'"),
-        ("http://127.0.0.1:/v1", "has no port after ':'"),
-        ("http://127.0.0.1:65536/v1", "Port out of range"),
-        ("http://::1:8000/v1", "an IPv6 address stands in brackets"),
-        ("http://[1.2.3]:8000/v1", "is not an address"),
-        ("http://$HOST:1/v1", r"'\$host' is no host"),
-        ("http://127..1:1/v1", "'127..1' is no host"),
-        ("http://127.0.0.1:1\\v1", "is not an address"),
+        "http://me:a#secret@127.0.0.1:1/v1",
+        "http://me:a/secret@127.0.0.1:1/v1",
+        "http://me:secret@[::1]:1/v1",
+        "http://127.0.0.1:1/v1?key=secret",
+        f"http://127.0.0.1:1/{KEY}/v1",
+        "http://127.0.0.1:1/prefix-é/v1",
+        "http://127.0.0.1:0/v1",
+        "http://127.0.0.1:secret/v1",
+        "http://127.0.0.1:65536/v1",
+        "http://[1.2.3]:8000/v1",
+        "http:///v1",
+        "http://127.0.0.1:1\\v1",
     ],
 )
-def test_an_address_that_cannot_be_one(address: str, message: str) -> None:
-    with pytest.raises(OptionError, match=message) as raised:
+def test_what_is_more_or_less_than_an_address_is_refused_without_quoting_it(address: str) -> None:
+    with pytest.raises(OptionError, match="--policy is not an address") as raised:
         server_root(address, "--policy", KEY)
     assert "secret" not in str(raised.value)
 

@@ -2,33 +2,40 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from kleash.engines.endpoints.listed_logprobs import (
-    AnswerError,
-    position_from_ids,
-    read_logprob,
-    read_token_id,
-)
+from kleash.engines.endpoints.dialects import SGLANG, VLLM, Query
+from kleash.engines.endpoints.listed_logprobs import AnswerError, ListedLogprobs
 
 LISTED = {7: -0.5, 3: -1.5, 9: -2.5}
 
 
+def listed(entries: dict[int, float], token: int, top: int = 3, vocab_size: int = 100) -> ListedLogprobs:
+    return ListedLogprobs.of([token], [entries], top=top, vocab_size=vocab_size)
+
+
 def test_a_token_among_the_likeliest_is_listed_once() -> None:
-    position = position_from_ids(LISTED, 3, top=3, vocab_size=100)
-    assert position.listed == LISTED
-    assert (position.token_logp, position.unlisted_most, position.rank) == (-1.5, -2.5, 1)
-    assert (position.top1, position.top1_logp) == (7, -0.5)
+    answer = listed(LISTED, 3)
+    assert dict(zip(answer.listed_ids[0].tolist(), answer.listed_logp[0].tolist(), strict=True)) == LISTED
+    assert (answer.token_logp[0], answer.unlisted_most[0], answer.rank[0]) == (-1.5, -2.5, 1)
 
 
 def test_a_token_that_is_appended_is_not_among_the_likeliest() -> None:
-    position = position_from_ids({**LISTED, 50: -9.0}, 50, top=3, vocab_size=100)
-    assert position.listed == LISTED  # whether a token is listed must not depend on the scored one
-    assert (position.token_logp, position.unlisted_most, position.rank) == (-9.0, -2.5, None)
+    answer = listed({**LISTED, 50: -9.0}, 50)
+    assert answer.listed_ids.tolist() == [
+        list(LISTED)
+    ]  # whether a token is listed must not depend on the scored one
+    assert (answer.token_logp[0], answer.unlisted_most[0], answer.rank[0]) == (-9.0, -2.5, -1)
 
 
 def test_the_whole_vocabulary_leaves_nothing_unlisted() -> None:
-    assert position_from_ids(LISTED, 3, top=20, vocab_size=3).unlisted_most == -math.inf
+    assert listed({0: -0.5, 1: -1.5, 2: -2.5}, 1, top=20, vocab_size=3).unlisted_most[0] == -math.inf
+
+
+def test_probabilities_of_zero_and_one_are_read() -> None:
+    answer = listed({7: 1e-7, 3: -9999.0, 9: -math.inf}, 7)
+    assert answer.listed_logp.tolist() == [[0.0, -math.inf, -math.inf]]
 
 
 @pytest.mark.parametrize(
@@ -38,41 +45,42 @@ def test_the_whole_vocabulary_leaves_nothing_unlisted() -> None:
         ({7: -0.5, 3: -1.5}, 3, "lists 2 tokens where 3 were asked for"),
         ({**LISTED, 1: -3.0, 2: -4.0}, 3, "lists 5 tokens where 3 were asked for"),
         ({**LISTED, 50: -2.0}, 50, "leaves a token out"),
+        ({**LISTED, 3: math.nan}, 3, "has nan as a log-probability"),
+        ({**LISTED, 3: 0.5}, 3, "has 0.5 as a log-probability"),
+        ({7: -0.5, 3: -1.5, 100: -2.5}, 3, "of another model"),
     ],
 )
-def test_other_counts_are_refused(entries: dict[int, float], token: int, message: str) -> None:
+def test_what_are_no_listed_log_probabilities_is_refused(
+    entries: dict[int, float], token: int, message: str
+) -> None:
     with pytest.raises(AnswerError, match=message):
-        position_from_ids(entries, token, top=3, vocab_size=100)
+        listed(entries, token)
 
 
-def test_the_rank_of_a_listed_token_is_that_in_the_list() -> None:
-    tied = {7: -0.5, 3: -1.5, 9: -1.5}  # vLLM gives the place in the list, or counts equal tokens
-    assert [position_from_ids(tied, token, 3, 100, rank=2).rank for token in tied] == [0, 1, 1]
+QUERY = Query(token_ids=(0, 7), scored=1, top=1, model="m", vocab_size=100)
 
 
-def test_a_rank_shows_that_a_likelier_token_is_missing() -> None:
-    with pytest.raises(AnswerError, match="lists 2 tokens beside token 9 where 3 were asked for"):
-        position_from_ids(LISTED, 9, top=3, vocab_size=100, rank=5)
-    tied = {7: -0.5, 3: -1.5, 9: -1.5}  # of equal tokens, the rank counts all
-    assert position_from_ids(tied, 9, top=3, vocab_size=100, rank=4).listed == tied
+@pytest.mark.parametrize("token", ["7x", -7, True, 7.5, None, "9" * 5000])
+@pytest.mark.parametrize("logp", ["x", [1.0], -0.5])
+def test_an_answer_of_another_form_is_refused(token: object, logp: object) -> None:
+    """Also where only one of both is wrong, and where fields are missing."""
+    for answer in (
+        {"choices": [{"prompt_logprobs": [None, {token: {"logprob": logp}}]}]},
+        {"choices": []},
+        [],
+        None,
+    ):
+        with pytest.raises(AnswerError):
+            VLLM.read(answer, QUERY)
+    for row in ([logp, token, ""], [logp]):
+        meta = {"input_token_logprobs": [row], "input_top_logprobs": [[row]]}
+        with pytest.raises(AnswerError):
+            SGLANG.read({"meta_info": meta}, QUERY)
 
 
-@pytest.mark.parametrize("value", [None, "x", True, math.nan, 0.5, math.inf, [1.0]])
-def test_what_is_no_log_probability_is_refused(value: object) -> None:
-    with pytest.raises(AnswerError, match="log-probability"):
-        read_logprob(value)
-
-
-def test_probabilities_of_zero_and_one_are_read() -> None:
-    assert read_logprob(-9999.0) == read_logprob(-math.inf) == -math.inf
-    assert read_logprob(1e-7) == read_logprob(0) == 0.0
-
-
-@pytest.mark.parametrize("value", [None, "7x", -1, 10, "10", True, 2.0, "9" * 5000])
-def test_what_is_no_token_is_refused(value: object) -> None:
-    with pytest.raises(AnswerError, match="token"):
-        read_token_id(value, 10)
-
-
-def test_token_ids_may_be_digits() -> None:
-    assert read_token_id("7", 10) == read_token_id(7, 10) == 7
+def test_token_ids_may_be_digits_or_numbers() -> None:
+    answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5, "decoded_token": "a"}}]}]}
+    meta = {"input_token_logprobs": [[-0.5, 7, "a"]], "input_top_logprobs": [[[-0.5, 7, "a"]]]}
+    for read in (VLLM.read(answer, QUERY), SGLANG.read({"meta_info": meta}, QUERY)):
+        np.testing.assert_array_equal(read.listed_ids, [[7]])
+        assert read.token_logp.tolist() == [-0.5] and read.texts == {7: "a"}

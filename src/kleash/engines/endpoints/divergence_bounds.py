@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
-from kleash.engines.endpoints.answer_precision import LogprobPrecision
-from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
+from kleash.engines.endpoints.listed_logprobs import ListedLogprobs, error_nats
 from kleash.estimators import Tail
 from kleash.estimators.bounds import LogpInterval, bounds_of_intervals, logp_interval, rounding_nats
 from kleash.linear import Head, log_probabilities
@@ -27,10 +26,8 @@ def divergence_bounds(
     hidden: Float[Tensor, "tokens dim"],
     head: Head,
     answer: ListedLogprobs,
-    token_ids: Tensor,
     *,
     endpoint_role: str,
-    precision: LogprobPrecision,
     buffer_bytes: int,
 ) -> dict[str, np.ndarray]:
     """Bounds of the divergences at each position, and the part of the KL that lies in the listed tokens.
@@ -43,9 +40,7 @@ def divergence_bounds(
         hidden: the local model's hidden states at the positions that predict the tokens.
         head: the local model's.
         answer: of the server, on the same positions.
-        token_ids: the scored tokens.
         endpoint_role: the role of the server's model, "policy" or "reference".
-        precision: of the server's log-probabilities.
         buffer_bytes: memory for a chunk's logits.
 
     Returns:
@@ -53,9 +48,7 @@ def divergence_bounds(
         other.
     """
     parts = [
-        _columns_of_chunk(
-            log_probabilities(hidden[rows], head), answer, rows, token_ids[rows], endpoint_role, precision
-        )
+        _columns_of_chunk(log_probabilities(hidden[rows], head), answer, rows, endpoint_role)
         for rows in _chunks(len(hidden), head, hidden, buffer_bytes)
     ]
     names = list(parts[0]) if parts else []
@@ -88,15 +81,10 @@ class _KnownLogprobs(NamedTuple):
 
 
 def _columns_of_chunk(
-    local_logp: Float[Tensor, "tokens vocab"],
-    answer: ListedLogprobs,
-    rows: slice,
-    token_ids: Tensor,
-    endpoint_role: str,
-    precision: LogprobPrecision,
+    local_logp: Float[Tensor, "tokens vocab"], answer: ListedLogprobs, rows: slice, endpoint_role: str
 ) -> dict[str, np.ndarray]:
     """``divergence_bounds`` of a few positions."""
-    known = _known_logprobs(local_logp, answer, rows, token_ids, endpoint_role, precision)
+    known = _known_logprobs(local_logp, answer, rows, endpoint_role)
     listed_p, listed_q = (known.heads[role][:, :-1].double() for role in ("policy", "reference"))
     terms = torch.where(listed_p == -torch.inf, 0.0, listed_p.exp() * (listed_p - listed_q))
     listed_probability = known.heads[endpoint_role][:, :-1].double().exp().sum(-1).clamp(max=1)
@@ -109,31 +97,23 @@ def _columns_of_chunk(
 
 
 def _known_logprobs(
-    local_logp: Float[Tensor, "tokens vocab"],
-    answer: ListedLogprobs,
-    rows: slice,
-    token_ids: Tensor,
-    endpoint_role: str,
-    precision: LogprobPrecision,
+    local_logp: Float[Tensor, "tokens vocab"], answer: ListedLogprobs, rows: slice, endpoint_role: str
 ) -> _KnownLogprobs:
     """What is known of both models at the positions ``rows``, on the CPU; the limits allow for rounding."""
-    device = local_logp.device
-    listed_ids = torch.from_numpy(answer.listed_ids[rows]).to(device)
-    listed_logp = torch.from_numpy(answer.listed_logp[rows]).to(device)
-    token_logp = torch.from_numpy(answer.token_logp[rows]).to(device)
-    token_is_listed = (listed_ids == token_ids.unsqueeze(-1)).any(-1)
-    ids = torch.cat([listed_ids, torch.where(token_is_listed, -1, token_ids).unsqueeze(-1)], dim=-1)
-    endpoint_head = torch.cat(
-        [listed_logp, torch.where(token_is_listed, -torch.inf, token_logp).unsqueeze(-1)], dim=-1
-    ).cpu()
-    is_padding = ids < 0
-    local_head = local_logp.gather(-1, ids.clamp(min=0)).masked_fill(is_padding, -torch.inf).cpu()
-    known_ids = torch.where(is_padding, token_ids.unsqueeze(-1), ids)
-    local_least = local_logp.scatter(-1, known_ids, torch.inf).amin(-1)
-    local_most = local_logp.scatter(-1, known_ids, -torch.inf).amax(-1)
-    unlisted_most = answer.unlisted_most[rows]
-    endpoint_most = torch.from_numpy(unlisted_most + precision.error_nats(unlisted_most))
-    errors = torch.from_numpy(precision.error_nats(endpoint_head.numpy()))
+    names = ("listed_ids", "token_ids", "listed_logp", "token_logp", "is_listed", "unlisted_most")
+    listed_ids, token_ids, listed_logp, token_logp, token_is_listed, unlisted_most = (
+        torch.from_numpy(getattr(answer, name)[rows]) for name in names
+    )
+    ids = torch.cat([listed_ids, token_ids.unsqueeze(-1)], dim=-1)
+    is_absent = torch.cat([torch.zeros_like(listed_ids, dtype=torch.bool), token_is_listed.unsqueeze(-1)], -1)
+    endpoint_head = torch.cat([listed_logp, token_logp.unsqueeze(-1)], dim=-1)
+    endpoint_head = endpoint_head.masked_fill(is_absent, -torch.inf)
+    there = ids.to(local_logp.device)
+    local_head = local_logp.gather(-1, there).cpu().masked_fill(is_absent, -torch.inf)
+    local_least = local_logp.scatter(-1, there, torch.inf).amin(-1)
+    local_most = local_logp.scatter(-1, there, -torch.inf).amax(-1)
+    endpoint_most = unlisted_most + torch.from_numpy(error_nats(unlisted_most.numpy()))
+    errors = torch.from_numpy(error_nats(endpoint_head.numpy()))
     local_role = "reference" if endpoint_role == "policy" else "policy"
     return _KnownLogprobs(
         heads={local_role: local_head, endpoint_role: endpoint_head},
@@ -149,8 +129,8 @@ def _known_logprobs(
             local_role: (local_most + rounding_nats(local_most)).cpu(),
             endpoint_role: endpoint_most,
         },
-        is_whole=((~is_padding).sum(-1) == local_logp.shape[-1]).cpu(),
-        token_is_listed=token_is_listed.cpu(),
+        is_whole=(~is_absent).sum(-1) == local_logp.shape[-1],
+        token_is_listed=token_is_listed,
     )
 
 

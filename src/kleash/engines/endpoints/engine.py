@@ -1,15 +1,22 @@
 """The engine of a model behind an inference server, compared with a local one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from kleash.engines.base import Shard, ShardResult, begin_columns, round_outwards, sequence_columns
+from kleash.engines.base import (
+    Engine,
+    EngineTraits,
+    Shard,
+    ShardResult,
+    begin_columns,
+    round_outwards,
+    sequence_columns,
+)
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.engines.endpoints.server import Endpoint
@@ -55,7 +62,7 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
     """The model of a server, beside the local model that it is compared with."""
     return ServedModel(
         role=role,
-        path=f"{endpoint.client.url} ({endpoint.model})",
+        path=f"{endpoint.client.url} ({endpoint.probe.model})",
         revision=None,
         dtype=local.dtype,
         device=local.device,
@@ -64,7 +71,7 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
         context_length=endpoint.max_input_tokens(local.context_length),
         eos_token_ids=local.eos_token_ids,
         head=local.head,
-        fingerprint=f"{endpoint.dialect.name}: {endpoint.model}",
+        fingerprint=f"{endpoint.dialect.name}: {endpoint.probe.model}",
         tokenizer=local.tokenizer,
         network=None,
         backbone=None,
@@ -73,7 +80,7 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointEngine:
+class EndpointEngine(Engine):
     """Scores sequences by a server, which lists the likeliest tokens, and by a local model, which is known exactly.
 
     Several requests are in flight at once, while the local model scores the same sequences.
@@ -89,34 +96,23 @@ class EndpointEngine:
     """Called after each shard with the number of its sequences and of their tokens."""
 
     @property
-    def temperature(self) -> float:
-        """1: servers give log-probabilities of prompts at temperature 1."""
-        return 1.0
-
-    @property
     def local_model(self) -> Model:
         """The model of this process."""
         return self.pair.reference if self.endpoint_role == "policy" else self.pair.policy
 
     @property
-    def unknown_columns(self) -> Mapping[str, str]:
-        """The columns of ``tokens/`` that are null, each with the reason."""
+    def traits(self) -> EngineTraits:
+        """Servers give log-probabilities of prompts at temperature 1, of the tokens that they list."""
         reason = (
-            f"the server of the {self.endpoint_role} lists {self.endpoint.top} tokens at each position and not its "
-            "whole distribution"
+            f"the server of the {self.endpoint_role} lists {self.endpoint.probe.top} tokens at each position and not "
+            "its whole distribution"
         )
-        return MappingProxyType(dict.fromkeys((*UNKNOWN_COLUMNS, f"entropy_{self.endpoint_role}"), reason))
-
-    @property
-    def no_noise_floor(self) -> str:
-        """The reason why a reference behind a server has no noise floor."""
-        return "the reference is behind a server, which scores a sequence in batches of its own choice"
-
-    @property
-    def float32_gap_reloads(self) -> bool:
-        """Whether ``float32_gap`` loads the reference a second time."""
         is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
-        return self.endpoint_role == "policy" and not is_float32
+        return EngineTraits(
+            unknown_columns=dict.fromkeys((*UNKNOWN_COLUMNS, f"entropy_{self.endpoint_role}"), reason),
+            float32_gap_reloads=self.endpoint_role == "policy" and not is_float32,
+            no_noise_floor="the reference is behind a server, which scores a sequence in batches of its own choice",
+        )
 
     def run(self, shard: Shard) -> ShardResult:
         """Score the sequences of ``shard``.
@@ -138,10 +134,10 @@ class EndpointEngine:
             self.endpoint.require_same_model()
             self.on_scored(len(sequences), len(columns["token_id"]))
         except BaseException:
-            self.endpoint.client.close()
+            self.endpoint.client.is_closed.set()
             raise
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
         columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
         return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
 
@@ -172,12 +168,16 @@ class EndpointEngine:
         lengths = [sequence.num_input_tokens for sequence in sequences]
         for batch in batch_by_length(lengths, self.job.batch_tokens):
             hidden = read([sequences[index] for index in batch])
-            answer = _concatenated([answers[index].result() for index in batch])
+            answer = ListedLogprobs.concatenate([answers[index].result() for index in batch])
             rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
             tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
             with suppress_library_output(), torch.inference_mode():
                 batch_columns = self._columns_of_batch(hidden, tokens, answer)
-            self._check_bounds(batch_columns, [sequences[index] for index in batch])
+            if np.isnan(batch_columns["kl_policy_reference_lower"]).any():
+                raise EndpointError(
+                    f"{self.endpoint.client.subject} gives probabilities for some of the sequences from "
+                    f"{sequences[batch[0]].name} on that no distribution over {self.local_model.vocab_size} tokens has"
+                )
             for name, values in batch_columns.items():
                 columns[name][rows] = values
         for name in ("rank_reference", f"top1_{self.endpoint_role}"):
@@ -204,57 +204,19 @@ class EndpointEngine:
             hidden,
             head,
             answer,
-            tokens,
             endpoint_role=served,
-            precision=self.endpoint.precision,
             buffer_bytes=buffer_bytes,
         )
+        rows, top1 = np.arange(len(tokens)), answer.listed_logp.argmax(-1)
         rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank
         return {
             f"logp_{served}": answer.token_logp.astype(np.float32),
             f"logp_{local}": statistics.token_logp.float().cpu().numpy(),
             f"entropy_{local}": statistics.entropy_p.float().cpu().numpy(),
-            f"top1_{served}": answer.top1.astype(np.int32),
+            f"top1_{served}": answer.listed_ids[rows, top1].astype(np.int32),
             f"top1_{local}": statistics.top1_p.cpu().numpy().astype(np.int32),
-            f"top1_probability_{served}": np.exp(answer.top1_logp).astype(np.float32),
+            f"top1_probability_{served}": np.exp(answer.listed_logp[rows, top1]).astype(np.float32),
             f"top1_probability_{local}": statistics.top1_probability_p.float().cpu().numpy(),
             "rank_reference": rank.astype(np.int32),
             **{name: round_outwards(name, values) for name, values in bounds.items()},
         }
-
-    def _check_bounds(self, columns: Mapping[str, np.ndarray], batch: Sequence[TokenSequence]) -> None:
-        """Check that there is a distribution that agrees with the server's lists.
-
-        Raises:
-            EndpointError: with the first sequence and position where there is none.
-        """
-        is_wrong = np.isnan(columns["kl_policy_reference_lower"])
-        if not is_wrong.any():
-            return
-        position = int(np.flatnonzero(is_wrong)[0])
-        for sequence in batch:
-            if position < len(sequence.response_ids):
-                raise EndpointError(
-                    f"{self.endpoint.client.subject} gives probabilities for {sequence.name}, response token "
-                    f"{position}, that no distribution over {self.local_model.vocab_size} tokens has; see that it "
-                    "returns log-probabilities and that its model has as many tokens"
-                )
-            position -= len(sequence.response_ids)
-
-
-def _concatenated(answers: Sequence[ListedLogprobs]) -> ListedLogprobs:
-    """The positions of several answers, one after the other."""
-    width = max(answer.listed_ids.shape[1] for answer in answers)
-
-    def padded(values: np.ndarray, filler: float | int) -> np.ndarray:
-        return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
-
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(answer, name) for answer in answers])
-        for name in ("token_logp", "unlisted_most", "top1", "top1_logp", "rank")
-    }
-    return ListedLogprobs(
-        listed_ids=np.concatenate([padded(answer.listed_ids, -1) for answer in answers]),
-        listed_logp=np.concatenate([padded(answer.listed_logp, -np.inf) for answer in answers]),
-        **arrays,
-    )

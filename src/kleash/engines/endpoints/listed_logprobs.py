@@ -1,157 +1,184 @@
 """What a server says about the tokens of a sequence: their log-probabilities, and those of the likeliest tokens."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
+
+from kleash.estimators.bounds import NORMALISER_NATS
 
 ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 ZERO_PROBABILITY = -9999.0
 """The number by which vLLM writes a log-probability of -inf, which JSON cannot hold."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+FLOAT32_EPS = 2.0**-23
+DECIMALS = range(1, 6)
+"""To which proxies may round; more are finer than the rounding of float32."""
+LEAST_VALUES = 8
+"""Fewer different numbers may be rounded by chance."""
+LEAST_TOTAL = 0.99
+"""The probabilities of a position may sum to at least this, if each unlisted token has the largest that it can have. A
+server may have a few more tokens than the local model."""
 
 
 class AnswerError(ValueError):
     """An answer without the log-probabilities that were asked for; the text goes on "its answer ..."."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """What a server says about one scored token."""
-
-    token_logp: float
-    """Log-probability of the token, in nats."""
-    listed: Mapping[int, float]
-    """Token id -> log-probability of the likeliest tokens. Whether a token is here does not depend on the token that
-    was scored."""
-    unlisted_most: float
-    """No token outside ``listed`` has a larger log-probability."""
-    top1: int
-    """The likeliest token."""
-    top1_logp: float
-    rank: int | None = None
-    """Number of tokens with a larger probability than the scored one; None if unknown."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListedLogprobs:
-    """What a server says about the scored tokens of a sequence, in order; the fields of ``Position`` as arrays."""
+    """What a server says about the scored tokens of a sequence, in order."""
 
+    token_ids: Int[np.ndarray, " tokens"]
+    """The scored tokens."""
     token_logp: Float[np.ndarray, " tokens"]
+    """Their log-probabilities, in nats."""
     listed_ids: Int[np.ndarray, "tokens listed"]
-    """-1 in rows with fewer tokens than others."""
+    """The likeliest tokens. Whether a token is here does not depend on the token that was scored."""
     listed_logp: Float[np.ndarray, "tokens listed"]
-    """-inf there."""
     unlisted_most: Float[np.ndarray, " tokens"]
-    top1: Int[np.ndarray, " tokens"]
-    top1_logp: Float[np.ndarray, " tokens"]
-    rank: Int[np.ndarray, " tokens"]
-    """-1 if unknown."""
+    """No token that is not listed has a larger log-probability; -inf where all tokens are listed."""
     texts: Mapping[int, str] = field(default_factory=dict[int, str])
     """Texts of tokens as the server writes them, by id."""
 
     @classmethod
-    def of(cls, positions: Sequence[Position], texts: Mapping[int, str] | None = None) -> "ListedLogprobs":
-        """The arrays of consecutive positions."""
-        width = max((len(position.listed) for position in positions), default=0)
-        ids = np.full((len(positions), width), -1, dtype=np.int64)
-        logp = np.full((len(positions), width), -np.inf)
-        for row, position in enumerate(positions):
-            ids[row, : len(position.listed)] = list(position.listed)
-            logp[row, : len(position.listed)] = list(position.listed.values())
-        return cls(
-            token_logp=np.array([position.token_logp for position in positions], dtype=np.float64),
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        rows: Iterable[Mapping[int, float]],
+        *,
+        top: int,
+        vocab_size: int,
+        texts: Mapping[int, str] | None = None,
+    ) -> "ListedLogprobs":
+        """The log-probabilities of consecutive positions.
+
+        Servers list ``top`` tokens if the scored token is among them, and otherwise also the scored one.
+
+        Args:
+            token_ids: the scored tokens.
+            rows: for each of them, log-probabilities by token id.
+            top: number of likeliest tokens that were asked for.
+            vocab_size: number of tokens of the model.
+            texts: of tokens, by id.
+
+        Raises:
+            AnswerError: if there are more or fewer tokens, the scored token is missing, or a number is no
+                log-probability or no token.
+        """
+        count = min(top, vocab_size)
+        listed: list[dict[int, float]] = []
+        token_logps: list[float] = []
+        for token, entries in zip(token_ids, rows, strict=True):
+            if token not in entries:
+                raise AnswerError(
+                    f"lacks the log-probability of token {token}, at scored token {len(listed)}"
+                )
+            listed.append(
+                {each: logp for each, logp in entries.items() if len(entries) <= count or each != token}
+            )
+            token_logps.append(entries[token])
+            if len(listed[-1]) != count:
+                raise AnswerError(f"lists {len(entries)} tokens where {count} were asked for")
+        shape = (len(listed), count)
+        ids = np.array([list(row) for row in listed], dtype=np.int64).reshape(shape)
+        logp = np.array([list(row.values()) for row in listed], dtype=np.float64).reshape(shape)
+        answer = cls(
+            token_ids=np.array(token_ids, dtype=np.int64),
+            token_logp=_checked(np.array(token_logps, dtype=np.float64)),
             listed_ids=ids,
-            listed_logp=logp,
-            unlisted_most=np.array([position.unlisted_most for position in positions], dtype=np.float64),
-            top1=np.array([position.top1 for position in positions], dtype=np.int64),
-            top1_logp=np.array([position.top1_logp for position in positions], dtype=np.float64),
-            rank=np.array([-1 if p.rank is None else p.rank for p in positions], dtype=np.int64),
+            listed_logp=_checked(logp),
+            unlisted_most=np.full(len(ids), -np.inf) if count == vocab_size else _checked(logp).min(-1),
             texts=texts or {},
         )
+        if ((ids < 0) | (ids >= vocab_size)).any():
+            raise AnswerError(
+                f"has tokens from {ids.min()} to {ids.max()}, and the local model has {vocab_size}: it is of another "
+                "model"
+            )
+        if ((answer.token_logp > answer.unlisted_most) & ~answer.is_listed).any():
+            raise AnswerError("leaves a token out that is likelier than one that it lists")
+        return answer
+
+    @classmethod
+    def concatenate(cls, answers: Sequence["ListedLogprobs"]) -> "ListedLogprobs":
+        """The positions of several answers to one number of tokens, one after the other, without texts."""
+        names = ("token_ids", "token_logp", "listed_ids", "listed_logp", "unlisted_most")
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(answer, name) for answer in answers]) for name in names
+        }
+        return cls(**arrays)
+
+    @property
+    def is_listed(self) -> Bool[np.ndarray, " tokens"]:
+        """Whether each scored token is one of the listed."""
+        return (self.listed_ids == self.token_ids[:, None]).any(-1)
+
+    @property
+    def rank(self) -> Int[np.ndarray, " tokens"]:
+        """Number of tokens with a larger probability than the scored one; -1 if that is not listed."""
+        return np.where(self.is_listed, (self.listed_logp > self.token_logp[:, None]).sum(-1), -1)
 
 
-def position_from_ids(
-    entries: Mapping[int, float], token: int, top: int, vocab_size: int, rank: int | None = None
-) -> Position:
-    """The position of ``token`` from the tokens that a server lists by their ids: the likeliest, and ``token`` itself.
-
-    Servers list ``top`` tokens if the scored token is among them, and otherwise also the scored one.
-
-    Args:
-        entries: token id -> log-probability.
-        token: the scored token.
-        top: number of likeliest tokens that were asked for.
-        vocab_size: number of tokens of the model.
-        rank: the scored token's rank from 0, if the server says it.
-
-    Raises:
-        AnswerError: if there are more or fewer tokens, or the scored token is missing.
-    """
-    expected = min(top, vocab_size)
-    if token not in entries:
-        raise AnswerError(f"lacks the log-probability of token {token}")
-    if not expected <= len(entries) <= expected + 1:
-        raise AnswerError(f"lists {len(entries)} tokens where {expected} were asked for")
-    listed = dict(entries)
-    if len(entries) > expected:
-        token_logp = listed.pop(token)
-        if token_logp > min(listed.values()):
-            raise AnswerError(f"leaves a token out that is less likely than token {token}, which it lists")
-    elif (
-        rank is not None
-        and rank >= expected
-        and entries[token]
-        < min((logp for token_id, logp in entries.items() if token_id != token), default=-math.inf)
-    ):
-        raise AnswerError(f"lists {expected - 1} tokens beside token {token} where {expected} were asked for")
-    top1 = max(listed, key=lambda token_id: listed[token_id])
-    unlisted_most = -math.inf if len(listed) >= vocab_size else min(listed.values())
-    if token in listed:  # then all that are likelier are, too
-        rank = sum(logp > entries[token] for logp in listed.values())
-    return Position(
-        token_logp=entries[token],
-        listed=listed,
-        unlisted_most=unlisted_most,
-        top1=top1,
-        top1_logp=listed[top1],
-        rank=rank,
-    )
-
-
-def read_logprob(value: Any) -> float:
-    """A log-probability of an answer, with -inf for a probability of 0.
+def _checked(logp: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
+    """Log-probabilities of an answer, with -inf for a probability of 0.
 
     Raises:
-        AnswerError: if it is not a number, NaN, or above 0.
+        AnswerError: if one is NaN or above 0.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise AnswerError(f"has {str(value)[:40]!r} in place of a log-probability")
-    if not value <= ROUNDING_NATS:  # also NaN
-        raise AnswerError(f"has {str(value)[:40]} as a log-probability")
-    return -math.inf if value <= ZERO_PROBABILITY else min(float(value), 0.0)
+    is_wrong = ~(logp <= ROUNDING_NATS)  # also NaN
+    if is_wrong.any():
+        raise AnswerError(f"has {logp[is_wrong][0]} as a log-probability")
+    return np.where(logp <= ZERO_PROBABILITY, -np.inf, np.minimum(logp, 0.0))
 
 
-def read_token_id(value: Any, vocab_size: int) -> int:
-    """A token id of an answer, which may be a number or its digits.
+def error_nats(logp: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
+    """The largest error of log-probabilities in float32: that of the softmax, and that of each number's size."""
+    return FLOAT32_EPS * (NORMALISER_NATS + np.where(np.isinf(logp), 0.0, np.abs(logp)))
+
+
+def require_float32(answer: ListedLogprobs) -> None:
+    """Check that a server writes float32, since the bounds allow for no coarser rounding.
 
     Raises:
-        AnswerError: if it is no token of the vocabulary.
+        AnswerError: if all numbers of an answer are rounded to a few decimals, to bfloat16 or to float16.
     """
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 12:
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise AnswerError(f"has {str(value)[:40]!r} in place of a token id")
-    if not 0 <= value < vocab_size:
-        raise AnswerError(
-            f"has token {value}, and the local model has {vocab_size} tokens: it is of another model"
-        )
-    return value
+    values = np.unique(np.concatenate([answer.token_logp, answer.listed_logp.ravel()]))
+    values = values[np.isfinite(values) & (values != 0)]
+    stored = torch.from_numpy(values)
+    rounded = {f"{decimals} decimals": values.round(decimals) for decimals in DECIMALS} | {
+        str(dtype).removeprefix("torch."): stored.to(dtype).double().numpy()
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    for name, numbers in rounded.items():
+        if len(values) >= LEAST_VALUES and (np.abs(values - numbers) <= FLOAT32_EPS * np.abs(values)).all():
+            raise AnswerError(f"has log-probabilities rounded to {name}, of which bounds would be wrong")
+
+
+def check_totals(answer: ListedLogprobs, vocab_size: int) -> None:
+    """Check that the probabilities of each position can sum to 1.
+
+    Raises:
+        AnswerError: with the first position where they cannot.
+    """
+    token_logp = np.where(answer.is_listed, -np.inf, answer.token_logp)
+    known = np.concatenate([answer.listed_logp, token_logp[:, None]], axis=-1)
+    error = error_nats(known)
+    unlisted = vocab_size - answer.listed_ids.shape[-1] - ~answer.is_listed
+    unlisted_most = answer.unlisted_most + error_nats(answer.unlisted_most)
+    least = np.exp(known - error).sum(-1)
+    most = np.exp(known + error).sum(-1) + np.maximum(unlisted, 0) * np.exp(unlisted_most)
+    for is_wrong, limit, total in ((least > 1, "at least", least), (most < LEAST_TOTAL, "at most", most)):
+        if is_wrong.any():
+            position = int(np.flatnonzero(is_wrong)[0])
+            raise AnswerError(
+                f"lists probabilities that sum to {limit} {total[position]:.4g} at scored token {position}"
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -159,8 +186,6 @@ class VocabularyTexts:
     """The texts of a tokenizer's tokens, by which a server's tokens are checked."""
 
     tokenizer: Any
-    size: int
-    """Tokens that have a logit in the local model."""
 
     def text_of(self, token_id: int) -> str:
         """The text of a token decoded by itself; "" beyond the tokenizer."""
