@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
 from kleash.models import load_pair, load_reference
-from kleash.models.adapters import rules, shared_base
-from kleash.models.adapters.network_state import bitwise_equal
+from kleash.models import adapters as rules, shared_base
+from kleash.precision import bitwise_equal
 from kleash.models.heads import head_logits
 from kleash.models.pair_loading import Loading
 
@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "alora": ({"alora_invocation_tokens": [50, 51]}, "needs a forward pass of PEFT"),
     "xlora": ({"peft_type": "XLORA"}, "needs a forward pass of PEFT"),
     "poly": ({"peft_type": "POLY"}, "needs a forward pass of PEFT"),
-    "prompt": ({"peft_type": "PROMPT_TUNING"}, "adds virtual tokens to the prompt"),
-    "future": ({"peft_type": "NEVER_HEARD_OF"}, "of a kind that kleash was not tested with"),
+    "prompt": ({"peft_type": "PROMPT_TUNING"}, "that kleash was not tested with"),
+    "future": ({"peft_type": "NEVER_HEARD_OF"}, "that kleash was not tested with"),
 }
 
 
@@ -258,21 +258,6 @@ def test_the_reference_of_a_cache_may_be_any_supported_adapter(made, ids, truth)
     adapter, base = made("pissa")
     pair = load_reference(str(adapter), None, Loading())
     assert_right(pair, (adapter, adapter), base, ids, truth)
-
-
-def test_a_checksum_changes_with_every_bit_and_every_swap():
-    from kleash.models.adapters.network_state import checksum
-
-    torch.manual_seed(0)
-    for values in (torch.randn(700, 33), torch.randn(5).bfloat16(), torch.randn(3, 4).T, torch.tensor(2.0)):
-        before = checksum(values)
-        assert checksum(values.clone()) == before
-        for place in {0, values.numel() // 2, values.numel() - 1}:
-            other = values.clone().contiguous()
-            other.view(-1)[place] = torch.nextafter(other.view(-1)[place], other.new_tensor(9.0))
-            assert checksum(other) != before
-    rows = torch.randn(700, 33)
-    assert checksum(rows) != checksum(rows.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -319,25 +319,6 @@ def test_an_invalid_model_max_length_is_refused(model, limit):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"r": 10**6}, "has r 1e.06 in its adapter_config.json"),
-        ({"rank_pattern": {"q_proj": 10**6}}, "has q_proj of rank_pattern 1e.06"),
-        ({"target_modules": "("}, r"cannot be used \(missing \)"),
-        ({"layer_replication": [[0, 10**9]]}, "has layer_replication 1e.09"),
-    ],
-)
-def test_adapters_with_impossible_sizes_or_patterns_are_refused(over, base, settings, reason):
-    change(over / "adapter_config.json", **settings)
-    refused(over, reason, base)
-
-
-def test_an_adapter_whose_pattern_does_not_end_is_refused(over, base, one_second):
-    change(over / "adapter_config.json", target_modules="(([a-z_.0-9]+)*)*!")
-    refused(over, "cannot be used .it does not end within 1 s of computing", base)
-
-
-@pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"device": "meta"}, CannotRunError),

@@ -34,9 +34,9 @@ from kleash.checkpoints.gguf_files import GGUFFiles
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.adapters.shared_base import BaseNetwork
 from kleash.models.compat import find_backbone
 from kleash.models.filling import check_complete, check_network_size, fill_network, loading
+from kleash.models.shared_base import BaseNetwork
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **LLAMA_FAMILY,

@@ -10,7 +10,6 @@ from kleash.checkpoints.quantised.settings import SCALE_MEANING
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.text_towers import is_of_other_part
 
 INTEGER_TYPES = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 SMALL_FLOAT_TYPES = frozenset(
@@ -85,12 +84,11 @@ def is_packed(network: Any) -> bool:
     )
 
 
-def check_stored_types(checkpoint: Checkpoint, config: Any, decoded: Collection[str] | None) -> None:
+def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) -> None:
     """Refuse a checkpoint with a matrix of codes that nothing decodes: transformers would take them for weights.
 
     Args:
         checkpoint: the checkpoint.
-        config: its transformers configuration.
         decoded: names of the tensors that are unpacked; None if no format is.
 
     Raises:
@@ -114,7 +112,6 @@ def check_stored_types(checkpoint: Checkpoint, config: Any, decoded: Collection[
         and len(header.shape) > 1
         and name.endswith(MATRIX_NAMES)
         and name not in (decoded or ())
-        and not is_of_other_part(config, name)
     ]
     if codes:
         kind = headers[codes[0]].kind

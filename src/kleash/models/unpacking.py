@@ -1,6 +1,6 @@
 """Building an ordinary transformers network from a checkpoint whose weights are stored packed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,6 @@ from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import GENERATION_CONFIG
 from kleash.extras import import_extra
 from kleash.models.filling import fill_network
-from kleash.models.text_towers import NetworkClass, is_of_other_part
 
 ACTIVATION_TENSORS = frozenset(
     (
@@ -26,7 +25,7 @@ ACTIVATION_TENSORS = frozenset(
 
 def load_unpacked_network(
     packed: PackedCheckpoint,
-    network_class: NetworkClass,
+    load: Callable[..., tuple[Any, Any]],
     skeleton: Any,
     *,
     dtype: torch.dtype | str,
@@ -39,7 +38,7 @@ def load_unpacked_network(
 
     Args:
         packed: its packed modules.
-        network_class: of the network.
+        load: ``from_pretrained`` of the network's class.
         skeleton: the network on the meta device.
         dtype: of the parameters; "auto" for that of config.json, or else bfloat16.
         device_map: how transformers spreads the model over devices; None for the CPU.
@@ -50,12 +49,9 @@ def load_unpacked_network(
     Raises:
         ModelError: if the values of a packed tensor are invalid.
     """
-    # The class of a text part has the text part's configuration, which from_config takes out of the composite one.
-    config = network_class.config if network_class.from_state_dict else skeleton.config
-    config = _without_quantisation(config, tied=not _has_packed_head(packed, skeleton))
+    config = _without_quantisation(skeleton.config, tied=not _has_packed_head(packed, skeleton))
     resolved = _resolve_dtype(dtype, config)
-    load = network_class.from_state_dict or type(skeleton).from_pretrained
-    parameters = dict(_read_parameters(packed, network_class.config, skeleton, resolved))
+    parameters = dict(_read_parameters(packed, skeleton, resolved))
     network, report = fill_network(load, config, parameters, resolved, device_map)
     unexpected = set(report["unexpected_keys"])
     report["unexpected_keys"] = unexpected - _zero_biases(packed, unexpected)
@@ -68,16 +64,15 @@ def load_unpacked_network(
 
 
 def _read_parameters(
-    packed: PackedCheckpoint, config: Any, skeleton: Any, dtype: torch.dtype
+    packed: PackedCheckpoint, skeleton: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the ordinary checkpoint by name, without those of parts that text does not run through."""
+    """The tensors of the ordinary checkpoint by name."""
     stored = packed.checkpoint.safetensors
     modules = {module.parameter: module for module in packed.modules}
     used_by_modules = {part for module in packed.modules for part in module.parts}
     transposed = tuple(f".{name}" for name in _list_transposed_weights(skeleton))
     for name in [*(name for name in stored if name not in used_by_modules), *modules]:
-        part = name.rpartition(".")[2]
-        if is_of_other_part(config, name) or part in ACTIVATION_TENSORS:
+        if name.rpartition(".")[2] in ACTIVATION_TENSORS:
             continue
         if name in modules:
             weight = unpack(modules[name], dtype)
