@@ -9,18 +9,18 @@ from torch import Tensor
 from kleash.checkpoints.gguf.architectures import (
     DRAFT_LAYERS,
     POOLING,
+    SIGMOID,
     GGUFArchitecture,
     Settings,
     TensorSummary,
     config_attributes,
 )
-from kleash.checkpoints.gguf.families.dense import DENSE_FAMILIES
-from kleash.checkpoints.gguf.families.gemma import GEMMA_FAMILY
-from kleash.checkpoints.gguf.families.hybrids import HYBRID_FAMILIES
-from kleash.checkpoints.gguf.families.llama import LLAMA_FAMILY
-from kleash.checkpoints.gguf.families.qwen import QWEN_FAMILY
-from kleash.checkpoints.gguf.families.routed import ROUTED_FAMILIES
-from kleash.checkpoints.gguf.families.shared import SIGMOID
+from kleash.checkpoints.gguf.dense import DENSE_FAMILIES
+from kleash.checkpoints.gguf.gemma import GEMMA_FAMILY
+from kleash.checkpoints.gguf.hybrids import HYBRID_FAMILIES
+from kleash.checkpoints.gguf.llama import LLAMA_FAMILY
+from kleash.checkpoints.gguf.qwen import QWEN_FAMILY
+from kleash.checkpoints.gguf.routed import ROUTED_FAMILIES
 from kleash.checkpoints.gguf.tensor_decoding import (
     BLOCK_NUMBER,
     LONG_ROPE,

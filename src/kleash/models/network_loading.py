@@ -15,7 +15,7 @@ from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
 from kleash.models.compat import class_of_config, forget_renaming, run_uncompiled, use_exact_experts
-from kleash.models.filling import check_complete, check_network_size, loading
+from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
 from kleash.models.gguf_network import load_gguf_network
 from kleash.models.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.transformers_formats import (
@@ -26,7 +26,6 @@ from kleash.models.transformers_formats import (
     is_packed,
     quantisation_advice,
 )
-from kleash.models.unpacking import load_unpacked_network
 from kleash.store.measurement import StoredWeights
 
 PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}
@@ -85,6 +84,7 @@ def load_networks(
             base = _load_base(checkpoint, dtype, device, device_map, trust_remote_code)
         if device_map is None:
             base.network.to(device)
+            _copy_from_files(base.network)
         base.network.eval()
         if base.network.dtype == torch.float64:
             use_exact_experts(base.network)
@@ -98,6 +98,13 @@ def load_networks(
     if len(checkpoints_by_folder) > 1 and has_adapters:
         notes.append("policy and reference have different bases, which are both loaded")
     return networks, tuple(notes)
+
+
+def _copy_from_files(network: Any) -> None:
+    """Copy the weights of a network that lie in mapped files, which a program may overwrite or truncate meanwhile."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.device.type == "cpu" and type(tensor) in (torch.nn.Parameter, torch.Tensor):
+            tensor.data = tensor.data.clone()
 
 
 def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:

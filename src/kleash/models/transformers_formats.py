@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kleash.checkpoints.quantised.settings import SCALE_MEANING
+from kleash.checkpoints.quantised.scaled_weights import SCALE_MEANING
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
@@ -23,14 +23,11 @@ QUANTISATION_PARTS = frozenset(
     )
 )
 """Last parts of the names of tensors that weights or activations are multiplied by, or that hold codes."""
-MXFP4_BLOCK_BYTES = 16
 MATRIX_NAMES = (".weight", "_proj")
 """Ends of the names of tensors that are matrices of a network."""
 KERNEL_PACKAGES = {
     "gptq": "gptqmodel",
     "awq": "gptqmodel",
-    "auto-round": "auto_round",
-    "intel/auto-round": "auto_round",
     "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fbgemm_gpu",
     "fp8": "kernels",
@@ -95,8 +92,6 @@ def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) 
         ModelError: naming the first of them.
     """
     method, headers = checkpoint.quant_method, checkpoint.tensors
-    if method == "mxfp4":
-        _check_mxfp4_parts(checkpoint)
     if (
         decoded is None
         and method in import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
@@ -126,29 +121,6 @@ def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) 
             f"{checkpoint} has matrices stored as codes that are not decoded here, {len(codes)} in all, such as "
             f"{codes[0][:120]} ({kind}){advice}"
         )
-
-
-def _check_mxfp4_parts(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint in MXFP4 of which codes and scales do not fit together: a scale for 16 bytes of codes.
-
-    Raises:
-        ModelError: naming the first tensor.
-    """
-    stored = checkpoint.tensors
-    for stem in sorted({name.rpartition("_")[0] for name in stored if name.endswith(("_blocks", "_scales"))}):
-        codes, scales = (stored.get(f"{stem}_{part}") for part in ("blocks", "scales"))
-        if (
-            codes is None
-            or scales is None
-            or {codes.kind, scales.kind} != {"U8"}
-            or codes.shape != (*scales.shape, MXFP4_BLOCK_BYTES)
-        ):
-            shapes = [None if tensor is None else (tensor.kind, *tensor.shape) for tensor in (codes, scales)]
-            raise ModelError(
-                f"{checkpoint} is quantised (mxfp4), and its {stem[:120]}_blocks ({shapes[0]}) do not fit the _scales "
-                f"({shapes[1]}): a scale (U8) belongs to {MXFP4_BLOCK_BYTES} bytes of codes; fetch the checkpoint "
-                "again"
-            )
 
 
 def check_unused_parts(
