@@ -11,3 +11,11 @@ def at_least_float32(values: Tensor) -> Tensor:
     So this is called before any subtraction.
     """
     return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+def bitwise_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have equal shape, type and bits: 0.0 is not -0.0, and a NaN equals one of the same bits."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    first, second = (x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (first, second))
+    return torch.equal(first, second.to(first.device))

@@ -78,29 +78,18 @@ def pack_gptq(
     return pack
 
 
-def pack_awq(group_size: int, *, gemv: bool = False) -> Packer:
-    """AWQ's packing: "gemm" along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, "gemv" along the inputs."""
+def pack_awq(group_size: int) -> Packer:
+    """AWQ's packing "gemm": along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
     def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         group_of = np.arange(weight.shape[1]) // group_size
         codes, zeros, scales = quantise(weight, 4, group_of)
-        if gemv:
-            groups = len(zeros)
-            padding = np.zeros((len(weight), -groups % 8), np.int64)
-            tensors = {
-                "qweight": bit_string(codes, 4),
-                "qzeros": bit_string(np.hstack([zeros.T, padding]), 4),
-                "scales": np.hstack([scales.T, padding]).astype(np.float16),
-            }
-        else:
-            order = np.concatenate(
-                [np.array([0, 2, 4, 6, 1, 3, 5, 7]) + 8 * i for i in range(len(weight) // 8)]
-            )
-            tensors = {
-                "qweight": bit_string(codes.T[:, order], 4),
-                "qzeros": bit_string(zeros[:, order], 4),
-                "scales": scales,
-            }
+        order = np.concatenate([np.array([0, 2, 4, 6, 1, 3, 5, 7]) + 8 * i for i in range(len(weight) // 8)])
+        tensors = {
+            "qweight": bit_string(codes.T[:, order], 4),
+            "qzeros": bit_string(zeros[:, order], 4),
+            "scales": scales,
+        }
         return tensors, dequantised(codes, zeros, scales, group_of)
 
     return pack

@@ -12,11 +12,11 @@ from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
-from kleash.models import load_pair, load_reference
-from kleash.models.adapters import rules, shared_base
-from kleash.models.adapters.network_state import bitwise_equal
+from kleash.models import adapters as rules
+from kleash.models import load_pair, load_reference, shared_base
 from kleash.models.heads import head_logits
 from kleash.models.pair_loading import Loading
+from kleash.precision import bitwise_equal
 
 QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 TOKENS = [290, 299]
@@ -28,8 +28,6 @@ def lora(**more: Any) -> tuple[str, dict[str, Any]]:
 
 SHARED: dict[str, Any] = {
     "lora": lora(),
-    "eva": lora(init_lora_weights="eva"),
-    "orthogonal": lora(init_lora_weights="orthogonal"),
     "patterns": lora(
         rank_pattern={"layers.0.self_attn.q_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3}
     ),
@@ -41,15 +39,12 @@ SHARED: dict[str, Any] = {
     "embedding": lora(target_modules=["embed_tokens", "q_proj"]),
     "parameters": lora(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
     "loha": ("LoHaConfig", QV),
-    "lokr": ("LoKrConfig", QV),
     "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "oft": ("OFTConfig", {"oft_block_size": 8, **QV}),
     "boft": ("BOFTConfig", {"boft_block_size": 4, **QV}),
     "vera": ("VeraConfig", QV),
-    "fourierft": ("FourierFTConfig", {"n_frequency": 20, **QV}),
     "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"]}),
     "adalora": ("AdaLoraConfig", {"total_step": 10, **QV}),
-    "miss": ("MissConfig", {"r": 4, **QV}),
     "trainable": ("TrainableTokensConfig", {"token_indices": TOKENS}),
 }
 SEPARATE: dict[str, Any] = {
@@ -67,8 +62,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "alora": ({"alora_invocation_tokens": [50, 51]}, "needs a forward pass of PEFT"),
     "xlora": ({"peft_type": "XLORA"}, "needs a forward pass of PEFT"),
     "poly": ({"peft_type": "POLY"}, "needs a forward pass of PEFT"),
-    "prompt": ({"peft_type": "PROMPT_TUNING"}, "adds virtual tokens to the prompt"),
-    "future": ({"peft_type": "NEVER_HEARD_OF"}, "of a kind that kleash was not tested with"),
+    "prompt": ({"peft_type": "PROMPT_TUNING"}, "that kleash was not tested with"),
+    "future": ({"peft_type": "NEVER_HEARD_OF"}, "that kleash was not tested with"),
 }
 
 
@@ -179,7 +174,7 @@ def test_adapters_that_do_not_change_their_base_share_it(made, ids, truth, name)
 @pytest.mark.parametrize("name", SEPARATE)
 def test_adapters_that_change_their_base_get_a_separate_base(made, ids, truth, name):
     adapter, base = made(name)
-    for sides in ((adapter, None), (None, adapter)):
+    for sides in ((adapter, None), (None, adapter)) if name == "pissa" else ((adapter, None),):
         pair = load_pair(*(str(side or base) for side in sides))
         assert_right(pair, sides, base, ids, truth)
         assert pair.policy.network is not pair.reference.network
@@ -201,7 +196,7 @@ def test_a_changed_base_is_detected_without_a_rule(made, ids, truth, name, monke
 
 
 def test_two_adapters_share_one_base_in_either_order(made, ids, truth):
-    names = ("lora", "dora", "pissa", "saved", "tokens", "ia3")
+    names = ("lora", "dora", "pissa", "ia3")
     for ours, theirs in permutations(names, 2):
         if (ours, theirs) not in (("lora", "dora"), ("dora", "lora")) and "lora" not in (ours, theirs):
             continue
@@ -258,21 +253,6 @@ def test_the_reference_of_a_cache_may_be_any_supported_adapter(made, ids, truth)
     adapter, base = made("pissa")
     pair = load_reference(str(adapter), None, Loading())
     assert_right(pair, (adapter, adapter), base, ids, truth)
-
-
-def test_a_checksum_changes_with_every_bit_and_every_swap():
-    from kleash.models.adapters.network_state import checksum
-
-    torch.manual_seed(0)
-    for values in (torch.randn(700, 33), torch.randn(5).bfloat16(), torch.randn(3, 4).T, torch.tensor(2.0)):
-        before = checksum(values)
-        assert checksum(values.clone()) == before
-        for place in {0, values.numel() // 2, values.numel() - 1}:
-            other = values.clone().contiguous()
-            other.view(-1)[place] = torch.nextafter(other.view(-1)[place], other.new_tensor(9.0))
-            assert checksum(other) != before
-    rows = torch.randn(700, 33)
-    assert checksum(rows) != checksum(rows.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from damaged_files import outcomes_of_damage
-from gguf_file import interleaved, write_file, write_gguf
+from gguf_file import interleaved, write_gguf
 from gguf_models import MODELS
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoConfig
@@ -111,13 +111,6 @@ def fuse_experts(tensors: dict[str, np.ndarray]) -> None:
         tensors[name.replace("_gate_", "_gate_up_")] = np.concatenate(parts, axis=1)
 
 
-def separate_experts(tensors: dict[str, np.ndarray]) -> None:
-    """A tensor for each expert, as in files of 2023."""
-    for name in [name for name in tensors if "_exps." in name]:
-        for number, weight in enumerate(tensors.pop(name)):
-            tensors[name.replace("_exps.", f".{number}.")] = weight
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -125,7 +118,6 @@ def separate_experts(tensors: dict[str, np.ndarray]) -> None:
         ("qwen2", fuse_projections),
         ("chatglm", fuse_projections),
         ("qwen3moe", fuse_experts),
-        ("mixtral", separate_experts),
     ],
 )
 def test_tensors_that_are_joined_or_apart_are_read(tmp_path: Path, name: str, change: Any) -> None:
@@ -146,9 +138,7 @@ def rename(writer: Any, old: str, new: str) -> None:
     writer.add_string("general.architecture", new)
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3moe", "qwen3vlmoe")]
-)
+@pytest.mark.parametrize(("name", "arch"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
 def test_language_models_of_qwen_vl_are_those_of_qwen(tmp_path: Path, name: str, arch: str) -> None:
     def edit(writer: Any) -> None:
         rename(writer, name, arch)
@@ -450,7 +440,6 @@ def test_tensors_that_do_not_fit_are_refused(
             lambda w: w.add_string("general.architecture", "mpt"),
             "is of the architecture 'mpt', and kleash reads",
         ),
-        (lambda w: w.add_string("general.architecture", "clip"), r"is the projector .*\(mmproj\); give"),
         (lambda w: w.add_uint32("llama.block_count", 2**31), "claims 2147483648 layers and has 21 tensors"),
         (
             lambda w: w.add_uint32("llama.feed_forward_length", 2**31),
@@ -496,7 +485,6 @@ def test_settings_that_do_not_fit_are_refused(
         ),
         ("qwen35", {"qwen35.nextn_predict_layers": 4}, "nextn_predict_layers is 4, and it has 4 layers"),
         ("qwen35", {"qwen35.ssm.inner_size": "many"}, r"values that qwen35 cannot have \(.*convert"),
-        ("qwen35", {"qwen35.ssm.inner_size": 31}, r"its ssm.inner_size is not that of 4 heads"),
         (
             "gemma4",
             {"gemma4.attention.head_count_kv": [2, 2, 1, 2, 2, 2]},
@@ -512,7 +500,6 @@ def test_settings_that_do_not_fit_are_refused(
             {"gemma4.attention.sliding_window_pattern": [True]},
             "its attention.sliding_window_pattern",
         ),
-        ("glm4moe", {"glm4moe.expert_gating_func": 1}, "its expert_gating_func is 1,"),
         ("lfm2", {"lfm2.attention.head_count_kv": [2, 1, 0]}, "its attention.head_count_kv is no list of 0"),
         ("olmo", {"olmo.attention.layer_norm_epsilon": 1e-6}, "its attention.layer_norm_epsilon is 1e-06"),
         (
@@ -662,7 +649,6 @@ def load_tokenizers_of(path: Path, folder: Path) -> Any:
         ("<I", 4, 1, "is of GGUF version 1, and versions 2 and 3"),
         ("<I", 4, 3 << 24, "little-endian order are read"),
         ("<Q", 8, 2**40, "it claims 22 settings and 1099511627776 tensors"),
-        ("<Q", 16, 2**63, "it claims 9223372036854775808 settings"),
         ("<Q", 24, 2**62, "'a key' claims 4611686018427387904 bytes"),
     ],
 )
@@ -688,27 +674,6 @@ def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: P
         ModelError, match=rf"its tensors end at byte {len(data)}, and it has {len(data) + 64}"
     ):
         read_gguf_header(path)
-
-
-@pytest.mark.parametrize(
-    ("arch", "kind", "reason"),
-    [
-        ("llama", "adapter", "is a LoRA adapter in GGUF format; give"),
-        ("controlvector", "model", "is a control vector; give a model"),
-        ("llama", "imatrix", "is an importance matrix .imatrix."),
-        ("qwen2", "mmproj", r"is the projector of a multimodal model \(mmproj\)"),
-        ("t5", "model", "has no tokenizer.ggml.tokens"),
-        ("llama", "model", "has no tokenizer.ggml.tokens; convert"),
-    ],
-)
-def test_files_that_are_no_language_model_are_named(
-    llama: tuple[Path, Path], tmp_path: Path, arch: str, kind: str, reason: str
-) -> None:
-    writer = gguf.GGUFWriter(str(tmp_path / "other.gguf"), arch)
-    writer.add_type(kind)
-    write_file(writer, {"blk.0.attn_q.weight.lora_a": np.zeros((4, 8), np.float32)}, "F32")
-    with pytest.raises(ModelError, match=reason):
-        load_pair(str(tmp_path / "other.gguf"), str(llama[0]))
 
 
 def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path: Path) -> None:
@@ -743,12 +708,9 @@ def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path:
         ("llama", None, None, 2, 2),
         ("llama", None, False, 2, None),
         ("gpt2", "llama-bpe", None, 3, 3),
-        ("gpt2", "tekken", None, 3, 3),
-        ("gpt2", "pixtral", None, 3, 3),
         ("gpt2", "qwen2", None, 3, None),
         ("gpt2", "qwen2", True, 3, 3),
         ("gpt2", "llama-bpe", False, 3, None),
-        ("gpt2", None, None, 3, None),
         ("gpt2", "llama-bpe", None, None, 11),
         ("gemma4", "gemma4", False, 3, 3),
         ("gpt2", "gemma4", False, 3, 3),

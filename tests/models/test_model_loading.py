@@ -69,7 +69,7 @@ def test_loading_prints_nothing_and_restores_logging(folders, capfd):
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_models_load_in_the_requested_dtype(folders, dtype):
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy), dtype=dtype).policy
@@ -188,25 +188,6 @@ def test_missing_weights_are_an_error(copied, unhooked):
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
     refuse(
         copied, "lacks 2 of its weights, which would be random: model.layers.1.mlp.up_proj.weight, model.norm"
-    )
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "pretrained_model."])
-def test_a_prefix_of_a_wrapper_is_named(copied, unhooked, prefix):
-    stored = load_file(copied / "model.safetensors")
-    renamed = {prefix + name: tensor for name, tensor in stored.items()} | {"v_head.weight": torch.zeros(1)}
-    save_file(renamed, copied / "model.safetensors", metadata={"format": "pt"})
-    refuse(
-        copied, rf"all of them are there with the prefix '{prefix}', so save the model without its wrapper"
-    )
-
-
-def test_a_model_without_a_head_is_named(copied, unhooked):
-    stored = load_file(copied / "model.safetensors")
-    del stored["lm_head.weight"]
-    save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
-    refuse(
-        copied, "lm_head.weight; fetch the checkpoint again, unless it is a model of embeddings or rewards"
     )
 
 
@@ -373,3 +354,19 @@ def test_the_context_length_of_a_pair_is_the_shorter_one(pair: Pair):
     unlimited = replace(shorter, policy=replace(pair.policy, context_length=None))
     assert unlimited.context_length == 40
     assert replace(unlimited, reference=unlimited.policy).context_length is None
+
+
+def test_weights_in_memory_do_not_change_with_their_file(tmp_path):
+    """transformers leaves float32 weights mapped from a float32 file, which is then overwritten in place."""
+    folder = save_tiny(tmp_path / "model")
+    pair = load_pair(str(folder), str(folder), dtype="float32")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    before = pair.policy.hidden_states(ids)
+    with (folder / "model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 2)
+        file.write(bytes(size - size // 2))
+        file.flush()
+        assert torch.equal(pair.policy.hidden_states(ids), before)
+        file.truncate(100)  # a mapped weight would end the process
+    assert torch.equal(pair.policy.hidden_states(ids), before)

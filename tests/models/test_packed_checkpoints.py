@@ -18,7 +18,8 @@ from transformers import Qwen3MoeConfig
 
 from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
-from kleash.models import load_pair, score, transformers_formats, unpacking
+from kleash.models import load_pair, score, transformers_formats
+from kleash.models.filling import unpack
 from kleash.models.transformers_formats import has_kernels
 from kleash.sources.sequences import TokenSequence
 
@@ -63,57 +64,14 @@ LAYOUTS = [
         "gptq int8, groups of 16",
         id="gptq-overridden",
     ),
-    pytest.param(
-        pack_gptq(4, 32, act_order=False, version=2, with_groups=False),
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round"},
-        "auto-round int4, groups of 32",
-        id="auto-round",
-    ),
-    pytest.param(
-        pack_gptq(4, 32, act_order=False, version=1, with_groups=False),
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
-        "auto-round int4, groups of 32",
-        id="auto-round-as-gptq",
-    ),
-    *(
-        pytest.param(
-            pack,
-            {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "backend": backend},
-            "auto-round int4, groups of 32",
-            id=backend,
-        )
-        for backend, pack in (
-            ("auto_round:exllamav2", pack_gptq(4, 32, act_order=False, version=2, with_groups=False)),
-            ("auto_round:gptq:exllamav2", pack_gptq(4, 32, act_order=False, version=1)),
-            ("auto_round:awq:gemm", pack_awq(32)),
-        )
-    ),
-    pytest.param(
-        pack_awq(32),
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
-        "auto-round int4, groups of 32",
-        id="auto-round-as-awq",
-    ),
     pytest.param(pack_awq(32), AWQ, "awq int4, groups of 32", id="awq"),
     pytest.param(pack_awq(96), AWQ | {"group_size": -1}, "awq int4, rows", id="awq-one-group"),
-    pytest.param(
-        pack_awq(16, gemv=True),
-        AWQ | {"group_size": 16, "version": "GEMV"},
-        "awq int4, groups of 16",
-        id="gemv",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("pack", "settings", "kind"), LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    pack: Packer,
-    settings: dict[str, Any],
-    kind: str,
-    dtype: torch.dtype,
+    tmp_path: Path, pack: Packer, settings: dict[str, Any], kind: str
 ) -> None:
     tensors, values = pack(np.random.default_rng(0).normal(size=(160, 96)))
     save_file(
@@ -125,9 +83,10 @@ def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(
     assert packed is not None
     (module,) = packed.modules
     assert (module.shape, module.kind) == ((160, 96), kind)
-    weight = unpacking.unpack(module, dtype)
-    assert weight.dtype == dtype
-    assert torch.equal(weight.double(), torch.from_numpy(values))
+    for dtype in (torch.float32, torch.float64):
+        weight = unpack(module, dtype)
+        assert weight.dtype == dtype
+        assert torch.equal(weight.double(), torch.from_numpy(values))
 
 
 @pytest.fixture(scope="module")
@@ -319,15 +278,11 @@ def test_experts_that_are_packed_one_by_one_are_unpacked(
         ("scales", None, "has no tensor scales"),
         ("qweight", lambda t: t[:, :0], "has an empty tensor"),
         ("qweight", lambda t: t[:, :32], "has scales of 2 x 64 and qzeros of 2 groups"),
-        ("qweight", lambda t: t[:4], "has 2 groups of scales, and 32 inputs"),
         ("g_idx", lambda t: t[:9], "has a g_idx of 9 inputs"),
         ("qweight", lambda t: t.float(), r"has qweight as F32 \[8, 64\], and not as I32"),
         ("qzeros", lambda t: t[:, :7], "has 7 words of zero points for 64 outputs"),
         ("qzeros", lambda t: t[:, :4], "is stored in 2 bits,"),
-        ("scales", lambda t: t.repeat(2, 1), "has scales of 4 x 64 and qzeros of 2 groups"),
         ("g_idx", lambda t: t + 1, "has a g_idx from 1 to 2, and groups from 0 to 1"),
-        ("g_idx", lambda t: t - 1, "has a g_idx from -1 to 0, and groups from 0 to 1"),
-        ("g_idx", lambda t: t.float(), r"has g_idx as F32 \[64\], and not as I32 or"),
     ],
 )
 def test_damaged_tensors_are_refused_with_their_module(
@@ -369,7 +324,7 @@ def test_symmetric_weights_have_the_zero_points_of_their_layout(
     expected = (codes.transpose(1, 2).flatten(0, 1) - 8) * tensors[f"{up}.scales"].float()[groups]
     assert torch.equal(weights[f"{up}.weight"], expected.T)
     store(0xFF - byte)
-    with pytest.raises(ModelError, match=f"symmetric.*; set checkpoint_format to {other} "):
+    with pytest.raises(ModelError, match=f"symmetric.*; set checkpoint_format to {other}$"):
         load_pair(str(folder), str(gptq[1]))
 
 
@@ -428,14 +383,10 @@ def damaged_copy(source: Path, folder: Path, name: str, change: Any) -> Path:
         ({"group_size": 0}, "its group_size is 0"),
         ({"group_size": 1 << 60}, "its group_size is 1152921504606846976"),
         ({"group_size": 16}, "has 3 groups of scales, and 96 inputs"),
-        ({"quant_method": "awq"}, "its version is 'gptq', and not gemm or gemv"),
+        ({"quant_method": "awq"}, "its version is 'gptq', and not gemm"),
         ({"quant_method": "awq", "version": "marlin"}, "its version is 'marlin'"),
-        ({"quant_method": "awq", "version": "gemm", "bits": 3}, "it has 3 bits, and AWQ's layouts 4"),
+        ({"quant_method": "awq", "version": "gemm", "bits": 3}, "it has 3 bits, and AWQ's layout 4"),
         ({"quant_method": "awq", "version": "gemm"}, r"has scales of \[3, 64\] and qzeros of \[3"),
-        (
-            {"quant_method": "auto-round", "packing_format": "auto_round:fp8"},
-            "its packing_format is 'auto_round:fp8'",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
@@ -469,12 +420,7 @@ def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_all
     tensors, expected = pack(np.random.default_rng(0).normal(size=(32, 192)))
     stored = {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()}
     save_file(stored, tmp_path / "model.safetensors")
-    settings = {
-        "quant_method": "auto-round",
-        "bits": 4,
-        "group_size": 128,
-        "extra_config": {name: {"group_size": 96}},
-    }
+    settings = GPTQ | {"group_size": 128, "dynamic": {name: {"group_size": 96}}}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     if name == ".*" and not with_groups:
         with pytest.raises(ModelError, match="2 groups of scales for 192 inputs, which may"):
@@ -482,7 +428,7 @@ def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_all
         return
     packed = find_packed_modules(packed_checkpoint(tmp_path))
     assert packed is not None
-    weight = unpacking.unpack(packed.modules[0], torch.float64)
+    weight = unpack(packed.modules[0], torch.float64)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
 
 
@@ -499,7 +445,7 @@ def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_p
     assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "gemma3n"])
+@pytest.mark.parametrize("family", ["gemma3n"])  # whole models are as any other
 def test_a_text_tower_is_unpacked_under_the_names_of_the_composite_model(tmp_path: Path, family: str) -> None:
     source = save_tower(tmp_path / "source", family)
     dense, folder = tmp_path / "dense", tmp_path / "packed"

@@ -12,7 +12,7 @@ from packed_checkpoints import packed_checkpoint
 from safetensors.torch import load_file
 
 from kleash.checkpoints.quantised.packed_formats import find_packed_modules
-from kleash.models import unpacking
+from kleash.models.filling import unpack
 
 NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "mlx": 9}
 
@@ -36,7 +36,7 @@ def test_matrices_are_unpacked_as_their_package_dequantises_them(cases: list[Pat
     for folder in folders:
         packed = find_packed_modules(packed_checkpoint(folder))
         assert packed is not None
-        weight = unpacking.unpack(packed.modules[0], torch.float32)
+        weight = unpack(packed.modules[0], torch.float32)
         expected = load_file(folder / "expected.safetensors")["weight"]
         # LLM.int8() multiplies by the scale and 1 / 127 in another order.
         rtol = 2e-7 if folder.name == "bitsandbytes-int8" else 0

@@ -51,68 +51,38 @@ def exact_kl(policy, reference, sequences=SEQUENCES):
     return np.concatenate([(np.exp(logp) * (logp - logq)).sum(-1) for logp, logq in pairs])
 
 
-def text_parameters(composite):
-    """The parameters of a composite model's decoder and head, each once."""
-    parts = [composite.get_decoder(), composite.get_input_embeddings(), composite.get_output_embeddings()]
-    if (
-        composite.config.model_type == "phi4_multimodal"
-    ):  # the decoder of this one has the other parts in itself
-        parts = [composite.model.layers, composite.model.norm, *parts[1:]]
-    parts = [part for part in parts if part is not None]
-    return sum(p.numel() for p in {id(p): p for part in parts for p in part.parameters()}.values())
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_is_measured_as_its_composite_model_reads_text(towers, family, tmp_path):
+def test_a_model_is_measured_as_its_composite_class_reads_text(towers, family):
     policy, reference = towers(family)
-    composites = load_composite(policy), load_composite(reference)
     pair = load_pair(str(policy), str(reference), dtype="float64")
-    assert not [note for note in pair.notes if "come apart" in note or "not used" in note]
-    assert (
-        pair.policy.parameters
-        == text_parameters(composites[0])
-        < sum(p.numel() for p in composites[0].parameters())
-    )
-    weights = pair.policy.weights
-    assert weights.bytes == pytest.approx(4 * pair.policy.parameters, rel=1e-4)  # Gemma 4 also stores buffers
-    assert weights.bits_per_weight == 32
-    assert not [name for name in weights.modules if "vision" in name or "visual" in name or "audio" in name]
+    assert not [note for note in pair.notes if "come apart" in note]
     assert pair.policy.context_length == 128
-    scores = score(pair, SEQUENCES)
-    kl = exact_kl(*composites)
-    assert kl.max() > 0.01
-    np.testing.assert_allclose(scores["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(
-        score(replace(pair, reference=pair.policy), SEQUENCES)["kl_policy_reference"], 0
-    )
-
-    prompts = tokenise_prompts(["The sea", "A long road leads out of the town"], pair)
-    responses = generate(pair.policy, prompts, Sampling(max_new_tokens=5))
-    for response in responses:
-        logp = logp_of(composites[0], response)[
-            np.arange(len(response.response_ids)), list(response.response_ids)
-        ]
-        np.testing.assert_allclose(response.logp_sampled, logp, rtol=1e-5, atol=1e-5)
-
-    adapter, adapted = composite_adapter(tmp_path / "adapter", composites[1], reference)
-    pair = load_pair(str(policy), str(adapter), dtype="float64")
-    kl = exact_kl(composites[0], adapted)
+    kl = exact_kl(load_composite(policy), load_composite(reference))
     assert kl.max() > 0.01
     np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
-    assert any("belong to parts of" in note for note in pair.notes)
 
 
-@pytest.mark.parametrize("family", ["granite_speech", "llava_next", "qwen2_5_vl", "unlimited_ocr"])
-def test_parts_are_left_out_by_the_names_of_their_settings_and_parameters(towers, family):
-    # An audio encoder; a parameter image_newline; names of the hub; names that transformers renames.
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", "gemma3n", "llama4"]
+)  # whole, text class alone, AutoModelForCausalLM
+def test_responses_of_a_composite_model_are_drawn_by_its_own_probabilities(towers, family):
+    policy, _ = towers(family)
+    pair = load_pair(str(policy), str(policy), dtype="float64")
+    prompts = tokenise_prompts(["The sea", "A long road leads out of the town"], pair)
+    for response in generate(pair.policy, prompts, Sampling(max_new_tokens=5)):
+        places = np.arange(len(response.response_ids)), list(response.response_ids)
+        logp = logp_of(load_composite(policy), response)[places]
+        np.testing.assert_allclose(response.logp_sampled, logp, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_an_adapter_on_all_parts_is_measured_on_text(towers, family, tmp_path):
     policy, reference = towers(family)
-    composites = load_composite(policy), load_composite(reference)
-    pair = load_pair(str(policy), str(reference), dtype="float64")
-    separator = 32 if family == "unlimited_ocr" else 0  # a vector whose name says nothing of images
-    assert pair.policy.parameters == text_parameters(composites[0]) + separator
-    np.testing.assert_allclose(
-        score(pair, SEQUENCES)["kl_policy_reference"], exact_kl(*composites), rtol=1e-6, atol=1e-6
-    )
+    adapter, adapted = composite_adapter(tmp_path / "adapter", load_composite(reference), reference)
+    kl = exact_kl(load_composite(policy), adapted)
+    assert kl.max() > 0.01
+    pair = load_pair(str(policy), str(adapter), dtype="float64")
+    np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
 
 
 def composite_adapter(folder, composite, base):
@@ -120,11 +90,11 @@ def composite_adapter(folder, composite, base):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    # The router of Llama 4 is a linear layer that returns two tensors, which PEFT adapts and cannot run.
-    targets = ["q_proj", "o_proj"] if composite.config.model_type == "llama4" else "all-linear"
     with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
         warnings.simplefilter("ignore")
-        adapted = get_peft_model(composite, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+        adapted = get_peft_model(
+            composite, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     with torch.no_grad():
         for weight in adapted.parameters():
             if weight.requires_grad:
@@ -138,7 +108,6 @@ def composite_adapter(folder, composite, base):
 
 def test_files_with_the_names_of_other_versions_are_read(towers, tmp_path):
     for family, names in (
-        ("qwen3_vl", {"model.language_model.": "model."}),  # the text part alone
         ("llava", {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}),
         ("llava", {"language_model.model.": "model.", "language_model.lm_head": "lm_head"}),
     ):
@@ -166,43 +135,22 @@ def test_a_text_part_without_one_of_its_weights_is_refused(towers, tmp_path):
             load_pair(str(folder), str(reference))
 
 
-def test_an_adapter_of_the_text_class_fits_the_composite_model(towers, tmp_path):
+def test_an_adapter_of_another_class_is_refused(towers, tmp_path):
     from transformers import LlamaForCausalLM
 
     _, reference = towers("llava")
     composite = load_composite(reference)
     text = LlamaForCausalLM._from_config(composite.config.text_config, dtype=torch.float64)
-    text.model, text.lm_head = composite.model.language_model, composite.lm_head
-    folder, adapted = composite_adapter(tmp_path / "adapter", text.eval(), reference)
-    assert not any("language_model" in name for name in load_file(folder / "adapter_model.safetensors"))
-    pair = load_pair(str(folder), str(reference), dtype="float64")
-    kl = exact_kl(adapted, load_composite(reference))
-    assert kl.max() > 0.01
-    np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
+    folder, _ = composite_adapter(tmp_path / "adapter", text.eval(), reference)
+    with pytest.raises(ModelError, match=r"does not fit|cannot be put on"):
+        load_pair(str(folder), str(reference), dtype="float64")
 
 
-def test_an_adapter_of_the_vision_part_alone_is_refused(towers, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    _, reference = towers("llava")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = get_peft_model(
-            load_composite(reference), LoraConfig(r=2, target_modules=["linear_1", "linear_2"])
-        )
-        adapted.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ModelError, match="changes no tensor of the language model of"):
-        load_pair(str(tmp_path / "adapter"), str(reference))
-
-
-@pytest.mark.parametrize("family", ["llava", "llama4", "gemma3n"])
-def test_a_composite_model_in_memory_is_counted_by_its_text_part(towers, family):
-    policy, reference = towers(family)
-    composite = load_composite(policy)
+def test_a_composite_model_in_memory_is_the_one_in_its_folder(towers):
+    policy, reference = towers("llava")
     pair = load_pair(str(policy), str(reference), dtype="float64")
-    live = live_model(composite, pair.tokenizer)
-    assert live.parameters == pair.policy.parameters == text_parameters(composite)
-    assert live.head.weight is not None
+    live = live_model(load_composite(policy), pair.tokenizer)
+    assert live.parameters == pair.policy.parameters and live.head.weight is not None
     np.testing.assert_array_equal(score(replace(pair, reference=live), SEQUENCES)["kl_policy_reference"], 0)
 
 

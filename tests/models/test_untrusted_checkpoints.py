@@ -213,19 +213,6 @@ def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
         SafetensorsFiles([path])
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "model.safetensors", "adapter_model.safetensors", "m.gguf"]
-)
-def test_pointers_of_git_lfs_are_named(model, over, name):
-    folder = over if name.startswith("adapter") else model
-    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    policy = folder / name if name.endswith(".gguf") else folder
-    with pytest.raises(
-        ModelError, match=rf"{name} is a pointer of Git LFS and not the file itself; run `git"
-    ):
-        load_pair(str(policy), str(model))
-
-
 def test_a_folder_named_as_a_weights_file_is_refused(model):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()
@@ -237,9 +224,7 @@ def test_a_folder_named_as_a_weights_file_is_refused(model):
     [
         ({"num_hidden_layers": 10**9}, "a network of [0-9]+ parts and more,"),
         ({"vocab_size": 10**12}, "describes in its settings a network"),
-        ({"hidden_size": 10**9}, "describes in its settings a network of [0-9]+ weights|cannot be loaded"),
         ({"hidden_size": 10**4}, "describes in its settings a network"),
-        ({"num_hidden_layers": 250}, "a network of [0-9]+ parts and more,"),
         ({"head_dim": 0}, "cannot be|other shapes|lacks"),
         ({"pad_token_id": 10**9}, "cannot be loaded"),
         ({"num_attention_heads": 0}, "cannot be|other shapes"),
@@ -293,11 +278,8 @@ def test_an_end_token_that_does_not_exist_is_a_note(model, name, end, kept, name
 @pytest.mark.parametrize(
     "settings",
     [
-        {"train_flops": 1e24},
-        {"dataset_size": 10**40, "num_hidden_layers_of_teacher": 10**9},
-        {"training": {"tokens_seen": 1e15, "hidden_size": 10**12}},
-        {"bos_token_id": 10**9},
-        {"sha": "9" * 50, "loss": float("nan")},
+        {"train_flops": 1e24, "training": {"tokens_seen": 1e15, "hidden_size": 10**12}},
+        {"num_hidden_layers_of_teacher": 10**9, "bos_token_id": 10**9, "loss": float("nan")},
     ],
     ids=str,
 )
@@ -316,25 +298,6 @@ def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
 def test_an_invalid_model_max_length_is_refused(model, limit):
     change(model / "tokenizer_config.json", model_max_length=limit)
     refused(model, "has the model_max_length .*, which is no number")
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"r": 10**6}, "has r 1e.06 in its adapter_config.json"),
-        ({"rank_pattern": {"q_proj": 10**6}}, "has q_proj of rank_pattern 1e.06"),
-        ({"target_modules": "("}, r"cannot be used \(missing \)"),
-        ({"layer_replication": [[0, 10**9]]}, "has layer_replication 1e.09"),
-    ],
-)
-def test_adapters_with_impossible_sizes_or_patterns_are_refused(over, base, settings, reason):
-    change(over / "adapter_config.json", **settings)
-    refused(over, reason, base)
-
-
-def test_an_adapter_whose_pattern_does_not_end_is_refused(over, base, one_second):
-    change(over / "adapter_config.json", target_modules="(([a-z_.0-9]+)*)*!")
-    refused(over, "cannot be used .it does not end within 1 s of computing", base)
 
 
 @pytest.mark.parametrize(
@@ -368,13 +331,6 @@ def test_unusable_devices_are_errors(base, options, error):
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
 def test_chat_templates_have_limits_of_length_and_memory(template, reason):
     refuse_template(template, reason)
-
-
-def test_a_chat_template_that_does_not_end_is_refused(one_second):
-    refuse_template(
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "it does not end within 1 s",
-    )
 
 
 def refuse_template(template, reason):
@@ -446,3 +402,10 @@ def test_random_damage_gives_an_error_or_the_correct_result(base, adapter, tmp_p
             found = head_logits(pair.policy.hidden_states(ids), pair.policy.head).log_softmax(-1)
         torch.testing.assert_close(found, truth, rtol=0, atol=1e-3, equal_nan=True, msg=what)
     assert numbers
+
+
+def test_a_chat_template_that_does_not_end_is_refused(one_second):
+    refuse_template(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "it does not end within 1 s",
+    )

@@ -93,29 +93,12 @@ TRAINED = {
     "inference_logprobs": [0.0, 0.0, -1.0, -2.0, 0.0, -0.5],
     "trainer_logprobs": [0.0] * 6,
 }
-NODES = [
-    {"token_ids": [5, 6], "mask": [False, False], "logprobs": [], "message": MESSAGES[0]},
-    {"parent": 0, "token_ids": [7, 8], "mask": [False, True], "logprobs": [-1.0], "sampled": True},
-    {"parent": 1, "token_ids": [9], "mask": [False]},
-    {"parent": 2, "token_ids": [10, 11], "mask": [True, True], "logprobs": [-2.0, -3.0]},
-    {"parent": 0, "token_ids": [7, 12], "mask": [False, True], "logprobs": [-4.0]},
-]
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        ([TRAINED], [([5, 6], [7, 8], [-1, -2]), ([5, 6, 7, 8, 9], [10], [-0.5])]),
-        (
-            [{"id": "a", "traces": [{"nodes": NODES}, {"nodes": []}]}],
-            [([5, 6, 7], [8], [-1]), ([5, 6, 7, 8, 9], [10, 11], [-2, -3]), ([5, 6, 7], [12], [-4])],
-        ),
-    ],
-    ids=["training sequence", "episode"],
-)
-def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, tmp_path, records, expected):
+def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, tmp_path):
+    expected = [([5, 6], [7, 8], [-1, -2]), ([5, 6, 7, 8, 9], [10], [-0.5])]
     path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records * 2))
+    path.write_text("".join(json.dumps(record) + "\n" for record in [TRAINED] * 2))
     responses = list(read_responses(str(path), pair))
     assert [
         (list(one.prompt_ids), list(one.response_ids), np.array(one.logp_sampled).tolist())
@@ -132,13 +115,7 @@ def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, tmp_path, rec
     [
         ({**TRAINED, "loss_mask": [True]}, "expected 'loss_mask'"),
         ({**TRAINED, "loss_mask": [False] * 6}, "'loss_mask' is false at every token"),
-        ({"traces": [{"nodes": [{"message": MESSAGES[0]}]}]}, "the rollout has no token ids of what"),
-        ({"traces": [3]}, "expected the traces of a rollout of prime-rl"),
-        ({"nodes": [*NODES[:1], {**NODES[1], "parent": 1}]}, "a node of a trace names '1' as its parent"),
-        (
-            {"nodes": [*NODES[:1], {**NODES[1], "mask": [True]}]},
-            "expected 'mask' to have a value for each of the 2",
-        ),
+        ({"traces": [3]}, "expected a field 'prompt'"),
     ],
 )
 def test_damaged_rollouts_of_prime_rl_are_refused(read, record, message, unhooked):

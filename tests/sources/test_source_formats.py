@@ -140,9 +140,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.csv", "What is this?\nfoo\n", "is read as CSV, and its first line, 'What"),
         ("a.csv", "prompt,prompt\na,b\n", "has the column 'prompt' more than once"),
         ("a.csv", "prompt,id\nx\n", "line 2: expected 2 cells, as in the header"),
-        ("a.csv", "prompt,id\nx,1,2\n", "line 2: expected 2 cells, as in the header"),
         ("a.csv", 'prompt\n"x"y\n', "line 2: it is not CSV"),
-        ("a.csv", 'prompt\n"never closed\n', "it is not CSV"),
         ("a.csv", "text\nx\n", "line 2: expected a field 'prompt' or"),
         ("a.csv", "messages\nx\n", "line 2: expected 'messages' to be JSON"),
         (
@@ -154,28 +152,18 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.csv", "prompt\n", "holds no prompt"),
         ("a.parquet", "prompt\nx\n", "cannot be read as Parquet"),
         ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
-        ("a.txt", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
         ("a.json", '{\n "prompt": "x"\n}', "holds .{.*prompt.*; give an array of objects"),
         ("a.json", "[1]", "entry 1: expected an object or a text"),
         ("a.json", "nothing", "is neither JSONL nor a JSON array"),
         ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
         ("a.txt", "The sea\n".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
-        ("a.txt", "The sea\n".encode("utf-16-le"), "line 1: expected UTF-8 and found byte 0x00"),
-        ("a.jsonl", jsonl({"prompt": "x"}).encode("utf-16-be"), "line 1: expected UTF-8 and found byte 0x00"),
-        ("a.csv", "prompt\nx\n".encode("utf-16-le"), "expected UTF-8 and found byte 0x00"),
         ("a.txt", b"fine\nnot\0fine\n", "line 2: expected UTF-8 and found byte 0x00"),
         ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return"),
         ("a.xlsx", b"PK\x03\x04\x14\0", "a.xlsx, line 1: expected UTF-8 and found"),
-        ("prompts", b"SQLite format 3\0", "line 1: expected UTF-8"),
-        ("a.npy", b"\x93NUMPY\x01\0", "line 1: expected UTF-8"),
-        ("a.pkl", b"\x80\x04\x95", "line 1: expected UTF-8"),
-        ("a.bz2", b"BZh91AY&SY\xd5\x13", "line 1: expected UTF-8"),
-        ("a.jsonl.xz", b"\xfd7zXZ\0", "line 1: expected UTF-8"),
         ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "line 1: expected UTF-8"),
         ("a.gz", gzip.compress(gzip.compress(b"The sea", mtime=0), mtime=0), "line 1: expected UTF-8"),
         ("a.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
         ("a.yaml", "prompt: x\n", "is read as .yaml, and prompts come as JSONL"),
-        ("a.ipynb", "{}", "is read as .ipynb, and prompts"),
     ],
 )
 def test_unsupported_formats_are_errors_with_their_name(pair, write, name, content, message, unhooked):
@@ -276,16 +264,14 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
 @pytest.mark.parametrize("record", FORMATS.values(), ids=FORMATS)
-def test_trl_formats_give_the_same_prompts(pair, write, record, suffix):
-    if suffix == "csv":
-        content = [list(record), [json.dumps(value) for value in record.values()]]
-    else:
-        content = jsonl(record) if suffix == "jsonl" else [record]
-    (prompt,) = read_prompts(write(f"a.{suffix}", content), pair)
-    assert prompt.text == "<s>user: Hi\nassistant: "
-    assert [dict(message) for message in prompt.messages] == [USER]
+def test_trl_formats_give_the_same_prompts(pair, write, record):
+    cells = [list(record), [json.dumps(value) for value in record.values()]]
+    contents = {"jsonl": jsonl(record), "json": [record], "parquet": [record], "csv": cells}
+    for suffix, content in contents.items():
+        (prompt,) = read_prompts(write(f"a.{suffix}", content), pair)
+        assert prompt.text == "<s>user: Hi\nassistant: "
+        assert [dict(message) for message in prompt.messages] == [USER]
 
 
 def test_null_keys_of_messages_in_parquet_are_removed(write):
@@ -419,12 +405,9 @@ def test_invalid_preference_pairs_are_errors(pair, write, record, message, unhoo
     ("fields", "message"),
     [
         ({"logprobs": [-1000.0, -1000.0]}, r"too low to be of drawn tokens \(down"),
-        ({"logprobs": [-1000, -0.1]}, "too low to be of drawn tokens"),
         ({"logprobs": [-80.0, -80.0]}, "too low to be of drawn tokens"),
-        ({"logprobs": [-9999.0, -0.5]}, "too low to be of drawn tokens"),
         ({"logprobs": [0.5, -0.1]}, "at most 0, and found '0.5'"),
         ({"logprobs": [10**400, -1]}, "at most 0, and found '1000"),
-        ({"logprobs": [-(10**400), -1]}, "at most 0, and found '-1000"),
         ({"logprobs": [None, -1]}, "found 'null'"),
         ({"temperature": 10**400}, "'temperature' to be a number from 0 on"),
         ({"temperature": float("nan")}, "'temperature' to be a number from 0 on"),
@@ -432,7 +415,6 @@ def test_invalid_preference_pairs_are_errors(pair, write, record, message, unhoo
         ({"prompt_id": 1.0}, "'prompt_id' to be a whole number and found '1.0'"),
         ({"response_token_ids": [2**70]}, "to hold token ids from 0 to 319"),
         ({"response_token_ids": [1.0]}, "to hold token ids from 0 to 319 and found '1.0'"),
-        ({"prompt_token_ids": [-1]}, "to hold token ids from 0 to 319 and found '-1'"),
     ],
 )
 def test_invalid_numbers_are_errors(pair, write, fields, message, unhooked):
@@ -596,7 +578,6 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats:
         ("a.txt", b"\xef\xbb\xbfThe sea\r\n\n was calm.", "The sea\r\n\n was calm."),
         ("wiki.test.raw.gz", gzip.compress(b" = The sea = \n", mtime=0), " = The sea = \n"),
         ("a.txt", "The sea".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
-        ("a.txt", "The sea".encode("utf-16-le"), "line 1: expected UTF-8 and found byte 0x00"),
         ("a.txt", b"The s\xe9a", "line 1: expected UTF-8 and found byte 0xe9"),
         ("a.jsonl", b'{"text": "The sea"}', "is read as JSONL, and texts come as plain text"),
         (

@@ -7,13 +7,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
+from kleash.precision import bitwise_equal
 
-POINTER_START = b"version https://git-lfs"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -58,24 +57,6 @@ class StoredTensor:
         return prod(self.shape)
 
 
-def check_pointers(paths: Iterable[Path]) -> None:
-    """Check that files are not the pointers that Git writes where Git LFS is not installed.
-
-    Raises:
-        ModelError: naming the first that is one.
-    """
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                start = file.read(len(POINTER_START))
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-        if start == POINTER_START:
-            raise ModelError(
-                f"{path} is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder"
-            )
-
-
 def open_safetensors(path: Path) -> Any:
     """Open a safetensors file, whose header the library checks: dtypes, shapes, and offsets without gaps or overlaps.
 
@@ -115,7 +96,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
             file = self._files[path] = open_safetensors(path)
             for name in file.keys():  # noqa: SIM118  no mapping
                 first = self._tensors.get(name)
-                if first is not None and not _is_equal(self.read(name), file.get_tensor(name)):
+                if first is not None and not bitwise_equal(self.read(name), file.get_tensor(name)):
                     raise ModelError(
                         f"{first.path} and {path.name} hold the tensor {name[:MAX_NAME_CHARACTERS]} with different "
                         "contents; remove the file that does not belong to it, or fetch the checkpoint again"
@@ -144,13 +125,6 @@ def _stored_tensor(name: str, path: Path, part: Any) -> StoredTensor:
     """A tensor by its slice in an open file."""
     kind, shape = part.get_dtype(), tuple(part.get_shape())
     return StoredTensor(name=name, path=path, kind=kind, shape=shape, num_bytes=prod(shape) * BITS[kind] // 8)
-
-
-def _is_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have one dtype, shape and content."""
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(
-        *(tensor.reshape(-1).view(torch.uint8) for tensor in (first, second))
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from kleash.checkpoints.files import (
     check_adapter_files,
     check_index,
     check_model_settings,
-    check_pointers,
     open_model_files,
     open_safetensors,
     read_json,
@@ -261,7 +260,6 @@ def _resolve(name: str, revision: str | None, role: str) -> Checkpoint:
     if is_gguf(name):
         return _find_gguf(name, revision, role)
     folder, commit = _find_folder(name, revision)
-    check_pointers(list_input_files(folder))
     if not (folder / "adapter_config.json").is_file():
         checkpoint = Checkpoint(role=role, name=name, folder=folder, revision=commit)
         _check_model_folder(name, checkpoint)
@@ -274,7 +272,6 @@ def _resolve(name: str, revision: str | None, role: str) -> Checkpoint:
         raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
     try:
         base_folder, _ = _find_base(base, settings.get("revision"), folder)
-        check_pointers(list_input_files(base_folder))
         if (base_folder / "adapter_config.json").is_file():
             raise ModelError(
                 f"{base} is an adapter itself; merge that into its base, and name the folder here"
@@ -314,7 +311,6 @@ def _find_gguf(name: str, revision: str | None, role: str) -> Checkpoint:
                 f"there is no file {part}; give a GGUF file, all parts of it if it is split, or "
                 "owner/name:file.gguf of the hub"
             )
-    check_pointers(paths)
     open_gguf(paths)
     return Checkpoint(role=role, name=name, folder=paths[0].parent, revision=commit, gguf=paths)
 

@@ -115,12 +115,6 @@ def forget_renaming(network: Any) -> None:
         del network._weight_conversions
 
 
-def adapter_tensor_prefixes() -> tuple[str, ...]:
-    """What the part of a tensor's name that PEFT adds to a module's path begins with, for every kind of adapter."""
-    prefixes = import_extra("peft.mapping", "models").PEFT_TYPE_TO_PREFIX_MAPPING.values()
-    return (*sorted(set(prefixes)), "base_layer", "modules_to_save", "token_adapter")
-
-
 def loaded_from(network: Any) -> str:
     """The folder or hub id that a transformers network was loaded from; "" if it was built in memory."""
     return getattr(network.config, "_name_or_path", "")

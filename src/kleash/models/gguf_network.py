@@ -9,18 +9,18 @@ from torch import Tensor
 from kleash.checkpoints.gguf.architectures import (
     DRAFT_LAYERS,
     POOLING,
+    SIGMOID,
     GGUFArchitecture,
     Settings,
     TensorSummary,
     config_attributes,
 )
-from kleash.checkpoints.gguf.families.dense import DENSE_FAMILIES
-from kleash.checkpoints.gguf.families.gemma import GEMMA_FAMILY
-from kleash.checkpoints.gguf.families.hybrids import HYBRID_FAMILIES
-from kleash.checkpoints.gguf.families.llama import LLAMA_FAMILY
-from kleash.checkpoints.gguf.families.qwen import QWEN_FAMILY
-from kleash.checkpoints.gguf.families.routed import ROUTED_FAMILIES
-from kleash.checkpoints.gguf.families.shared import SIGMOID
+from kleash.checkpoints.gguf.dense import DENSE_FAMILIES
+from kleash.checkpoints.gguf.gemma import GEMMA_FAMILY
+from kleash.checkpoints.gguf.hybrids import HYBRID_FAMILIES
+from kleash.checkpoints.gguf.llama import LLAMA_FAMILY
+from kleash.checkpoints.gguf.qwen import QWEN_FAMILY
+from kleash.checkpoints.gguf.routed import ROUTED_FAMILIES
 from kleash.checkpoints.gguf.tensor_decoding import (
     BLOCK_NUMBER,
     LONG_ROPE,
@@ -34,9 +34,9 @@ from kleash.checkpoints.gguf_files import GGUFFiles
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.adapters.shared_base import BaseNetwork
 from kleash.models.compat import find_backbone
 from kleash.models.filling import check_complete, check_network_size, fill_network, loading
+from kleash.models.shared_base import BaseNetwork
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **LLAMA_FAMILY,

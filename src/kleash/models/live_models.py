@@ -10,14 +10,12 @@ import torch
 
 from kleash.errors import KleashError, ModelError
 from kleash.linear.zero3 import is_zero3
-from kleash.models.adapters.peft_adapters import require_unchanged_base, trainable_base_parameters
-from kleash.models.adapters.rules import find_rule
+from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
 from kleash.models.compat import has_flat_parameters, loaded_from
 from kleash.models.model_building import build_model, with_storage
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
 from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards
-from kleash.models.text_towers import count_text_parameters
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""
@@ -72,7 +70,7 @@ def live_model(
         path=name or loaded_from(base) or type(base).__name__,
         revision=None,
         fingerprint="",
-        parameters=count_text_parameters(base),
+        parameters=sum(parameter.numel() for parameter in base.parameters()),
         adapters=adapters,
         adapter=adapter_name,
     )

@@ -1,10 +1,12 @@
 """Loading networks from checkpoints, with checks of their configuration and weights, and how they are stored."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,17 +14,10 @@ from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_p
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
-from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
-from kleash.models.compat import run_uncompiled, use_exact_experts
-from kleash.models.filling import check_complete, check_network_size, loading
+from kleash.models.compat import class_of_config, forget_renaming, run_uncompiled, use_exact_experts
+from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
 from kleash.models.gguf_network import load_gguf_network
-from kleash.models.text_towers import (
-    NetworkClass,
-    has_other_parts,
-    is_of_other_part,
-    list_network_classes,
-    needs_other_parts,
-)
+from kleash.models.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.transformers_formats import (
     check_stored_types,
     check_unused_parts,
@@ -31,7 +26,6 @@ from kleash.models.transformers_formats import (
     is_packed,
     quantisation_advice,
 )
-from kleash.models.unpacking import load_unpacked_network
 from kleash.store.measurement import StoredWeights
 
 PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}
@@ -42,6 +36,12 @@ PACKED_NAMES = ("qweight", "weight_packed", "blocks")
 SCALE_NAMES = ("scales", "weight_scale", "weight_scale_inv", "absmax", "SCB", "_scale", "_shift", "scale")
 """Names of tensors that stand beside quantised weights."""
 DENSE_TYPES = ("F64", "F32", "F16", "BF16")
+TEXT_NAMES = {
+    r"^(model\.)?(language_model|text_model)\.model\.": "model.",
+    r"^model\.(language_model|text_model)\.": "model.",
+    r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
+}
+"""Beginnings of the names of a text part's tensors in files of a whole model → those of its causal class."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -84,6 +84,7 @@ def load_networks(
             base = _load_base(checkpoint, dtype, device, device_map, trust_remote_code)
         if device_map is None:
             base.network.to(device)
+            _copy_from_files(base.network)
         base.network.eval()
         if base.network.dtype == torch.float64:
             use_exact_experts(base.network)
@@ -97,6 +98,13 @@ def load_networks(
     if len(checkpoints_by_folder) > 1 and has_adapters:
         notes.append("policy and reference have different bases, which are both loaded")
     return networks, tuple(notes)
+
+
+def _copy_from_files(network: Any) -> None:
+    """Copy the weights of a network that lie in mapped files, which a program may overwrite or truncate meanwhile."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.device.type == "cpu" and type(tensor) in (torch.nn.Parameter, torch.Tensor):
+            tensor.data = tensor.data.clone()
 
 
 def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
@@ -155,10 +163,13 @@ def _load_base(
     device_map: str | None,
     trust_remote_code: bool,
 ) -> BaseNetwork:
-    """Load the network of a folder, without adapters."""
+    """Load the network of a folder, without adapters, as the first class that has all its weights in the files.
+
+    Raises:
+        ModelError: if there is none, with the reason of the first class.
+    """
     packed = _find_unpacked(checkpoint, device, device_map)
-    advice = "" if packed is not None else quantisation_advice(checkpoint)
-    with loading(checkpoint, advice):
+    with loading(checkpoint, quantisation_advice(checkpoint)):
         config = import_extra("transformers", "models").AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
@@ -166,94 +177,113 @@ def _load_base(
             raise ModelError(
                 f"{checkpoint} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
             )
-        if not has_kernels(checkpoint, device):
-            decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
-            check_stored_types(checkpoint, config, decoded)
-        network_class, skeleton = _choose_class(
-            checkpoint, config, trust_remote_code, is_packed=packed is not None
+    if not has_kernels(checkpoint, device):
+        decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
+        check_stored_types(checkpoint, decoded)
+    refusals: list[ModelError] = []
+    for candidate in list_candidates(config, trust_remote_code):
+        try:
+            base = _load_as(candidate, checkpoint, packed, dtype, device_map)
+        except ModelError as error:
+            refusals.append(error)
+        else:
+            replaced = (
+                () if trust_remote_code else _describe_replaced_class(config, base.network, str(checkpoint))
+            )
+            return replace(base, notes=(*base.notes, *replaced))
+    raise refusals[0]
+
+
+class Candidate(NamedTuple):
+    """A class that a checkpoint's network may have."""
+
+    build: Callable[[Any], Any]
+    """Builds the network of a configuration."""
+    config: Any
+    names: Mapping[str, str]
+    """Patterns of names of tensors in the files → what the class has in their place."""
+
+
+def list_candidates(config: Any, trust_remote_code: bool) -> Iterator[Candidate]:
+    """Iterate over the classes that a checkpoint's network may have, the preferred first.
+
+    It is the class of ``AutoModelForCausalLM``, or that of a model which reads more than text (``class_of_config``).
+    The second is the causal class of the text part: for files of it alone, and where the whole cannot be built here,
+    as Gemma 3n without timm.
+
+    Args:
+        config: a transformers configuration.
+        trust_remote_code: whether the checkpoint's own code may run.
+    """
+    auto_class = import_extra("transformers", "models").AutoModelForCausalLM
+    is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    text_config = config.get_text_config(decoder=True)
+    whole, text_class = class_of_config(config), class_of_config(text_config)
+    if is_remote or whole is None or whole.config_class is type(text_config):
+        yield Candidate(partial(auto_class.from_config, trust_remote_code=trust_remote_code), config, {})
+        return
+    yield Candidate(whole._from_config, config, {})
+    if text_config is not config and text_class is not None:
+        yield Candidate(text_class._from_config, text_config, TEXT_NAMES)
+
+
+def _load_as(
+    candidate: Candidate,
+    checkpoint: Checkpoint,
+    packed: PackedCheckpoint | None,
+    dtype: torch.dtype | str,
+    device_map: str | None,
+) -> BaseNetwork:
+    """Load the network of a folder as one class.
+
+    Raises:
+        ModelError: if it does not fit the files.
+    """
+    advice = "" if packed is not None else quantisation_advice(checkpoint)
+    with loading(checkpoint, advice):
+        skeleton = check_network_size(
+            checkpoint, candidate.config, candidate.build, is_quantised=packed is not None
         )
+        load = type(skeleton).from_pretrained
+        if candidate.names:
+            load = partial(load, key_mapping=dict(candidate.names))
         if packed is not None:
             network, report = load_unpacked_network(
-                packed, network_class, skeleton, dtype=dtype, device_map=device_map
+                packed, load, skeleton, dtype=dtype, device_map=device_map
             )
         else:
-            network, report = _load_stored(network_class, checkpoint, dtype, device_map)
+            with torch.compiler.set_stance(
+                "force_eager"
+            ):  # some formats unpack weights by compiled functions
+                network, report = load(
+                    checkpoint.folder,
+                    config=skeleton.config,
+                    dtype=dtype,
+                    **_placement(device_map),
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported by check_complete instead
+                )
+            run_uncompiled(network)
+    if candidate.names:
+        forget_renaming(network)
     check_complete(report, str(checkpoint), advice)
+    unused = sorted(report["unexpected_keys"])
+    check_unused_parts(
+        unused, checkpoint, () if packed is None else [module.name for module in packed.modules]
+    )
     notes = (packed.describe(),) if packed is not None else describe_quantisation(checkpoint, network)
-    notes += _describe_unused(checkpoint, config, report, packed)
-    if not trust_remote_code and not has_other_parts(config):
-        notes += _describe_replaced_class(config, network, str(checkpoint))
+    if unused:
+        notes += (
+            f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",
+        )
     counted = skeleton if is_packed(network) else network
     return BaseNetwork(
         network=network,
         parameters=sum(parameter.numel() for parameter in counted.parameters()),
         notes=notes,
-        tensors=tuple(x for name, x in checkpoint.tensors.items() if not is_of_other_part(config, name)),
+        tensors=tuple(checkpoint.tensors.values()),
         packed=() if packed is None else packed.modules,
-    )
-
-
-def _load_stored(
-    network_class: NetworkClass, checkpoint: Checkpoint, dtype: torch.dtype | str, device_map: str | None
-) -> tuple[Any, Any]:
-    """The network with the weights as transformers reads them, and transformers' report of how they fit."""
-    with torch.compiler.set_stance("force_eager"):  # some formats unpack weights by compiled functions
-        network, report = network_class.from_pretrained(
-            checkpoint.folder,
-            config=network_class.config,
-            dtype=dtype,
-            **_placement(device_map),
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by check_complete instead
-        )
-    run_uncompiled(network)
-    return network, report
-
-
-def _describe_unused(
-    checkpoint: Checkpoint, config: Any, report: Any, packed: PackedCheckpoint | None
-) -> tuple[str, ...]:
-    """A note on tensors that the architecture does not use.
-
-    Raises:
-        ModelError: if they are of a quantisation.
-    """
-    unused = sorted(name for name in report["unexpected_keys"] if not is_of_other_part(config, name))
-    check_unused_parts(
-        unused, checkpoint, () if packed is None else [module.name for module in packed.modules]
-    )
-    if not unused:
-        return ()
-    return (f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",)
-
-
-def _choose_class(
-    checkpoint: Checkpoint, config: Any, trust_remote_code: bool, *, is_packed: bool
-) -> tuple[NetworkClass, Any]:
-    """The first class for a configuration that fits the files and whose forward pass on text needs nothing but text.
-
-    Also return the network on the meta device.
-
-    Raises:
-        ModelError: if there is none, with the reason of the first.
-    """
-    refusal: ModelError | None = None
-    for network_class in list_network_classes(
-        config, checkpoint.tensors, trust_remote_code=trust_remote_code
-    ):
-        try:
-            skeleton = check_network_size(
-                checkpoint, network_class.config, network_class.from_config, is_quantised=is_packed
-            )
-        except ModelError as error:
-            refusal = refusal or error
-            continue
-        if not has_other_parts(config) or not needs_other_parts(skeleton):
-            return network_class, skeleton
-    raise refusal or ModelError(
-        f"{checkpoint} ({config.model_type}) runs more than its language model on text, and transformers has no class "
-        "of its text part alone; kleash measures language models"
     )
 
 

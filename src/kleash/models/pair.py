@@ -1,11 +1,10 @@
 """Policy and reference: the two loaded models that are compared, each with its head and hidden states."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,21 +12,7 @@ from torch import Tensor
 from kleash.linear import Head
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.sharded_networks import ShardStorage
-from kleash.sources.sequences import TokenSequence
 from kleash.store.measurement import ModelRecord, StoredWeights
-
-
-@runtime_checkable
-class StoredHiddenStates(Protocol):
-    """Hidden states of a model that is not loaded, read from a cache."""
-
-    def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
-        """Final hidden states at the scored positions of a batch, one sequence after the other."""
-        ...
-
-    def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
-        """The token columns of the "noise" floor or the dtype "gap" at a temperature; None if they are not stored."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,8 +66,8 @@ class Model:
     max_padded_length: int | None = None
     """Longest batch in which padding on the right leaves the numbers of a sequence unchanged: longer ones hold
     sequences of one length. None for no limit, 0 if padding always changes numbers."""
-    stored: StoredHiddenStates | None = None
-    """Source of hidden states of a model that is not loaded; then ``network`` is None."""
+    stored: Any = None
+    """The ``StoredReference`` of a model that is not loaded; then ``network`` is None."""
     storage: ShardStorage | None = None
     """The ranks that store the weights between them; None if they are whole on this process."""
     turns: Any = None

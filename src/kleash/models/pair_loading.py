@@ -11,7 +11,6 @@ from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.jobs.reading_jobs import DoctorJob
-from kleash.models.adapters.shared_base import LoadedNetwork
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
@@ -20,6 +19,7 @@ from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.sharded_networks import ShardStorage, shard_storage, view_of_shards
+from kleash.models.shared_base import LoadedNetwork
 from kleash.models.tokenizers import load_tokenizers, token_count
 
 DTYPES = {

@@ -17,7 +17,6 @@ TINY_BYTES = 16_000_000
 thousands of tokens at once, a load that threads split well on an idle machine unless the matrices are tiny."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set torch's number of threads; if one is set, the number is not changed."""
-ONE_THREAD = f"one CPU thread: the models are small (set {THREAD_VARIABLES[0]} to choose another number)"
 
 
 @contextmanager
@@ -25,8 +24,7 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
     """Context with one torch thread if all these models are small and run on a CPU; restores the number on exit.
 
     With two threads, every operation of a small model waits for the slower thread; with another busy process on the
-    same cores, that takes four times the processor time. The number is not changed if the environment sets it, or if
-    ``torch.set_num_threads`` was called with another number than torch's default.
+    same cores, that takes four times the processor time.
 
     Args:
         names: paths or hub ids of the models.
@@ -39,17 +37,14 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         ModelError: if there is no such model.
         CannotRunError: if the device is not available.
     """
-    is_default = _is_default_number(torch.get_num_threads())
-    is_small = is_default and resolve_device(device, None).type == "cpu" and _are_small(names)
-    with _threads(1 if is_small else None, ONE_THREAD) as note:
+    is_small = resolve_device(device, None).type == "cpu" and all(map(_is_small, names))
+    with _at_most_threads(1 if is_small else torch.get_num_threads()) as note:
         yield note
 
 
 @contextmanager
 def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
-    """``threads_for`` for scoring and generating with a loaded pair: one thread if both models are tiny.
-
-    Several processes on one machine share its cores: each takes an equal part of them.
+    """Context with one torch thread if both models are tiny and on a CPU, and else an equal share of the threads.
 
     With two threads beside other busy processes, the shipped pair took 5 times the processor time and 4.5 times the
     wall time. The results are the same up to rounding.
@@ -59,26 +54,31 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
         processes: how many processes score on this machine.
 
     Yields:
-        A note for the user if the number was changed, or if the launcher left cores unused; None otherwise.
+        A note for the user if the number was changed; None otherwise.
     """
     models = (pair.policy, pair.reference)
-    are_on_cpu = all(model.device.type == "cpu" and model.device_map is None for model in models)
-    are_tiny = all(map(_is_tiny, models))
-    is_default = _is_default_number(torch.get_num_threads())
-    if processes == 1 or (are_tiny and is_default):
-        with _threads(1 if are_on_cpu and are_tiny and is_default else None, ONE_THREAD) as note:
-            yield note
+    threads = torch.get_num_threads()
+    if all(model.device.type == "cpu" and model.device_map is None for model in models):
+        threads = 1 if all(map(_is_tiny, models)) else max(1, threads // processes)
+    with _at_most_threads(threads) as note:
+        yield note
+
+
+@contextmanager
+def _at_most_threads(number: int) -> Iterator[str | None]:
+    """Context with at most ``number`` torch threads, unless the environment sets them, and a note for the user."""
+    before = torch.get_num_threads()
+    if number >= before or any(os.environ.get(name) for name in THREAD_VARIABLES):
+        yield None
         return
-    share = max(1, _cores() // processes)
-    if is_default and are_on_cpu:
-        words = f"{share} CPU threads for each of {processes} processes on this machine"
-        with _threads(share, words) as note:
-            yield note
-        return
-    # torchrun sets one thread for each process unless the variable is set.
-    has_unused_cores = are_on_cpu and not are_tiny and share > 1 and torch.get_num_threads() == 1
-    advice = f"one CPU thread for each of {processes} processes; set {THREAD_VARIABLES[0]}={share} to use all cores"
-    yield advice if has_unused_cores else None
+    torch.set_num_threads(number)
+    try:
+        yield (
+            f"{number} CPU thread{'s' if number > 1 else ''}, which suits small models and several processes (set "
+            f"{THREAD_VARIABLES[0]} to choose another number)"
+        )
+    finally:
+        torch.set_num_threads(before)
 
 
 def _is_tiny(model: Model) -> bool:
@@ -86,39 +86,6 @@ def _is_tiny(model: Model) -> bool:
     return model.parameters is None or model.parameters * model.dtype.itemsize <= TINY_BYTES
 
 
-@contextmanager
-def _threads(number: int | None, note: str) -> Iterator[str | None]:
-    """Context with a number of torch threads and a note for the user; changes nothing for None."""
-    if number is None:
-        yield None
-        return
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield note
-    finally:
-        torch.set_num_threads(threads_before)
-
-
-def _is_default_number(threads: int) -> bool:
-    """Whether a number of threads is torch's default: one for each core, or for every two cores."""
-    if threads == 1 or any(os.environ.get(name) for name in THREAD_VARIABLES):
-        return False
-    cores = _cores()
-    return threads in (cores, cores // 2, os.cpu_count(), (os.cpu_count() or 0) // 2)
-
-
-def _cores() -> int:
-    """Number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _are_small(names: Sequence[str]) -> bool:
-    """Whether the weights of each model, with its adapter, are at most ``SMALL_BYTES``."""
-    for name in dict.fromkeys(names):
-        checkpoint = find_checkpoint(name)
-        if sum(path.stat().st_size for path in checkpoint.weight_files()) > SMALL_BYTES:
-            return False
-    return True
+def _is_small(name: str) -> bool:
+    """Whether the weights of a model, with its adapter, are at most ``SMALL_BYTES``."""
+    return sum(path.stat().st_size for path in find_checkpoint(name).weight_files()) <= SMALL_BYTES

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from kleash.checkpoints.quantised.settings import SCALE_MEANING
+from kleash.checkpoints.quantised.scaled_weights import SCALE_MEANING
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.text_towers import is_of_other_part
 
 INTEGER_TYPES = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 SMALL_FLOAT_TYPES = frozenset(
@@ -24,14 +23,11 @@ QUANTISATION_PARTS = frozenset(
     )
 )
 """Last parts of the names of tensors that weights or activations are multiplied by, or that hold codes."""
-MXFP4_BLOCK_BYTES = 16
 MATRIX_NAMES = (".weight", "_proj")
 """Ends of the names of tensors that are matrices of a network."""
 KERNEL_PACKAGES = {
     "gptq": "gptqmodel",
     "awq": "gptqmodel",
-    "auto-round": "auto_round",
-    "intel/auto-round": "auto_round",
     "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fbgemm_gpu",
     "fp8": "kernels",
@@ -85,20 +81,17 @@ def is_packed(network: Any) -> bool:
     )
 
 
-def check_stored_types(checkpoint: Checkpoint, config: Any, decoded: Collection[str] | None) -> None:
+def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) -> None:
     """Refuse a checkpoint with a matrix of codes that nothing decodes: transformers would take them for weights.
 
     Args:
         checkpoint: the checkpoint.
-        config: its transformers configuration.
         decoded: names of the tensors that are unpacked; None if no format is.
 
     Raises:
         ModelError: naming the first of them.
     """
     method, headers = checkpoint.quant_method, checkpoint.tensors
-    if method == "mxfp4":
-        _check_mxfp4_parts(checkpoint)
     if (
         decoded is None
         and method in import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
@@ -114,7 +107,6 @@ def check_stored_types(checkpoint: Checkpoint, config: Any, decoded: Collection[
         and len(header.shape) > 1
         and name.endswith(MATRIX_NAMES)
         and name not in (decoded or ())
-        and not is_of_other_part(config, name)
     ]
     if codes:
         kind = headers[codes[0]].kind
@@ -129,29 +121,6 @@ def check_stored_types(checkpoint: Checkpoint, config: Any, decoded: Collection[
             f"{checkpoint} has matrices stored as codes that are not decoded here, {len(codes)} in all, such as "
             f"{codes[0][:120]} ({kind}){advice}"
         )
-
-
-def _check_mxfp4_parts(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint in MXFP4 of which codes and scales do not fit together: a scale for 16 bytes of codes.
-
-    Raises:
-        ModelError: naming the first tensor.
-    """
-    stored = checkpoint.tensors
-    for stem in sorted({name.rpartition("_")[0] for name in stored if name.endswith(("_blocks", "_scales"))}):
-        codes, scales = (stored.get(f"{stem}_{part}") for part in ("blocks", "scales"))
-        if (
-            codes is None
-            or scales is None
-            or {codes.kind, scales.kind} != {"U8"}
-            or codes.shape != (*scales.shape, MXFP4_BLOCK_BYTES)
-        ):
-            shapes = [None if tensor is None else (tensor.kind, *tensor.shape) for tensor in (codes, scales)]
-            raise ModelError(
-                f"{checkpoint} is quantised (mxfp4), and its {stem[:120]}_blocks ({shapes[0]}) do not fit the _scales "
-                f"({shapes[1]}): a scale (U8) belongs to {MXFP4_BLOCK_BYTES} bytes of codes; fetch the checkpoint "
-                "again"
-            )
 
 
 def check_unused_parts(

@@ -11,9 +11,9 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.linear import Head
-from kleash.models.adapters.network_state import bitwise_equal
 from kleash.models.heads import truncate_head
 from kleash.models.pair import Model
+from kleash.precision import bitwise_equal
 
 SETTING_TOLERANCE = 1e-6
 """Relative difference up to which two numbers of a module count as equal: GGUF files hold them in float32."""

@@ -1,1 +1,1 @@
-"""Running chat templates and patterns of a checkpoint in a separate process with limits on time and memory."""
+"""Running chat templates of a checkpoint in a separate process with limits on time and memory."""

@@ -1,7 +1,7 @@
-"""A separate process for the templates and regular expressions of a checkpoint, with limits on time and memory.
+"""A separate process for the chat templates of a checkpoint, with limits on time and memory.
 
-Neither a thread nor a regular expression can be interrupted, and a template can allocate any amount of memory in one
-operation. Both therefore run in a worker process (``worker.py``), which is killed when it exceeds its limits.
+A thread cannot be interrupted, and a template can allocate any amount of memory in one operation. It therefore runs in
+a worker process (``worker.py``), which is killed when it exceeds its limits.
 """
 
 import atexit
@@ -10,12 +10,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import ModelError, SourceError
+from kleash.errors import SourceError
 from kleash.extras import import_extra
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -53,12 +53,11 @@ class SandboxProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def run(self, kind: str, request: dict[str, Any]) -> Any:
+    def run(self, request: dict[str, Any]) -> Any:
         """Send one request to the worker and return its result.
 
         Args:
-            kind: "render" (a chat template) or "match" (regular expressions).
-            request: the arguments, as JSON.
+            request: the arguments of ``render_jinja_template``, as JSON.
 
         Raises:
             SandboxLimitError: if it takes too long, or too much memory.
@@ -66,9 +65,7 @@ class SandboxProcess:
         """
         with self._lock:
             try:
-                response = self._exchange(
-                    json.dumps({"kind": kind, "request": request}, default=str).encode() + b"\n"
-                )
+                response = self._exchange(json.dumps(request, default=str).encode() + b"\n")
             except BaseException:
                 self.stop()
                 raise
@@ -138,29 +135,6 @@ if hasattr(os, "register_at_fork"):  # a forked child must not share the parent'
     os.register_at_fork(after_in_child=SANDBOX.__init__)
 
 
-def check_patterns(subject: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Check that regular expressions compile, and that matching them against names ends.
-
-    Args:
-        subject: the adapter that holds the patterns, for errors.
-        patterns: regular expressions out of adapter_config.json.
-        names: the module names that PEFT will match them against.
-
-    Raises:
-        ModelError: if a pattern is invalid or takes too long.
-    """
-    request = {"patterns": list(patterns), "names": list(names)}
-    if not request["patterns"]:
-        return
-    try:
-        SANDBOX.run("match", request)
-    except (SandboxLimitError, SandboxTaskError) as error:
-        raise ModelError(
-            f"{subject} has a pattern in its adapter_config.json that cannot be used ({error}); correct it, such as by "
-            "naming the modules in a list"
-        ) from error
-
-
 def render_chat(tokenizer: Any, messages: list[Any], **options: Any) -> str:
     """The text that a tokenizer's chat template makes of messages, as ``apply_chat_template`` returns it.
 
@@ -207,9 +181,7 @@ def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
         schema = import_extra("transformers.utils.chat_template_utils", "models").get_json_schema
         tools = [schema(tool) if callable(tool) else tool for tool in tools]
     try:
-        texts, generation_indices = SANDBOX.run(
-            "render", {"conversations": conversations, "tools": tools, **request}
-        )
+        texts, generation_indices = SANDBOX.run({"conversations": conversations, "tools": tools, **request})
     except SandboxLimitError as error:
         raise TemplateError(
             f"it was stopped, since {error}; give a template that ends, or prompts as text"

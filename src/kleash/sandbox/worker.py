@@ -1,4 +1,4 @@
-"""The worker process that renders chat templates and matches regular expressions.
+"""The worker process that renders chat templates.
 
 ``process.py`` starts it with the search path of its parent and a limit of CPU seconds. It reads requests as lines of
 JSON and answers each with one line. It imports nothing of kleash: the folder of this file is not on its search path.
@@ -6,7 +6,6 @@ JSON and answers each with one line. It imports nothing of kleash: the folder of
 
 import json
 import math
-import re
 import sys
 from typing import Any
 
@@ -54,16 +53,6 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
     return {"result": [texts, generation_indices]}
 
 
-def match(request: dict[str, Any]) -> dict[str, Any]:
-    """Match each pattern against each name, to see that it compiles and ends within the limits."""
-    for pattern in request["patterns"]:
-        expression = re.compile(pattern)
-        for name in request["names"]:
-            expression.fullmatch(name)
-            expression.search(name)
-    return {"result": []}
-
-
 def main() -> None:
     """Answer requests until standard input ends."""
     responses, sys.stdout = sys.stdout.buffer, sys.stderr
@@ -71,18 +60,14 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line.decode("utf-8", "surrogatepass"))
         try:
-            if request["kind"] == "match":
-                limit_time()
-                response = match(request["request"])
-            else:
-                if not renderer_imported:
-                    limit_time(IMPORT_SECONDS)
-                    from transformers.utils import chat_template_utils  # noqa: F401 (not charged to a template)
+            if not renderer_imported:
+                limit_time(IMPORT_SECONDS)
+                from transformers.utils import chat_template_utils  # noqa: F401 (not charged to a template)
 
-                    limit_memory()
-                    renderer_imported = True
-                limit_time()
-                response = render(request["request"])
+                limit_memory()
+                renderer_imported = True
+            limit_time()
+            response = render(request)
         except MemoryError:
             response = {"limit": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except Exception as error:

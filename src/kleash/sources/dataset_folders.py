@@ -1,11 +1,10 @@
 """Data sets of several files: folders that ``save_to_disk`` wrote, folders in the hub's layout, and the hub itself."""
 
-import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra, is_installed, suppress_library_output
@@ -58,7 +57,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
     except (OSError, ValueError):  # such as a prompt given as a name; opening the file says what is wrong
         return None
     if has_splits or has_state:
-        return _saved_files(name, path, reading, has_splits=has_splits)
+        return _saved_files(name, path, reading)
     is_on_hub = not exists and HUB_ID.fullmatch(name) is not None and not _has_data_suffix(path)
     if not (has_data_files or is_on_hub):
         return None
@@ -77,63 +76,32 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
     return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
 
 
-def _saved_files(name: str, folder: Path, reading: ReadOptions, *, has_splits: bool) -> DatasetFiles:
-    """The files of a split of a folder that ``save_to_disk`` wrote, of a data set or of a dictionary of splits."""
+def _saved_files(name: str, folder: Path, reading: ReadOptions) -> DatasetFiles:
+    """The files of a split of a folder that ``save_to_disk`` wrote, of a data set or of a dictionary of splits.
+
+    Raises:
+        SourceError: if it is damaged, has no such split, or names a file that is not in the folder.
+    """
     if reading.dataset_config is not None:
         raise SourceError(
             f"{name} was written by save_to_disk and has no configuration {shorten(reading.dataset_config)}; leave "
             "--dataset-config out"
         )
-    if has_splits:
-        splits = _plain_names(folder / SPLITS, _read_state(folder / SPLITS, "splits")["splits"])
-        split, notes = _choose_split(name, splits, reading.split)
-        folder = folder / split
-    else:
-        notes = ()
-    state = _read_state(folder / STATE, "_data_files")
-    if not has_splits and reading.split not in (None, state.get("_split")):
-        raise SourceError(f"{name} is one split; leave --split {shorten(str(reading.split))} out")
-    entries: list[Any] = state["_data_files"]
-    names = [each.get("filename") if isinstance(each, dict) else each for each in entries]
-    paths = tuple(folder / each for each in _plain_names(folder / STATE, names))
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        raise SourceError(
-            f"{folder} lacks {missing[0].name}, which its {STATE} names; save the data set again"
-        )
-    return DatasetFiles(paths, notes)
-
-
-def _plain_names(path: Path, names: list[Any]) -> list[str]:
-    """The names of files or folders that a file of ``save_to_disk`` lists, each within the folder.
-
-    Raises:
-        SourceError: if one lies elsewhere.
-    """
-    for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-            raise SourceError(
-                f"{path} names {shorten(str(name))}, and not a file or folder beside it; save the data set again with "
-                "save_to_disk"
-            )
-    return names
-
-
-def _read_state(path: Path, key: str) -> dict[str, Any]:
-    """The object in a file of ``save_to_disk``, in which ``key`` is a list.
-
-    Raises:
-        SourceError: if it is not.
-    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        saved = import_extra("datasets", "datasets").load_from_disk(str(folder))
+    except Exception as error:  # the package raises exceptions of many types
         raise SourceError(
-            f"{path} cannot be read: {summarise_error(error)}; save the data set again"
+            f"{name} cannot be read: {summarise_error(error)}; save the data set again"
         ) from error
-    if not isinstance(content, dict) or not isinstance(content.get(key), list) or not content[key]:
-        raise SourceError(f"{path} has no list {key!r}; save the data set again with save_to_disk")
-    return content
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "the only one"): saved}
+    split, notes = _choose_split(name, list(splits), reading.split)
+    paths = tuple(Path(file["filename"]) for file in splits[split].cache_files)
+    for path in paths:
+        if path.resolve().parent != (folder / split if isinstance(saved, dict) else folder).resolve():
+            raise SourceError(
+                f"{name} names the file {shorten(str(path))}, which is not in it; save it again"
+            )
+    return DatasetFiles(paths, notes)
 
 
 def _has_data_suffix(path: Path) -> bool:

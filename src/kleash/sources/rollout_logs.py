@@ -6,16 +6,12 @@ reader: their columns are among the usual names. lm-evaluation-harness writes a 
     {"doc_id": 0, "filter": "none", "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": options}},
      "resps": [[text, ...]], "filtered_resps": [...]}
 
-prime-rl writes a line for each training sequence, and a line for each episode, whose traces are trees of messages:
+prime-rl writes a line for each training sequence:
 
     {"token_ids": [...], "loss_mask": [...], "inference_logprobs": [...]}
-    {"traces": [{"nodes": [{"parent": null, "token_ids": [...], "mask": [...], "logprobs": [...]}, ...]}]}
-
-A node has the tokens that its message adds to those of its parent, and a log-probability for each token of its mask.
 
 References: ``EvaluationTracker.save_results_samples``, https://github.com/EleutherAI/lm-evaluation-harness;
-``TokenExporter``, https://github.com/PrimeIntellect-ai/prime-rl; ``MessageNode``,
-https://github.com/PrimeIntellect-ai/verifiers.
+``TokenExporter``, https://github.com/PrimeIntellect-ai/prime-rl.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,9 +38,6 @@ def expand_logs(records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
         fields = record.fields
         if isinstance(fields.get("token_ids"), list) and isinstance(fields.get("loss_mask"), list):
             yield from _training_sequence(record)
-        elif isinstance(fields.get("traces"), list) or isinstance(fields.get("nodes"), list):
-            for trace in fields.get("traces", [fields]):
-                yield from _trace(record, trace)
         elif "arguments" in fields and "resps" in fields:
             filters = filters or [fields.get("filter")]
             if fields.get("filter") == filters[0]:
@@ -68,68 +61,11 @@ def _training_sequence(record: SourceRecord) -> Iterator[SourceRecord]:
     yield from _drawn_runs(record, token_ids, mask, logprobs)
 
 
-def _trace(record: SourceRecord, trace: Any) -> Iterator[SourceRecord]:
-    """The responses of a trace of an episode of prime-rl; of an episode that failed there may be none."""
-    nodes = trace.get("nodes") if isinstance(trace, dict) else None
-    if not isinstance(nodes, list) or not all(map(_is_node, nodes)):
-        raise record.error(
-            "expected the traces of a rollout of prime-rl, whose nodes have 'token_ids' and 'mask', and found "
-            f"{show_value(trace)}"
-        )
-    if nodes and not any(any(node["mask"]) for node in nodes):
-        raise record.error(
-            "the rollout has no token ids of what the model drew; prime-rl writes them if it generates by its renderer"
-        )
-    for index, node in enumerate(nodes):
-        if any(node["mask"]):
-            yield from _sampled_message(record, nodes, index)
-
-
-def _is_node(value: Any) -> bool:
-    """Whether a value is a node of a trace."""
-    return isinstance(value, dict) and all(
-        isinstance(value.setdefault(name, []), list) for name in ("token_ids", "mask", "logprobs")
-    )
-
-
-def _sampled_message(
-    record: SourceRecord, nodes: Sequence[dict[str, Any]], index: int
-) -> Iterator[SourceRecord]:
-    """The response of a node, after the tokens of those before it."""
-    node, parent, earlier = nodes[index], nodes[index].get("parent"), list[dict[str, Any]]()
-    while parent is not None:
-        if not isinstance(parent, int) or not 0 <= parent < index:
-            raise record.error(
-                f"a node of a trace names {show_value(parent)} as its parent, and parents stand before their children"
-            )
-        earlier.insert(0, nodes[parent])
-        index, parent = parent, nodes[parent].get("parent")
-    mask, logprobs = node["mask"], iter(node["logprobs"])
-    if len(mask) != len(node["token_ids"]) or len(node["logprobs"]) not in (0, sum(map(bool, mask))):
-        raise record.error(
-            f"expected 'mask' to have a value for each of the {len(node['token_ids'])} tokens of a node, and "
-            "'logprobs' one for each that was drawn"
-        )
-    before = [token for each in earlier for token in each["token_ids"]]
-    nothing_drawn = [None] * len(before)
-    drawn_earlier = [flag for each in earlier for flag in each["mask"]]
-    aligned = [*nothing_drawn, *(next(logprobs, None) if flag else None for flag in mask)]
-    yield from _drawn_runs(
-        record,
-        [*before, *node["token_ids"]],
-        [*nothing_drawn, *mask],
-        aligned,
-        first=drawn_earlier.index(True) if True in drawn_earlier else None,
-    )
-
-
 def _drawn_runs(
     record: SourceRecord,
     token_ids: Sequence[Any],
     mask: Sequence[Any],
     logprobs: Sequence[Any] | None,
-    *,
-    first: int | None = None,
 ) -> Iterator[SourceRecord]:
     """A record for each run of tokens that were drawn, after all tokens before it.
 
@@ -138,13 +74,11 @@ def _drawn_runs(
         token_ids: of the whole sequence.
         mask: whether each token was drawn.
         logprobs: one for each token, None where it is not known; None if none is.
-        first: number of tokens before the first that was drawn; None for that of ``mask``.
     """
-    stop = 0
+    first, stop = list(map(bool, mask)).index(True), 0
     for is_drawn, run in groupby(mask, bool):
         start, stop = stop, stop + len(list(run))
         if is_drawn:
-            first = start if first is None else first
             values = [None] if logprobs is None else list(logprobs[start:stop])
             fields = {
                 "prompt_token_ids": list(token_ids[:start]),

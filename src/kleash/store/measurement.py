@@ -92,7 +92,7 @@ class StoredWeights:
     """How a model's weights are stored on disk."""
 
     bytes: int
-    """Of all tensors but those of vision and audio parts, also those of an adapter."""
+    """Of all tensors, also those of an adapter."""
     bits_per_weight: float
     """Bits on disk for each weight of the network and of an adapter, with scales, offsets and what is not quantised."""
     modules: Mapping[str, str]

@@ -15,11 +15,10 @@ from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, TokenSequence
-from kleash.models.adapters.network_state import make_probe, probe_logits
+from kleash.models.adapters import make_probe, probe_logits
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows, truncate_head
 from kleash.models.scoring import pad_batch
-from kleash.models.text_towers import copy_other_parts
 from kleash.training.model_options import load_models, lora_settings, require_trainable
 
 MAX_MERGE_ERROR = 1e-3
@@ -138,7 +137,6 @@ class ActorCritic(torch.nn.Module):
         with suppress_library_output():
             if adapters is None:
                 self.network.save_pretrained(folder)
-                copy_other_parts(self.network, folder)
             else:
                 adapters.save_pretrained(folder, save_embedding_layers=False)
             self.pair.tokenizer.save_pretrained(folder)

@@ -37,8 +37,6 @@ FACTORS = frozenset((ROPE_FACTORS, *LONG_ROPE))
 LAYERS = "model.layers"
 BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.([a-z0-9_.]+?)(?:\.(weight|bias|scale))?")
 BLOCK_NUMBER = re.compile(r"blk\.(\d{1,6})\.")
-OLD_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,4})")
-"""Part of a block that is one expert, as files of 2023 have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +71,6 @@ class ParameterNames:
         if match is None:
             return self.exceptions.get(name, self.converted.get(name))
         number, part, suffix = match.groups()
-        expert = OLD_EXPERT.fullmatch(part)
-        if expert is not None and f"{expert[1]}_exps" in self.exceptions:
-            module = self.exceptions[f"{expert[1]}_exps"].replace("{expert}", expert[2])
-            return f"{LAYERS}.{number}.{module}.{suffix}"
         if f"{part}.{suffix}" in self.exceptions:
             return f"{LAYERS}.{number}.{self.exceptions[f'{part}.{suffix}']}"
         if part in self.exceptions and suffix != "scale":

@@ -17,15 +17,6 @@ TYPE_NAMES = {
     UNUSED: "unused",
     BYTE: "byte",
 }
-PROJECTOR = "the projector of a multimodal model (mmproj); give the file of its language model"
-OTHER_KINDS = {
-    "clip": PROJECTOR,
-    "mmproj": PROJECTOR,
-    "adapter": "a LoRA adapter in GGUF format; give the adapter as PEFT saves it, or the model it was merged into",
-    "controlvector": "a control vector; give a model",
-    "imatrix": "an importance matrix (imatrix) for a quantiser; give the quantised model",
-}
-"""``general.type`` or ``general.architecture`` of files that are no model → what they are, and what to give."""
 SPACE_LETTER = "\u0120"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -64,11 +55,8 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
     """The vocabulary in the settings of a GGUF file.
 
     Raises:
-        ModelError: if there is none, its lists do not belong together, or the file has no language model.
+        ModelError: if there is none, or its lists do not belong together.
     """
-    names = (settings.get("general.type"), settings.get("general.architecture"))
-    for name in [name for name in names if isinstance(name, str) and name in OTHER_KINDS]:
-        raise ModelError(f"{subject} is {OTHER_KINDS[name]}")
     tokens = _list_of(settings, "tokens", str, subject)
     if not tokens:
         raise ModelError(

@@ -36,9 +36,11 @@ from kleash.checkpoints.quantised.integers import (
 from kleash.checkpoints.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
+    UnsupportedLayoutError,
     modules_with,
+    read_group_size,
+    read_integer,
 )
-from kleash.checkpoints.quantised.settings import UnsupportedLayoutError, read_group_size, read_integer
 from kleash.checkpoints.resolution import Checkpoint
 
 METHOD = "mlx"

@@ -6,87 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from kleash.checkpoints.quantised.awq import describe_modules as describe_awq_modules
-from kleash.checkpoints.quantised.awq import find_awq_modules
 from kleash.checkpoints.quantised.bitsandbytes import find_bitsandbytes_modules
-from kleash.checkpoints.quantised.gptq import find_gptq_modules, find_word_modules
+from kleash.checkpoints.quantised.grouped_integers import find_awq_modules, find_gptq_modules
 from kleash.checkpoints.quantised.mlx import arrange_tensors, find_mlx_modules
-from kleash.checkpoints.quantised.packed_modules import PackedModule
-from kleash.checkpoints.quantised.scaled_weights import (
-    WeightScheme,
-    find_compressed_modules,
-    find_scaled_float_modules,
-    find_scaled_modules,
-)
-from kleash.checkpoints.quantised.settings import (
+from kleash.checkpoints.quantised.packed_modules import (
+    PackedModule,
     UnsupportedLayoutError,
     check_rotations,
-    read_group_size,
-    read_integer,
     read_weight_groups,
 )
+from kleash.checkpoints.quantised.scaled_weights import find_compressed_modules, find_scaled_float_modules
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
-
-GPTQ_PACKINGS = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
-"""``packing_format`` of GPTQ → whether zero points are stored less one."""
-ALIASES = {
-    "auto": "auto_round:auto_gptq",
-    "auto_round:gptq": "auto_round:auto_gptq",
-    "auto_round:awq": "auto_round:auto_awq",
-}
-"""Other names of AutoRound for its ``packing_format``."""
-SCALED_PACKINGS = {"auto_round:llm_compressor": ("mx_fp", "nv_fp"), "auto_round:fp8_static": ("fp",)}
-"""``packing_format`` of compressed-tensors → beginnings of the ``data_type`` of weights that are read."""
-
-
-def find_auto_round_modules(checkpoint: Checkpoint) -> list[PackedModule]:
-    """The packed modules of an AutoRound checkpoint: those of GPTQ, AWQ or compressed-tensors under its own names.
-
-    Source: auto-round, ``inference/backend.py`` and ``export/export_to_autoround``; of version 0.3, ``export.py``.
-
-    Raises:
-        UnsupportedLayoutError: if its ``packing_format`` is not read.
-        ModelError: if the tensors of a module do not fit together or contradict the settings.
-    """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
-    layout, data_type = read_auto_round_layout(settings), str(settings.get("data_type"))
-    if layout == "auto_round:auto_awq":
-        return describe_awq_modules(checkpoint)
-    if layout in GPTQ_PACKINGS:
-        return find_word_modules(checkpoint, has_shifted_zeros=GPTQ_PACKINGS[layout])
-    if not data_type.startswith(SCALED_PACKINGS.get(layout, ())):
-        raise UnsupportedLayoutError(f"its packing_format is {layout!r:.60} of {data_type!r:.40}")
-    schemes: list[WeightScheme] = []  # scales of FP8 are of rows or of the matrix
-    if not data_type.startswith("fp"):
-        schemes = [WeightScheme(bits=read_integer(settings, "bits"), group_size=read_group_size(settings))]
-    return find_scaled_modules(checkpoint, schemes)
-
-
-def read_auto_round_layout(settings: Mapping[str, Any]) -> str:
-    """The ``packing_format`` of an AutoRound checkpoint.
-
-    Versions before 0.5 name a ``backend`` instead, and FP8 of version 0.16 neither.
-    Their own backends, such as "auto_round:exllamav2", store zero points as they are; those of GPTQ, such as
-    "auto_round:gptq:exllamav2", and of AWQ store them as these formats do.
-    """
-    layout, backend = settings.get("packing_format"), settings.get("backend")
-    if layout is None and isinstance(backend, str) and backend != "auto":
-        if "awq" in backend:
-            layout = "auto_round:auto_awq"
-        else:
-            layout = "auto_round:auto_gptq" if "gptq" in backend else "auto_round"
-    if layout is None and backend is None and str(settings.get("data_type")).startswith("fp"):
-        layout = "auto_round:fp8_static"
-    layout = str(layout or "auto")
-    return ALIASES.get(layout, layout)
-
 
 FORMATS: Mapping[str, Callable[[Checkpoint], list[PackedModule]]] = {
     "gptq": find_gptq_modules,
     "awq": find_awq_modules,
-    "auto-round": find_auto_round_modules,
-    "intel/auto-round": find_auto_round_modules,
     "compressed-tensors": find_compressed_modules,
     "fp8": find_scaled_float_modules,
     "fbgemm_fp8": find_scaled_float_modules,
@@ -192,12 +127,10 @@ def _codes_alone(checkpoint: Checkpoint) -> list[str]:
 
 def _list_also_quantised(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """What a format also quantises when the model is served."""
-    act_bits = settings.get("act_bits")
     rounds_activations = (
         FORMATS[str(checkpoint.quant_method)] is find_scaled_float_modules
         or settings.get("quantize_activations") is True  # MLX
         or settings.get("load_in_8bit") is True  # bitsandbytes
-        or (isinstance(act_bits, int) and 0 < act_bits <= 8)  # AutoRound
     ) or any(
         group.get("input_activations") or group.get("output_activations")
         for group in read_weight_groups(settings)

@@ -10,14 +10,13 @@ The blocks are the whole matrix, rows, groups of columns in a row, or rectangles
 | ``weight_packed`` or ``weight`` (U8) | pairs of 4-bit floating-point numbers E2M1, the first in the lower bits |
 | ``weight`` (I8, F8_E4M3, F8_E5M2) | the numbers themselves |
 
-The scales are ``weight_scale``, or ``weight_scale_inv`` in fine-grained FP8, which are factors as well; GPTQModel's FP8
-has the reciprocals of scales under that name (``weight_scale_semantics``). Scales stored
+The scales are ``weight_scale``, or ``weight_scale_inv`` in fine-grained FP8, which are factors as well. Scales stored
 as U8 or F8_E8M0 are powers of two, 2^(s - 127). Those of 4-bit floating-point numbers are divided by
 ``weight_global_scale``, or multiplied by ``weight_scale_2`` (ModelOpt). ModelOpt's AWQ multiplies the inputs of a
 matrix by ``pre_quant_scale``, which are factors of its columns here.
 
 Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_utils.py``; DeepSeek-V3,
-``inference/fp8_cast_bf16.py``; GPTQModel, ``nn_modules/qlinear/fp8.py``.
+``inference/fp8_cast_bf16.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,11 +34,12 @@ from kleash.checkpoints.quantised.integers import (
     unpack_words,
     words_of,
 )
-from kleash.checkpoints.quantised.packed_modules import ModuleTensors, PackedModule, modules_with
-from kleash.checkpoints.quantised.settings import (
+from kleash.checkpoints.quantised.packed_modules import (
+    ModuleTensors,
+    PackedModule,
     UnsupportedLayoutError,
     check_modelopt_algorithms,
-    has_reciprocal_scales,
+    modules_with,
     read_block,
     read_group_size,
     read_integer,
@@ -68,6 +68,7 @@ COMPRESSED_FORMATS = frozenset(
     )
 )
 """Formats of compressed-tensors that are read."""
+SCALE_MEANING = "weight_scale_semantics"
 FP8_BLOCK = (128, 128)
 """Rows and columns of the blocks of fine-grained FP8 whose settings do not say."""
 
@@ -81,8 +82,6 @@ class WeightScheme:
     """Columns of a group; None or -1 if the scales are not of groups."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block; None if the scales are of the matrix, of rows or of groups in a row."""
-    divides: bool = False
-    """Whether weights are the stored numbers divided by the scales, and not multiplied."""
 
 
 def find_compressed_modules(checkpoint: Checkpoint) -> list[PackedModule]:
@@ -129,8 +128,10 @@ def find_scaled_float_modules(checkpoint: Checkpoint) -> list[PackedModule]:
     ends = [name.rpartition(".")[2] for name in checkpoint.tensors]
     if any(end.endswith("_scale_inv") and end != BLOCK_SCALES for end in ends):
         return []
+    if settings.get(SCALE_MEANING) is not None:  # of GPTQModel, whose scales are divisors
+        raise UnsupportedLayoutError(f"its {SCALE_MEANING} is not that of DeepSeek-V3")
     block = read_block(settings, "weight_block_size") or FP8_BLOCK
-    schemes = [WeightScheme(bits=8, block=block, divides=has_reciprocal_scales(settings))]
+    schemes = [WeightScheme(bits=8, block=block)]
     return find_scaled_modules(checkpoint, schemes if BLOCK_SCALES in ends else [])
 
 
@@ -175,9 +176,7 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
         shape=shape,
         kind=f"{' '.join(dict.fromkeys((tensors.method, kind)))}, {_block_words(shape, block)}",
         parts=tuple(tensors.full_name(part) for part in parts),
-        decode=partial(
-            _decode, tensors, codes, shape, bits, block, any(scheme.divides for scheme in schemes)
-        ),
+        decode=partial(_decode, tensors, codes, shape, bits, block),
     )
 
 
@@ -266,7 +265,6 @@ def _decode(
     shape: tuple[int, int],
     bits: int,
     block: tuple[int, int],
-    divides: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """The matrix of a module."""
@@ -276,7 +274,7 @@ def _decode(
     if "weight_zero_point" in tensors.headers:
         stored = _read_zeros(tensors, scales, bits, codes.dtype).to(dtype)
         zeros = stored.repeat_interleave(block[0], dim=0)[:rows]
-    scales = (scales.reciprocal() if divides else scales).repeat_interleave(block[0], dim=0)[:rows]
+    scales = scales.repeat_interleave(block[0], dim=0)[:rows]
     if codes.dtype == torch.int32:
         values = unpack_words(codes, bits, columns).to(dtype).sub_(1 << (bits - 1))
     else:

@@ -21,7 +21,7 @@ from kleash.integrations.trl.compat import (
 from kleash.linear import Head
 from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models import at_rest, live_model
-from kleash.models.adapters.peft_adapters import require_unchanged_base
+from kleash.models.adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
 from kleash.models.sharded_networks import with_mean_gradient

@@ -14,8 +14,8 @@ from kleash.errors import CannotRunError
 from kleash.integrations.verl.compat import response_rows
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
-from kleash.models.adapters.network_state import bitwise_equal
 from kleash.models.heads import candidate_heads, head_logits
+from kleash.precision import bitwise_equal
 
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
 

@@ -1,7 +1,5 @@
 """Files of hidden states, indexed by the token ids of their sequences."""
 
-import errno
-import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +13,6 @@ from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.sources.sequences import TokenSequence
-from kleash.store.atomic import write_atomically
 from kleash.store.cache import REMAKE_CACHE, cache_checksums
 from kleash.store.checksums import write_checked
 from kleash.store.file_hashes import watch_files
@@ -23,8 +20,6 @@ from kleash.store.file_hashes import watch_files
 KEY_BYTES = 16
 START_BITS = 40
 """Low bits of an index entry: offset of the sequence in its file. The high bits are the file's number."""
-OS_ERROR = re.compile(r"os error (\d+)")
-"""The number of the OSError in a message of safetensors."""
 
 
 def sequence_key(sequence: TokenSequence) -> bytes:
@@ -128,30 +123,15 @@ class HiddenStateStore:
         self.tokens += start
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = None) -> None:
+def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path) -> None:
     """Write a safetensors file atomically.
 
     Args:
         path: the file.
         tensors: by their names.
-        root: the folder in whose list the checksum is recorded; None for no checksum.
+        root: the folder in whose list the checksum is recorded.
 
     Raises:
         RunFolderError: if the disk is full or the folder cannot be written.
     """
-    safetensors = import_extra("safetensors", "models")
-    save_file = import_extra("safetensors.torch", "models").save_file
-
-    def save(unfinished: Path) -> None:
-        mode = unfinished.stat().st_mode
-        try:
-            save_file(tensors, unfinished)
-            unfinished.chmod(mode)  # safetensors writes files that other users cannot read
-        except safetensors.SafetensorError as error:  # wraps an OSError
-            number = OS_ERROR.search(str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, summarise_error(error)) from error
-
-    if root is None:
-        write_atomically(path, save)
-    else:
-        write_checked(root, path, save)
+    write_checked(root, path, import_extra("safetensors.torch", "models").save(tensors))

@@ -10,7 +10,6 @@ from typing import Any
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.launch_environment import launched_rank
-from kleash.models.text_towers import copy_other_parts
 from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import CHECKSUMS, Checksums
@@ -77,8 +76,6 @@ def run_trainer(
             trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
-    if trainer.accelerator.is_main_process:
-        copy_other_parts(trainer.accelerator.unwrap_model(trainer.model), root / POLICY)
     trainer.accelerator.wait_for_everyone()
     beta = getattr(trainer, "beta", None) if hasattr(job, "beta") else None
     outcome = step_logger.outcome

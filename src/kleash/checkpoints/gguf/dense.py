@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
+    LLAMA_BIASES,
     MLP_PROJECTIONS,
     PROJECTIONS,
+    RMS_NORM,
     GGUFArchitecture,
     Settings,
     TensorSummary,
-)
-from kleash.checkpoints.gguf.families.shared import (
-    LLAMA_BIASES,
-    RMS_NORM,
     adjust_partial_rope,
     layer_norm_shapes,
     layer_types,

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary
-from kleash.checkpoints.gguf.families.shared import layer_types
+from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary, layer_types
 from kleash.errors import ModelError
 
 ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary
-from kleash.checkpoints.gguf.families.shared import LLAMA_BIASES
+from kleash.checkpoints.gguf.architectures import LLAMA_BIASES, GGUFArchitecture, Settings, TensorSummary
 from kleash.errors import ModelError
 
 LLAMA = GGUFArchitecture(model_type="llama", biases=LLAMA_BIASES, interleaved_rope=True)

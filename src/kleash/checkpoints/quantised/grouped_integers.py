@@ -1,12 +1,16 @@
-"""The layout of GPTQ: unsigned integers packed along the input dimension, with scales and zero points of groups.
+"""The layouts of GPTQ and AWQ: unsigned integers in words of 32 bits, with scales and zero points of groups of inputs.
 
-    W[o, i] = scales[g, o] (q[i, o] - zeros[g, o]),   g = g_idx[i]
+    W[o, i] = scales[g, o] (q[i, o] - zeros[g, o]),   g = g_idx[i] (AWQ: i // group_size)
 
-``qweight`` holds q in words of 32 bits along the first dimension, ``qzeros`` the zero points along the second. Files of
-version 1 store each zero point less one, modulo 2^bits. ``g_idx`` is the group of each input; without it, groups are
-consecutive inputs. With activation order it is a permutation that kernels sort by; the product is the same.
+GPTQ: ``qweight`` holds q along the first dimension, ``qzeros`` the zero points along the second. Files of version 1
+store each zero point less one, modulo 2^bits. ``g_idx`` is the group of each input; without it, groups are consecutive
+inputs. With activation order it is a permutation that kernels sort by; the product is the same.
 
-Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py``; auto-round, ``inference/backend.py``.
+AWQ ("gemm"): a word of ``qweight`` [inputs, outputs / 8] has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight, the first in
+the lowest bits, and ``qzeros`` likewise.
+
+Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py``; AutoAWQ,
+``awq/modules/linear/gemm.py``.
 """
 
 from collections.abc import Mapping
@@ -21,10 +25,8 @@ from kleash.checkpoints.quantised.packed_modules import (
     MAX_SHOWN_CHARACTERS,
     ModuleTensors,
     PackedModule,
-    modules_with,
-)
-from kleash.checkpoints.quantised.settings import (
     UnsupportedLayoutError,
+    modules_with,
     read_group_size,
     read_integer,
     read_module_group_sizes,
@@ -33,11 +35,19 @@ from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 
 BITS = (2, 3, 4, 8)
+"""Of GPTQ."""
 SCALE_TYPES = ("F16", "BF16", "F32")
 
 
 GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
 """``checkpoint_format`` → whether zero points are stored less one."""
+AWQ_LAYOUTS = ("gemm", "exllama", "ipex")
+"""``version``: kernels for files in the layout "gemm"."""
+AWQ_PARTS = ("qweight", "qzeros", "scales")
+"""Last parts of the names of a module's tensors."""
+AWQ_BITS, AWQ_WEIGHTS_OF_WORD = 4, 8
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of eight outputs."""
 
 
 def find_gptq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
@@ -51,31 +61,12 @@ def find_gptq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
     layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
     if layout not in GPTQ_LAYOUTS or settings.get("is_marlin_format") is True:
         raise UnsupportedLayoutError(f"its checkpoint_format is {layout!r:.60}, and not gptq or gptq_v2")
-    return find_word_modules(checkpoint, has_shifted_zeros=GPTQ_LAYOUTS[layout])
-
-
-def find_word_modules(checkpoint: Checkpoint, *, has_shifted_zeros: bool) -> list[PackedModule]:
-    """The modules that are stored in the layout of GPTQ, which AutoRound shares: those with a tensor ``qweight``.
-
-    Args:
-        checkpoint: of GPTQ or AutoRound.
-        has_shifted_zeros: whether zero points are stored less one (version 1).
-
-    Raises:
-        ModelError: if the tensors of a module do not fit together or contradict the settings.
-    """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
-    overrides = ("dynamic",) if checkpoint.quant_method == "gptq" else ("extra_config", "dynamic")
     values = _GPTQSettings(
         bits=read_integer(settings, "bits"),
         group_size=read_group_size(settings),
-        has_shifted_zeros=has_shifted_zeros,
-        has_overrides=any(settings.get(name) for name in overrides),
-        group_sizes={
-            module: size
-            for name in overrides
-            for module, size in read_module_group_sizes(settings, name).items()
-        },
+        has_shifted_zeros=GPTQ_LAYOUTS[layout],
+        has_overrides=bool(settings.get("dynamic")),
+        group_sizes=read_module_group_sizes(settings, "dynamic"),
         is_symmetric=settings.get("sym") is True,
     )
     return [_describe_module(tensors, values) for tensors in modules_with(checkpoint, "qweight")]
@@ -179,13 +170,67 @@ def _check_symmetric_zeros(tensors: ModuleTensors, zeros: Tensor, bits: int, has
         ModelError: if all of them are.
     """
     stored, other = (1 << (bits - 1)) - 1, 1 << (bits - 1)
-    names = "gptq_v2 (AutoRound: packing_format to auto_round)"
+    name = "gptq_v2"
     if not has_shifted_zeros:
         stored, other = other, stored
-        names = "gptq (AutoRound: packing_format to auto_round:auto_gptq)"
+        name = "gptq"
     if bool((zeros == other).all()):
         raise ModelError(
             f"{tensors.checkpoint} is symmetric (sym) by its quantization_config, whose layout stores its zero points "
             f"as {stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format "
-            f"to {names}"
+            f"to {name}"
         )
+
+
+def find_awq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of an AWQ checkpoint.
+
+    Raises:
+        UnsupportedLayoutError: if its layout is none of ``AWQ_LAYOUTS``, or has other bits.
+        ModelError: if the tensors of a module do not fit together.
+    """
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    layout = str(settings.get("version") or settings.get("checkpoint_format") or "gemm").lower()
+    bits = read_integer(settings, "bits", "w_bit")
+    if bits != AWQ_BITS:
+        raise UnsupportedLayoutError(f"it has {bits} bits, and AWQ's layout 4")
+    if layout not in AWQ_LAYOUTS:
+        raise UnsupportedLayoutError(f"its version is {layout!r:.60}, and not gemm")
+    group_size = read_group_size(settings)
+    return [_describe_awq_module(tensors, group_size) for tensors in modules_with(checkpoint, "qweight")]
+
+
+def _describe_awq_module(tensors: ModuleTensors, group_size: int) -> PackedModule:
+    """A module of AWQ, after checking the headers of its tensors."""
+    columns, words = tensors.shape("qweight", ("I32",))
+    scales, zeros = tensors.shape("scales", SCALE_TYPES), tensors.shape("qzeros", ("I32",))
+    tensors.require(min(columns, words) > 0, "has an empty tensor")
+    rows = words * AWQ_WEIGHTS_OF_WORD
+    size = group_size if group_size > 0 else columns
+    groups = columns // size
+    tensors.require(
+        columns % size == 0 and scales == (groups, rows) and zeros == (groups, words),
+        f"has scales of {list(scales)} and qzeros of {list(zeros)} for {rows} outputs and {columns} inputs in groups "
+        f"of {group_size}",
+    )
+    return PackedModule(
+        name=tensors.name,
+        parameter=tensors.full_name("weight"),
+        shape=(rows, columns),
+        kind=f"{tensors.method} int4, " + ("rows" if size == columns else f"groups of {size}"),
+        parts=tuple(map(tensors.full_name, AWQ_PARTS)),
+        decode=partial(_decode_awq, tensors, columns, size),
+    )
+
+
+def _decode_awq(tensors: ModuleTensors, columns: int, group_size: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of a module of AWQ."""
+    qweight, qzeros, scales = tensors.read_parts(*AWQ_PARTS)
+    groups = torch.arange(columns) // group_size
+    return scale_groups(_awq_outputs(qweight), _awq_outputs(qzeros), scales.T.to(dtype), groups)
+
+
+def _awq_outputs(words: Tensor) -> Tensor:
+    """The integers of packed outputs, in their order: [outputs, rows of words]."""
+    values = unpack_words(words, AWQ_BITS, words.shape[1] * AWQ_WEIGHTS_OF_WORD)
+    return values.unflatten(1, (-1, AWQ_WEIGHTS_OF_WORD))[..., AWQ_PLACES].flatten(1).T.contiguous()

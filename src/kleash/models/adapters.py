@@ -1,47 +1,147 @@
-"""Attaching PEFT adapters to a base network, and checks of adapters on disk and in memory."""
+"""PEFT adapters: which can be measured or share their base, how they are attached, and checks of them.
 
-import re
-from collections.abc import Iterable
-from typing import Any, TypeGuard
+Rules by adapter_config.json come first; then the logits of a probe decide.
+"""
 
-from kleash.checkpoints.files import iterate_settings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.models.adapters.network_state import bitwise_equal, make_probe, probe_logits
-from kleash.models.adapters.rules import find_rule, peft_type
 from kleash.models.compat import has_adapter_on_one_embedding
-from kleash.sandbox.process import check_patterns
+from kleash.precision import bitwise_equal
 
 MAX_SHOWN_NAMES = 4
-RANK_SETTINGS = re.compile(r"(^|_)r$|rank|layer_replication")
-"""Names of settings that are ranks, or numbers of layers."""
-MAX_SMALL_RANK = 512
-"""Largest rank or number of a layer that is accepted for any adapter, since it takes little memory."""
+
+PROBE_TOKENS = 64
+"""Number of the probe's tokens that are spread over the vocabulary; a row of the probe holds twice as many."""
+
+MAX_REQUIRED_TOKENS = 512
+"""Largest number of tokens with trained embeddings in the probe."""
+
+AdapterSettings = Mapping[str, Any]
+"""The content of adapter_config.json."""
+
+TESTED_KINDS = frozenset(
+    {
+        *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "FOURIERFT", "LN_TUNING", "HRA"),
+        *("VBLORA", "MISS", "BONE", "RANDLORA", "TRAINABLE_TOKENS", "C3A", "WAVEFT", "OSF", "DELORA"),
+        *("GRALORA", "HIRA", "UNILORA", "TINYLORA", "PSOFT", "PVERA", "FROD", "BEFT", "ADAMSS", "GLORA"),
+        *("PEANUT", "SHIRA", "ROAD", "SUPERTUNING"),
+    }
+)
+"""Values of ``peft_type`` that change weights. Adapters of each were compared with their merged model: the common ones
+in the tests, the rest once by hand."""
+IRREPRODUCIBLE_INITS = ("pissa_niter", "corda", "loftq", "lora_ga")
+"""Values of ``init_lora_weights`` that change the base by random draws or data that the adapter does not store."""
+REPRODUCIBLE_INITS = ("pissa", "olora")
+"""Values of ``init_lora_weights`` that change the base as a function of its weights, the same at each loading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRule:
+    """A condition on an adapter's settings and the treatment of adapters that meet it."""
+
+    treatment: str
+    """"separate": the base is loaded once more for the other model; "refused": the adapter is not measured."""
+    reason: str
+    """Completes "the adapter …" in notes and errors."""
+    advice: str = ""
+    """What the user can do about a refusal."""
+    changes_base: bool = True
+    """Whether the base with the adapter disabled differs from the base without it."""
+    applies: Callable[[AdapterSettings], bool]
+    """The condition."""
+
+
+def initialisation(settings: AdapterSettings) -> str:
+    """The initialisation of a LoRA in lower case; "" for PEFT's defaults."""
+    value = settings.get("init_lora_weights")
+    return value.lower() if isinstance(value, str) else ""
+
+
+def peft_type(settings: AdapterSettings) -> str:
+    """The ``peft_type`` in capitals."""
+    kind = settings.get("peft_type")
+    return str(getattr(kind, "value", kind)).upper()
+
+
+RULES: tuple[AdapterRule, ...] = (
+    AdapterRule(
+        treatment="refused",
+        reason="is of a kind that needs a forward pass of PEFT, or that kleash was not tested with",
+        advice="merge it into its base if it changes weights alone, and give that folder",
+        changes_base=False,
+        applies=lambda settings: peft_type(settings) not in TESTED_KINDS,
+    ),
+    AdapterRule(
+        treatment="refused",
+        reason="changes weights only after some tokens or by a router, and needs a forward pass of PEFT",
+        advice="kleash measures adapters that change weights",
+        changes_base=False,
+        applies=lambda settings: (
+            settings.get("alora_invocation_tokens") is not None or settings.get("arrow_config") is not None
+        ),
+    ),
+    AdapterRule(
+        treatment="refused",
+        reason="was trained over a base that its initialisation had changed by random draws or by data, which the "
+        "adapter does not hold",
+        advice="save it as a plain LoRA, with save_pretrained(…, path_initial_model_for_weight_conversion=…), or merge "
+        "it into the base that it was trained over and give that folder",
+        applies=lambda settings: initialisation(settings).startswith(IRREPRODUCIBLE_INITS),
+    ),
+    AdapterRule(
+        treatment="separate",
+        reason="takes its initial matrices out of the weights of its base",
+        applies=lambda settings: initialisation(settings).startswith(REPRODUCIBLE_INITS),
+    ),
+    AdapterRule(
+        treatment="separate",
+        reason="repeats layers of its base",
+        applies=lambda settings: bool(settings.get("layer_replication")),
+    ),
+    AdapterRule(
+        treatment="separate",
+        reason="has trained biases, which replace those of its base",
+        applies=lambda settings: settings.get("bias") not in (None, "none", False),
+    ),
+)
+"""The first rule that applies is used. Without one, an adapter shares its base if the base proves to be unchanged."""
+
+NON_PLAIN_SETTINGS = (
+    *("modules_to_save", "trainable_token_indices", "target_parameters", "ensure_weight_tying", "use_qalora"),
+    *("velora_config", "kasa_config", "monteclora_config", "use_bdlora"),
+)
+"""Settings of a LoRA that exclude two adapters on one base."""
+
+
+def find_rule(settings: AdapterSettings) -> AdapterRule | None:
+    """The rule that applies to an adapter; None if it may share its base."""
+    return next((rule for rule in RULES if rule.applies(settings)), None)
+
+
+def is_plain_lora(settings: AdapterSettings) -> bool:
+    """Whether an adapter consists of low-rank matrices beside linear layers, of which one base can have several."""
+    return peft_type(settings) == "LORA" and not any(settings.get(name) for name in NON_PLAIN_SETTINGS)
 
 
 def check_adapter(checkpoint: Checkpoint) -> None:
-    """Check that the adapter of a checkpoint can be measured.
+    """Check that no rule refuses the adapter of a checkpoint.
 
     Raises:
-        ModelError: if a rule refuses it, or its settings describe tensors larger than its files.
+        ModelError: if one does.
     """
     rule = find_rule(checkpoint.adapter_settings)
     if rule is not None and rule.treatment == "refused":
         kind = peft_type(checkpoint.adapter_settings)[:40]
         raise ModelError(f"{checkpoint.adapter_subject} ({kind}) {rule.reason}; {rule.advice}")
-    shapes = [tensor.shape for tensor in checkpoint.adapter_tensors.values()]
-    largest = max((MAX_SMALL_RANK, *(size for shape in shapes for size in shape)))
-    for name, value in iterate_settings(checkpoint.adapter_settings):
-        if (
-            RANK_SETTINGS.search(name.lower())
-            and isinstance(value, int | float)
-            and not abs(value) <= largest
-        ):
-            raise ModelError(
-                f"{checkpoint.adapter_subject} has {name} {value:.6g} in its adapter_config.json, and no tensor of it "
-                "is as large; correct adapter_config.json, or fetch the adapter again"
-            )
 
 
 def describe_unknown_settings(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -109,11 +209,10 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
         The PEFT model around the base.
 
     Raises:
-        ModelError: if a pattern of the adapter does not end, or its tensors do not fit the base.
+        ModelError: if its tensors do not fit the base.
     """
     peft = import_extra("peft", "models")
     subject, role = checkpoint.adapter_subject, checkpoint.role
-    check_patterns(subject, _patterns(checkpoint), (name for name, _ in network.named_modules()))
     try:
         if wrapper is None:
             wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), adapter_name=role)
@@ -126,27 +225,6 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
     except Exception as error:  # the exception type depends on the settings, down to re.error
         raise ModelError(f"{subject} cannot be put on {checkpoint.base}: {summarise_error(error)}") from error
     return wrapper
-
-
-def _patterns(checkpoint: Checkpoint) -> list[str]:
-    """The regular expressions that PEFT matches module names against."""
-    settings = checkpoint.adapter_settings
-    candidates: list[Any] = []
-    for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
-        value = settings.get(name)
-        if isinstance(value, list):
-            candidates += value
-        elif value != "all-linear":
-            candidates.append(value)
-    for name in ("rank_pattern", "alpha_pattern"):
-        table = settings.get(name)
-        candidates += table if isinstance(table, dict) else ()
-    return [candidate for candidate in candidates if _is_pattern(candidate)]
-
-
-def _is_pattern(text: Any) -> TypeGuard[str]:
-    """Whether a text can take long to match: it holds more than letters, digits, dots and underscores."""
-    return isinstance(text, str) and re.fullmatch(r"[\w.]*", text) is None
 
 
 def _check_fits(wrapper: Any, checkpoint: Checkpoint) -> None:
@@ -171,7 +249,31 @@ def _check_fits(wrapper: Any, checkpoint: Checkpoint) -> None:
         )
 
 
-def check_acts_by_weights(wrapper: Any, network: Any, checkpoint: Checkpoint, tied: bool) -> None:
+def make_probe(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows time"]:
+    """Token ids for a forward pass: ``tokens`` and others spread over the vocabulary, within the context length."""
+    embedding = network.get_input_embeddings().weight
+    vocab_size = len(embedding)
+    step = max(1, round(vocab_size * 0.382))  # the golden ratio spreads consecutive ids
+    required_ids = [token for token in dict.fromkeys(tokens) if 0 <= token < vocab_size]
+    spread_ids = [(17 + index * step) % vocab_size for index in range(PROBE_TOKENS)]
+    ids = [*required_ids[:MAX_REQUIRED_TOKENS], *spread_ids]
+    context = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = min(
+        len(ids), 2 * PROBE_TOKENS, context if isinstance(context, int) and context > 0 else len(ids)
+    )
+    rows = -(-len(ids) // length)
+    return torch.tensor([(ids * 2)[: rows * length]], device=embedding.device).view(rows, length)
+
+
+def probe_logits(network: Any, probe: Int[Tensor, "rows time"]) -> Tensor:
+    """The network's logits for the probe, with its adapters enabled or disabled as they are."""
+    with torch.inference_mode():
+        return network(input_ids=probe, use_cache=False).logits
+
+
+def check_acts_by_weights(
+    wrapper: Any, network: Any, checkpoint: Checkpoint, probe: Int[Tensor, "rows time"], *, tied: bool
+) -> None:
     """Check that the base network, run without PEFT's wrapper, applies the adapter in full and deterministically.
 
     Raises:
@@ -183,7 +285,6 @@ def check_acts_by_weights(wrapper: Any, network: Any, checkpoint: Checkpoint, ti
             f"{subject} is on an embedding whose tensor is also the other embedding, so that running it and merging it "
             "give two models; leave both embeddings out of the adapter, or merge it and give that folder"
         )
-    probe = make_probe(network, trained_token_ids([checkpoint]))
     try:
         inner_logits, outer_logits = probe_logits(network, probe), probe_logits(wrapper, probe)
     except Exception as error:

@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
-    PROJECTIONS,
-    SHAPE_SETTINGS,
-    GGUFArchitecture,
-    Settings,
-    TensorSummary,
-)
-from kleash.checkpoints.gguf.families.shared import (
     GATING,
     LEADING_DENSE,
     LLAMA_BIASES,
+    PROJECTIONS,
     RMS_NORM,
     ROUTED_SETTINGS,
+    SHAPE_SETTINGS,
     SIGMOID,
+    GGUFArchitecture,
+    Settings,
+    TensorSummary,
     check_gating,
     log_of_negated,
     restore_convolutions,

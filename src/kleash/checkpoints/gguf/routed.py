@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
-from kleash.checkpoints.gguf.families.shared import (
+from kleash.checkpoints.gguf.architectures import (
     EXPERTS,
     GATING,
     LEADING_DENSE,
+    PROJECTIONS,
     ROUTED_SETTINGS,
     SIGMOID,
     SOFTMAX,
+    GGUFArchitecture,
+    Settings,
+    TensorSummary,
     adjust_partial_rope,
     check_gating,
     layer_types,

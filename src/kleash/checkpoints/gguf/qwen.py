@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import PROJECTIONS, GGUFArchitecture, Settings, TensorSummary
-from kleash.checkpoints.gguf.families.shared import (
+from kleash.checkpoints.gguf.architectures import (
     EXPERT_SETTINGS,
     EXPERTS,
+    PROJECTIONS,
+    GGUFArchitecture,
+    Settings,
+    TensorSummary,
     log_of_negated,
     restore_convolutions,
     set_rope,

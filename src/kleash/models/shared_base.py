@@ -1,26 +1,31 @@
-"""Policy and reference over one base: the base is shared if attaching adapters leaves it bit for bit unchanged."""
+"""Policy and reference over one base, which is shared if attaching adapters leaves its logits bit for bit unchanged."""
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
 
 from kleash.checkpoints.files import StoredTensor
 from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import Checkpoint
-from kleash.models.adapters.network_state import NetworkState, bitwise_equal, probe_logits, record_state
-from kleash.models.adapters.peft_adapters import (
+from kleash.models.adapters import (
+    AdapterSettings,
     attach_adapter,
     check_acts_by_weights,
     check_adapter,
     describe_unknown_settings,
+    find_rule,
     has_tied_embeddings,
+    is_plain_lora,
+    make_probe,
+    probe_logits,
     trained_token_ids,
 )
-from kleash.models.adapters.rules import AdapterSettings, find_rule, is_plain_lora
-from kleash.models.adapters.tensor_names import fit_adapter_names
+from kleash.precision import bitwise_equal
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,9 +64,9 @@ def load_over_one_base(
 ) -> tuple[dict[str, LoadedNetwork], str]:
     """Load checkpoints that have the same base, with the base in memory once if it can be shared.
 
-    The base is shared if every tensor of it, and its logits for a probe with all adapters disabled, are bit for bit
-    the same before and after attaching the adapters, and if no adapter changes the output of another. Otherwise the
-    base is loaded once for each distinct adapter.
+    The base is shared if its logits for a probe with all adapters disabled are bit for bit the same before and after
+    attaching the adapters, and if no adapter changes the output of another. Otherwise the base is loaded once for each
+    distinct adapter.
 
     Args:
         checkpoints: by role.
@@ -138,64 +143,69 @@ def _load_on_one_base(
     roles_by_adapter = _roles_by_adapter(checkpoints)
     base = load_base(next(iter(checkpoints.values())))
     network, is_tied = base.network, has_tied_embeddings(base.network)
-    before = (
-        record_state(network, trained_token_ids(checkpoints.values())) if len(roles_by_adapter) > 1 else None
-    )
+    probe = make_probe(network, trained_token_ids(checkpoints.values()))
+    logits: dict[str | None, Tensor] = {}
+    if len(roles_by_adapter) > 1:
+        logits[None] = probe_logits(network, probe)
     wrapper: Any = None
-    names: dict[Path | None, str] = {None: ""}
-    parameters: dict[Path | None, int] = {None: 0}
-    notes: dict[Path | None, tuple[str, ...]] = {None: ()}
-    adapter_logits: dict[str, Any] = {}
-    for folder, roles in roles_by_adapter.items():
-        if folder is None:
-            continue
-        role = names[folder] = roles[0]
-        with TemporaryDirectory(prefix="kleash-adapter-") as scratch:
-            checkpoint, notes[folder] = fit_adapter_names(network, checkpoints[role], Path(scratch))
-            notes[folder] += describe_unknown_settings(checkpoints[role])
-            parameters[folder] = sum(tensor.elements for tensor in checkpoint.adapter_tensors.values())
+    networks: dict[str, LoadedNetwork] = {}
+    for folder, (role, *other_roles) in roles_by_adapter.items():
+        checkpoint = checkpoints[role]
+        loaded = LoadedNetwork(
+            network=network,
+            adapters=None,
+            adapter=None,
+            base=base,
+            parameters=base.parameters,
+            notes=base.notes,
+        )
+        if folder is not None:
             wrapper = attach_adapter(network, wrapper, checkpoint)
             wrapper.eval()
-            check_acts_by_weights(wrapper, network, checkpoint, is_tied)
-        if before is not None:
-            _check_unchanged(before, wrapper, network, checkpoint, adapter_logits)
-            adapter_logits[role] = probe_logits(network, before.probe)
-    networks = {}
-    for role, checkpoint in checkpoints.items():
-        folder = None if checkpoint.adapter is None else checkpoint.adapter.resolve()
-        networks[role] = LoadedNetwork(
-            network=network,
-            adapters=wrapper,
-            adapter=names[folder] or None,
-            base=base,
-            parameters=base.parameters + parameters[folder],
-            notes=(*base.notes, *notes[folder]),
-        )
-    return networks
+            check_acts_by_weights(wrapper, network, checkpoint, probe, tied=is_tied)
+            if logits:
+                _check_unchanged(wrapper, network, probe, logits, checkpoint)
+                logits[role] = probe_logits(network, probe)
+            loaded = replace(
+                loaded,
+                adapter=role,
+                parameters=base.parameters + sum(x.elements for x in checkpoint.adapter_tensors.values()),
+                notes=(*base.notes, *describe_unknown_settings(checkpoint)),
+            )
+        networks |= dict.fromkeys((role, *other_roles), loaded)
+    return {role: replace(networks[role], adapters=wrapper) for role in checkpoints}
 
 
 def _check_unchanged(
-    before: NetworkState,
     wrapper: Any,
     network: Any,
+    probe: Int[Tensor, "rows time"],
+    logits: Mapping[str | None, Tensor],
     checkpoint: Checkpoint,
-    adapter_logits: Mapping[str, Any],
 ) -> None:
     """Check that the last adapter changed neither the base nor the logits of the adapters attached before it.
 
     Afterwards the last adapter is active again.
 
+    Args:
+        wrapper: the PEFT model.
+        network: its base.
+        probe: token ids.
+        logits: for the probe before, by adapter; None for the base.
+        checkpoint: of the last adapter.
+
     Raises:
         _ChangedBaseError: naming the adapter and the change.
     """
     active = wrapper.active_adapter
-    with wrapper.disable_adapter():
-        logits = probe_logits(network, before.probe)
-    change = before.describe_change(network, logits)
-    for name, logits in adapter_logits.items():
-        wrapper.set_adapter(name)
-        if change is None and not bitwise_equal(probe_logits(network, before.probe), logits):
-            change = "changes what another adapter on its base gives"
+    for name, before in logits.items():
+        if name is None:
+            with wrapper.disable_adapter():
+                after = probe_logits(network, probe)
+        else:
+            wrapper.set_adapter(name)
+            after = probe_logits(network, probe)
+        if not bitwise_equal(before, after):
+            what = "the logits of its base" if name is None else "what another adapter on its base gives"
+            raise _ChangedBaseError(f"the adapter {checkpoint.name} changes {what}")
     wrapper.set_adapter(active)
-    if change is not None:
-        raise _ChangedBaseError(f"the adapter {checkpoint.name} {change}")

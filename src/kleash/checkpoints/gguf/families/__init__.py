@@ -1,1 +1,0 @@
-"""Families of GGUF architectures: settings, names and layouts of each in one module."""
