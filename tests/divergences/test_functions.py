@@ -286,3 +286,15 @@ def test_kl_compiles_without_graph_breaks(compiler):
     torch.testing.assert_close(
         torch.compile(kl, fullgraph=True, backend="aot_eager")(logp, logq), kl(logp, logq)
     )
+
+
+@pytest.mark.parametrize(("scale", "off_by"), [(1.5e-4, 2.0), (1.5e-2, 5e-4)])
+def test_the_plain_sum_is_inaccurate_for_close_pairs_in_float32(scale, off_by):
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(64, 4000)
+    moved = logits + scale * torch.randn(64, 4000)
+    expected = kl(logits.double().log_softmax(-1), moved.double().log_softmax(-1))
+    logp, logq = logits.log_softmax(-1), moved.log_softmax(-1)
+    plain = (logp.exp() * (logp - logq)).sum(-1)
+    assert ((plain - expected).abs() / expected).median() > off_by
+    assert ((kl(logp, logq) - expected).abs() / expected).median() < off_by / 100

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kleash.errors import OptionError, ShapeError, UnknownNameError
-from kleash.estimators import bounded_k3, importance_weights
+from kleash.estimators import importance_weights
 from kleash.leash import (
     geometric_mask,
     intersection,
@@ -180,14 +180,6 @@ def test_padding_does_not_enter_the_maximum():
     for most, kept in ((-0.69, True), (-0.71, False)):
         region = kl_mask(p, b, mask, bounds=(-INF, most), estimator="k1", over="sequence_max")
         assert region.kept.any().item() is kept
-
-
-def test_an_estimator_may_be_a_record():
-    p, b = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-9.0, -1.0]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    assert kl_mask(p, b, mask, bounds=(0.0, 50.0)).kept.tolist() == [[False, True]]
-    bounded = kl_mask(p, b, mask, bounds=(0.0, 50.0), estimator=bounded_k3(-2.0))
-    assert bounded.kept.tolist() == [[True, True]]
 
 
 def test_nan_tokens_are_removed_and_counted():
