@@ -256,43 +256,19 @@ PID = {"beta": 0.1, "target_nats": 6.0}
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: beta_from_dict({"beta": 0.1}),
-            OptionError,
-            "has no kind; there are fixed, ziegler, pid, dual",
-        ),
+        (lambda: beta_from_dict({"beta": 0.1}), OptionError, "has no kind; there are fixed, ziegler, pid"),
         (lambda: beta_from_dict({"kind": "pdi", **PID}), UnknownNameError, "did you mean 'pid'"),
-        (
-            lambda: beta_from_dict({"kind": "pid", **PID, "gain": 1.0}),
-            OptionError,
-            "PIDBeta has no gain; it has beta",
-        ),
+        (lambda: beta_from_dict({"kind": "pid", **PID, "gain": 1.0}), OptionError, "PIDBeta has no gain; it"),
         (lambda: beta_from_dict({"kind": "pid", "beta": 0.1}), OptionError, "target_nats"),
-        (
-            lambda: beta_from_dict({"kind": "pid", **PID, "beta": NAN}),
-            OptionError,
-            "beta is nan, outside 0.0001 to 100",
-        ),
-        (
-            lambda: PIDBeta(beta=0.1, target_nats=0.0),
-            OptionError,
-            "target_nats is 0.0; give a finite number above 0",
-        ),
+        (lambda: beta_from_dict({"kind": "pid", **PID, "beta": NAN}), OptionError, "beta is nan, outside"),
+        (lambda: PIDBeta(beta=0.1, target_nats=0.0), OptionError, "target_nats is 0.0; give a finite number"),
         (lambda: PIDBeta(beta=0.1, target_nats=INF), OptionError, "target_nats is inf"),
         (lambda: PIDBeta(beta=0.0, target_nats=1.0), OptionError, "beta is 0.0, outside"),
         (lambda: PIDBeta(**PID, beta_min=0.0), OptionError, "beta_min is 0.0 and beta_max 100.0"),
         (lambda: DualBeta(**PID, beta_max=INF), OptionError, "beta_max inf"),
-        (
-            lambda: DualBeta(**PID, beta_min=2.0, beta_max=1.0),
-            OptionError,
-            "beta_min is 2.0 and beta_max 1.0",
-        ),
+        (lambda: DualBeta(**PID, beta_min=2.0, beta_max=1.0), OptionError, "beta_min is 2.0 and beta_max"),
         (lambda: DualBeta(**PID, per="word"), OptionError, "per is 'word'; there are sequence, token"),
-        (
-            lambda: DualBeta(**PID, largest_step=1.0),
-            OptionError,
-            "largest_step is 1.0; give a finite number above 1",
-        ),
+        (lambda: DualBeta(**PID, largest_step=1.0), OptionError, "largest_step is 1.0; give a finite number"),
         (lambda: DualBeta(**PID, rate=-1.0), OptionError, "rate is -1.0; give a finite gain"),
         (lambda: DualBeta(**PID, largest_error=0.0), OptionError, "largest_error is 0.0"),
         (lambda: PIDBeta(**PID, integral=NAN), OptionError, "integral is nan"),
@@ -312,11 +288,7 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: FixedBeta(beta=NAN), OptionError, "beta is nan"),
         (lambda: FixedBeta(beta=0.1, per="word"), OptionError, "per is 'word'"),
         (lambda: EarlyStop(target_nats=0.0), OptionError, "target_nats is 0.0"),
-        (
-            lambda: EarlyStop(target_nats=1.0, factor=0.5),
-            OptionError,
-            "factor is 0.5; give a finite number, at least 1",
-        ),
+        (lambda: EarlyStop(target_nats=1.0, factor=0.5), OptionError, "factor is 0.5; give a finite number"),
         (lambda: EarlyStop(target_nats=1.0, per="word"), OptionError, "per is 'word'"),
     ],
 )

@@ -4,12 +4,10 @@ import pytest
 import torch
 from linear_cases import (
     CHUNKED,
-    PLAIN,
     REFERENCE,
     SMALL,
     TINY,
     head_case,
-    in_float64,
     leaves_of,
     relative_rms,
 )
@@ -154,21 +152,6 @@ def test_bfloat16_gradients_with_and_without_fast_bfloat16_products(fast, monkey
         assert relative_rms(b, a) < (4e-3 if fast else 2e-3)
 
 
-def test_the_gradient_of_a_bfloat16_weight_of_both_models_keeps_its_direction():
-    """The gradients of the two models nearly cancel."""
-    torch.manual_seed(0)
-    hidden = torch.randn(40, 16).bfloat16()
-    other = (hidden.float() + 0.01 * torch.randn(40, 16)).bfloat16()
-    weight = torch.randn(211, 16).bfloat16()
-    actual = []
-    for dtype in (torch.float64, torch.bfloat16):
-        leaf = weight.to(dtype).requires_grad_()
-        head = Head(leaf)
-        loss = linear_kl_loss(hidden.to(dtype), head, other.to(dtype), head, weights=torch.ones(40)).loss
-        actual.append(torch.autograd.grad(loss, leaf)[0].double().flatten())
-    assert torch.nn.functional.cosine_similarity(*actual, dim=0) > 0.9999
-
-
 @pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
 def test_one_head_for_both_models_however_far_apart(options):
     torch.manual_seed(0)
@@ -198,17 +181,6 @@ def test_one_head_for_both_models_however_far_apart(options):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, equal_nan=True)
     assert results[0][0][[3, 5]].min() > 20 and results[0][0][7].isnan()
     assert results[0][0].isnan().sum() == 1
-
-
-def test_a_recomputed_bfloat16_gradient_is_no_less_accurate():
-    case = head_case(torch.bfloat16, 0.3, tokens=(30,), vocab_size=301, bias=True)
-    weights = torch.linspace(-1, 2, 30)
-    actual = []
-    for each, options in ((in_float64(case), REFERENCE), (case, PLAIN), (case, CHUNKED)):
-        tensors, of = leaves_of(each)
-        actual.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
-    for right, plain, ours in zip(*actual, strict=True):
-        assert relative_rms(ours, right) <= 2.0 * relative_rms(plain, right) + 1e-6
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "hellinger"])

@@ -49,23 +49,6 @@ def test_all_other_tokens_are_one_bucket(pair, name):
     assert (got < whole).all()
 
 
-def test_with_one_other_token_the_bound_is_the_divergence(pair):
-    teacher, student = pair
-    got = top_k_distillation_loss(*head(teacher, VOCAB - 1), student, ALL, temperature=TEMPERATURE)
-    whole = distillation_loss(teacher, student, ALL, temperature=TEMPERATURE)
-    torch.testing.assert_close(got, whole, rtol=1e-8, atol=1e-10)
-    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), student) for x in (got, whole)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
-
-
-def test_the_gradient_agrees_with_finite_differences(pair):
-    teacher, student = pair
-    ids, logp = head(teacher)
-    assert torch.autograd.gradcheck(
-        lambda x: top_k_distillation_loss(ids, logp, x, ALL, temperature=TEMPERATURE), student
-    )
-
-
 def test_mass_outside_the_list_increases_the_loss(pair):
     """The renormalised list would be blind: within it, this student is the teacher."""
     teacher, _ = pair

@@ -56,7 +56,7 @@ class ShardStorage:
         if any(errors):
             rank = torch.distributed.get_process_group_ranks(self.group)[errors.index(1)]
             raise CannotRunError(
-                f"rank {rank} among the ranks that store the model has stopped; its own error message says why"
+                f"rank {rank} of those that store the model refuses its arguments; its own error message says why"
             )
 
 
