@@ -79,20 +79,3 @@ def test_a_gpu_compiles_and_a_cpu_if_asked():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(pair), "device", property(lambda pair: torch.device("cuda", 0)))
         assert should_compile(pair, LinearOptions())
-
-
-def test_a_sharded_weight_is_gathered():
-    class Sharded:
-        """What a DTensor does, without its process group."""
-
-        shape, dim, dtype, requires_grad = W.shape, W.dim, W.dtype, False
-        is_floating_point = W.is_floating_point
-
-        def __len__(self):
-            return len(W)
-
-        def full_tensor(self):
-            return W
-
-    actual = linear_kl(H, Head(Sharded()), H + 1, Head(W))
-    assert torch.equal(actual, linear_kl(H, Head(W), H + 1, Head(W)))

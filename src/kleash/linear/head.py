@@ -50,15 +50,21 @@ class Head:
 
     def __post_init__(self) -> None:
         """Check shapes, numbers and the group."""
+        for what, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ShapeError(
+                    f"a head's {what} is a torch.Tensor; this one is a {type(tensor).__qualname__}"
+                )
+            if not tensor.is_floating_point():
+                raise ShapeError(f"a head's {what} is {tensor.dtype}; give floating-point numbers")
         if self.weight is not None and self.weight.dim() != 2:
             raise ShapeError(f"a head's weight is [vocab, dim]; this one is {tuple(self.weight.shape)}")
         if self.bias is not None and self.bias.dim() != 1:
             raise ShapeError(f"a head's bias is [vocab]; this one is {tuple(self.bias.shape)}")
         if self.weight is not None and self.bias is not None and len(self.weight) != len(self.bias):
             raise ShapeError(f"the head's weight has {len(self.weight)} rows and its bias {len(self.bias)}")
-        for what, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None and not tensor.is_floating_point():
-                raise ShapeError(f"a head's {what} is {tensor.dtype}; give floating-point numbers")
         if not isfinite(self.scale):
             raise OptionError(f"a head's scale is a finite number, not {self.scale!r}")
         if self.softcap is not None and not (isfinite(self.softcap) and self.softcap > 0):
