@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from textbook import textbook
 
 from kleash.divergences import DIVERGENCES, divergence, kl, skew_kl_record
-from kleash.errors import ShapeError, UnknownNameError
+from kleash.errors import UnknownNameError
 from kleash.estimators import Tail, kl_bounds, shared_head
 
 NAMES = list(DIVERGENCES)
@@ -205,12 +205,6 @@ def test_tail_bounds_of_rounded_lists_are_upper_bounds():
 
 def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
-    with pytest.raises(ShapeError, match=r"head_logp \(2, 3\), head_logq \(2, 2\)"):
-        kl_bounds(x, x[:, :2])
-    with pytest.raises(ShapeError, match=r"head_logq is torch.int64 of shape \(2, 3\); give floating-point"):
-        kl_bounds(x, x.long())
-    with pytest.raises(ShapeError, match=r"head_logp \(\)"):
-        kl_bounds(x[0, 0], x[0, 0])
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         kl_bounds(x, x, divergence="k1")
 

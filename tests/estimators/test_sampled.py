@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.divergences import kl, total_variation
-from kleash.errors import ShapeError, UnknownNameError
+from kleash.errors import UnknownNameError
 from kleash.estimators import ESTIMATORS, absolute, k1, k2, k3, sampled_kl
 
 NAMES = list(ESTIMATORS)
@@ -153,8 +153,6 @@ def test_equal_arguments_give_zero_and_empty_inputs_stay_empty(name):
 
 
 def test_different_shapes_and_unknown_names_raise(unhooked):
-    with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), token_logq \(3,\)"):
-        sampled_kl(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(UnknownNameError, match=r"no estimator is called 'k5'; there are k1, abs, k2, k3"):
         sampled_kl(torch.zeros(2), torch.zeros(2), "k5")
 

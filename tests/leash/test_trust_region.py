@@ -300,8 +300,6 @@ def test_invalid_trust_region_arguments_are_errors(unhooked):
         truncated_weights(p, p, mask, cap=2, level="prefix")
     with pytest.raises(OptionError, match="cap is 0"):
         truncated_weights(p, p, mask, cap=0.0)
-    with pytest.raises(ShapeError, match=r"\[batch, time\]"):
-        geometric_mask(p, p[:1], mask, bounds=(0.5, 2.0))
     with pytest.raises(OptionError, match="at least one"):
         intersection(mask=mask)
     with pytest.raises(ShapeError, match=r"\(2, 3\) and mask \(1, 3\)"):

@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 from uneven_batch import data, of_rank, per_token, policy
 
-from kleash.errors import OptionError, ShapeError, UnknownNameError
+from kleash.errors import OptionError, UnknownNameError
 from kleash.losses import AGGREGATIONS, aggregate, count_of
 from kleash.masking import Mean
 
@@ -132,7 +132,3 @@ def test_invalid_aggregation_arguments_are_errors(unhooked):
             aggregate(x, mask, "constant", length=length)
     with pytest.raises(OptionError, match="length is 5, which 'token_mean' does not use"):
         aggregate(x, mask, length=5)
-    with pytest.raises(ShapeError, match=r"per_token \(2, 3\), mask \(2, 2\)"):
-        aggregate(x, mask[:, :2])
-    with pytest.raises(ShapeError, match=r"\[batch, time\]"):
-        aggregate(x[0], mask[0])

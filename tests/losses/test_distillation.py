@@ -11,7 +11,7 @@ from textbook import textbook
 from torch.nn import functional
 
 from kleash.divergences import DIVERGENCES, jensen_shannon_record, kl, skew_kl_record
-from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError, VocabularyMismatchError
+from kleash.errors import DetachedError, OptionError, UnknownNameError, VocabularyMismatchError
 from kleash.losses import distillation_loss, gkd_record
 from kleash.masking import masked_mean
 
@@ -178,8 +178,6 @@ A = torch.zeros(SHAPE, requires_grad=True)
         (lambda: distillation_loss(A, A, ALL, temperature=0.0), OptionError, "temperature is 0.0"),
         (lambda: distillation_loss(A, A, ALL, divergence="k l"), UnknownNameError, "did you mean 'kl'"),
         (lambda: distillation_loss(A, torch.zeros(2, 3, 8), ALL), VocabularyMismatchError, "teacher_logits"),
-        (lambda: distillation_loss(A, torch.zeros(2, 4, 7), ALL), ShapeError, r"student_logits \(2, 4, 7\)"),
-        (lambda: distillation_loss(A, A, ALL[:, :2]), ShapeError, r"mask \(2, 2\)"),
     ],
 )
 @pytest.mark.usefixtures("unhooked")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.special import log_softmax, rel_entr
 
-from kleash.errors import DetachedError, ShapeError
+from kleash.errors import DetachedError
 from kleash.losses import distillation_loss, top_k_distillation_loss
 
 K, VOCAB, TEMPERATURE = 3, 8, 1.6
@@ -77,11 +77,5 @@ def test_masked_values_are_not_read(pair):
 def test_invalid_top_k_arguments_are_errors(pair):
     teacher, student = pair
     ids, logp = head(teacher)
-    with pytest.raises(ShapeError, match=r"mask \(2, 1\)"):
-        top_k_distillation_loss(ids, logp, student, ALL[:, :1])
-    with pytest.raises(ShapeError, match=r"student_logits \(1, 2, 8\)"):
-        top_k_distillation_loss(ids, logp, student[:1], ALL)
-    with pytest.raises(ShapeError, match=r"teacher_logp \(2, 2, 2\)"):
-        top_k_distillation_loss(ids, logp[..., :2], student, ALL)
     with pytest.raises(DetachedError, match="carries no gradient"):
         top_k_distillation_loss(ids, logp, student.detach(), ALL)
