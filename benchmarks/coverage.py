@@ -20,7 +20,7 @@ import numpy as np
 from harness import write_result
 from numpy.typing import NDArray
 
-from kleash.uncertainty import CoarseCounts, Estimate, ratio_of_many
+from kleash.uncertainty import Estimate, quantiles, ratio_of_many
 
 CLUSTERS = (8, 16, 32, 64, 128, 512)
 SAMPLES = (1, 4, 16)
@@ -218,8 +218,8 @@ def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
         effects = random.standard_normal((clusters, 1))
         noise = SAMPLE_SPREAD * random.standard_normal((clusters, TOKENS_PER_CLUSTER))
         values = np.exp(effects + noise).ravel().astype(np.float32)
-        fine = CoarseCounts.empty().after(values).refine(LEVELS, clusters).after(values, index)
-        for place, (truth, estimate) in enumerate(zip(truths, fine.estimates(lower=0.0), strict=True)):
+        estimates = quantiles(values, index, LEVELS, lower=0.0)
+        for place, (truth, estimate) in enumerate(zip(truths, estimates, strict=True)):
             hits[place] += estimate.ci95[0] <= truth <= estimate.ci95[1]
     return {
         "clusters": clusters,

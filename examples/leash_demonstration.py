@@ -19,7 +19,7 @@ from jaxtyping import Float64
 from kleash.jobs import PPOJob
 from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.train import SHIPPED_REWARD
-from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
+from kleash.leash import best_of_n_bound
 from kleash.models import Sampling, generate, load_pair, read_prompts
 from kleash.store import StepRecord, read_steps
 from kleash.training import train
@@ -37,10 +37,8 @@ class BestOf(NamedTuple):
 
     n: int
     reward: Estimate
-    kl: Estimate
-    """KL to the reference, in nats per response."""
     bound: float
-    """log n - (n - 1)/n, which the KL does not exceed."""
+    """log n - (n - 1)/n nats per response, which the KL to the reference does not exceed."""
 
 
 def main() -> None:
@@ -63,7 +61,7 @@ def main() -> None:
         runs[name] = read_steps(args.out / name)
     for point in best_of:
         print(
-            f"best of {point.n:2}: reward {point.reward.value:5.2f}, KL {point.kl.value:6.2f} nats a response"
+            f"best of {point.n:2}: reward {point.reward.value:5.2f}, KL at most {point.bound:6.2f} nats a response"
         )
     for name, history in runs.items():
         last = history[-1].metrics
@@ -93,18 +91,14 @@ def job_of(root: Path, name: str, steps: int, prompts: int, tokens: int) -> PPOJ
 
 
 def sample_reference(path: Path, prompts: int, draws: int, tokens: int) -> list[BestOf]:
-    """Write the shortest shipped prompts to a file; the reward and KL of best-of-n among draws of the reference."""
+    """Write the shortest shipped prompts to a file; the reward of best-of-n among draws of the reference."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
     shortest = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))[:prompts]
     path.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in shortest))
     responses = generate(pair.policy, shortest, Sampling(samples_per_prompt=draws, max_new_tokens=tokens))
     scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(responses).total
     rewards = scores.reshape(len(shortest), draws)
-    return [
-        BestOf(n, best_of_n_reward(rewards, n), best_of_n_kl_from_rewards(rewards, n), best_of_n_bound(n))
-        for n in BEST_OF
-        if n <= draws
-    ]
+    return [BestOf(n, best_of_n_reward(rewards, n), best_of_n_bound(n)) for n in BEST_OF if n <= draws]
 
 
 def best_of_n_reward(rewards: Float64[np.ndarray, "prompts draws"], n: int) -> Estimate:
@@ -128,7 +122,7 @@ def draw(runs: dict[str, list[StepRecord]], best_of: list[BestOf], path: Path) -
         points = [(record.metrics[KL], record.metrics[REWARD]) for record in history[1:]]
         axes.plot(*zip(*points, strict=True), marker=".", label=f"beta {BETAS[name]:g}")
     for point in best_of[1:]:
-        place = point.kl.value, point.reward.value
+        place = point.bound, point.reward.value
         axes.plot(*place, "kd", fillstyle="none", label="best of n" if point.n == 2 else None)
         axes.annotate(str(point.n), place, textcoords="offset points", xytext=(-10, 5))
     axes.set(xscale="log", yscale="log", xlabel="KL(policy ‖ reference), nats per response")

@@ -116,7 +116,7 @@ def fit_overoptimisation(
     training run are not independent measurements, so their intervals are too narrow.
 
     Args:
-        kl_nats: KL(policy || initial policy), at least 0; for best-of-n, from ``best_of_n_kl``.
+        kl_nats: KL(policy || initial policy), at least 0; for best-of-n, at most ``best_of_n_bound``.
         rewards: the true reward at each KL, minus that of the initial policy.
         curve: "best_of_n" or "rl".
         standard_errors: of the rewards, above 0; None for equal weights.

@@ -56,15 +56,6 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
         OptionError: if an argument is not a number.
         CannotRunError: if tensors are on different devices.
     """
-    return _with_validation(function, check_dtypes_and_devices=True)
-
-
-def validated_types(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: as ``validated``, without the checks of dtypes, shapes and devices, which ``function`` does itself."""
-    return _with_validation(function, check_dtypes_and_devices=False)
-
-
-def _with_validation(function: Callable[P, R], *, check_dtypes_and_devices: bool) -> Callable[P, R]:
     parameters = inspect.signature(function).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(name for name, parameter in parameters.items() if parameter.kind in positional)
@@ -72,7 +63,7 @@ def _with_validation(function: Callable[P, R], *, check_dtypes_and_devices: bool
 
     @functools.wraps(function)
     def validating(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_arguments(specs, names, args, kwargs, check_dtypes_and_devices=check_dtypes_and_devices)
+        check_arguments(specs, names, args, kwargs)
         return function(*args, **kwargs)
 
     return validating
@@ -122,8 +113,6 @@ def check_arguments(
     names: tuple[str, ...],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    *,
-    check_dtypes_and_devices: bool,
 ) -> None:
     """Raise an error for the first argument that its spec does not allow, or for tensors that do not fit together.
 
@@ -132,7 +121,6 @@ def check_arguments(
         names: names of the positional parameters.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        check_dtypes_and_devices: if false, only types and memory layouts are checked.
 
     Raises:
         ShapeError: if an argument is not a tensor, or a tensor of the wrong kind of dtype or of no tokens.
@@ -154,8 +142,6 @@ def check_arguments(
             check_number(name, value, spec)
         elif spec.tensor:
             check_layout(name, value)
-            if not check_dtypes_and_devices:
-                continue
             check_dtype(name, value, spec)
             if spec.axes is not None:
                 tensors.append((name, value, spec.axes))

@@ -1,8 +1,8 @@
 """Looking up by name: entries of a table, and names of a package that were changed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kleash.errors import UnknownNameError
 
@@ -25,3 +25,19 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
     near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}; there are {', '.join(table)}{hint}")
+
+
+def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package whose former names are refused with what to use instead.
+
+    Args:
+        package: its name.
+        former: names that are gone, each with what to use instead.
+    """
+
+    def get(name: str) -> Any:
+        if name in former:
+            raise ImportError(f"{package}.{name} is gone: {former[name]}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get

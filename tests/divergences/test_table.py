@@ -12,7 +12,6 @@ from kleash.divergences import (
     alpha_record,
     divergence,
     jensen_shannon_record,
-    phi,
     skew_kl_record,
 )
 from kleash.divergences.table import identity
@@ -136,10 +135,3 @@ def test_the_mean_of_the_generator_is_the_divergence(record):
     logp, logq = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
     expected = divergence(replace(record, finish=identity), logp, logq)
     torch.testing.assert_close((logp.exp() * record.of(logp - logq)).sum(), expected, rtol=1e-11, atol=1e-14)
-
-
-def test_the_generator_of_kl_is_phi_and_its_score_the_log_ratio():
-    record = DIVERGENCES["kl"]
-    torch.testing.assert_close(record.of(LOG_RATIOS), phi(LOG_RATIOS), rtol=1e-13, atol=1e-18)
-    torch.testing.assert_close(record.score(LOG_RATIOS), LOG_RATIOS, rtol=0, atol=0)
-    assert (record.where_q_is_zero, record.where_p_is_zero) == (torch.inf, 1.0)

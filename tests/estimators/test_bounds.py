@@ -1,16 +1,14 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from distributions import log, pairs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy.special import rel_entr
 from textbook import textbook
 
 from kleash.divergences import DIVERGENCES, divergence, kl, skew_kl_record
-from kleash.errors import ShapeError, UnknownNameError
+from kleash.errors import UnknownNameError
 from kleash.estimators import Tail, kl_bounds, shared_head
 
 NAMES = list(DIVERGENCES)
@@ -33,7 +31,7 @@ def pairs_with_heads(draw, **options):
     return logp, logq, order[:k], order[k:]
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(cut=pairs_with_heads(spread=30.0), name=st.sampled_from(NAMES), known=st.booleans())
 def test_the_exact_value_is_within_the_bounds(cut, name, known):
     logp, logq, head, rest = cut
@@ -52,7 +50,7 @@ def test_the_exact_value_is_within_the_bounds(cut, name, known):
     torch.testing.assert_close(bounds.mass_q, logq[head].exp().sum())
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(cut=pairs_with_heads(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
 def test_the_lower_bound_is_the_value_with_the_tail_in_one_bucket(cut, name):
     logp, logq, head, rest = cut
@@ -62,7 +60,7 @@ def test_the_lower_bound_is_the_value_with_the_tail_in_one_bucket(cut, name):
     assert got.item() == pytest.approx(textbook(name, *coarse), rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(pair=pairs(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
 def test_bounds_over_the_whole_vocabulary_are_exact(pair, name):
     bounds = kl_bounds(*pair, divergence=name, tail=None)
@@ -106,30 +104,7 @@ def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
     assert upper["jensen_shannon"] == pytest.approx(textbook("jensen_shannon", *disjoint), rel=1e-7)
 
 
-def test_renormalising_the_head_gives_no_bound():
-    """With 16 of 1000 tokens: without the tail the KL is too small; renormalised it may be on either side."""
-    sides = set()
-    for seed in (0, 1):
-        draw = torch.Generator().manual_seed(seed)
-        first, noise = torch.randn(2, 1000, generator=draw, dtype=torch.float64)
-        logp, logq = (3 * first).log_softmax(-1), (3 * first + 0.7 * noise).log_softmax(-1)
-        top, rest = logp.topk(16).indices, logp.topk(1000).indices[16:]
-        p, q = logp[top].exp().numpy(), logq[top].exp().numpy()
-        exact = rel_entr(logp.exp().numpy(), logq.exp().numpy()).sum()
-        bounds = kl_bounds(logp[top], logq[top], tail=exact_tail(logp, logq, rest))
-        assert 0.5 * exact < bounds.lower < exact < bounds.upper < 40 * exact
-        assert np.sum(p * np.log(p / q)) < 0.7 * exact
-        sides.add(rel_entr(p / p.sum(), q / q.sum()).sum() > exact)
-    assert sides == {True, False}
-
-
-def test_a_head_without_its_tail_can_give_a_negative_kl():
-    logp, logq = log(0.5, 0.2, 0.3), log(0.5, 0.4, 0.1)
-    dropped = (logp[:2].exp() * (logp - logq)[:2]).sum()
-    assert dropped < 0 < kl_bounds(logp[:2], logq[:2]).lower <= kl(logp, logq)
-
-
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     cut=pairs_with_heads(spread=8.0, zeros=False, max_vocab=30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -203,7 +178,7 @@ def test_custom_records_and_tails_per_position():
     assert all(x.dtype == torch.float64 and not x.requires_grad for x in single)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(pair=pairs(spread=6.0, zeros=False), k=st.integers(1, 12), m=st.integers(1, 12))
 def test_shared_head_of_two_top_k_lists(pair, k, m):
     logp, logq = pair
@@ -230,12 +205,6 @@ def test_tail_bounds_of_rounded_lists_are_upper_bounds():
 
 def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
-    with pytest.raises(ShapeError, match=r"head_logp \(2, 3\), head_logq \(2, 2\)"):
-        kl_bounds(x, x[:, :2])
-    with pytest.raises(ShapeError, match=r"head_logq is torch.int64 of shape \(2, 3\); give floating-point"):
-        kl_bounds(x, x.long())
-    with pytest.raises(ShapeError, match=r"head_logp \(\)"):
-        kl_bounds(x[0, 0], x[0, 0])
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         kl_bounds(x, x, divergence="k1")
 
@@ -259,7 +228,7 @@ def extreme_splits(draw):
     return *sides, size
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["kl", "reverse_kl", "jensen_shannon", "chi_squared", "total_variation"]),
     split=extreme_splits(),

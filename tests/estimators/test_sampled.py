@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.divergences import kl, total_variation
-from kleash.errors import ShapeError, UnknownNameError
+from kleash.errors import UnknownNameError
 from kleash.estimators import ESTIMATORS, absolute, k1, k2, k3, sampled_kl
 
 NAMES = list(ESTIMATORS)
@@ -102,12 +102,6 @@ def test_right_as_reward_agrees_with_the_enumerated_gradient(name):
     assert is_close(estimated, gradient_in_p(TARGETS["KL(p ‖ q)"])) is ESTIMATORS[name].right_as_reward
 
 
-def test_k3_as_a_reward_has_the_gradient_of_the_difference_of_both_directions():
-    estimated = gradient_in_p(lambda logp: logp.exp().detach() * sampled_kl(logp, LOGQ, "k3").detach() * logp)
-    expected = gradient_in_p(TARGETS["KL(p ‖ q)"]) - gradient_in_p(TARGETS["KL(q ‖ p)"])
-    torch.testing.assert_close(estimated, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "attached", "valid"),
     [
@@ -128,60 +122,12 @@ def test_off_policy_gradients_with_attached_and_detached_weights(name, attached,
     assert is_close(gradient_in_p(surrogate), gradient_in_p(TARGETS["KL(p ‖ q)"])) is valid
 
 
-def test_k3_with_a_detached_weight_has_the_gradient_of_the_other_direction():
-    estimated = gradient_in_p(
-        lambda logp: LOGMU.exp() * (logp - LOGMU).exp().detach() * sampled_kl(logp, LOGQ, "k3")
-    )
-    torch.testing.assert_close(estimated, gradient_in_p(TARGETS["KL(q ‖ p)"]))
-
-
 def test_off_policy_values_need_importance_weights():
     exact, mu = kl(LOGP, LOGQ), LOGMU.exp()
     for name in ("k1", "k3"):
         values = sampled_kl(LOGP, LOGQ, name)
         assert not is_close((mu * values).sum(), exact)
         assert is_close((mu * (LOGP - LOGMU).exp() * values).sum(), exact)
-
-
-def test_k3_with_the_straight_through_gradient_of_k2():
-    def straight_through(logp):
-        second, third = sampled_kl(logp, LOGQ, "k2"), sampled_kl(logp, LOGQ, "k3")
-        return logp.exp().detach() * (third.detach() + second - second.detach())
-
-    assert is_close(straight_through(LOGP).sum(), kl(LOGP, LOGQ))
-    assert is_close(gradient_in_p(straight_through), gradient_in_p(TARGETS["KL(p ‖ q)"]))
-
-
-def test_k1_plus_any_multiple_of_the_control_variate_is_unbiased():
-    u = LOGP - LOGQ
-    for a in (-1.0, 0.3, 1.0, 2.0):
-        assert is_close((LOGP.exp() * (u + a * torch.expm1(-u))).sum(), kl(LOGP, LOGQ))
-    assert is_close(k3(u), u + torch.expm1(-u))
-
-
-def test_the_best_multiple_is_the_regression_coefficient_and_not_that_of_k3():
-    """a = -Cov(u, w) / Var(w) under p; the variance has its minimum there."""
-    u = LOGP - LOGQ
-    p, w = LOGP.exp(), torch.exp(-(LOGP - LOGQ))
-
-    def covariance(x, y):
-        return (p * (x - (p * x).sum()) * (y - (p * y).sum())).sum()
-
-    def variance(a):
-        return covariance(u + a * (w - 1), u + a * (w - 1)).item()
-
-    best = (-covariance(u, w) / covariance(w, w)).item()
-    assert abs(best - 1) > 0.01
-    assert variance(best) < min(variance(best - 0.1), variance(best + 0.1), variance(0.0), variance(1.0))
-
-
-def test_the_common_clamp_of_k3_has_no_gradient_for_large_drift():
-    drifted = torch.tensor([-2.7, 11.5, -30.0], requires_grad=True)
-    clamped = (torch.exp((-drifted).clamp(-20, 20)) - 1 + drifted).clamp(-10, 10)
-    (clamped_gradient,) = torch.autograd.grad(clamped.sum(), drifted)
-    (gradient,) = torch.autograd.grad(k3(drifted).sum(), drifted)
-    assert (clamped_gradient == 0).all()
-    torch.testing.assert_close(gradient, 1 - torch.exp(-drifted.detach()))
 
 
 def test_half_precision_is_subtracted_in_float32():
@@ -207,8 +153,6 @@ def test_equal_arguments_give_zero_and_empty_inputs_stay_empty(name):
 
 
 def test_different_shapes_and_unknown_names_raise(unhooked):
-    with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), token_logq \(3,\)"):
-        sampled_kl(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(UnknownNameError, match=r"no estimator is called 'k5'; there are k1, abs, k2, k3"):
         sampled_kl(torch.zeros(2), torch.zeros(2), "k5")
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 
 from kleash.divergences import at_temperature, kl, restrict, truncate
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.estimators import Semantics, require_same_semantics, to_full, to_truncated
 
 torch.manual_seed(5)
@@ -153,15 +153,3 @@ def test_unequal_semantics_raise(sides, message):
 def test_invalid_semantics_raise(wrong, message):
     with pytest.raises(OptionError, match=message):
         Semantics(**wrong)
-
-
-def test_different_shapes_raise(unhooked):
-    x = torch.zeros(2, 3)
-    with pytest.raises(ShapeError, match=r"log_kept_mass \(2,\)"):
-        to_truncated(x, x[:, 0])
-    with pytest.raises(ShapeError, match=r"log_kept_mass \(2, 3\), kept \(2,\)"):
-        to_truncated(x, x, x[:, 0].bool())
-    with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), log_kept_mass \(2, 2\)"):
-        to_full(x, x[:, :2])
-    with pytest.raises(ShapeError, match=r"logp \(2, 3\), kept \(3,\)"):
-        restrict(x, torch.ones(3).bool())

@@ -18,16 +18,16 @@ from kleash.linear import (
     linear_kl,
     token_statistics,
 )
+from kleash.precision import at_least_float32
 
 REFERENCE = LinearOptions(impl="reference")
 CHUNKED = LinearOptions(impl="chunked", compile=False)
 TINY = LinearOptions(impl="chunked", compile=False, buffer_bytes=1)
 SMALL = LinearOptions(impl="chunked", compile=False, buffer_bytes=60_000)
-EVERY = pytest.mark.parametrize(
-    "options",
-    [REFERENCE, CHUNKED, SMALL, TINY],
-    ids=["reference", "chunked", "small", "tiny"],
-)
+PLAIN = object()
+"""In place of options: float32 logits by torch, and the reference from there; the budget of a rounding error."""
+EVERY = pytest.mark.parametrize("options", [REFERENCE, SMALL], ids=["reference", "small"])
+CHUNKS = pytest.mark.parametrize("options", [SMALL, TINY], ids=["small", "tiny"])
 TRAITS = {
     "plain": {},
     "bias": {"bias": True},
@@ -52,20 +52,28 @@ class Case:
     def models(self):
         return self.hidden_p, self.head_p, self.hidden_q, self.head_q
 
-    def kl(self, options=None, **kwargs):
-        return linear_kl(
-            self.hidden_p, self.head_p, self.hidden_q, self.head_q,
-            temperature=self.temperature, options=options, **kwargs,
-        )  # fmt: skip
+    def kl(self, options=None):
+        models, options = chosen(self.models, options)
+        return linear_kl(*models, temperature=self.temperature, options=options)
 
     def statistics(self, options=None) -> TokenStatistics:
-        return token_statistics(
-            self.hidden_p, self.head_p, self.hidden_q, self.head_q, self.tokens,
-            temperature=self.temperature, options=options,
-        )  # fmt: skip
+        models, options = chosen(self.models, options)
+        return token_statistics(*models, self.tokens, temperature=self.temperature, options=options)
 
     def swapped(self) -> "Case":
         return Case(self.hidden_q, self.head_q, self.hidden_p, self.head_p, self.tokens, self.temperature)
+
+
+def chosen(models, options):
+    """The models and options of a call; with ``PLAIN``, logits in place of hidden states."""
+    if options is not PLAIN:
+        return models, options
+    hp, head_p, hq, head_q = models
+    zp, zq = (
+        head.logits_of_product(at_least_float32(h) @ at_least_float32(head.weight).T)
+        for h, head in ((hp, head_p), (hq, head_q))
+    )
+    return (zp, Head(None), zq, Head(None)), REFERENCE
 
 
 def head_case(
@@ -166,10 +174,11 @@ def leaves_of(case: Case, divergence="kl", *, weights=None):
         def function(hp, wp, bp, hq, wq, bq):
             head_p = Head(wp, bp, scale=p.scale, softcap=p.softcap)
             head_q = Head(wq, bq, scale=q.scale, softcap=q.softcap)
-            arguments = {"divergence": divergence, "temperature": case.temperature, "options": options}
+            models, given = chosen((hp, head_p, hq, head_q), options)
+            arguments = {"divergence": divergence, "temperature": case.temperature, "options": given}
             if weights is None:
-                return linear_divergence(hp, head_p, hq, head_q, **arguments)
-            return linear_divergence_loss(hp, head_p, hq, head_q, weights=weights, **arguments)
+                return linear_divergence(*models, **arguments)
+            return linear_divergence_loss(*models, weights=weights, **arguments)
 
         return function
 

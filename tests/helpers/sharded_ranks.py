@@ -503,7 +503,7 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
             lambda temperature=temperature: token_statistics(
                 hidden, head, hidden + 1, head, token_ids, temperature=temperature
             ),
-            r"disagree on the temperature: \[(0.5, 1.5|1.0, 'one for each token')\]",
+            "disagree on the temperature",
         )
     one_in_training = ranks.sharded("llama-policy")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kleash.divergences import kl_from_probs
-from kleash.errors import KleashError
+from kleash.errors import KleashError, ShapeError, VocabularyMismatchError
 from kleash.linear import Head, LinearOptions
 
 PACKAGES = ("masking", "divergences", "estimators", "linear", "losses", "leash")
@@ -100,6 +100,39 @@ def test_what_is_no_tensor_of_the_right_kind_is_refused_in_a_sentence(function, 
             with pytest.raises(KleashError) as caught:
                 function(**arguments)
             assert "\n" not in str(caught.value), kind
+
+
+def tensor_of(parameter, sizes, longer=None):
+    """A tensor with the axes of an annotation; one longer along the axis ``longer``."""
+    kind = kinds_of(parameter.annotation)[0]
+    axes = kind.dim_str.split()
+    shape = [sizes.setdefault(axis, 2 + len(sizes)) + (axis == longer) for axis in axes]
+    if any("float" in x for x in kind.dtypes):
+        return -torch.rand(shape)
+    return torch.ones(shape, dtype=torch.bool if "bool" in kind.dtypes else torch.int64)
+
+
+@pytest.mark.parametrize("function", list(public_functions()))
+def test_axes_of_one_name_have_one_size(function, unhooked):
+    parameters = inspect.signature(function).parameters
+    tensors = {n: kinds_of(p.annotation)[0].dim_str for n, p in parameters.items() if kinds_of(p.annotation)}
+    records = any(
+        hasattr(p.annotation, "_fields") for p in parameters.values()
+    )  # tested where they are defined
+    if records or len(tensors) < 2 or any("..." in axes for axes in tensors.values()):
+        return
+    needed = {
+        n: p for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in tensors
+    }
+    others = {n: "kl" if n == "which" else good(p) for n, p in needed.items()}
+    for name, axes in tensors.items():
+        shared = {axis for other, theirs in tensors.items() if other != name for axis in theirs.split()}
+        for axis in set(axes.split()) & shared:
+            sizes: dict[str, int] = {}
+            given = {n: tensor_of(parameters[n], sizes, axis if n == name else None) for n in tensors}
+            for one in (given[name], given[name][0]):  # of another size, and with an axis less
+                with pytest.raises((ShapeError, VocabularyMismatchError)):
+                    function(**others, **(given | {name: one}))
 
 
 def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):

@@ -10,11 +10,9 @@ import pytest
 
 from kleash.jobs import PPOJob
 from kleash.leash import (
-    BetaSchedule,
     DualBeta,
     FixedBeta,
     PIDBeta,
-    TargetSchedule,
     ZieglerBeta,
     beta_from_dict,
     beta_reason,
@@ -163,10 +161,5 @@ def test_beta_reason_names_the_filtered_kl():
     assert "KL 6 (filtered 8.96)" in found and "is above its target of 8" in found and "comes down" in found
 
 
-def test_beta_reason_explains_schedules():
-    schedule = BetaSchedule(begin=0.2, end=0.1, updates=4)
-    assert beta_reason(schedule, schedule.after(1.0), 1.0) == "beta 0.2 -> 0.175: by its schedule"
-    dual = DualBeta(beta=0.05, target_nats=8.0)
-    aimed = TargetSchedule(controller=dual, begin_nats=2.0, end_nats=8.0, updates=10)
-    assert "is above its target of 2, 2 times" in beta_reason(aimed, aimed.after(4.0), 4.0)
+def test_a_fixed_beta_has_no_reason_to_change():
     assert beta_reason(FixedBeta(beta=0.1), FixedBeta(beta=0.1), 9.0) is None

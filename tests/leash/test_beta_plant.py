@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from kleash.leash import DualBeta, FixedBeta, PIDBeta, TargetSchedule, ZieglerBeta
+from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta
 
 PLANTS = [
     pytest.param(gain, lag, off, id=f"gain {gain}, lag {lag}, beta times {off}")
@@ -68,15 +68,3 @@ def test_a_controller_without_its_proportional_term_overshoots(kind):
 
 def test_the_kl_of_a_fixed_beta_does_not_reach_the_target():
     assert follow(FixedBeta(beta=RIGHT * 10), 0.3, 0)[-1] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("gain", [0.05, 0.3])
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_a_moving_target_is_followed(gain, shape):
-    inner = start(PIDBeta, 1.0)
-    schedule = TargetSchedule(
-        controller=inner, begin_nats=TARGET, end_nats=TARGET / 2, updates=100, shape=shape
-    )
-    kls = follow(schedule, gain, 1, noise=0.1)
-    assert min(kls) > 0.5 * 0.8 and max(kls) < 1.2
-    assert sum(kls[199:]) / len(kls[199:]) == pytest.approx(0.5, rel=0.1)

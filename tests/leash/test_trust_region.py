@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kleash.errors import OptionError, ShapeError, UnknownNameError
-from kleash.estimators import bounded_k3, importance_weights
+from kleash.estimators import importance_weights
 from kleash.leash import (
     geometric_mask,
     intersection,
@@ -182,14 +182,6 @@ def test_padding_does_not_enter_the_maximum():
         assert region.kept.any().item() is kept
 
 
-def test_an_estimator_may_be_a_record():
-    p, b = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-9.0, -1.0]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    assert kl_mask(p, b, mask, bounds=(0.0, 50.0)).kept.tolist() == [[False, True]]
-    bounded = kl_mask(p, b, mask, bounds=(0.0, 50.0), estimator=bounded_k3(-2.0))
-    assert bounded.kept.tolist() == [[True, True]]
-
-
 def test_nan_tokens_are_removed_and_counted():
     p, b = torch.tensor([[-1.0, NAN, -1.0], [-1, -1, -1]]), torch.full((2, 3), -1.0)
     mask = torch.ones(2, 3, dtype=torch.bool)
@@ -308,8 +300,6 @@ def test_invalid_trust_region_arguments_are_errors(unhooked):
         truncated_weights(p, p, mask, cap=2, level="prefix")
     with pytest.raises(OptionError, match="cap is 0"):
         truncated_weights(p, p, mask, cap=0.0)
-    with pytest.raises(ShapeError, match=r"\[batch, time\]"):
-        geometric_mask(p, p[:1], mask, bounds=(0.5, 2.0))
     with pytest.raises(OptionError, match="at least one"):
         intersection(mask=mask)
     with pytest.raises(ShapeError, match=r"\(2, 3\) and mask \(1, 3\)"):

@@ -78,17 +78,6 @@ def test_kl_masks_agree_with_verls_rejection(verl, batch, option, threshold, ask
     assert ours.removed_share.item() == pytest.approx(metrics[f"rollout_rs_{option}_{share}"], rel=1e-5)
 
 
-def test_verls_ratio_bounds_for_k1_are_those_of_behaviour_over_policy(verl, batch):
-    """Its docs call them ratio bounds, where a ratio is elsewhere policy / behaviour: an uneven pair shows it."""
-    policy, behaviour, mask, _ = batch
-    theirs, _ = verl.corr.compute_rollout_rejection_mask(
-        policy - behaviour, mask.long(), "token_k1", "0.9_4.0"
-    )
-    upside_down = window_weights(policy, behaviour, mask, bounds=(1 / 4.0, 1 / 0.9)).kept
-    as_written = window_weights(policy, behaviour, mask, bounds=(0.9, 4.0)).kept
-    assert torch.equal(theirs.bool(), upside_down) and not torch.equal(theirs.bool(), as_written)
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_truncated_weights_agree_with_verl(verl, batch, level):
     policy, behaviour, mask, _ = batch
@@ -119,19 +108,6 @@ def test_window_weights_agree_with_verls_icepop(verl, batch, level):
         assert ours.effective_sample_size.item() == pytest.approx(size, rel=1e-4)
 
 
-def test_verl_fails_for_zero_weights_and_nan_padding(verl):
-    """Sequences without weight: a division by zero. NaN where masked: NaN in the weights."""
-    apart, mask = torch.full((2, 2), 5.0), torch.ones(2, 2, dtype=torch.long)
-    with pytest.raises(ZeroDivisionError):
-        verl.corr.compute_rollout_correction_weights(apart, mask, "sequence", "0.5_2.0")
-    ours = window_weights(apart - 9, apart * 0 - 9, mask, bounds=(0.5, 2.0), level="sequence")
-    assert ours.effective_sample_size == 0 and ours.removed_share == 1
-    padded, mask = torch.tensor([[0.1, NAN]]), torch.tensor([[1, 0]])
-    theirs, _ = verl.corr.compute_rollout_correction_weights(padded, mask, "token", "2.0")
-    assert theirs.isnan().tolist() == [[False, True]]
-    assert not truncated_weights(padded - 1, padded * 0 - 1, mask, cap=2.0).weights.isnan().any()
-
-
 @pytest.mark.parametrize("divergence", ["kl", "total_variation"])
 def test_binary_masks_agree_with_verls_dppo(verl, batch, divergence):
     """Which tokens its loss gives a gradient to."""
@@ -156,17 +132,6 @@ def test_the_sequence_mask_agrees_with_trl(trl, batch):
     theirs = trl.get_off_policy_mask(advantages[:, None], policy, behaviour, mask.float(), 0.1)
     ours = off_policy_sequence_mask(policy, behaviour, advantages, mask, most=0.1)
     assert torch.equal(ours.kept, mask & theirs.bool()) and 0.05 < ours.removed_share < 0.9
-
-
-def test_trl_counts_nan_tokens_as_no_drift(trl):
-    """It reads NaN as a log ratio of 0, and counts the token; leaving the token out gives the others' mean."""
-    policy, behaviour = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.4, NAN]])
-    bad, both = torch.tensor([-1.0]), torch.ones(1, 2)
-    assert trl.get_off_policy_mask(bad[:, None], policy, behaviour, both, 0.5).item() == 1
-    assert off_policy_sequence_mask(policy, behaviour, bad, both.bool(), most=0.5).removed_share == 1
-    scored = ~behaviour.isnan()
-    assert off_policy_sequence_mask(policy, behaviour, bad, scored, most=0.5).removed_share == 1
-    assert off_policy_sequence_mask(policy, behaviour, bad, scored, most=0.7).removed_share == 0
 
 
 @pytest.fixture(scope="module")

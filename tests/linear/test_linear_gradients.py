@@ -4,33 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from linear_cases import head_case, in_float64, relative_rms
+from linear_cases import PLAIN, REFERENCE, head_case, in_float64, leaves_of, relative_rms
 
-from kleash.errors import CannotRunError
-from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
+from kleash.linear import Head, LinearOptions, linear_kl
 
-REFERENCE = LinearOptions(impl="reference")
 NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
 OPTIONS = pytest.mark.parametrize(
     "options", [LinearOptions(compile=False), LinearOptions(buffer_bytes=700)], ids=["whole", "chunks"]
 )
-
-
-def leaves(case, *, bias=True):
-    """The six tensors of a case, as leaves, and the function of them."""
-    p, q = case.head_p, case.head_q
-    tensors = [case.hidden_p, p.weight, p.bias, case.hidden_q, q.weight, q.bias]
-    tensors = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
-
-    def of(options):
-        def function(hp, wp, bp, hq, wq, bq):
-            head_p = Head(wp, bp, scale=p.scale, softcap=p.softcap)
-            head_q = Head(wq, bq, scale=q.scale, softcap=q.softcap)
-            return linear_kl(hp, head_p, hq, head_q, temperature=case.temperature, options=options)
-
-        return function
-
-    return tensors, of
 
 
 @OPTIONS
@@ -42,7 +23,7 @@ def test_gradcheck(options, traits):
     case = head_case(torch.float64, 1.0, tokens=(1, 2), vocab_size=5, bias=True, **traits)
     case.hidden_p, case.head_p = narrowed(case.hidden_p, case.head_p, 3)
     case.hidden_q, case.head_q = narrowed(case.hidden_q, case.head_q, 4)
-    tensors, of = leaves(case)
+    tensors, of = leaves_of(case)
     if options.buffer_bytes is not None:
         options = replace(
             options, buffer_bytes=1
@@ -56,17 +37,17 @@ def narrowed(hidden, head, dims):
 
 
 @OPTIONS
-@pytest.mark.parametrize("distance", [2.0, 0.02, 0.001], ids=["far", "near", "nearer"])
+@pytest.mark.parametrize("distance", [2.0, 0.001], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_error_of_gradients_is_at_most_that_of_the_reference(options, dtype, distance):
-    case = head_case(dtype, distance, bias=True, softcap=4.0, tokens=(41,))
-    weight = torch.linspace(-1, 2, 41)
+def test_the_error_of_gradients_is_that_of_float32_logits(options, dtype, distance):
+    case = head_case(dtype, distance, bias=True, softcap=4.0, tokens=(21,))
+    weight = torch.linspace(-1, 2, 21)
 
     def gradients(of_case, choice):
-        tensors, of = leaves(of_case)
+        tensors, of = leaves_of(of_case)
         return torch.autograd.grad((of(choice)(*tensors) * weight).sum(), tensors)
 
-    exact, plain = gradients(in_float64(case), REFERENCE), gradients(case, REFERENCE)
+    exact, plain = gradients(in_float64(case), REFERENCE), gradients(case, PLAIN)
     actual, budget = gradients(case, options), 2.0 if dtype == torch.bfloat16 else 1.5
     for name, right, cheap, ours in zip(NAMES, exact, plain, actual, strict=True):
         assert ours.dtype == dtype
@@ -99,18 +80,6 @@ def test_logits_given_as_hidden_states_get_their_gradient():
     a, b = (x.clone().requires_grad_() for x in z)
     head = Head(None, softcap=2.0, scale=0.5)
     assert torch.autograd.gradcheck(lambda a, b: linear_kl(a, head, b, head, temperature=1.5), (a, b))
-
-
-def test_a_token_of_weight_0_adds_0_even_if_it_is_nan():
-    case = head_case(torch.float32, tokens=(6,), bias=True)
-    case.hidden_p[2] = torch.nan
-    case.hidden_q[3] = torch.inf
-    case.hidden_p.requires_grad_()
-    case.head_q.bias.requires_grad_()
-    counts = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.bool)
-    torch.where(counts, case.kl(), 0.0).sum().backward()
-    assert case.hidden_p.grad.isfinite().all() and (case.hidden_p.grad[2:4] == 0).all()
-    assert case.head_q.bias.grad.isfinite().all() and case.head_q.bias.grad.abs().sum() > 0
 
 
 def test_nan_hidden_states_do_not_affect_other_tokens_gradients():
@@ -162,13 +131,6 @@ def test_statistics_are_detached():
         assert not case.kl().requires_grad
 
 
-def test_a_second_derivative_raises():
-    case = head_case(torch.float64, tokens=(3,))
-    case.hidden_p.requires_grad_()
-    with pytest.raises(CannotRunError, match="differentiated once"):
-        torch.autograd.grad(case.kl().sum(), case.hidden_p, create_graph=True)
-
-
 def test_a_weight_changed_in_place_before_the_backward_pass_raises():
     case = head_case(torch.float64, tokens=(3,))
     case.hidden_p.requires_grad_()
@@ -176,18 +138,3 @@ def test_a_weight_changed_in_place_before_the_backward_pass_raises():
     case.head_q.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kl.backward()
-
-
-def test_the_weight_gradient_is_summed_in_float32():
-    """Four hundred equal contributions, each too small to move a bfloat16 sum that is already large."""
-    torch.manual_seed(0)
-    hidden = torch.randn(1, 3).repeat(400, 1).bfloat16()
-    weight_q = torch.randn(7, 3).bfloat16().requires_grad_()
-    head_p = Head(torch.randn(7, 3).bfloat16())
-    options = LinearOptions(buffer_bytes=1)
-    linear_kl(hidden, head_p, hidden, Head(weight_q), options=options).sum().backward()
-    leaf = weight_q.detach().clone().requires_grad_()
-    linear_kl(hidden[:1].double(), head_p, hidden[:1].double(), Head(leaf.double())).sum().backward()
-    assert relative_rms(weight_q.grad, 400 * leaf.grad.double()) < 2**-7
-    actual = token_statistics(hidden, head_p, hidden, Head(weight_q), torch.zeros(400, dtype=torch.long))
-    assert actual.kl_pq.min() > 0

@@ -1,4 +1,4 @@
-"""No tensor of [tokens, vocab] is allocated; measured in separate processes."""
+"""No tensor of [tokens, vocab] is allocated; measured in forks of one process."""
 
 import subprocess
 import sys
@@ -9,54 +9,80 @@ from linear_cases import head_case, peak
 
 from kleash.linear import LinearOptions, linear_kl, linear_kl_loss, linear_objective, token_statistics
 
-PEAK = """
-import resource, sys, torch
+MEASURE = """
+import os, resource, sys, torch
 from kleash.divergences import DIVERGENCES
 from kleash.linear import Head, LinearOptions, linear_divergence_loss, linear_kl, linear_objective, token_statistics
 
+torch.set_num_threads(1)
 torch.manual_seed(0)
-what, tokens, words = sys.argv[1], int(sys.argv[2]), 20_000
-def hidden(count): return torch.randn(count, 8).requires_grad_(what != "statistics")
-p, q, ids = hidden(tokens), hidden(tokens), torch.randint(words, (tokens,))
-head_p, head_q = (Head(torch.randn(words, 8).requires_grad_(what == "recomputed")) for _ in "pq")
+tokens, words = 1040, 20_000
+def hidden(count, what): return torch.randn(count, 8).requires_grad_(what != "statistics")
 options = LinearOptions(buffer_bytes=16 * 2**20, compile=False, impl="chunked")
+weights = [torch.randn(words, 8) for _ in "pq"]
+ids = torch.randint(words, (tokens,))
 
-def run(count):
-    if what == "statistics":
-        token_statistics(p[:count], head_p, q[:count], head_q, ids[:count], options=options)
-    elif what in DIVERGENCES:
-        weights = torch.ones(count)
-        linear_divergence_loss(
-            p[:count], head_p, q[:count], head_q, weights=weights, divergence=what, options=options
-        ).loss.backward()
-    elif what == "objective":
-        def objective(terms, rows): return terms.kl - terms.token_logp - terms.entropy
-        loss, _ = linear_objective(p[:count], head_p, ids[:count], q[:count], head_q, objective, options=options)
-        loss.backward()
-    else:
-        kl = linear_kl(p[:count], head_p, q[:count], head_q, options=options)
-        if what in ("gradient", "recomputed"):
-            kl.sum().backward()
+def peak(what):
+    p, q = hidden(tokens, what), hidden(tokens, what)
+    head_p, head_q = (Head(w.requires_grad_(what == "recomputed")) for w in weights)
 
-run(3)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run(tokens)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    def run(count):
+        models = p[:count], head_p, q[:count], head_q
+        if what == "statistics":
+            token_statistics(*models, ids[:count], options=options)
+        elif what in DIVERGENCES:
+            each = torch.ones(count)
+            linear_divergence_loss(*models, weights=each, divergence=what, options=options).loss.backward()
+        elif what == "objective":
+            def objective(terms, rows): return terms.kl - terms.token_logp - terms.entropy
+            linear_objective(*models[:2], ids[:count], *models[2:], objective, options=options)[0].backward()
+        else:
+            linear_kl(*models, options=options).sum().backward()
+
+    run(3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(tokens)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+def faults(what):
+    few, heads = torch.randn(64, 8), [Head(w) for w in weights]
+
+    def run():
+        token_statistics(few, heads[0], few, heads[1], ids[:64], options=LinearOptions(compile=False))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    counts = [run() for _ in range(5)]
+    return min(after - before for before, after in zip(counts, counts[1:]))
+
+for what in sys.argv[1:]:
+    if os.fork() == 0:
+        print(what, (faults if what == "faults" else peak)(what), flush=True)
+        os._exit(0)
+    os.wait()
 """
+PEAKS = ("statistics", "gradient", "recomputed", "total_variation", "objective")
 
 
-def extra_megabytes(what: str, tokens: int) -> float:
-    """Peak resident memory of a call beyond that of its inputs and libraries."""
-    command = [sys.executable, "-c", PEAK, what, str(tokens)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+@pytest.fixture(scope="module")
+def measured() -> dict[str, float]:
+    """Megabytes of the largest resident memory beyond that of inputs and libraries, of each call; and page faults."""
+    command = [sys.executable, "-c", MEASURE, *PEAKS, "faults"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: float(number) for name, number in map(str.split, printed.splitlines())}
 
 
-@pytest.mark.parametrize(
-    "what", ["statistics", "gradient", "recomputed", "kl", "total_variation", "objective"]
-)
-def test_memory_is_that_of_the_buffer_and_not_of_the_logits(what):
-    tokens, logits = 1040, 1040 * 20_000 * 4 / 2**20
-    assert extra_megabytes(what, tokens) < 16 + 12 < logits / 2
+@pytest.mark.parametrize("what", PEAKS)
+def test_memory_is_that_of_the_buffer_and_not_of_the_logits(measured, what):
+    logits = 1040 * 20_000 * 4 / 2**20
+    assert measured[what] < 16 + 12 < logits / 2
+
+
+def test_memory_of_rows_is_not_fetched_again_for_each_block(measured):
+    """A page is 4 KiB, and a float64 tensor of the call would have 2 500 of them, in every call.
+
+    A single call may have some thousand, where the heap grows around what was left in it.
+    """
+    assert measured["faults"] < 1_000
 
 
 @pytest.mark.parametrize("what", ["values", "loss", "objective", "statistics"])
@@ -83,28 +109,3 @@ def test_fallback_rows_take_little_memory_beyond_the_buffer(what, unhooked):
     ) as seen:
         ways[what]()
     assert peak(seen) < budget + 12 * 2**20
-
-
-FAULTS = """
-import resource, torch
-from kleash.linear import Head, LinearOptions, token_statistics
-
-hidden, ids = torch.randn(64, 8), torch.arange(64)
-heads = [Head(torch.randn(20_000, 8)) for _ in "pq"]
-
-def run():
-    token_statistics(hidden, heads[0], hidden, heads[1], ids, options=LinearOptions(compile=False))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-counts = [run() for _ in range(5)]
-print(min(after - before for before, after in zip(counts, counts[1:])))
-"""
-
-
-def test_memory_of_rows_is_not_fetched_again_for_each_block():
-    """A page is 4 KiB, and a float64 tensor of the call would have 2 500 of them, in every call.
-
-    A single call may have some thousand, where the heap grows around what was left in it.
-    """
-    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
-    assert int(run.stdout) < 1_000

@@ -4,17 +4,20 @@ import pytest
 import torch
 from linear_cases import (
     CHUNKED,
+    CHUNKS,
     EVERY,
+    PLAIN,
     REFERENCE,
     SMALL,
     TINY,
+    chosen,
     head_case,
     in_float64,
     relative_rms,
     statistics_by_numpy,
 )
 
-from kleash.errors import CannotRunError, ShapeError, VocabularyMismatchError
+from kleash.errors import ShapeError, VocabularyMismatchError
 from kleash.linear import Head, TokenTerms, linear_kl_loss, linear_objective
 
 NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
@@ -32,6 +35,7 @@ def run(case, objective, options, tensors=None):
     hp, wp, bp, hq, wq, bq = tensors or leaves(case)
     head_p = Head(wp, bp, scale=case.head_p.scale, softcap=case.head_p.softcap)
     head_q = Head(wq, bq, scale=case.head_q.scale, softcap=case.head_q.softcap)
+    (hp, head_p, hq, head_q), options = chosen((hp, head_p, hq, head_q), options)
     return linear_objective(
         hp, head_p, case.tokens, hq, head_q, objective, temperature=case.temperature, options=options
     )
@@ -89,7 +93,7 @@ def test_the_gradient_equals_autograd_through_the_whole_graph(options, traits):
 
 @pytest.mark.parametrize("distance", [2.0, 0.02], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_error_is_at_most_that_of_the_reference(dtype, distance):
+def test_the_error_is_that_of_float32_logits(dtype, distance):
     case = head_case(dtype, distance, bias=True)
     objective = mixture(torch.Generator().manual_seed(3))
 
@@ -98,7 +102,7 @@ def test_the_error_is_at_most_that_of_the_reference(dtype, distance):
         loss, terms = run(of_case, objective, options, tensors)
         return *terms, *torch.autograd.grad(loss, tensors)
 
-    exact, plain, ours = actual(in_float64(case), REFERENCE), actual(case, REFERENCE), actual(case, SMALL)
+    exact, plain, ours = actual(in_float64(case), REFERENCE), actual(case, PLAIN), actual(case, SMALL)
     for number, (right, cheap, mine) in enumerate(zip(exact, plain, ours, strict=True)):
         budget = 2.5 if dtype == torch.bfloat16 and number >= 4 else 1.5
         assert relative_rms(mine, right) <= budget * relative_rms(cheap, right) + 1e-6, number
@@ -144,7 +148,7 @@ def test_rows_are_the_slice_of_the_chunks_tokens():
     assert seen == [(0, 35, 35)]
 
 
-@EVERY
+@CHUNKS
 def test_a_masked_token_does_not_affect_the_gradient(options):
     case = head_case(torch.float32, tokens=(6,), bias=True)
     case.hidden_p[2] = torch.nan
@@ -190,7 +194,7 @@ def test_tokens_of_probability_0_and_far_distributions(options):
         torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
 
 
-@EVERY
+@pytest.mark.parametrize("options", [SMALL], ids=["small"])
 @pytest.mark.parametrize("trained", [0, 1], ids=["p", "q"])
 def test_a_shared_head_with_tokens_of_probability_0(options, trained):
     """The difference of two logits of minus infinity is defined here, and so is the KL."""
@@ -210,23 +214,6 @@ def test_a_shared_head_with_tokens_of_probability_0(options, trained):
         torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def test_an_objective_without_a_gradient():
-    case = head_case(torch.float32, tokens=(4,))
-    tensors = leaves(case)
-    loss, _ = run(case, lambda terms, rows: terms.kl.detach(), CHUNKED, tensors)
-    (gradient,) = torch.autograd.grad(loss, tensors[0])
-    assert loss > 0 and (gradient == 0).all()
-
-
-def test_a_second_backward_raises():
-    case = head_case(torch.float32, tokens=(3,))
-    tensors = leaves(case)
-    loss, _ = run(case, lambda terms, rows: terms.kl, CHUNKED, tensors)
-    loss.backward()
-    with pytest.raises(CannotRunError, match="a backward pass has used it"):
-        loss.backward()
-
-
 def test_invalid_objectives_raise(unhooked):
     case = head_case(torch.float32, tokens=(4,))
     with pytest.raises(ShapeError, match=r"was given 4 tokens and returned losses of shape \(\)"):
@@ -235,7 +222,7 @@ def test_invalid_objectives_raise(unhooked):
     with pytest.raises(VocabularyMismatchError, match="from 0 to 101 and the heads cover 101"):
         run(case, lambda terms, rows: terms.kl, CHUNKED)
     case.tokens = torch.tensor([0, 1])
-    with pytest.raises(ShapeError, match=r"\(2,\) tokens and \(4,\) hidden states"):
+    with pytest.raises(ShapeError, match="shapes do not fit"):
         run(case, lambda terms, rows: terms.kl, CHUNKED)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from linear_cases import SMALL, TINY, head_case, in_float64, relative_rms
+from linear_cases import SMALL, head_case, in_float64, relative_rms
 
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear import products as onednn
@@ -50,15 +50,14 @@ def loss_and_gradients(case, options):
     return [loss.detach(), *(x.grad.double() for x in tensors)]
 
 
-@pytest.mark.parametrize("options", [SMALL, TINY], ids=["small", "tiny"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_with_and_without_onednn(machine, products, options, dtype):
+def test_values_and_gradients_with_and_without_onednn(machine, products, dtype):
     case = head_case(dtype, softcap=2.5, bias=True, scale=1.7)
     right = loss_and_gradients(in_float64(case), LinearOptions(impl="reference"))
     budget = 3e-6 if dtype == torch.float32 else 8e-3
     for faster in (False, True):
         machine(faster)
-        for mine, other in zip(loss_and_gradients(case, options), right, strict=True):
+        for mine, other in zip(loss_and_gradients(case, SMALL), right, strict=True):
             assert relative_rms(mine, other) < budget, faster
         assert bool(products) == faster
         if dtype == torch.float32:  # the gradient, too: a narrow one is multiplied as it is
@@ -116,16 +115,6 @@ def test_odd_sizes(machine, products, tokens, hidden, vocab_size):
     right = (exact[0].exp() * (exact[0] - exact[1])).sum(-1)
     assert torch.allclose(kl.double(), right, rtol=1e-5, atol=1e-7)
     assert bool(products) == (tokens > 0)
-
-
-def test_weights_that_are_not_contiguous(machine):
-    random = torch.Generator().manual_seed(2)
-    x, weight = torch.randn(2, 9, 12, generator=random), torch.randn(12, 60, generator=random).T
-    machine(False)
-    arguments = x[0], Head(weight), x[1], Head(weight)
-    plain = linear_kl(*arguments, options=SMALL)
-    machine(True)
-    assert torch.allclose(linear_kl(*arguments, options=SMALL), plain, rtol=1e-5)
 
 
 def test_the_rounding_of_onednn_is_at_most_twice_that_of_torch():

@@ -1,12 +1,14 @@
-"""Sharded heads and sharded tokens, in groups of two and of four processes."""
+"""Sharded heads and moving tokens, in groups of two and of four processes."""
 
 import json
 import re
 import subprocess
 import sys
+from math import nan
 from pathlib import Path
 
 import pytest
+import rank_checks
 import torch
 import torch.distributed as dist
 import vocabulary_ranks
@@ -20,6 +22,7 @@ from kleash.linear import (
     linear_kl,
     linear_objective,
     token_statistics,
+    vocab_shards,
 )
 from kleash.linear.vocab_shards import ShardedVocab
 
@@ -37,8 +40,8 @@ def results(tmp_path_factory) -> list[dict[str, object]]:
     return [json.loads(out.read_text()) for out in reported]
 
 
-@pytest.mark.parametrize("name", vocabulary_ranks.CHECKS)
-def test_in_groups_of_two_and_of_four(results, name):
+@pytest.mark.parametrize("name", rank_checks.CHECKS)
+def test_in_groups_of_processes(results, name):
     for rank, reported in enumerate(results):
         assert name in reported, f"rank {rank} did not come so far"
         assert not isinstance(reported[name], str), f"rank {rank}: {reported[name]}"
@@ -111,7 +114,7 @@ def test_a_group_of_one_rank_equals_no_group(alone, options):
 
 def test_all_reduce_max_counts_nan_as_inf(alone):
     """Backends treat NaN differently; all ranks have to take the same branch."""
-    top, other = ShardedVocab(alone, [1], 0, torch.device("cpu")).all_reduce_max(
+    top, other = ShardedVocab(alone, [1], torch.device("cpu")).all_reduce_max(
         torch.tensor([torch.nan, 1.0, -torch.inf]), torch.tensor([[2.0], [torch.inf], [torch.nan]])
     )
     assert top.tolist() == [torch.inf, 1.0, -torch.inf] and other.tolist() == [
@@ -119,19 +122,6 @@ def test_all_reduce_max_counts_nan_as_inf(alone):
         [torch.inf],
         [torch.inf],
     ]
-
-
-def test_a_destroyed_group_raises(alone, unhooked):
-    case = head_case(torch.float32)
-    group = dist.new_group([0])
-    arguments = split(case, group)
-    linear_kl(*arguments)
-    dist.destroy_process_group(group)
-    with pytest.raises(CannotRunError, match="does not know the group that the head is split over"):
-        linear_kl(*arguments)
-    dist.destroy_process_group()
-    with pytest.raises(CannotRunError, match="does not know the group that the head is split over"):
-        linear_kl(*arguments)
 
 
 def test_the_plan_reserves_memory_for_the_fallback(alone):
@@ -155,3 +145,27 @@ def test_the_plan_reserves_memory_for_the_fallback(alone):
         ) as seen:
             call()
         assert 0.5 * budget < peak(seen) < 1.1 * budget
+
+
+@pytest.mark.parametrize(
+    ("factors", "are_refused"),
+    [
+        ([2.0, 2.0], False),
+        ([2.0, 1.0], True),
+        ([nan, 2.0, 2.0], False),
+        ([2.0, nan], False),
+        ([nan, 2.0, 1.0], True),
+    ],
+)
+def test_ranks_that_multiply_their_losses_by_different_factors_are_refused(monkeypatch, factors, are_refused):
+    """An overflow on one rank makes its factor NaN, which is no reason to stop, whichever rank it is."""
+    monkeypatch.setattr(vocab_shards.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(
+        vocab_shards, "all_gather_single", lambda received, *_: received.copy_(torch.tensor(factors))
+    )
+    storage = ShardedVocab(None, [3] * len(factors), torch.device("cpu"), has_own_tokens=True)
+    if are_refused:
+        with pytest.raises(CannotRunError, match="multiply this loss by"):
+            storage.require_equal_factor(torch.tensor(factors[0]))
+    else:
+        storage.require_equal_factor(torch.tensor(factors[0]))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from linear_cases import (
     CHUNKED,
+    CHUNKS,
     EVERY,
+    PLAIN,
     REFERENCE,
-    TINY,
     TRAITS,
     Case,
     head_case,
@@ -17,7 +18,7 @@ from linear_cases import (
     statistics_by_numpy,
 )
 
-from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, log_probabilities, token_statistics
+from kleash.linear import Head, TokenStatistics, linear_kl, token_statistics
 
 
 @EVERY
@@ -30,13 +31,13 @@ def test_statistics_equal_numpy_in_float64(options, traits):
     torch.testing.assert_close(case.kl(options), expected.kl_pq, rtol=1e-9, atol=1e-12)
 
 
-@EVERY
-@pytest.mark.parametrize("distance", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
+@CHUNKS
+@pytest.mark.parametrize("distance", [2.0, 0.002], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_implementation_equals_the_reference(options, dtype, distance):
-    case = head_case(dtype, distance)
+def test_the_error_is_that_of_float32_logits(options, dtype, distance):
+    case = head_case(dtype, distance, tokens=(19,))
     exact = in_float64(case).statistics(REFERENCE)
-    plain, actual = case.statistics(REFERENCE), case.statistics(options)
+    plain, actual = case.statistics(PLAIN), case.statistics(options)
     assert exact.kl_pq.median() > 1e-6, "so small a divergence would hide a wrong sign"
     for name, right, cheap, ours in zip(TokenStatistics._fields, exact, plain, actual, strict=True):
         if right.is_floating_point():
@@ -72,13 +73,6 @@ def test_the_average_is_over_the_first_model(options):
     )
 
 
-def test_numbers_do_not_depend_on_where_chunks_end():
-    case = head_case(torch.float64, tokens=(53,), vocab_size=70)
-    whole = case.kl(CHUNKED)
-    for bytes_ in (1, 2_000, 5_003, 9_001, 20_000, 33_333):
-        torch.testing.assert_close(case.kl(LinearOptions(buffer_bytes=bytes_)), whole, rtol=1e-12, atol=0)
-
-
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_against_itself_is_exactly_zero(options, dtype):
@@ -95,9 +89,7 @@ def test_a_model_against_itself_is_exactly_zero(options, dtype):
 @EVERY
 def test_no_statistic_is_negative(options):
     for distance in (1e-3, 1e-5, 1e-6, 1e-7, 3e-8):
-        case = head_case(
-            torch.float32, distance, tokens=(40 if options is TINY else 200,)
-        )  # each token a chunk
+        case = head_case(torch.float32, distance, tokens=(200,))
         actual = case.statistics(options)
         for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation", "entropy_p"):
             assert getattr(actual, name).min() >= 0, (name, distance)
@@ -133,19 +125,6 @@ def test_tokens_of_probability_0_under_both_models_do_not_count(options):
 
 
 @EVERY
-def test_nan_affects_only_its_token(options):
-    case = head_case(torch.float32, tokens=(9,))
-    whole = case.statistics(options)
-    case.hidden_q[4, 2] = torch.nan
-    spoilt, unaffected = case.statistics(options), torch.arange(9) != 4
-    for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation", "token_logq", "entropy_q"):
-        assert getattr(spoilt, name)[4].isnan(), name
-    for before, after in zip(whole, spoilt, strict=True):
-        torch.testing.assert_close(after[unaffected], before[unaffected])
-    assert torch.equal(case.kl(options).isnan(), ~unaffected)
-
-
-@EVERY
 def test_far_distributions_do_not_overflow(options):
     zp, zq = torch.tensor([[0.0, 500.0, -300.0]]), torch.tensor([[400.0, -600.0, 0.0]])
     case = Case(zp, Head(None), zq, Head(None), torch.tensor([0]))
@@ -157,16 +136,6 @@ def test_far_distributions_do_not_overflow(options):
 
 
 @EVERY
-def test_a_large_common_offset_does_not_matter(options):
-    case = head_case(torch.float32, distance=0.05, tokens=(11,))
-    zp, zq = (
-        log_probabilities(h, head) for h, head in ((case.hidden_p, case.head_p), (case.hidden_q, case.head_q))
-    )
-    shifted = linear_kl(zp + 32.0, Head(None), zq - 64.0, Head(None), options=options)
-    torch.testing.assert_close(shifted, case.kl(options), rtol=3e-3, atol=0)
-
-
-@EVERY
 def test_logits_in_place_of_hidden_states(options):
     case = head_case(torch.float64, softcap=4.0)
     zp, zq = case.hidden_p @ case.head_p.weight.T, case.hidden_q @ case.head_q.weight.T
@@ -175,15 +144,6 @@ def test_logits_in_place_of_hidden_states(options):
     torch.testing.assert_close(actual.kl_qp, case.statistics(CHUNKED).kl_qp)
     mixed = linear_kl(zp, head, case.hidden_q, case.head_q, options=options)
     torch.testing.assert_close(mixed, case.kl(CHUNKED))
-
-
-@EVERY
-def test_no_tokens(options):
-    case = head_case(torch.bfloat16, tokens=(0, 5))
-    assert case.kl(options).shape == (0, 5)
-    actual = case.statistics(options)
-    assert {x.shape for x in actual} == {(0, 5)}
-    assert actual.kl_pq.dtype == torch.float32 and actual.top1_p.dtype == actual.rank_q.dtype == torch.int64
 
 
 @EVERY

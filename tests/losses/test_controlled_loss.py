@@ -7,7 +7,7 @@ import torch
 from every_response import World, error, gradient
 
 from kleash.divergences import kl
-from kleash.errors import DetachedError, ShapeError
+from kleash.errors import DetachedError
 from kleash.estimators import importance_weights
 from kleash.losses import controlled_kl_loss, future_kl_loss, kl_loss
 
@@ -154,7 +154,3 @@ def test_invalid_controlled_loss_arguments_are_errors(unhooked):
     x, mask = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(DetachedError):
         controlled_kl_loss(x, x, x, mask)
-    with pytest.raises(ShapeError, match=r"token_kl \(3, 1\)"):
-        controlled_kl_loss(x.clone().requires_grad_(), x, x[:, :1], mask)
-    with pytest.raises(ShapeError, match=r"\[batch, time\]"):
-        controlled_kl_loss(x[:, 0].clone().requires_grad_(), x[:, 0], x[:, 0], mask[:, 0])

@@ -1,6 +1,5 @@
 """Every divergence of the table and of the families as a loss on samples: tokens, responses, off-policy."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,9 +15,9 @@ from kleash.divergences import (
     skew_kl_record,
 )
 from kleash.divergences.table import identity
-from kleash.errors import DetachedError, ShapeError, UnknownNameError
+from kleash.errors import DetachedError, UnknownNameError
 from kleash.estimators import importance_weights
-from kleash.losses import divergence_loss, kl_loss
+from kleash.losses import divergence_loss
 
 RECORDS = {
     **DIVERGENCES,
@@ -90,22 +89,6 @@ def test_the_expected_gradient_of_a_response(world, record, on_policy):
     check(loss, lambda x: between_responses(world, record, x, q), p)
 
 
-@every_record
-def test_the_score_differs_from_plain_backpropagation(record):
-    """r f has the exact value and gradient, r = p / sg(p); f alone is off for every one of them."""
-    torch.manual_seed(0)
-    p, q = torch.randn(2, 8, dtype=torch.float64)
-    logq, drawn = q.log_softmax(-1), p.softmax(-1)
-
-    def attached(logp):
-        return torch.exp(logp - logp.detach()) * record.of(logp - logq)
-
-    truth = gradient(lambda x: divergence(inner(record), x.log_softmax(-1), logq), p)
-    assert error(gradient(lambda x: (drawn * attached(x.log_softmax(-1))).sum(), p), truth) < 1e-12
-    plain = gradient(lambda x: (drawn * record.of(x.log_softmax(-1) - logq)).sum(), p)
-    assert error(plain, truth) > 0.2
-
-
 def run(u, **options):
     p = torch.as_tensor(u).clone().requires_grad_()
     q = torch.zeros_like(p).requires_grad_()
@@ -128,15 +111,6 @@ def test_value_and_gradients_are_those_of_the_record(record, dtype):
     torch.testing.assert_close(value.double(), f.detach(), **tolerance)
     torch.testing.assert_close(in_p.double(), (f + slope).detach(), **tolerance)
     torch.testing.assert_close(in_q.double(), -slope.detach(), **tolerance)
-
-
-def test_the_kl_has_the_gradient_of_kl_loss_at_large_log_ratios():
-    u = torch.tensor([-200.0, -85.0, -3.0, 0.5, 85.0, 1000.0])
-    p, q, mask = u.clone().requires_grad_(), torch.zeros(6), torch.ones(6, dtype=torch.bool)
-    value, in_p, in_q = run(u)
-    torch.testing.assert_close(value, kl_loss(p, q, mask).detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(in_p, u)
-    assert in_q.isfinite().all()
 
 
 @every_record
@@ -192,18 +166,6 @@ def test_masked_and_zero_weight_samples_are_not_read():
         assert in_p[4].item() == pytest.approx(2 * DIVERGENCES[name].score(one).item())
 
 
-def test_hellinger_trains_the_squared_distance():
-    logp, logq = (torch.tensor(x, dtype=torch.float64).log() for x in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
-    mean = (
-        logp.exp()
-        * divergence_loss(
-            logp.clone().requires_grad_(), logq, torch.ones(3, dtype=torch.bool), divergence="hellinger"
-        )
-    ).sum()
-    assert mean.item() == pytest.approx(1 - (0.5 * (logp + logq)).exp().sum().item())
-    assert divergence("hellinger", logp, logq).item() == pytest.approx(math.sqrt(mean.item()))
-
-
 def test_gradcheck_in_q():
     p = torch.tensor([-1.0, -2.5, -0.3], dtype=torch.float64)
     q = torch.tensor([-1.5, -0.5, -0.8], dtype=torch.float64, requires_grad=True)
@@ -217,8 +179,6 @@ def test_invalid_divergence_loss_arguments_are_errors(unhooked):
     p, mask = torch.zeros(3, requires_grad=True), torch.ones(3, dtype=torch.bool)
     with pytest.raises(UnknownNameError, match="no divergence is called 'kld'"):
         divergence_loss(p, torch.zeros(3), mask, divergence="kld")
-    with pytest.raises(ShapeError, match=r"token_logq \(2,\)"):
-        divergence_loss(p, torch.zeros(2), mask)
     with pytest.raises(DetachedError, match="token_logp carries no gradient"):
         divergence_loss(p.detach(), torch.zeros(3), mask)
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kleash.errors import ShapeError
 from kleash.estimators import ESTIMATORS, bounded_k3, sampled_kl
 from kleash.losses import extreme_tokens, future_kl_loss, kl_loss
 
@@ -106,25 +105,12 @@ def test_values_are_not_clamped_and_gradients_do_not_vanish():
     assert value[-1] == 299
 
 
-def test_common_clamps_have_dead_gradients():
-    """Before and after the exponential: no gradient, and NaN."""
-    u = torch.tensor([-2.7, -30.0, 11.5], requires_grad=True)
-    before = (torch.exp((-u).clamp(-20, 20)) - 1 + u.clamp(-20, 20)).clamp(-10, 10)
-    assert (torch.autograd.grad(before.sum(), u)[0] == 0).all()
-    u = torch.tensor([-100.0], requires_grad=True)
-    after = (torch.exp(-u) - 1 + u).clamp(-10, 10)
-    assert after.item() == 10 and torch.autograd.grad(after.sum(), u)[0].isnan()
-    assert kl_loss(u, torch.zeros(1), torch.tensor([True])).isfinite()
-
-
 def test_extreme_tokens_are_counted():
     p = torch.tensor([[-90.0, -1.0, -85.0, -80.0, -1.0]])
     q = torch.tensor([[-1.0, -torch.inf, -1.0, 0.0, -torch.inf]])
     mask = torch.tensor([[1, 1, 0, 1, 0]])
     assert tuple(x.item() for x in extreme_tokens(p, q, mask)) == (1, 1)
     assert tuple(x.item() for x in extreme_tokens(p.double(), q.double(), mask)) == (0, 1)
-    with pytest.raises(ShapeError, match=r"token_logp \(1, 5\), token_logq \(1, 4\), mask \(1, 5\)"):
-        extreme_tokens(p, q[:, :4], mask)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,11 +16,9 @@ from kleash.losses import (
     distillation_loss,
     divergence_loss,
     dpo_loss,
-    free_bits,
     future_kl_loss,
     implicit_reward,
     kl_loss,
-    kl_per_dimension,
     response_log_ratio,
     sampled_tail_loss,
     tail_bucket_loss,
@@ -88,7 +86,6 @@ SURROGATES = {
     "kl_loss of a fused head": lambda z: kl_loss(
         -linear_kl(z, HEAD, OTHER, HEAD, options=CHUNKED), TOKEN_LOGQ, MASK
     ),
-    "free_bits of a fused head": lambda z: free_bits(linear_kl(z, HEAD, OTHER, HEAD, options=CHUNKED), 0.1),
 }
 """Losses whose gradient is not that of their value."""
 EXACT = {
@@ -104,9 +101,6 @@ EXACT = {
     "response_log_ratio": log_ratios,
     "dpo_loss": lambda z: dpo_loss(log_ratios(z)[:2], log_ratios(z)[2:], beta=0.4).loss,
     "implicit_reward": lambda z: implicit_reward(log_ratios(z), beta=0.4, divergence="jensen_shannon"),
-    "kl_per_dimension": lambda z: kl_per_dimension(z, OTHER),
-    "kl_per_dimension of variances": lambda z: kl_per_dimension(OTHER, z),
-    "free_bits": lambda z: free_bits(kl_per_dimension(z[0], OTHER[0]), 0.3),
     "aggregate": lambda z: aggregate(distillation_loss(OTHER, z, MASK), MASK, "sequence_mean").value,
     "a reference head": lambda z: distillation_loss(
         OTHER, z, MASK
@@ -114,8 +108,8 @@ EXACT = {
 }  # fmt: skip
 """Losses that are functions like any other."""
 WITHOUT_A_GRADIENT = {
-    "ActiveUnits", "active_units", "AGGREGATIONS", "Aggregation", "ControlledLoss", "count_of",
-    "cyclical_annealing", "Drawn", "ExtremeTokens", "extreme_tokens", "gkd_record", "linear_annealing",
+    "AGGREGATIONS", "Aggregation", "ControlledLoss", "count_of",
+    "Drawn", "ExtremeTokens", "extreme_tokens", "gkd_record",
     "PreferenceLoss", "require_log_probabilities", "TopK", "top_k_from", "top_k_of",
 }  # fmt: skip
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from kleash.divergences import DIVERGENCES, alpha_record, kl, skew_kl_record
-from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError
+from kleash.divergences import DIVERGENCES, alpha_record, skew_kl_record
+from kleash.errors import DetachedError, OptionError, UnknownNameError
 from kleash.losses import dpo_loss, implicit_reward, response_log_ratio
 from kleash.losses.preference import NO_REWARD
 
@@ -174,41 +174,19 @@ def test_half_precision_is_summed_in_float32():
     assert reward.dtype == torch.float32 and reward.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_mean_log_ratio_of_a_preference_data_set_is_not_a_kl():
-    """Their mean is negative here; the KL of the same two is not, and is what p's own samples average to."""
-    p, q = torch.tensor([0.1, 0.1, 0.8]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
-    pairs = torch.tensor([0, 1, 0, 1])
-    assert (p - q)[pairs].mean() == pytest.approx(-math.log(4))
-    assert (p.exp() * (p - q)).sum().item() == pytest.approx(kl(p, q).item())
-    assert kl(p, q).item() == pytest.approx(0.8317766)
-
-
 ONE = torch.zeros(1, requires_grad=True)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: dpo_loss(torch.zeros(1), torch.zeros(1), beta=1.0),
-            DetachedError,
-            "chosen_log_ratio carries no gradient although gradients are enabled",
-        ),
+        (lambda: dpo_loss(torch.zeros(1), torch.zeros(1), beta=1.0), DetachedError, "chosen_log_ratio"),
         (lambda: dpo_loss(ONE, ONE, beta=0.0), OptionError, "beta is 0.0; give a finite number above 0"),
         (lambda: implicit_reward(ONE, beta=math.inf), OptionError, "beta is inf; give a finite"),
         (lambda: implicit_reward(ONE, beta=math.nan), OptionError, "beta is nan"),
-        (
-            lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=0.5),
-            OptionError,
-            "label_smoothing is 0.5; give",
-        ),
+        (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=0.5), OptionError, "label_smoothing is 0.5"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=-0.1), OptionError, "from 0 to below 0.5"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, divergence="kll"), UnknownNameError, "did you mean 'kl'"),
-        (
-            lambda: dpo_loss(ONE, torch.zeros(2), beta=1.0),
-            ShapeError,
-            r"rejected_log_ratio \(2,\)",
-        ),
         (
             lambda: implicit_reward(ONE, beta=1.0, divergence=skew_kl_record(1.0)),
             OptionError,
@@ -218,13 +196,6 @@ ONE = torch.zeros(1, requires_grad=True)
             lambda: implicit_reward(ONE, beta=1.0, divergence=replace(DIVERGENCES["kl"], finish=torch.sqrt)),
             OptionError,
             "a function of a sum, and only the sum has a score",
-        ),
-        (
-            lambda: response_log_ratio(
-                torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 3, dtype=torch.bool)
-            ),
-            ShapeError,
-            r"mask \(1, 3\)",
         ),
     ],
 )

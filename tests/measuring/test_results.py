@@ -19,7 +19,7 @@ from kleash.measuring.shards import source_sequences
 from kleash.models import Model, Pair, TokenSequence, load_pair
 from kleash.models.tokenizers import token_texts
 from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
-from kleash.uncertainty import CoarseCounts
+from kleash.uncertainty import quantiles
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,7 @@ def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], t
     prompt, kl = (
         np.concatenate([part[name] for part in parts]) for name in ("prompt_id", "kl_policy_reference")
     )
-    expected = (
-        CoarseCounts.empty().after(kl).refine((0.5, 0.9), clusters=40).after(kl, prompt).estimates(lower=0.0)
-    )
+    expected = quantiles(kl, prompt, (0.5, 0.9), lower=0.0)
     assert measured.counts.tokens == len(kl)
     for rung, estimate in zip(("50", "90"), expected, strict=True):
         quantile = measured.quantiles["kl_policy_reference"][rung]

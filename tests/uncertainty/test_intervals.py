@@ -13,10 +13,10 @@ from prompt_sums import lognormal_prompts
 from scipy import stats
 
 from kleash.uncertainty import (
-    CoarseCounts,
     clustered_mean,
     controlled_total,
     paired_difference,
+    quantiles,
     ratio_of_many,
     ratio_of_sums,
     running_mean,
@@ -79,7 +79,7 @@ def test_the_interval_does_not_depend_on_the_order_of_the_clusters() -> None:
     assert ratio_of_sums(sums[order], counts[order], lower=0.0) == ratio_of_sums(sums, counts, lower=0.0)
 
 
-@pytest.mark.parametrize("clusters", [30, 64, 300])
+@pytest.mark.parametrize("clusters", [30, 300])
 @pytest.mark.parametrize("name", ["normal", "lognormal 1"])
 def test_each_end_has_its_nominal_error_rate(benchmark: Any, name: str, clusters: int) -> None:
     """A gate on the upper end passes wrongly in at most 2.5 % of samples."""
@@ -98,7 +98,7 @@ def test_intervals_of_five_normal_clusters_are_not_too_wide() -> None:
     assert np.median(high - low) < 2 * (2 * 1.96 / math.sqrt(5)), "a known standard deviation is the unit"
 
 
-@pytest.mark.parametrize("clusters", [5, 8, 12, 20, 30, 64, 300])
+@pytest.mark.parametrize("clusters", [5, 12, 30, 300])
 @pytest.mark.parametrize(
     "name", ["97 % zeros", "agreement 0.98", "agreement by prompt", "lognormal 1.5", "longer drift more"]
 )
@@ -114,7 +114,7 @@ def test_intervals_that_undercover_have_a_warning(benchmark: Any, name: str, clu
         assert not any(silent), "few clusters always have a warning"
 
 
-@pytest.mark.parametrize("clusters", [30, 64, 300])
+@pytest.mark.parametrize("clusters", [30, 64])
 def test_warnings_come_where_intervals_undercover(
     clusters: int, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
@@ -129,8 +129,7 @@ def test_warnings_come_where_intervals_undercover(
             hits[bool(estimate.warnings)].append(estimate.ci95[0] <= truth <= estimate.ci95[1])
     assert np.mean(hits[False]) > 0.93
     assert len(hits[True]) < 0.25 * len(hits[False])
-    if clusters < 300:  # of 300 clusters, hardly any sample is worth fewer than 10
-        assert np.mean(hits[True]) < 0.9
+    assert np.mean(hits[True]) < 0.9
 
 
 def test_normal_clusters_have_no_warning(benchmark: Any) -> None:
@@ -203,13 +202,12 @@ def test_a_constant_is_exact_only_if_it_is_the_known_value() -> None:
 
 def test_every_estimator_handles_a_constant_sample() -> None:
     zeros, counts, labels = np.zeros(7), np.full(7, 10), np.arange(7)
-    fine = CoarseCounts.empty().after(np.zeros(70, np.float32)).refine((0.3, 0.5, 0.99, 1.0), 7)
-    fine = fine.after(np.zeros(70, np.float32), np.repeat(labels, 10))
+    sample = np.zeros(70, np.float32), np.repeat(labels, 10), (0.3, 0.5, 0.99, 1.0)
     estimates = [
         clustered_mean(zeros, labels, lower=0.0),
         paired_difference(zeros, counts, zeros, counts),
         controlled_total(zeros, zeros, labels).estimate,
-        *fine.estimates(lower=0.0),
+        *quantiles(*sample, lower=0.0),
     ]
     for estimate in estimates:
         assert estimate.warnings[0] == "only 7 clusters; below 30 the error itself is uncertain"
@@ -221,7 +219,7 @@ def test_every_estimator_handles_a_constant_sample() -> None:
     assert difference.ci95 == pytest.approx((-unseen_share(7, 0.975), unseen_share(7, 0.975)))
     assert all(
         estimate.ci95 == (0.0, 0.0) and not estimate.warnings
-        for estimate in fine.estimates(lower=0.0, known_value=0.0)
+        for estimate in quantiles(*sample, lower=0.0, known_value=0.0)
     )
 
 

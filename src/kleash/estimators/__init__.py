@@ -3,18 +3,16 @@
 from kleash.estimators.bounds import KLBounds, SharedHead, Tail, kl_bounds, shared_head
 from kleash.estimators.sampled import ESTIMATORS, Estimator, absolute, bounded_k3, k1, k2, k3, sampled_kl
 from kleash.estimators.semantics import (
-    Agreement,
     Semantics,
-    check_agreement,
     require_same_semantics,
     to_full,
     to_truncated,
 )
 from kleash.estimators.weights import ImportanceWeights, importance_weights
+from kleash.registry import refuse_former
 
 __all__ = [
     "ESTIMATORS",
-    "Agreement",
     "Estimator",
     "ImportanceWeights",
     "KLBounds",
@@ -23,7 +21,6 @@ __all__ = [
     "Tail",
     "absolute",
     "bounded_k3",
-    "check_agreement",
     "importance_weights",
     "k1",
     "k2",
@@ -35,3 +32,10 @@ __all__ = [
     "to_full",
     "to_truncated",
 ]
+
+__getattr__ = refuse_former(
+    __name__,
+    dict.fromkeys(
+        ("Agreement", "check_agreement"), "take mean_weight of kleash.leash.mismatch, or kleash doctor"
+    ),
+)

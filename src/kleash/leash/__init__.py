@@ -1,12 +1,7 @@
 """KL control in RL: KL-shaped rewards, advantages, trust regions, engine mismatch, beta controllers."""
 
 from kleash.leash.advantages import Advantages, generalised_advantages, rewards_to_go
-from kleash.leash.best_of_n import (
-    best_of_n_bound,
-    best_of_n_kl,
-    best_of_n_kl_from_rewards,
-    best_of_n_kl_from_winners,
-)
+from kleash.leash.best_of_n import best_of_n_bound
 from kleash.leash.controller_state import CONTROLLERS, StatefulController, beta_from_dict, beta_reason
 from kleash.leash.controllers import DualBeta, EarlyStop, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.leash.engine_mismatch import Mismatch, mismatch
@@ -18,7 +13,6 @@ from kleash.leash.reward_shaping import (
     sequence_rewards,
     shape_rewards,
 )
-from kleash.leash.schedules import BetaSchedule, TargetSchedule
 from kleash.leash.trust_region import (
     TrustRegion,
     binary_divergence,
@@ -30,11 +24,11 @@ from kleash.leash.trust_region import (
     truncated_weights,
     window_weights,
 )
+from kleash.registry import refuse_former
 
 __all__ = [
     "CONTROLLERS",
     "Advantages",
-    "BetaSchedule",
     "ControlledKL",
     "DualBeta",
     "EarlyStop",
@@ -43,13 +37,9 @@ __all__ = [
     "Mismatch",
     "PIDBeta",
     "StatefulController",
-    "TargetSchedule",
     "TrustRegion",
     "ZieglerBeta",
     "best_of_n_bound",
-    "best_of_n_kl",
-    "best_of_n_kl_from_rewards",
-    "best_of_n_kl_from_winners",
     "beta_from_dict",
     "beta_reason",
     "binary_divergence",
@@ -71,3 +61,17 @@ __all__ = [
     "whiten",
     "window_weights",
 ]
+
+__getattr__ = refuse_former(
+    __name__,
+    {
+        **dict.fromkeys(
+            ("BetaSchedule", "TargetSchedule"),
+            "set beta or target_nats by dataclasses.replace at each update",
+        ),
+        **dict.fromkeys(
+            ("best_of_n_kl", "best_of_n_kl_from_rewards", "best_of_n_kl_from_winners"),
+            "take best_of_n_bound, which the KL does not exceed",
+        ),
+    },
+)

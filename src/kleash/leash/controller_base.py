@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar, cast
+from typing import ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
 
 from kleash.errors import OptionError
 
@@ -80,7 +80,7 @@ def bounded_exp(nats: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BetaRecord:
-    """What controllers and schedules of beta have in common: fields that a dict can hold."""
+    """What the controllers of beta have in common: fields that a dict can hold."""
 
     kind: ClassVar[str]
     """Its name in ``to_dict``."""
@@ -88,36 +88,7 @@ class BetaRecord:
     def to_dict(self) -> dict[str, object]:
         """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"kind": self.kind, **{name: _plain(value) for name, value in values.items()}}
-
-
-def _plain(value: Any) -> object:
-    """A field's value as a dict holds it: tuples as lists, controllers as dicts."""
-    if isinstance(value, tuple):
-        return list(cast("tuple[object, ...]", value))
-    return value.to_dict() if isinstance(value, BetaRecord) else value
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedBeta(BetaRecord):
-    """A beta that does not depend on the measured KL."""
-
-    per: Per = "sequence"
-    """The unit of the measurements, which are not used."""
-
-    def __post_init__(self) -> None:
-        """Raise OptionError if the unit is unknown."""
-        require_per(self.per)
-
-    @property
-    def event(self) -> None:
-        """None: beta is never bounded."""
-        return None
-
-    @property
-    def target_nats(self) -> None:
-        """None: there is no target."""
-        return None
+        return {"kind": self.kind, **{name: list(x) if name == "levels" else x for name, x in values.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

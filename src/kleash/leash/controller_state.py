@@ -9,17 +9,13 @@ from typing import Any, SupportsFloat
 from kleash.errors import OptionError
 from kleash.leash.controller_base import LARGEST_EXPONENT, TargetController
 from kleash.leash.controllers import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
-from kleash.leash.schedules import BetaSchedule, TargetSchedule
 from kleash.registry import look_up
 
 STATE_FIELDS = ("beta", "levels", "variance", "noise")
 """The fields of a controller that measurements change; the others are its configuration."""
 
 CONTROLLERS: Mapping[str, type[Leash]] = MappingProxyType(
-    {
-        controller.kind: controller
-        for controller in (FixedBeta, ZieglerBeta, PIDBeta, DualBeta, BetaSchedule, TargetSchedule)
-    }
+    {controller.kind: controller for controller in (FixedBeta, ZieglerBeta, PIDBeta, DualBeta)}
 )
 """Name -> class: what ``kind`` in a dict may be."""
 
@@ -47,8 +43,6 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
         )
     if "levels" in values:
         values["levels"] = tuple(values["levels"])
-    if "controller" in values:
-        values["controller"] = beta_from_dict(values["controller"])
     try:
         return controller_class(**values)
     except TypeError as error:
@@ -109,10 +103,8 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     """
     if after.beta == before.beta:
         return None
-    change = f"beta {before.beta:.4g} -> {after.beta:.4g}"
-    if before.target_nats is None:
-        return f"{change}: by its schedule"
     kl_nats, target = float(measured_nats), before.target_nats
+    assert target is not None, "a beta without a target does not change"
     newest, earlier = _filtered_nats(after), _filtered_nats(before)
     filtered = kl_nats if newest is None or not math.isfinite(kl_nats) else newest
     note = (
@@ -123,11 +115,11 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     trend = ""
     if earlier is not None and not math.isclose(filtered, earlier, rel_tol=1e-9):
         trend = ", and rises" if filtered > earlier else ", and comes down"
+    change = f"beta {before.beta:.4g} -> {after.beta:.4g}"
     return f"{change}: KL {kl_nats:.3g}{note} is {position} its target of {target:g}{factor}{trend}"
 
 
 def _filtered_nats(leash: Leash) -> float | None:
     """The filtered KL of a controller; None if it keeps none."""
-    controller = leash.controller if isinstance(leash, TargetSchedule) else leash
-    levels = controller.levels if isinstance(controller, TargetController) else ()
+    levels = leash.levels if isinstance(leash, TargetController) else ()
     return math.exp(min(levels[0], LARGEST_EXPONENT)) if levels else None

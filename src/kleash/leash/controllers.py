@@ -7,8 +7,8 @@ from typing import ClassVar, Protocol, SupportsFloat, runtime_checkable
 from kleash.errors import OptionError
 from kleash.leash.controller_base import (
     LARGEST_COUNT,
+    BetaRecord,
     Per,
-    PlannedBeta,
     TargetController,
     bounded_exp,
     clip,
@@ -25,7 +25,7 @@ HORIZON_UPDATES = 4
 
 @runtime_checkable
 class Leash(Protocol):
-    """The interface of a beta controller or schedule."""
+    """The interface of a beta controller."""
 
     @property
     def beta(self) -> float:
@@ -69,17 +69,21 @@ class Leash(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedBeta(PlannedBeta):
+class FixedBeta(BetaRecord):
     """A constant beta; 0 switches the KL term off."""
 
     kind: ClassVar[str] = "fixed"
+    event: ClassVar[None] = None
+    target_nats: ClassVar[None] = None
 
     beta: float
     """Nats of reward paid for one nat of KL; finite, at least 0."""
+    per: Per = "sequence"
+    """The unit of the measurements, which are not used."""
 
     def __post_init__(self) -> None:
         """Raise OptionError unless beta is finite and at least 0."""
-        super().__post_init__()
+        require_per(self.per)
         if not 0 <= self.beta < math.inf:
             raise OptionError(f"beta is {self.beta}; give a finite number, at least 0")
 

@@ -145,7 +145,7 @@ def mismatch(
     The engine drew the tokens, so KL(engine || trainer) is a plain mean over them, and averages over the trainer need
     weights rho = trainer / engine. Both columns must have the same semantics, those of the distribution that the tokens
     were drawn from. With a temperature, top-p or raw log-probabilities they may differ: see ``require_same_semantics``,
-    ``to_truncated`` and ``to_full``, and ``check_agreement`` for a test of the numbers.
+    ``to_truncated`` and ``to_full``.
 
     | | |
     | masked | not read |

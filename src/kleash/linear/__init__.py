@@ -2,15 +2,23 @@
 
 from kleash.linear.api import (
     linear_divergence,
+    linear_divergence_loss,
     linear_kl,
+    linear_kl_loss,
+    linear_objective,
     log_probabilities,
     token_statistics,
     token_statistics_and_top,
 )
 from kleash.linear.head import Head
-from kleash.linear.losses import linear_divergence_loss, linear_kl_loss, linear_objective
-from kleash.linear.options import LinearOptions
-from kleash.linear.types import LinearLoss, StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+from kleash.linear.types import (
+    LinearLoss,
+    LinearOptions,
+    StatisticsAndTop,
+    TokenStatistics,
+    TokenTerms,
+    TopTokens,
+)
 from kleash.linear.zero3 import zero3_as_dtensor
 
 __all__ = [

@@ -1,37 +1,38 @@
-"""The public functions that return values per token: they check the arguments and call a backend."""
+"""The public functions: they check the arguments and call an implementation."""
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.arguments import validated_types
+from kleash.arguments import validated
 from kleash.autodiff import uncompiled
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, OptionError
-from kleash.linear import autograd
+from kleash.linear import autograd, chunked
 from kleash.linear.checks import (
     as_divergence,
-    check_has_data,
-    check_model,
-    check_on_all_ranks,
-    check_temperature,
-    check_token_ids,
+    check_constant,
+    check_ids,
     check_transforms,
     checked_pair,
-    flat_pair,
 )
-from kleash.linear.chunked import move_tokens
-from kleash.linear.head import Head, gathered
-from kleash.linear.head_storage import HeadStorage, all_gather_numbers
-from kleash.linear.options import LinearOptions
-from kleash.linear.pair import HeadInputs
+from kleash.linear.head import Head
 from kleash.linear.products import logits, normalised
-from kleash.linear.sharding import process_group, storage_group
-from kleash.linear.types import StatisticsAndTop, TokenStatistics, TopTokens
+from kleash.linear.types import (
+    LinearLoss,
+    LinearOptions,
+    StatisticsAndTop,
+    TokenStatistics,
+    TokenTerms,
+    TopTokens,
+)
+from kleash.linear.vocab_shards import ShardedVocab
 
 
 @uncompiled
-@validated_types
+@validated
 def linear_kl(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -49,9 +50,9 @@ def linear_kl(
     tokens exist at a time. The result is differentiable once in the hidden states, weights and biases that require a
     gradient. If a weight or bias does, the backward pass computes the logits again; ``linear_kl_loss``, which takes
     the weights of the tokens, does not. If only hidden states do, their gradient is computed with the value.
-    ``impl="reference"`` supports derivatives of every order, forward mode and the transforms of ``torch.func``; the
-    other implementations refuse them. A token whose incoming gradient is 0 adds 0 to every gradient, even if its
-    hidden states are NaN.
+    A token whose incoming gradient is 0 adds 0 to every gradient, even if its hidden states are NaN.
+    ``impl="reference"`` is differentiated by autograd instead, with derivatives of every order, forward mode and the
+    transforms of ``torch.func``, which the other implementations refuse.
 
     All values of ``options.impl`` return the same number; they differ in memory and speed. Logits are float32, or
     float64 if any tensor is float64. The result is never negative, exactly 0 if both models have the same tensors,
@@ -80,7 +81,7 @@ def linear_kl(
 
 
 @uncompiled
-@validated_types
+@validated
 def linear_divergence(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -117,7 +118,7 @@ def linear_divergence(
 
 
 @uncompiled
-@validated_types
+@validated
 def token_statistics(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -157,7 +158,7 @@ def token_statistics(
 
 
 @uncompiled
-@validated_types
+@validated
 def token_statistics_and_top(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -203,13 +204,11 @@ def statistics_of(
     top: int,
 ) -> StatisticsAndTop:
     """The statistics and the ``top`` likeliest tokens, in the shape of ``tokens``."""
-    hidden_p = p[0]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         pair = checked_pair(p, q, temperature)
-    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
-        check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
+        check_ids(tokens, pair.vocab_size)
         flat = tokens.reshape(-1).to(torch.int64)
-        computed = autograd.statistics(pair, options or LinearOptions(), flat, top)
+        computed = chunked.statistics(pair, options or LinearOptions(), flat, top)
     shaped = TokenStatistics(*(column.reshape(tokens.shape) for column in computed.statistics))
     top_p, top_q = (
         TopTokens(*(x.reshape(*tokens.shape, x.shape[-1]) for x in likeliest))
@@ -218,7 +217,144 @@ def statistics_of(
     return StatisticsAndTop(shaped, top_p, top_q)
 
 
-@validated_types
+@uncompiled
+@validated
+def linear_kl_loss(
+    hidden_p: Float[Tensor, "*tokens dim_p"],
+    head_p: Head,
+    hidden_q: Float[Tensor, "*tokens dim_q"],
+    head_q: Head,
+    *,
+    weights: Float[Tensor, "*tokens"],
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
+    options: LinearOptions | None = None,
+) -> LinearLoss:
+    """The sum of ``weights KL(p || q)`` over all tokens, with its gradient computed in the forward pass.
+
+    This takes four matmuls where ``linear_kl`` with a trained head takes six, since the weights are known while the
+    logits are in memory. The gradients are stored until the backward pass, which returns them times the incoming
+    gradient; a second backward pass raises. Weight gradients are summed in float32.
+
+    A token of weight 0 is not read: it costs no time, and its hidden states may be NaN. Put a mask into the weights
+    (``mask / mask.sum()`` for a mean over the unmasked tokens).
+
+    Args:
+        hidden_p: final hidden states under p, after the last norm.
+        head_p: the head that maps them to logits.
+        hidden_q: hidden states of the same tokens under q.
+        head_q: the head for those.
+        weights: one factor for each token; constants for the gradient.
+        temperature: divides the logits of both models.
+        options: implementation, memory, compilation.
+
+    Raises:
+        ShapeError, VocabularyMismatchError, OptionError: as ``linear_kl``.
+        CannotRunError: as ``linear_kl``; if the weights require a gradient; in a second backward pass.
+    """
+    return linear_divergence_loss(
+        hidden_p, head_p, hidden_q, head_q, weights=weights, temperature=temperature, options=options
+    )
+
+
+@uncompiled
+@validated
+def linear_divergence_loss(
+    hidden_p: Float[Tensor, "*tokens dim_p"],
+    head_p: Head,
+    hidden_q: Float[Tensor, "*tokens dim_q"],
+    head_q: Head,
+    *,
+    weights: Float[Tensor, "*tokens"],
+    divergence: str | Divergence = "kl",
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
+    options: LinearOptions | None = None,
+) -> LinearLoss:
+    """The sum of ``weights D(p || q)`` over all tokens for any divergence; otherwise as ``linear_kl_loss``.
+
+    Args:
+        hidden_p: final hidden states under p, after the last norm.
+        head_p: the head that maps them to logits.
+        hidden_q: hidden states of the same tokens under q.
+        head_q: the head for those.
+        weights: one factor for each token; constants for the gradient.
+        divergence: a name of ``DIVERGENCES``, or a record.
+        temperature: divides the logits of both models.
+        options: implementation, memory, compilation.
+
+    Raises:
+        UnknownNameError: if there is no such divergence.
+        ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss``.
+    """
+    record = as_divergence(divergence)
+    arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
+    check_transforms("linear_divergence_loss", *arguments, inside=False)
+    pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
+    check_constant("the weights of a loss", weights)
+    with torch.autocast(hidden_p.device.type, enabled=False):
+        loss, per_token = autograd.weighted_sum(pair, options or LinearOptions(), record, weights.reshape(-1))
+    return LinearLoss(loss, per_token.reshape(weights.shape))
+
+
+@uncompiled
+@validated
+def linear_objective(
+    hidden_p: Float[Tensor, "*tokens dim_p"],
+    head_p: Head,
+    tokens: Int[Tensor, "*tokens"],
+    hidden_q: Float[Tensor, "*tokens dim_q"],
+    head_q: Head,
+    objective: Callable[[TokenTerms, slice], Tensor],
+    *,
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
+    options: LinearOptions | None = None,
+) -> tuple[Float[Tensor, ""], TokenTerms]:
+    """Policy loss, entropy bonus and exact KL of a training step from one pass over the vocabulary.
+
+    ``objective(terms, rows)`` is called for one chunk of tokens after another. ``terms`` are the chunk's
+    ``(token_logp, token_logq, kl, entropy)``; ``rows`` is the slice of the flattened tokens, by which the objective
+    indexes its other data (``advantages.reshape(-1)[rows]``). It returns a loss for each token. Autograd computes the
+    derivative ``c`` of the losses in each term, and the gradient in p's logits is
+
+        c_logp (1_x - p) + c_kl p (u - KL) - c_entropy p (log p + H),    u = log p - log q
+
+    With two products for the logits this takes four matmuls. Gradients reach hidden states, weights and biases, but
+    not the other tensors that the objective reads. A token none of whose terms has a derivative adds 0 to the gradient,
+    even if its hidden states are NaN: select with ``torch.where``, never multiply by a mask.
+
+    Chunks may end anywhere. A loss in which a token's share depends on the terms of other tokens (for example on a
+    sequence's likelihood ratio) cannot be computed in one pass: compute these values first (``token_statistics``, two
+    more matmuls) and let the objective index them. The same holds for the denominator of a mean.
+
+    Args:
+        hidden_p: final hidden states under p, at the positions that predict the tokens.
+        head_p: the head that maps them to logits.
+        tokens: the ids that follow these positions; any valid id where there is padding.
+        hidden_q: hidden states of the same positions under q.
+        head_q: the head for those.
+        objective: maps terms and rows to a loss for each of these tokens.
+        temperature: divides the logits of both models.
+        options: implementation, memory, compilation.
+
+    Returns:
+        The sum of all losses, to be backpropagated once, and the terms of all tokens, detached.
+
+    Raises:
+        ShapeError: also if the objective does not return one loss for each token.
+        VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss`` and ``token_statistics``.
+    """
+    if not callable(objective):
+        raise OptionError(f"objective is a {type(objective).__qualname__}; give a function of terms and rows")
+    arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
+    check_transforms("linear_objective", *arguments, inside=False)
+    pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
+    check_ids(tokens, pair.vocab_size)
+    with torch.autocast(hidden_p.device.type, enabled=False):
+        flat = tokens.reshape(-1).to(torch.int64)
+        loss, terms = autograd.objective_loss(pair, options or LinearOptions(), flat, objective)
+    return loss, TokenTerms(*(x.reshape(tokens.shape) for x in terms))
+
+
+@validated
 def log_probabilities(
     hidden: Float[Tensor, "*tokens dim"],
     head: Head,
@@ -228,7 +364,7 @@ def log_probabilities(
     """Natural log-probabilities of the whole vocabulary: ``log_softmax(head(hidden) / temperature)``.
 
     The result holds the whole vocabulary for every token, so this is meant for few tokens. Of a head whose rows are on
-    several ranks, the logits are exchanged and not the rows, unless a gradient is needed.
+    several ranks, the logits are exchanged and not the rows.
 
     Args:
         hidden: final hidden states, after the last norm.
@@ -240,41 +376,13 @@ def log_probabilities(
 
     Raises:
         ShapeError, OptionError: as ``linear_kl``.
-        CannotRunError: as ``linear_kl``; if a gradient is needed of a head with a ``vocabulary_group``.
+        CannotRunError: as ``linear_kl``; if a gradient is needed of a head whose rows are on several ranks.
     """
-    tensors = (hidden, head.weight, head.bias)
-    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if head.vocabulary_group is not None:
-        if trained:
-            raise CannotRunError(
-                "log_probabilities of a head that is split over a vocabulary_group has no gradient; call it under "
-                "torch.no_grad(), or take linear_kl"
-            )
-        model = shared_rows_as_logits(hidden, head, temperature)
-    elif storage_group(head.weight) is not None and not trained:
-        model = stored_rows_as_logits(hidden, head, temperature)
-    else:
-        head, _ = gathered(head, head)
-        check_temperature(temperature, hidden)
-        check_model("the model", hidden, head)
-        check_has_data(hidden)
-        model = flat_pair((hidden, head), (hidden, head), temperature).p
     with torch.autocast(hidden.device.type, enabled=False):
-        values = normalised(logits(model))
-        return values.reshape(*hidden.shape[:-1], values.shape[-1])
+        return normalised(all_logits(hidden, head, temperature))
 
 
-def shared_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
-    """The logits of the same tokens on all ranks of a ``vocabulary_group``, from the rows of each of them."""
-    head, _ = gathered(head, head)
-    pair = checked_pair((hidden, head), (hidden, head), temperature)
-    ranks = process_group(head.vocabulary_group)
-    rows = all_gather_numbers(ranks, hidden.device, [pair.local_vocab_size])[0]
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        columns = HeadStorage(ranks, rows, hidden.device).gather_tokens(logits(pair.p).T.contiguous(), rows).T
-    return HeadInputs(hidden=columns, head=Head(None), temperature=1.0, dtype=pair.dtype)
-
-
+@torch.no_grad()
 def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tensor, "*tokens vocab"]:
     """All logits of this rank's tokens, in at least float32 and without a gradient.
 
@@ -282,25 +390,31 @@ def stored_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Ten
         hidden: final hidden states, also of no token.
         head: whose rows are on several ranks, which all call this; with a ``vocabulary_group``, with the same tokens.
     """
-    is_shared = head.vocabulary_group is not None
-    values = logits((shared_rows_as_logits if is_shared else stored_rows_as_logits)(hidden, head, 1.0))
-    return values.reshape(*hidden.shape[:-1], values.shape[-1])
+    with torch.autocast(hidden.device.type, enabled=False):
+        return all_logits(hidden, head, 1.0)
 
 
-def stored_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
-    """The logits of this rank's tokens, from a head whose rows are stored on several ranks: the tokens move there.
+def all_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> Float[Tensor, "*tokens vocab"]:
+    """All logits of this rank's tokens, divided by the temperature.
 
-    They move a few at a time, so that no message has more than a quarter of the head's numbers.
+    Tokens move a few at a time, so that no message has more than a quarter of the head's numbers.
+
+    Raises:
+        CannotRunError: if a gradient is needed and the rows are on several ranks.
     """
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        pair = checked_pair((hidden, head), (hidden, head), temperature)
-        storage, size = pair.storage, max(1, hidden.shape[-1] // 4)
-        assert storage is not None, "the rows are stored on several ranks"
-        counts = storage.all_gather_numbers(pair.tokens)[0]
-        size = max(1, size // len(counts))
-        parts = [pair.p.hidden.new_zeros((0, pair.vocab_size), dtype=pair.dtype)]
-        for start in range(0, max(counts), size):
-            some = [max(0, min(size, count - start)) for count in counts]
-            moved = move_tokens(pair.select(slice(start, start + size)), some).p
-            parts.append(storage.exchange_columns(logits(moved), some))
-    return HeadInputs(hidden=torch.cat(parts), head=Head(None), temperature=1.0, dtype=pair.dtype)
+    pair = checked_pair((hidden, head), (hidden, head), temperature)
+    vocab_shards = pair.vocab_shards
+    if not isinstance(vocab_shards, ShardedVocab):
+        return logits(pair.p).reshape(*hidden.shape[:-1], -1)
+    if pair.requires_gradient:
+        raise CannotRunError(
+            "log_probabilities of a head whose rows are on several ranks has no gradient; call it under "
+            "torch.no_grad(), or take linear_kl"
+        )
+    size, _, counts = vocab_shards.agreed_sizes(max(1, hidden.shape[-1] // 4), 1, pair.tokens)
+    parts = [pair.p.hidden.new_zeros((0, pair.vocab_size), dtype=pair.dtype)]
+    for start in range(0, max(counts), size):
+        some = [max(0, min(size, count - start)) for count in counts]
+        moved = chunked.move_tokens(pair.select(slice(start, start + size)), some).p
+        parts.append(vocab_shards.whole_rows(logits(moved), some))
+    return torch.cat(parts).reshape(*hidden.shape[:-1], pair.vocab_size)

@@ -19,10 +19,9 @@ from torch import Tensor
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError
 from kleash.linear import chunked, reference
-from kleash.linear.head_storage import HeadStorage
-from kleash.linear.options import LinearOptions
 from kleash.linear.pair import HeadPair, Tensors
-from kleash.linear.types import LinearLoss, StatisticsAndTop, TokenTerms
+from kleash.linear.types import LinearLoss, LinearOptions, TokenTerms
+from kleash.linear.vocab_shards import LocalVocab, ShardedVocab
 
 Needed: TypeAlias = tuple[bool, ...]
 """Which of the six tensors need a gradient."""
@@ -35,16 +34,11 @@ def is_reference(pair: HeadPair, options: LinearOptions) -> bool:
     return options.impl == "reference" and not pair.is_sharded
 
 
-def requires_gradient(pair: HeadPair) -> bool:
-    """Whether autograd records the call: any of its tensors requires a gradient, and gradients are enabled."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair.tensors)
-
-
 def divergence_values(pair: HeadPair, options: LinearOptions, record: Divergence) -> Float[Tensor, " tokens"]:
     """The divergence of each token, differentiable once, or by autograd's own functions in the reference."""
     if is_reference(pair, options):
-        return reference.values(pair, options, record)
-    if requires_gradient(pair):
+        return reference.values(pair, record)
+    if pair.requires_gradient:
         return _apply(_Values, pair, options, record, *pair.tensors)
     return chunked.values(pair, options, record)
 
@@ -53,10 +47,11 @@ def weighted_sum(
     pair: HeadPair, options: LinearOptions, record: Divergence, weights: Float[Tensor, " tokens"]
 ) -> LinearLoss:
     """The weighted sum of the divergences, whose gradient is computed at once, and the divergences, detached."""
-    implementation = reference if is_reference(pair, options) else chunked
+    if is_reference(pair, options):
+        return reference.weighted_sum(pair, record, weights)
 
     def compute(needed: Needed) -> LossAndGradients:
-        per_token, gradients = implementation.value_and_grad(pair, options, record, weights, needed)
+        per_token, gradients = chunked.value_and_grad(pair, options, record, weights, needed)
         factors = torch.where(weights != 0, weights.to(per_token.dtype), 0.0)
         return (per_token * factors).sum(), (per_token,), gradients
 
@@ -68,21 +63,16 @@ def objective_loss(
     pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], objective: chunked.Objective
 ) -> tuple[Tensor, TokenTerms]:
     """The sum of the objective's losses, whose gradient is computed at once, and the terms, detached."""
-    implementation = reference if is_reference(pair, options) else chunked
+    if is_reference(pair, options):
+        terms = reference.terms(pair, tokens)
+        losses = chunked.losses_of(objective, terms, slice(0, pair.tokens))
+        return losses.sum(), TokenTerms(*(x.detach() for x in terms))
 
     def compute(needed: Needed) -> LossAndGradients:
-        return implementation.objective(pair, options, tokens, objective, needed)
+        return chunked.objective(pair, options, tokens, objective, needed)
 
     loss, *terms = _loss_and_outputs(pair, compute)
     return loss, TokenTerms(*terms)
-
-
-def statistics(
-    pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], top: int
-) -> StatisticsAndTop:
-    """The statistics of each token, and the ``top`` likeliest tokens of both models."""
-    implementation = reference if is_reference(pair, options) else chunked
-    return implementation.statistics(pair, options, tokens, top)
 
 
 def _loss_and_outputs(pair: HeadPair, compute: Callable[[Needed], LossAndGradients]) -> tuple[Tensor, ...]:
@@ -90,8 +80,8 @@ def _loss_and_outputs(pair: HeadPair, compute: Callable[[Needed], LossAndGradien
 
     ``compute`` runs once, here, with the gradients that are needed; the backward pass only scales them.
     """
-    if requires_gradient(pair):
-        return _apply(_Loss, compute, pair.storage, *pair.tensors)
+    if pair.requires_gradient:
+        return _apply(_Loss, compute, pair.vocab_shards, *pair.tensors)
     with torch.no_grad():
         loss, outputs, _ = compute((False,) * len(pair.tensors))
     return loss, *outputs
@@ -149,11 +139,11 @@ class _Loss(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
         compute: Callable[[Needed], LossAndGradients],
-        storage: HeadStorage | None,
+        vocab_shards: LocalVocab,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         loss, outputs, ctx.gradients = compute(ctx.needs_input_grad[2:])
-        ctx.storage = storage
+        ctx.vocab_shards = vocab_shards
         ctx.mark_non_differentiable(*outputs)
         ctx.set_materialize_grads(False)
         return loss, *outputs
@@ -169,8 +159,8 @@ class _Loss(torch.autograd.Function):
         weight = weights[0]
         if weight is None:
             return (None,) * (2 + len(gradients))
-        if ctx.storage is not None:
-            ctx.storage.require_equal_factor(weight)
+        if isinstance(ctx.vocab_shards, ShardedVocab) and ctx.vocab_shards.has_own_tokens:
+            ctx.vocab_shards.require_equal_factor(weight)
         if weight.device.type != "cpu" or weight.item() != 1.0:
             for gradient in gradients:
                 if gradient is not None:

@@ -1,9 +1,9 @@
-"""Checks of the public functions' arguments, and the ``HeadPair`` that they are turned into."""
+"""Checks of arguments beyond their dtypes and shapes, and the ``HeadPair`` that they are turned into."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,70 +11,62 @@ from torch import Tensor
 
 from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
-from kleash.linear.head import Head, gathered
-from kleash.linear.head_storage import HeadStorage
+from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
+from kleash.linear.head import Head, full_tensor, local_rows, process_group, ranks_of, storage_group
 from kleash.linear.pair import HeadInputs, HeadPair
-from kleash.linear.sharding import (
-    UNSHARDED,
-    common_group,
-    exchange_specs,
-    exchange_storage,
-    ranks_of,
-    storage_group,
-    temperature_bits,
-)
-from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab, all_gather_numbers
 from kleash.registry import look_up
 
 ALTERNATIVE = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
-NO_SPECS = [0, 0, 0, 0, 0]
-"""What a rank with an error sends in place of ``specs_of_rank``."""
+UNSHARDED = -1
+"""The number of rows that stands for a head that is whole on each rank."""
+Side = tuple[Tensor, Head]
+"""Hidden states and head of one model."""
 
 
-def checked_pair(
-    p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Float[Tensor, "*tokens"]
-) -> HeadPair:
-    """Both models with their tokens flattened.
+def checked_pair(p: Side, q: Side, temperature: float | Float[Tensor, "*tokens"]) -> HeadPair:
+    """Both models with their tokens flattened, and with the rows of the heads that this rank has.
 
     Raises:
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: if the arguments do not fit together.
     """
-    (hidden_p, head_p), (hidden_q, head_q) = p, q
-    stored_on = group_of_storage(head_p, head_q)
-    if stored_on is not None:
-        return stored_pair(stored_on, (hidden_p, head_p), (hidden_q, head_q), temperature)
-    head_p, head_q = gathered(head_p, head_q)
-    group = common_group(head_p.vocabulary_group, head_q.vocabulary_group)
-    vocab_shards: LocalVocab = LOCAL_VOCAB
-    if group is None:
-        check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
-    else:
-        vocab_shards = checked_shards(group, (hidden_p, head_p), (hidden_q, head_q), temperature)
-        hidden_p, head_p = local_part("p", hidden_p, head_p, vocab_shards)
-        hidden_q, head_q = local_part("q", hidden_q, head_q, vocab_shards)
-    check_same_vocab_size(head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q))
-    return flat_pair((hidden_p, head_p), (hidden_q, head_q), temperature, vocab_shards)
+    check_temperature(temperature)
+    stored_on = group_of_storage(p[1], q[1])
+    groups = [
+        process_group(head.vocabulary_group) if stored_on is None else storage_group(head.weight)
+        for _, head in (p, q)
+    ]
+    heads = with_plain_tensors((p[1], q[1]), groups)
+    sides = [(p[0], heads[0]), (q[0], heads[1])]
+    for name, side in zip("pq", sides, strict=True):
+        check_model(name, *side)
+    group, vocab_shards = common_group(*groups), LOCAL_VOCAB
+    if group is not None:
+        vocab_shards = agreed_shards(group, sides, groups, temperature, has_own_tokens=stored_on is not None)
+        sides = [
+            side if part is not None else local_part(name, *side, vocab_shards)
+            for name, side, part in zip("pq", sides, groups, strict=True)
+        ]
+    vocab_sizes = [head.vocabulary(hidden) for hidden, head in sides]
+    check_vocab_sizes(*vocab_sizes)
+    if not (vocab_shards.vocab_size or vocab_sizes[0]):
+        raise ShapeError("the heads cover no token at all")
+    return flat_pair(sides[0], sides[1], temperature, vocab_shards)
 
 
-def flat_pair(
-    p: tuple[Tensor, Head],
-    q: tuple[Tensor, Head],
-    temperature: float | Tensor,
-    vocab_shards: LocalVocab = LOCAL_VOCAB,
-    storage: HeadStorage | None = None,
-) -> HeadPair:
+def flat_pair(p: Side, q: Side, temperature: float | Tensor, vocab_shards: LocalVocab) -> HeadPair:
     """Both models with their tokens flattened, from arguments that have been checked."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
-    divisor = flat_temperature(temperature, dtype)
+    # A copy, since the backward pass reads it again.
+    divisor = temperature.reshape(-1).to(dtype, copy=True) if isinstance(temperature, Tensor) else temperature
     model_p, model_q = (
         HeadInputs(hidden=hidden, head=head, temperature=divisor, dtype=dtype)
         for hidden, head in ((flat_p, head_p), (flat_q, head_q))
     )
-    return HeadPair(p=model_p, q=model_q, vocab_shards=vocab_shards, storage=storage)
+    return HeadPair(p=model_p, q=model_q, vocab_shards=vocab_shards)
 
 
 def group_of_storage(head_p: Head, head_q: Head) -> Any:
@@ -99,158 +91,96 @@ def is_trained(head: Head) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def stored_pair(
-    group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
-) -> HeadPair:
-    """``checked_pair`` for heads of which each rank stores some rows, and has only these in the pair."""
-    (hidden_p, head_p), (hidden_q, head_q) = p, q
-    stored = storage_group(head_p.weight) is not None, storage_group(head_q.weight) is not None
-    error, specs = None, [*NO_SPECS, UNSHARDED]
-    try:
-        head_p, head_q = heads_of_rank(head_p, head_q, stored)
-        check_each((hidden_p, head_p), (hidden_q, head_q), temperature, stored)
-        number = hidden_p.itemsize + 16 * hidden_q.itemsize
-        specs = specs_of_rank((hidden_p, head_p), (hidden_q, head_q), stored, number)
-        specs.append(temperature_bits(temperature))
-    except KleashError as local_error:
-        error = local_error
-    storage = exchange_storage(group, hidden_p.device, specs, error)
-    vocab_shards = ShardedVocab(storage.group, storage.rows, storage.rank, storage.device)
-    local: list[Head] = []
-    for hidden, head, is_stored in ((hidden_p, head_p, stored[0]), (hidden_q, head_q, stored[1])):
-        if not is_stored:
-            check_same_vocab_size(head.vocabulary(hidden), storage.vocab_size)
-        local.append(head if is_stored else rows_of_head(head, vocab_shards))
-    return flat_pair((hidden_p, local[0]), (hidden_q, local[1]), temperature, vocab_shards, storage)
+def with_plain_tensors(heads: tuple[Head, Head], groups: Sequence[Any]) -> list[Head]:
+    """Both heads without DTensors: of rows on a group of ranks this rank's, of others all; shared ones stay shared."""
+    plain: dict[tuple[int, bool], Tensor] = {}
 
+    def converted(x: Tensor | None, group: Any) -> Tensor | None:
+        key = id(x), group is None
+        if x is not None and key not in plain:
+            plain[key] = full_tensor(x) if group is None else local_rows(x, group)
+        return plain.get(key)
 
-def rows_of_head(head: Head, vocab_shards: ShardedVocab) -> Head:
-    """The rows of a whole head that this rank has of the other, sharded one."""
-    rows = slice(vocab_shards.offset, vocab_shards.offset + vocab_shards.local_size)
-    weight, bias = (None if x is None else x[rows] for x in (head.weight, head.bias))
-    return replace(head, weight=weight, bias=bias)
-
-
-def specs_of_rank(
-    p: tuple[Tensor, Head], q: tuple[Tensor, Head], has_part: tuple[bool, bool], number: int
-) -> list[int]:
-    """What this rank tells the others of its arguments (``sharding.agreed_specs``).
-
-    Args:
-        p: hidden states and this rank's head.
-        q: hidden states and this rank's head.
-        has_part: whether this rank has only a part of the rows of p's and of q's head.
-        number: the first number on which the ranks agree, after the rows.
-    """
-    tensors = [x for hidden, head in (p, q) for x in (hidden, head.weight, head.bias)]
-    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
-    rows = [
-        head.vocabulary(hidden) if is_part else UNSHARDED
-        for (hidden, head), is_part in zip((p, q), has_part, strict=True)
-    ]
     return [
-        *rows,
-        number,
-        common_dtype(tensors).itemsize,
-        sum(flag << bit for bit, flag in enumerate(needed)),
+        replace(head, weight=converted(head.weight, group), bias=converted(head.bias, group))
+        for head, group in zip(heads, groups, strict=True)
     ]
 
 
-def heads_of_rank(head_p: Head, head_q: Head, stored: tuple[bool, bool]) -> tuple[Head, Head]:
-    """Of stored heads this rank's rows, of others all; tensors that both share stay one tensor.
+def common_group(group_p: Any, group_q: Any) -> Any:
+    """The process group of two heads, either of which may have none; None if neither has one.
 
     Raises:
-        CannotRunError: as ``head_of_rank``.
+        OptionError: if the two are split over different ranks.
     """
-    local_p, local_q = (
-        head_of_rank(head) if is_stored else gathered(head, head)[0]
-        for head, is_stored in zip((head_p, head_q), stored, strict=True)
-    )
-    if head_q is head_p:
-        return local_p, local_p
-    if head_q.weight is head_p.weight:
-        bias = local_p.bias if head_q.bias is head_p.bias else local_q.bias
-        local_q = replace(local_q, weight=local_p.weight, bias=bias)
-    return local_p, local_q
-
-
-def head_of_rank(head: Head) -> Head:
-    """The rows of a stored head that this rank has.
-
-    Raises:
-        CannotRunError: if the bias is whole on each rank.
-    """
-    weight, bias = cast("Any", head.weight), cast("Any", head.bias)
-    if bias is not None and storage_group(bias) is None:
-        raise CannotRunError(
-            "the weight of a head is stored on several ranks and its bias is whole; shard the bias like the weight"
+    if group_p is None or group_q is None or group_p is group_q:
+        return group_q if group_p is None else group_p
+    ranks_p, ranks_q = ranks_of(group_p), ranks_of(group_q)
+    if ranks_p != ranks_q:
+        raise OptionError(
+            f"p's head is split over ranks {ranks_p} and q's over {ranks_q}; split both over the same ranks, or leave "
+            "a frozen one whole"
         )
-    return replace(head, weight=weight.to_local(), bias=None if bias is None else bias.to_local())
+    return group_p
 
 
-def check_on_all_ranks(pair: HeadPair, check: Callable[[], None]) -> None:
-    """Check what differs between ranks that store a head, so that all of them raise if one does.
-
-    Raises:
-        KleashError: the error of ``check``.
-        CannotRunError: if ``check`` fails on another rank.
-    """
-    if pair.storage is None:
-        check()
-        return
-    error = None
-    try:
-        check()
-    except KleashError as local_error:
-        error = local_error
-    pair.storage.raise_together(error)
-
-
-def check_each(
-    p: tuple[Tensor, Head],
-    q: tuple[Tensor, Head],
+def agreed_shards(
+    group: Any,
+    sides: Sequence[Side],
+    groups: Sequence[Any],
     temperature: float | Tensor,
-    has_part: tuple[bool, bool] = (False, False),
-) -> None:
-    """Check each model, the temperature, and that the hidden states are of the same tokens.
+    *,
+    has_own_tokens: bool,
+) -> ShardedVocab:
+    """The vocabulary on the ranks of a group, once it is known that what they must have in common is.
 
     Args:
-        p: hidden states and this rank's head.
-        q: hidden states and this rank's head.
+        group: the ranks.
+        sides: hidden states of p and of q with this rank's head.
+        groups: the group of p's head and of q's; None for one that is whole.
         temperature: of the call.
-        has_part: whether this rank has only a part of the rows of p's and of q's head, which may be no row.
-    """
-    check_temperature(temperature, p[0])
-    check_model("p", *p, has_part=has_part[0])
-    check_model("q", *q, has_part=has_part[1])
-    check_same_tokens(p[0], q[0])
-    check_has_data(p[0])
-
-
-def checked_shards(
-    group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
-) -> ShardedVocab:
-    """The ranks that share the vocabulary, if the arguments of all of them agree."""
-    error, specs = None, NO_SPECS
-    has_part = p[1].vocabulary_group is not None, q[1].vocabulary_group is not None
-    try:
-        check_each(p, q, temperature, has_part)
-        specs = specs_of_rank(p, q, has_part, p[0].numel() // max(1, p[0].shape[-1]))
-    except KleashError as local_error:
-        error = local_error
-    return exchange_specs(group, p[0].device, specs, error)
-
-
-def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab) -> tuple[Tensor, Head]:
-    """A sharded head as it is; of a head that is not sharded, the rows that this rank has of the other head.
+        has_own_tokens: whether the ranks have different tokens.
 
     Raises:
-        VocabularyMismatchError: if its vocabulary is not that of the sharded head.
+        VocabularyMismatchError: if the rows of the two heads are divided in different ways.
+        CannotRunError: if the ranks have other arguments.
+    """
+    (hidden_p, _), (hidden_q, _) = sides
+    tensors = [x for hidden, head in sides for x in (hidden, head.weight, head.bias)]
+    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    common = {
+        "bytes a number of the hidden states": hidden_p.itemsize + 16 * hidden_q.itemsize,
+        "bytes a logit": common_dtype(tensors).itemsize,
+        "tensors that require a gradient": sum(flag << bit for bit, flag in enumerate(needed)),
+        "temperature": -1 if isinstance(temperature, Tensor) else hash(temperature),
+    }
+    rows = [
+        UNSHARDED if part is None else head.vocabulary(hidden)
+        for (hidden, head), part in zip(sides, groups, strict=True)
+    ]
+    rows_p, rows_q, *compared = all_gather_numbers(group, hidden_p.device, [*rows, *common.values()])
+    for name, numbers in zip(common, compared, strict=True):
+        if len(set(numbers)) > 1:
+            raise CannotRunError(
+                f"the ranks that have the rows of a head disagree on the {name}; give all of them the same"
+            )
+    sharded = [numbers for numbers in (rows_p, rows_q) if set(numbers) != {UNSHARDED}]
+    if sharded[0] != sharded[-1]:
+        raise VocabularyMismatchError(
+            f"the ranks have {rows_p} rows of p's head and {rows_q} of q's, where {UNSHARDED} is a head that is "
+            "whole; split both after the same tokens"
+        )
+    return ShardedVocab(group, sharded[0], hidden_p.device, has_own_tokens=has_own_tokens)
+
+
+def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab) -> Side:
+    """Of a head that is whole, the rows that this rank has of the other head.
+
+    Raises:
+        VocabularyMismatchError: if its vocabulary is not that of the other head.
         CannotRunError: if it requires a gradient, which each rank would compute for its rows only.
     """
-    if head.vocabulary_group is not None:
-        return hidden, head
-    check_sharded_vocab_size(name, head.vocabulary(hidden), vocab_shards)
+    check_vocab_sizes(head.vocabulary(hidden), vocab_shards.vocab_size)
     has_trained_logits = head.weight is None and hidden.requires_grad and torch.is_grad_enabled()
     if is_trained(head) or has_trained_logits:
         raise CannotRunError(
@@ -258,20 +188,12 @@ def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab
             f"{vocab_shards.local_size} of {vocab_shards.vocab_size} rows; split it over the vocabulary_group, too, or "
             "detach it"
         )
-    rows = slice(vocab_shards.offset, vocab_shards.offset + vocab_shards.local_size)
-    return hidden[..., rows] if head.weight is None else hidden, rows_of_head(head, vocab_shards)
+    rows = vocab_shards.local_rows
+    weight, bias = (None if x is None else x[rows] for x in (head.weight, head.bias))
+    return hidden[..., rows] if weight is None else hidden, replace(head, weight=weight, bias=bias)
 
 
-def flat_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """The temperature as a number, or as one number for each token: a copy, since the backward pass reads it again."""
-    if not isinstance(temperature, Tensor):
-        return float(temperature)
-    return temperature.reshape(-1).to(dtype, copy=True)
-
-
-def check_transforms(
-    name: str, p: tuple[Tensor, Head], q: tuple[Tensor, Head], *more: object, inside: bool = True
-) -> None:
+def check_transforms(name: str, p: Side, q: Side, *more: object, inside: bool = True) -> None:
     """Refuse tensors of forward mode or of ``torch.func``, whose derivatives would silently be 0."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     tensors = (hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias, *more)
@@ -284,41 +206,24 @@ def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
-    """Check the temperature; the values of a tensor are not checked."""
-    if not isinstance(temperature, Tensor):
-        if not (isfinite(temperature) and temperature > 0):
-            raise OptionError(f"a temperature is a positive number, not {temperature}")
-        return
-    if temperature.shape != hidden.shape[:-1] or not temperature.is_floating_point():
-        raise ShapeError(
-            f"temperatures are {temperature.dtype} of shape {tuple(temperature.shape)} for tokens of shape "
-            f"{tuple(hidden.shape[:-1])}; give a number, or a floating-point one for each token"
-        )
-    if temperature.device != hidden.device:
+def check_temperature(temperature: float | Tensor) -> None:
+    """Check that a number is positive, and that a tensor, whose values are not checked, requires no gradient."""
+    if isinstance(temperature, Tensor):
+        check_constant("a temperature", temperature)
+    elif not (isfinite(temperature) and temperature > 0):
+        raise OptionError(f"a temperature is a positive number, not {temperature}")
+
+
+def check_constant(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that requires a gradient where none is computed."""
+    if tensor.requires_grad:
         raise CannotRunError(
-            f"temperatures are on {temperature.device} and hidden states on {hidden.device}; move one of them"
+            f"{name} cannot require a gradient; detach it, or multiply linear_kl's values by it"
         )
-    if temperature.requires_grad:
-        raise CannotRunError("a temperature cannot require a gradient; detach it")
 
 
-def check_model(name: str, hidden: Tensor, head: Head, *, has_part: bool = False) -> None:
-    """Check that hidden states and head have matching shapes, floating-point dtypes and one device.
-
-    The head has a row at least, unless this rank ``has_part`` of its rows only.
-    """
-    if hidden.dim() == 0:
-        raise ShapeError(f"hidden states of {name} are [..., dim], and a single number was given")
-    for what, tensor in (("hidden states", hidden), ("weight", head.weight), ("bias", head.bias)):
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point():
-            raise ShapeError(f"{what} of {name} are {tensor.dtype}; give floating-point numbers")
-        if tensor.device != hidden.device:
-            raise CannotRunError(
-                f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one"
-            )
+def check_model(name: str, hidden: Tensor, head: Head) -> None:
+    """Check that a head takes hidden states of this dimension."""
     width = hidden.shape[-1]
     if head.weight is not None and head.weight.shape[1] != width:
         raise ShapeError(
@@ -326,57 +231,14 @@ def check_model(name: str, hidden: Tensor, head: Head, *, has_part: bool = False
         )
     if head.weight is None and head.bias is not None and len(head.bias) != width:
         raise ShapeError(f"logits of {name} cover {width} tokens and its head's bias {len(head.bias)}")
-    if head.vocabulary(hidden) == 0 and not has_part:
-        raise ShapeError(f"the head of {name} covers no token at all")
 
 
-def check_has_data(hidden: Tensor) -> None:
-    """Refuse hidden states on the meta device, which have no data."""
-    if hidden.device.type == "meta":
-        raise CannotRunError("hidden states are on the meta device and have no data; give tensors with data")
-
-
-def check_same_tokens(hidden_p: Tensor, hidden_q: Tensor) -> None:
-    """Check that both models have hidden states of the same tokens on the same device."""
-    if hidden_p.shape[:-1] != hidden_q.shape[:-1]:
-        raise ShapeError(
-            f"hidden states are of {tuple(hidden_p.shape[:-1])} tokens under p and "
-            f"{tuple(hidden_q.shape[:-1])} under q; give both models the same tokens"
-        )
-    if hidden_p.device != hidden_q.device:
-        raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
-
-
-def check_same_vocab_size(vocab_size_p: int, vocab_size_q: int) -> None:
+def check_vocab_sizes(vocab_size_p: int, vocab_size_q: int) -> None:
     """Check that both heads have vocabularies of the same size."""
     if vocab_size_p != vocab_size_q:
         raise VocabularyMismatchError(
-            f"the head of p covers {vocab_size_p} tokens and that of q {vocab_size_q}; cut the rows that are padding, "
-            "or project one onto the other's vocabulary"
-        )
-
-
-def check_sharded_vocab_size(name: str, vocab_size: int, vocab_shards: ShardedVocab) -> None:
-    """Check that a head that is not sharded has the vocabulary size of the one that is."""
-    if vocab_size != vocab_shards.vocab_size:
-        raise VocabularyMismatchError(
-            f"the head of {name} is whole and covers {vocab_size} tokens, and the ranks of the other's "
-            f"vocabulary_group hold {vocab_shards.vocab_size} rows together; give it the vocabulary_group if it is "
-            "split, too"
-        )
-
-
-def check_tokens(tokens: Tensor, hidden: Tensor) -> None:
-    """Check that there is one integer id for each hidden state."""
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ShapeError(f"tokens are {tokens.dtype}; give ids as integers")
-    if tokens.shape != hidden.shape[:-1]:
-        raise ShapeError(
-            f"there are {tuple(tokens.shape)} tokens and {tuple(hidden.shape[:-1])} hidden states"
-        )
-    if tokens.device != hidden.device:
-        raise CannotRunError(
-            f"tokens are on {tokens.device} and hidden states on {hidden.device}; move one of them"
+            f"one head covers {vocab_size_p} tokens and the other {vocab_size_q}; cut the rows that are padding, or "
+            "project one onto the other's vocabulary"
         )
 
 
@@ -388,29 +250,6 @@ def check_ids(tokens: Tensor, vocab_size: int) -> None:
     if least < 0 or most >= vocab_size:
         raise VocabularyMismatchError(
             f"token ids run from {least} to {most} and the heads cover {vocab_size}: ids from 0 to {vocab_size - 1}"
-        )
-
-
-def check_token_ids(tokens: Tensor, hidden: Tensor, vocab_size: int) -> None:
-    """Check that there is an id for each hidden state, and that all are in the vocabulary."""
-    check_tokens(tokens, hidden)
-    check_ids(tokens, vocab_size)
-
-
-def check_weights(weights: Tensor, hidden: Tensor) -> None:
-    """Check that there is one floating-point weight for each token, without a gradient."""
-    if weights.shape != hidden.shape[:-1] or not weights.is_floating_point():
-        raise ShapeError(
-            f"weights are {weights.dtype} of shape {tuple(weights.shape)} for tokens of shape "
-            f"{tuple(hidden.shape[:-1])}; give a floating-point one for each token"
-        )
-    if weights.device != hidden.device:
-        raise CannotRunError(
-            f"weights are on {weights.device} and hidden states on {hidden.device}; move one of them"
-        )
-    if weights.requires_grad:
-        raise CannotRunError(
-            "the weights of a loss cannot require a gradient; detach them, or multiply linear_kl's values by them"
         )
 
 

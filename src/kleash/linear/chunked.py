@@ -1,16 +1,12 @@
 """The loop over chunks of tokens: a chunk's logits exist together, and are processed in float64 a few rows at a time.
 
-Of ranks that store a head between them (``HeadPair.storage``), a chunk has some tokens of each: their hidden states
-move to the rows, and this rank keeps the results of its own.
+Of ranks that store a head between them and have their own tokens, a chunk has some of each: their hidden states move to
+the rows, and this rank keeps the results of its own.
 """
 
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
-from shutil import which
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -19,15 +15,21 @@ from torch import Tensor
 
 from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.errors import CannotRunError, ShapeError
+from kleash.errors import ShapeError
 from kleash.linear import compiled_rows
 from kleash.linear import rows as row_functions
 from kleash.linear.gradient_sums import GradientSums
-from kleash.linear.options import LinearOptions
 from kleash.linear.pair import HeadPair, Tensors, TokenIndex
 from kleash.linear.products import finish_logits_, logits_backward_, multiply_, tile_rows
 from kleash.linear.rows import KL, TermRows
-from kleash.linear.types import INTEGER_FIELDS, StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+from kleash.linear.types import (
+    INTEGER_FIELDS,
+    LinearOptions,
+    StatisticsAndTop,
+    TokenStatistics,
+    TokenTerms,
+    TopTokens,
+)
 
 RowFunction: TypeAlias = Callable[..., tuple[Any, ...]]
 """From the logits of a few rows, and other columns, to a tuple of tensors with an entry for each row."""
@@ -46,8 +48,6 @@ ROW_BUFFERS = 10
 """Tensors of a block's size in float64 that exist together."""
 SMALL_BLOCK = 2**14
 """Logits of one model that the functions for rows that are not finite take at once; they need many buffers."""
-PAYS_FROM = 5 * 10**9
-"""Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
 
 
 class Plan(NamedTuple):
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     tiles: tuple[int, int]
     """Rows of p's weight, and of q's, that are multiplied together."""
     counts: list[int]
-    """Tokens of each rank that stores the head; of this rank alone if none does."""
+    """Tokens of each rank whose tokens move; of this rank alone if none do."""
 
 
 def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled: bool) -> Plan:
@@ -86,12 +86,7 @@ def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled
         if model.head.weight is not None and tile < len(model.head.weight)
     )
     most = min(ENOUGH_TOKENS, max(1, (nbytes - block * row_bytes - upcast) // token_bytes))
-    counts = [tokens]
-    if pair.storage is not None:
-        counts, all_most, blocks = pair.storage.all_gather_numbers(tokens, most, block)
-        most, block = max(1, min(all_most) // len(counts)), min(blocks)
-    else:
-        most, block = pair.vocab_shards.agreed_sizes(most, block, tokens)
+    most, block, counts = pair.vocab_shards.agreed_sizes(most, block, tokens)
     chunks = max(1, -(-max(counts) // most))
     return Plan(max(1, -(-max(counts) // chunks)), block, (p, q), counts)
 
@@ -101,7 +96,7 @@ class Chunk:
     """A chunk of tokens, the memory of its logits, and which of its tokens are this rank's."""
 
     pair: HeadPair
-    """The two models on these tokens: of all ranks, if they store a head between them."""
+    """The two models on these tokens: of all ranks, if theirs move."""
     index: TokenIndex
     """Which of this rank's tokens these are."""
     counts: list[int]
@@ -113,14 +108,11 @@ class Chunk:
     @property
     def local(self) -> slice:
         """Where this rank's tokens stand in the chunk."""
-        if self.pair.storage is None:
-            return slice(None)
-        rank = self.pair.storage.rank
-        return slice(sum(self.counts[:rank]), sum(self.counts[: rank + 1]))
+        return self.pair.vocab_shards.local_part(self.counts)
 
     def spread(self, values: Tensor) -> Tensor:
         """An entry for each token of the chunk, from one for each of this rank's."""
-        return values if self.pair.storage is None else self.pair.storage.gather_tokens(values, self.counts)
+        return self.pair.vocab_shards.gather_tokens(values, self.counts)
 
     def logit_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """A few rows at a time, with both models' logits, which are finished just before."""
@@ -180,10 +172,10 @@ def keep_freed_memory() -> None:
 
 
 def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
-    """The pair with the tokens of all ranks, if they store a head between them."""
-    if pair.storage is None:
+    """The pair with the tokens of all ranks, if each rank has its own."""
+    if not pair.vocab_shards.has_own_tokens:
         return pair
-    spread = partial(pair.storage.gather_tokens, counts=counts)
+    spread = partial(pair.vocab_shards.gather_tokens, counts=counts)
     temperature = pair.p.temperature
     temperature = spread(temperature) if isinstance(temperature, Tensor) else temperature
     hidden_p = spread(pair.p.hidden)
@@ -214,36 +206,10 @@ def compute_rows(
 
 
 def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
-    """Whether torch compiles this call's row functions.
-
-    This depends on the call and the installation only, so that a number never depends on earlier calls.
-
-    Raises:
-        CannotRunError: if ``compile=True`` and something is missing.
-    """
-    if options.compile is False or (options.compile is None and pair.is_sharded):
-        return False
+    """Whether torch compiles this call's row functions, which it cannot where they exchange sums between ranks."""
     if pair.is_sharded:
-        raise CannotRunError(
-            "compile=True cannot compile the collectives of a head on several ranks; leave compile out"
-        )
-    missing = missing_for_compiling(pair.device.type)
-    if options.compile and missing is not None:
-        raise CannotRunError(f"compile=True needs {missing}; install it, or leave compile out")
-    is_long = pair.device.type == "cuda" or pair.tokens * pair.local_vocab_size >= PAYS_FROM
-    return missing is None and (options.compile is True or is_long)
-
-
-@cache
-def missing_for_compiling(device: str) -> str | None:
-    """What torch's compiler needs for this type of device and is missing; None if nothing is."""
-    if device != "cpu":
-        return None
-    compiler = os.environ.get("CXX", "g++")
-    if which(compiler) is None:
-        return f"a C++ compiler, and {compiler} is not there"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return None if header.exists() else f"Python's headers, and {header} is not there"
+        return False
+    return pair.device.type == "cuda" if options.compile is None else options.compile
 
 
 @cache
@@ -301,7 +267,7 @@ def value_and_grad(
     general = partial(row_functions.any_divergence_gradient_rows, record)
     weights = weights.detach().to(pair.dtype)
     read = weights != 0
-    positions = None if bool(read.all()) and pair.storage is None else read.nonzero()[:, 0]
+    positions = None if bool(read.all()) else read.nonzero()[:, 0]
     result = torch.zeros_like(weights)
     for chunk in chunks(pair, options, is_compiled, positions):
         column = chunk.spread(weights[chunk.index])[:, None].double()
@@ -414,19 +380,10 @@ def add_objective_gradient(
 def objective_value_and_grad(
     function: Objective, terms: TokenTerms, rows: slice
 ) -> tuple[Float[Tensor, ""], TokenTerms]:
-    """The sum of the objective's losses, and its derivative in each term.
-
-    Raises:
-        ShapeError: if the objective does not return one loss for each token.
-    """
+    """The sum of the objective's losses, and its derivative in each term."""
     with torch.enable_grad():
         leaves = TokenTerms(*(x.clone().requires_grad_() for x in terms))
-        losses = function(leaves, rows)
-        if losses.shape != leaves.kl.shape:
-            raise ShapeError(
-                f"the objective was given {len(leaves.kl)} tokens and returned losses of shape "
-                f"{tuple(losses.shape)}; return one for each token"
-            )
+        losses = losses_of(function, leaves, rows)
         refuse_transforms(
             "linear_objective",
             "its losses are differentiated in its terms alone; detach what else they read",
@@ -439,6 +396,21 @@ def objective_value_and_grad(
     return total.detach(), TokenTerms(*slopes)
 
 
+def losses_of(function: Objective, terms: TokenTerms, rows: slice) -> Float[Tensor, " rows"]:
+    """The objective's losses.
+
+    Raises:
+        ShapeError: if the objective does not return one loss for each token.
+    """
+    losses = function(terms, rows)
+    if losses.shape != terms.kl.shape:
+        raise ShapeError(
+            f"the objective was given {len(terms.kl)} tokens and returned losses of shape {tuple(losses.shape)}; "
+            "return one for each token"
+        )
+    return losses
+
+
 def statistics(
     pair: HeadPair, options: LinearOptions, tokens: Int[Tensor, " tokens"], top: int
 ) -> StatisticsAndTop:
@@ -446,7 +418,7 @@ def statistics(
     is_compiled = should_compile(pair, options)
     fast = row_function("statistics_rows", is_compiled)
     top = min(top, pair.vocab_size)
-    exchanged = top if pair.storage is None else max(pair.storage.all_gather_numbers(top)[0])
+    exchanged = pair.vocab_shards.largest_number(top)
     columns = TokenStatistics(
         *(
             torch.zeros(

@@ -1,15 +1,18 @@
-"""The head of a language model, which maps a hidden state to logits, as its parts."""
+"""The head of a language model, which maps a hidden state to logits, as its parts; and where its rows are."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import OptionError, ShapeError
-from kleash.linear.sharding import check_group, local_rows
+from kleash.errors import CannotRunError, OptionError, ShapeError
+
+dist: Any = torch.distributed
+MESH: Any = getattr(dist, "DeviceMesh", ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +29,9 @@ class Head:
     whole if its one mesh dimension is ``Shard(0)``. Two heads are equal only if they are one object.
 
     Raises:
-        ShapeError: if weight is not a matrix, bias not a vector, or the two differ in length.
+        ShapeError: if weight is not a matrix, bias not a vector, the two differ in length, or are not floating-point.
         OptionError: if the scale is not finite or the softcap not positive.
-        OptionError, CannotRunError: if ``vocabulary_group`` is not a process group, or this process is not in it.
+        CannotRunError: if this process is not in the ``vocabulary_group``.
     """
 
     weight: Float[Tensor, "vocab dim"] | None
@@ -48,26 +51,29 @@ class Head:
     def __post_init__(self) -> None:
         """Check shapes, numbers and the group."""
         for what, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is None or hasattr(tensor, "full_tensor"):
+            if tensor is None:
                 continue
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ShapeError(
                     f"a head's {what} is a torch.Tensor; this one is a {type(tensor).__qualname__}"
                 )
-            if tensor.layout != torch.strided:
-                raise ShapeError(f"a head's {what} is of layout {tensor.layout}; give a dense one")
+            if not tensor.is_floating_point():
+                raise ShapeError(f"a head's {what} is {tensor.dtype}; give floating-point numbers")
         if self.weight is not None and self.weight.dim() != 2:
             raise ShapeError(f"a head's weight is [vocab, dim]; this one is {tuple(self.weight.shape)}")
         if self.bias is not None and self.bias.dim() != 1:
             raise ShapeError(f"a head's bias is [vocab]; this one is {tuple(self.bias.shape)}")
         if self.weight is not None and self.bias is not None and len(self.weight) != len(self.bias):
             raise ShapeError(f"the head's weight has {len(self.weight)} rows and its bias {len(self.bias)}")
-        if not is_finite_number(self.scale):
+        if not isfinite(self.scale):
             raise OptionError(f"a head's scale is a finite number, not {self.scale!r}")
-        if self.softcap is not None and not (is_finite_number(self.softcap) and self.softcap > 0):
+        if self.softcap is not None and not (isfinite(self.softcap) and self.softcap > 0):
             raise OptionError(f"a softcap is a positive number, not {self.softcap!r}; leave it out for none")
-        if self.vocabulary_group is not None and not torch.compiler.is_compiling():
-            check_group(self.vocabulary_group)
+        if self.vocabulary_group is not None and self.vocabulary_group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise CannotRunError(
+                "this process is not in the vocabulary_group; make the head where its rows are, with their ranks' "
+                "group"
+            )
 
     def vocabulary(self, hidden: Float[Tensor, "*tokens dim"]) -> int:
         """The number of logits that this rank computes for each hidden state."""
@@ -80,42 +86,47 @@ class Head:
         return y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
 
 
-def is_finite_number(value: Any) -> bool:
-    """Whether a value is a single finite number."""
-    try:
-        return isfinite(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return False
+def process_group(group: Any) -> Any:
+    """The process group of a group or device mesh; None for None."""
+    return group.get_group() if isinstance(group, MESH) else group
 
 
-def gathered(first: Head, second: Head) -> tuple[Head, Head]:
-    """Both heads with DTensors gathered, or with the local rows of sharded ones; a shared tensor stays shared."""
-    alike = (first.vocabulary_group is None) == (second.vocabulary_group is None)
-    weight, bias = (_plain(x, first.vocabulary_group) for x in (first.weight, first.bias))
-    weight_2, bias_2 = (
-        plain if alike and tensor is original else _plain(tensor, second.vocabulary_group)
-        for plain, original, tensor in (
-            (weight, first.weight, second.weight),
-            (bias, first.bias, second.bias),
+def ranks_of(group: Any) -> list[int]:
+    """The global ranks of the group."""
+    return list(dist.get_process_group_ranks(group))
+
+
+def storage_group(tensor: Tensor | None) -> Any:
+    """The group over which a DTensor's rows are spread; None for other tensors and for other placements."""
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+        return None
+    mesh = cast("Any", tensor).device_mesh
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def local_rows(tensor: Tensor, group: Any) -> Tensor:
+    """The rows of a DTensor on this rank; any other tensor as it is.
+
+    Raises:
+        OptionError: if the DTensor is not sharded by rows over exactly this group.
+    """
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None:
+        return tensor
+    sharded = cast("Any", tensor)
+    mesh = sharded.device_mesh
+    if len(placements) != 1 or not placements[0].is_shard(0) or ranks_of(mesh.get_group()) != ranks_of(group):
+        raise OptionError(
+            f"a head with placements {tuple(placements)} on ranks {mesh.mesh.flatten().tolist()} is not split by "
+            f"rows over the vocabulary_group, ranks {ranks_of(group)}; leave the group out to have it gathered"
         )
-    )
-    return _with_tensors(first, weight, bias), _with_tensors(second, weight_2, bias_2)
+    return sharded.to_local()
 
 
-def _with_tensors(head: Head, weight: Tensor | None, bias: Tensor | None) -> Head:
-    same = weight is head.weight and bias is head.bias
-    return head if same else replace(head, weight=weight, bias=bias)
-
-
-def _plain(tensor: Tensor | None, group: Any) -> Tensor | None:
-    return _full(tensor) if group is None else local_rows(tensor, group)
-
-
-def _full(tensor: Tensor | None) -> Tensor | None:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's full tensor, whose gradient is the sum over the ranks; any other tensor as it is."""
-    if tensor is None or not hasattr(
-        type(tensor), "full_tensor"
-    ):  # of the type: torch.compile does not see it else
+    if not hasattr(type(tensor), "full_tensor"):  # of the type: torch.compile does not see it else
         return tensor
     sharded: Any = tensor
     if not sharded.requires_grad:

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.head import Head
-from kleash.linear.head_storage import HeadStorage
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
 
 TokenIndex: TypeAlias = slice | Tensor
@@ -52,8 +51,6 @@ class HeadPair:
     q: HeadInputs
     vocab_shards: LocalVocab = LOCAL_VOCAB
     """The ranks that have the rows of the vocabulary."""
-    storage: HeadStorage | None = None
-    """These ranks if each has tokens of its own, which move to the rows; None if all have the same tokens."""
 
     def __iter__(self) -> Iterator[HeadInputs]:
         """The model p, then q."""
@@ -98,6 +95,11 @@ class HeadPair:
     def swapped(self) -> "HeadPair":
         """The pair with p and q exchanged."""
         return replace(self, p=self.q, q=self.p)
+
+    @property
+    def requires_gradient(self) -> bool:
+        """Whether autograd records the call: any tensor requires a gradient, and gradients are enabled."""
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)
 
     @property
     def has_shared_product(self) -> bool:

@@ -3,7 +3,7 @@
 Logits are float32, or float64 if any tensor is, for every dtype of the weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.autodiff import forward_mode_active
 from kleash.linear.head import Head
 from kleash.linear.pair import HeadInputs
 
@@ -26,42 +25,9 @@ def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
     head, dtype = model.head, model.dtype
     product = model.hidden.to(dtype)
     if head.weight is not None:
-        product = product_of_rows(product, head.weight.to(dtype))
+        product = product @ head.weight.to(dtype).T
     z, t = head.logits_of_product(product), model.temperature
     return z / (t[..., None] if isinstance(t, Tensor) else t)
-
-
-def product_of_rows(
-    hidden: Float[Tensor, "*tokens dim"], weight: Float[Tensor, "vocab dim"]
-) -> Float[Tensor, "*tokens vocab"]:
-    """``hidden weight^T``, whose derivatives are not rounded either where a backward pass runs under autocast."""
-    if forward_mode_active():
-        return hidden @ weight.T
-    apply = cast("Callable[..., Tensor]", _ProductOfRows.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(hidden, weight)
-
-
-class _ProductOfRows(torch.autograd.Function):
-    """The product without autocast in either pass; derivatives of every order are products of the same kind."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(hidden: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.autocast(hidden.device.type, enabled=False):
-            return hidden @ weight.T
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight = ctx.saved_tensors
-        to_hidden = product_of_rows(gradient, weight.T) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return to_hidden, None
-        return to_hidden, product_of_rows(gradient.flatten(0, -2).T, hidden.flatten(0, -2).T)
 
 
 def normalised(z: Float[Tensor, "*tokens vocab"]) -> Float[Tensor, "*tokens vocab"]:

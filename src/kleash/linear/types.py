@@ -1,9 +1,53 @@
-"""The results of the linear functions for each token, as named tuples."""
+"""The options of the linear functions, and their results for each token as named tuples."""
 
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from kleash.errors import OptionError
+from kleash.registry import look_up
+
+IMPLS = MappingProxyType(
+    {
+        "auto": "chunked",
+        "reference": "all logits at once in float64, by autograd: the specification, with derivatives of every order",
+        "chunked": "a few tokens at a time, within buffer_bytes",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearOptions:
+    """Implementation, memory and compilation of the functions that start from hidden states.
+
+    Raises:
+        UnknownNameError: if ``impl`` is not one of its values.
+        OptionError: if ``buffer_bytes`` is not positive, or ``compile`` not a bool.
+    """
+
+    impl: str = "auto"
+    """The implementation: reference or chunked; auto is chunked. Both return the same number. Token statistics, and
+    calls where several ranks have the rows of a head, are chunked in any case."""
+    buffer_bytes: int | None = None
+    """Memory for the logits of a chunk of tokens, of both models together; a chunk has at least one token. None
+    chooses by device: 128 MiB on a CPU, enough for 1024 tokens on a GPU."""
+    compile: bool | None = None
+    """Whether torch compiles the elementwise work of KL (values, losses, objectives) and of token statistics, which
+    takes about 10 seconds in each process. None compiles on a GPU alone. Not where several ranks have the rows of a
+    head."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        look_up(IMPLS, self.impl, "implementation of the linear functions")
+        if self.compile not in (True, False, None):
+            raise OptionError(
+                f"compile is {self.compile!r}; give True, False or None, which decides by the call"
+            )
+        if self.buffer_bytes is not None and self.buffer_bytes <= 0:
+            raise OptionError(f"buffer_bytes is {self.buffer_bytes}; give the chunks at least one byte")
 
 
 class TokenStatistics(NamedTuple):

@@ -1,12 +1,14 @@
-"""The collectives of ranks that share a vocabulary: a few numbers for each token, never one for each logit.
+"""The collectives of ranks that have the rows of a head between them: a few numbers for each token, never its logits.
 
-The row functions call these between their passes over the logits. On a single rank (``ONE_RANK``) they return their
-input. Ranks that took different branches would wait for each other forever, so everything that decides a branch or a
-size is reduced over the ranks first.
+The ranks of a ``vocabulary_group`` have the same tokens. Those that store a head (FSDP2, ZeRO-3) have tokens of their
+own, which move to the rows first. The row functions call these between their passes over the logits; on a single rank
+(``LOCAL_VOCAB``) they return their input. Ranks that took different branches would wait for each other forever, so
+everything that decides a branch or a size is exchanged first.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from math import isnan
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed
@@ -14,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.errors import CannotRunError
-from kleash.linear.head_storage import all_gather_single
 from kleash.precision import at_least_float32
 
 Numbers: TypeAlias = tuple[Tensor, ...]
@@ -27,6 +28,8 @@ class LocalVocab:
 
     vocab_size = 0
     """The size of the vocabulary over all ranks; 0 on a single rank, where the logits have it."""
+    has_own_tokens = False
+    """Whether each of several ranks has tokens of its own, which move to the rows."""
 
     def all_reduce_max(self, *numbers: Tensor) -> Numbers:
         """The maximum of each number over the ranks; NaN counts as inf."""
@@ -54,9 +57,27 @@ class LocalVocab:
         """The largest logits of the whole vocabulary with their ids, from those of each rank's rows."""
         return values, ids
 
-    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int]:
-        """The most tokens in a chunk and in a block, where this rank has memory for these."""
-        return chunk, block
+    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int, list[int]]:
+        """The most tokens of a rank in a chunk and in a block, and how many tokens each rank moves to the rows.
+
+        Args:
+            chunk: tokens in a chunk for which this rank has memory.
+            block: tokens in a block for which it has memory.
+            tokens: of this rank in the call.
+        """
+        return chunk, block, [tokens]
+
+    def largest_number(self, number: int) -> int:
+        """The largest of the numbers of ranks with tokens of their own, which may differ."""
+        return number
+
+    def local_part(self, counts: Sequence[int]) -> slice:
+        """Where this rank's tokens are among those of all ranks that move."""
+        return slice(None)
+
+    def gather_tokens(self, local: Float[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
+        """The entries of all tokens that move, in the order of the ranks; ``counts`` says how many each rank has."""
+        return local
 
     def all_reduce_gradient(self, gradient: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The gradient of the hidden states, summed over the ranks."""
@@ -67,12 +88,21 @@ LOCAL_VOCAB = LocalVocab()
 
 
 class ShardedVocab(LocalVocab):
-    """Each rank of a group has some rows of the vocabulary, in the order of the ranks, and all have the same tokens."""
+    """Each rank of a group has some rows of the vocabulary, in the order of the ranks."""
 
-    def __init__(self, group: Any, rows: Sequence[int], rank: int, device: torch.device) -> None:
-        """``rows``: the number of vocabulary rows of each rank; ``rank``: the rank of this process in the group."""
-        self.group, self.device, self.vocab_size = group, device, sum(rows)
-        self.offset, self.local_size, self.world_size = sum(rows[:rank]), rows[rank], len(rows)
+    def __init__(
+        self, group: Any, rows: Sequence[int], device: torch.device, *, has_own_tokens: bool = False
+    ) -> None:
+        """``rows``: the number of vocabulary rows of each rank."""
+        self.group, self.rows, self.device, self.has_own_tokens = group, tuple(rows), device, has_own_tokens
+        self.rank: int = dist.get_rank(group)
+        self.world_size, self.vocab_size = len(self.rows), sum(self.rows)
+        self.offset, self.local_size = sum(self.rows[: self.rank]), self.rows[self.rank]
+
+    @property
+    def local_rows(self) -> slice:
+        """The rows of the whole vocabulary that this rank has."""
+        return slice(self.offset, self.offset + self.local_size)
 
     def all_reduce_max(self, *numbers: Tensor) -> Numbers:
         """The maximum of each number over the ranks; NaN, which backends treat differently, counts as inf."""
@@ -128,28 +158,112 @@ class ShardedVocab(LocalVocab):
         order = torch.sort(all_values, stable=True, dim=-1, descending=True).indices[:, :top]
         return all_values.gather(-1, order), all_ids.gather(-1, order)
 
-    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int]:
-        """The most tokens in a chunk and in a block for which all ranks have memory.
+    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int, list[int]]:
+        """The most tokens in a chunk and a block for which all ranks have memory, and the tokens that move.
 
         Raises:
-            CannotRunError: if the ranks have different numbers of tokens.
+            CannotRunError: if the ranks of a ``vocabulary_group`` have different numbers of tokens.
         """
-        local = torch.tensor([chunk, block, tokens, -tokens], device=self.device)
-        chunk, block, fewest, negative = (int(x) for x in all_reduce(local, "MIN", self.group))
-        if fewest != -negative:
+        numbers = [chunk, block, tokens]
+        all_chunks, all_blocks, counts = all_gather_numbers(self.group, self.device, numbers)
+        if self.has_own_tokens:
+            return max(1, min(all_chunks) // self.world_size), min(all_blocks), counts
+        if len(set(counts)) > 1:
             raise CannotRunError(
-                f"one rank of the vocabulary_group has {fewest} tokens to do and another {-negative}; give all "
-                "of them the same tokens, weights and incoming gradients"
+                f"the ranks of the vocabulary_group have {counts} tokens to do; give all of them the same tokens, "
+                "weights and incoming gradients"
             )
-        return chunk, block
+        return min(all_chunks), min(all_blocks), [tokens]
+
+    def largest_number(self, number: int) -> int:
+        """The largest of the numbers of ranks with tokens of their own, which may differ."""
+        return (
+            max(all_gather_numbers(self.group, self.device, [number])[0]) if self.has_own_tokens else number
+        )
+
+    def local_part(self, counts: Sequence[int]) -> slice:
+        """Where this rank's tokens are among those of all ranks that move."""
+        if not self.has_own_tokens:
+            return slice(None)
+        return slice(sum(counts[: self.rank]), sum(counts[: self.rank + 1]))
+
+    def gather_tokens(self, local: Float[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
+        """The entries of all tokens that move, in the order of the ranks."""
+        return gather_tokens(self.group, local, counts) if self.has_own_tokens else local
+
+    def whole_rows(
+        self, columns: Float[Tensor, "tokens rows"], counts: Sequence[int]
+    ) -> Float[Tensor, "local vocab"]:
+        """All columns of this rank's tokens, where each rank has computed those of its rows.
+
+        Args:
+            columns: of the tokens of all ranks, if they have their own.
+            counts: the tokens of each rank.
+        """
+        if not self.has_own_tokens:
+            return gather_tokens(self.group, columns.T.contiguous(), self.rows).T
+        tokens = counts[self.rank]
+        received = columns.new_empty(tokens * self.vocab_size)
+        sizes = [tokens * rows for rows in self.rows]
+        sent = [count * self.local_size for count in counts]
+        dist.all_to_all_single(received, columns.contiguous().flatten(), sizes, sent, group=self.group)
+        parts = cast("list[Tensor]", cast("Any", received).split(sizes))
+        return torch.cat(
+            [part.view(tokens, rows) for part, rows in zip(parts, self.rows, strict=True)], dim=-1
+        )
 
     def all_reduce_gradient(self, gradient: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The gradient of the hidden states, summed over the ranks: the only exchange of ``[tokens, dim]`` numbers."""
-        return all_reduce(at_least_float32(gradient), "SUM", self.group)
+        total = at_least_float32(gradient).contiguous()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def require_equal_factor(self, factor: Tensor) -> None:
+        """Check that all ranks multiply their losses by one factor, of which NaN is ignored: it gives a NaN gradient.
+
+        The gradient of the rows is summed over the ranks before it is multiplied, since every rank's tokens change it.
+
+        Raises:
+            CannotRunError: if the factors differ.
+        """
+        numbers = factor.detach().reshape(1).double()
+        factors = numbers.new_empty(self.world_size)
+        all_gather_single(factors, numbers, self.group)
+        values = cast("list[float]", cast("Any", factors).tolist())
+        if len({value for value in values if not isnan(value)}) > 1:
+            raise CannotRunError(
+                f"the ranks that store the head multiply this loss by {values}; put what differs into the weights, "
+                "since the gradient of the head is summed over the ranks before the backward pass"
+            )
 
 
-def all_reduce(numbers: Tensor, op: str, group: Any) -> Tensor:
-    """The numbers reduced over the ranks, in place if they are contiguous."""
-    numbers = numbers.contiguous()
-    dist.all_reduce(numbers, op=getattr(dist.ReduceOp, op), group=group)
-    return numbers
+def gather_tokens(group: Any, local: Float[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
+    """The entries of all ranks of a group, in their order; ``counts`` says how many each rank has."""
+    max_count = max(counts)
+    padded = local.new_zeros((max_count, *local.shape[1:]))
+    padded[: len(local)] = local
+    received = local.new_empty((len(counts) * max_count, *local.shape[1:]))
+    all_gather_single(received, padded, group)
+    if min(counts) == max_count:
+        return received
+    return torch.cat([received[max_count * n : max_count * n + count] for n, count in enumerate(counts)])
+
+
+def all_gather_single(received: Tensor, sent: Tensor, group: Any) -> None:
+    """Receive the tensors of all ranks, one after the other, by the name that torch has for it (2.13: a new one)."""
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(received, sent, group=group)
+
+
+def reduce_scatter_single(received: Tensor, sent: Tensor, group: Any) -> None:
+    """Receive this rank's part of the sum over the ranks, by the name that torch has for it (2.13: a new one)."""
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(received, sent, group=group)
+
+
+def all_gather_numbers(group: Any, device: torch.device, numbers: Sequence[int]) -> list[list[int]]:
+    """For each number, its values on all ranks of the group."""
+    local = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    received = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, local, group=group)
+    return cast("list[list[int]]", cast("Any", torch.stack(received).T).tolist())

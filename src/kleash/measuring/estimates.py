@@ -21,11 +21,12 @@ from kleash.store import RunFolder
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
 from kleash.store.statistics import ALL_STATISTICS, STATISTICS
 from kleash.uncertainty import (
-    CoarseCounts,
     Estimate,
     controlled_total,
+    quantiles,
     ratio_of_sums,
     running_mean,
+    top_share,
     transformed,
 )
 
@@ -169,7 +170,7 @@ def token_quantiles(
 ) -> tuple[Mapping[str, Mapping[str, Estimate]], float]:
     """The quantiles of each divergence, and the share of one KL in the top 1 % of tokens.
 
-    The first pass counts values in coarse bins, the second counts those around each quantile exactly and by cluster.
+    A column is in memory at a time: 4 bytes a value, and 4 for the cluster.
 
     Args:
         folder: of the run.
@@ -177,32 +178,34 @@ def token_quantiles(
         headline: name of the KL of which the share is.
         is_one_model: whether policy and reference are the same model, so that all divergences are known to be 0.
     """
-    coarse = dict.fromkeys(DIVERGENCES, CoarseCounts.empty())
-    for part in folder.token_parts(list(DIVERGENCES)):
-        coarse = {name: counts.after(part[name]) for name, counts in coarse.items()}
-    groups = clusters.labels // clusters_per_group(clusters.count)
-    group_count = int(groups.max()) + 1 if len(groups) else 0
-    fine = {
-        name: counts.refine(tuple(LEVELS.values()), clusters=group_count) for name, counts in coarse.items()
-    }
+    groups = (clusters.labels // clusters_per_group(clusters.count)).astype(np.int32)
+    parts: list[np.ndarray] = [np.zeros(0, np.int32)]
     first_sequence = 0
-    for part in folder.token_parts(["prompt_id", "sample_id", *DIVERGENCES]):
+    for part in folder.token_parts(["prompt_id", "sample_id"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
         lengths = np.diff([*starts, len(part["prompt_id"])])
-        token_groups = np.repeat(groups[first_sequence : first_sequence + len(starts)], lengths)
+        parts.append(np.repeat(groups[first_sequence : first_sequence + len(starts)], lengths))
         first_sequence += len(starts)
-        fine = {name: counts.after(part[name], token_groups) for name, counts in fine.items()}
-    quantiles: dict[str, dict[str, Estimate]] = {}
-    for name, counts in fine.items():
+    token_groups = np.concatenate(parts)
+    by_divergence: dict[str, dict[str, Estimate]] = {}
+    headline_share = np.nan
+    for name in DIVERGENCES:
         statistic = STATISTICS[name]
-        estimates = counts.estimates(
+        columns = [part[name] for part in folder.token_parts([name])]
+        values = np.concatenate([np.zeros(0, np.float32), *columns])
+        estimates = quantiles(
+            values,
+            token_groups,
+            tuple(LEVELS.values()),
             unit=statistic.unit,
             lower=0.0,
             upper=np.inf if statistic.upper is None else statistic.upper,
             known_value=0.0 if is_one_model else None,
         )
-        quantiles[name] = dict(zip(LEVELS, estimates, strict=True))
-    return quantiles, fine[headline].top_share(0.01)
+        by_divergence[name] = dict(zip(LEVELS, estimates, strict=True))
+        if name == headline:
+            headline_share = top_share(values, 0.01)
+    return by_divergence, headline_share
 
 
 def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError, ModelError
 from kleash.linear import log_probabilities, token_statistics, token_statistics_and_top
-from kleash.linear.head_storage import all_gather_numbers
+from kleash.linear.vocab_shards import all_gather_numbers
 from kleash.models.pair import Model, Pair
 
 FAILED = -1

@@ -13,15 +13,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kleash.errors import KleashError, ModelError
+from kleash.errors import CannotRunError, KleashError, ModelError
 from kleash.linear import Head
 from kleash.linear.api import stored_logits
-from kleash.linear.head_storage import (
-    HeadStorage,
-    all_gather_numbers,
-    raise_together,
-    reduce_scatter_single,
-)
+from kleash.linear.vocab_shards import all_gather_numbers, gather_tokens, reduce_scatter_single
 from kleash.linear.zero3 import is_zero3, unsupported_storage, zero3_as_dtensor
 from kleash.models.compat import copy_without_sharding, fsdp_modules, fsdp_param_dtypes
 
@@ -56,8 +51,13 @@ class ShardStorage:
             CannotRunError: if another rank has one.
         """
         errors = all_gather_numbers(self.group, self.device, [int(error is not None)])[0]
-        ranks = torch.distributed.get_process_group_ranks(self.group)
-        raise_together(errors, error, ranks, "the ranks that store the model")
+        if error is not None:
+            raise error
+        if any(errors):
+            rank = torch.distributed.get_process_group_ranks(self.group)[errors.index(1)]
+            raise CannotRunError(
+                f"rank {rank} of those that store the model refuses its arguments; its own error message says why"
+            )
 
 
 def with_mean_gradient(tensor: Tensor) -> Tensor:
@@ -264,12 +264,11 @@ def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: ShardStorage) 
         ids: the rows to return.
         storage: the ranks.
     """
-    ranks = HeadStorage(storage.group, [0] * storage.world_size, local.device)
-    rows, counts = ranks.all_gather_numbers(len(local), len(ids))
-    first = sum(rows[: ranks.rank])
+    rows, counts = all_gather_numbers(storage.group, local.device, [len(local), len(ids)])
+    first = sum(rows[: torch.distributed.get_rank(storage.group)])
     max_count = max(counts)
     sent = local.new_zeros((storage.world_size, max_count, local.shape[-1]))
-    all_ids: Any = ranks.gather_tokens(ids, counts)
+    all_ids: Any = gather_tokens(storage.group, ids, counts)
     for place, needed_ids in zip(sent, all_ids.split(counts), strict=True):
         is_local = (needed_ids >= first) & (needed_ids < first + len(local))
         place[: len(needed_ids)][is_local] = local[needed_ids[is_local] - first]
