@@ -169,8 +169,9 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.reports.folder_report import write_report_of
     from kleash.store import read_samples
     from kleash.store.job_folder import read_header, require_same
-    from kleash.training.checkpoints import last_checkpoint, load_progress, restore
-    from kleash.training.ppo_setup import set_up
+    from kleash.store.training_folder import last_checkpoint
+    from kleash.training.checkpoints import restore
+    from kleash.training.ppo import set_up
     from kleash.training.run_log import RunLog
 
     run = set_up(_ppo_job(Path(), 0))
@@ -182,15 +183,14 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
         checkpoint = last_checkpoint(folder)
         if checkpoint is None:
             raise _kleash_error()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
-        saved = load_progress(checkpoint)
-        restore(checkpoint, saved, run)
+        progress = restore(checkpoint, run.accelerator)
         run_log = RunLog(folder, PPOJob())
-        run_log.begin(saved.progress.step)
+        run_log.begin(progress.step)
         digest = hashlib.sha256(page.encode())
-        digest.update(repr((saved, run_log.history, read_samples(folder))).encode())
-        for name, weight in run.networks.named_parameters():
+        digest.update(repr((progress, run_log.history, read_samples(folder))).encode())
+        for weight in run.trained:
             for tensor in (weight.detach(), *run.optimizer.state[weight].values()):
-                digest.update(name.encode() + tensor.numpy().tobytes())
+                digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
 
     return read

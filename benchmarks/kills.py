@@ -121,7 +121,7 @@ def read_outputs(kind: str, out: Path) -> dict[str, Any]:
     return {
         "numbers": json.dumps(numbers),
         "messages": messages,
-        **_files(out, "checkpoints/*/state.safetensors", "policy/*", "samples.jsonl"),
+        **_files(out, "checkpoints/*/model.safetensors", "policy/*", "samples.jsonl"),
     }
 
 

@@ -10,9 +10,7 @@ from tiny_models import SENTENCES, save_tiny
 
 from kleash.models import read_prompts
 from kleash.records import PPOJob
-from kleash.training.ppo import Rollout, roll_out
-from kleash.training.ppo_setup import Run, set_up
-from kleash.training.run_log import NullDisplay
+from kleash.training.ppo import Rollout, Run, roll_out, set_up
 
 
 def vowels(prompts: list[str], responses: list[str]) -> list[float]:
@@ -70,5 +68,5 @@ def ready(job: PPOJob) -> tuple[Run, list[Any]]:
 
 
 def rollout_of(run: Run, prompts: list[Any], step: int = 1) -> Rollout:
-    """The rollout of a step, of which nothing is shown."""
-    return roll_out(run, prompts, step, NullDisplay())
+    """The rollout of a step."""
+    return roll_out(run, prompts, step)

@@ -1,13 +1,15 @@
-"""One of the processes of a run: ``ppo_process.py FOLDER OUT``. Draws at step 1, is given the responses after it."""
+"""A run in one or two processes, which draw at step 1 and are given the responses after it."""
 
 import json
-import sys
+import os
+import socket
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from accelerate.state import AcceleratorState
 from ppo_cases import tiny_job
 
 from kleash.training import ppo
@@ -18,11 +20,13 @@ genuine = ppo.draw
 def two_steps(folder: Path, out: Path, **more: Any) -> None:
     """Train; what was drawn at step 1 lies beside ``out``, "replay.json" in ``folder`` is what step 2 is given."""
 
-    def draw(run, asked, places, step, *more):
-        drawn = genuine(run, asked, places, step, *more)
+    def draw(run, prompts, places, step):
+        drawn = genuine(run, prompts, places, step)
         if step == 1:
             said = {str(place): one.response_ids for one, place in zip(drawn, places, strict=True)}
-            out.with_name(f"{out.name}-drawn-{run.group.rank}.json").write_text(json.dumps(said))
+            out.with_name(f"{out.name}-drawn-{run.accelerator.process_index}.json").write_text(
+                json.dumps(said)
+            )
             return drawn
         given = [tuple(json.loads((folder / "replay.json").read_text())[place]) for place in places]
         return [
@@ -55,7 +59,24 @@ def job_of(folder: Path, out: Path, **more: Any) -> Any:
     )
 
 
-if __name__ == "__main__":
-    where, to = map(Path, sys.argv[1:])
-    two_steps(where, to)
-    torch.distributed.destroy_process_group()
+def two_ranks(folder: Path, out: Path) -> list[int]:
+    """``two_steps`` in two forks of this process that are ranks of one run; returns their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        fork = os.fork()
+        ranks.append(fork)
+        if fork == 0:
+            try:
+                AcceleratorState._reset_state(True)
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+                os.environ |= {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
+                two_steps(folder, out)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    return [os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in ranks]

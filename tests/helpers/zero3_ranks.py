@@ -159,38 +159,6 @@ def exact_loss(
 
 
 @check
-def training_steps_move_the_weights_as_one_process_does(ranks):
-    """Two steps of SGD on cross-entropy and an exact KL, with a measurement after each."""
-    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(3))
-    hidden_q, head_q = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(4)), torch.randn(321, 32)
-    dist.broadcast(head_q, 0)
-
-    def loss_of(network: Any, call: Any, rows: slice, head: Any) -> Any:
-        outputs = call(input_ids=ids[rows], labels=ids[rows], output_hidden_states=True)
-        hidden, weights = outputs.hidden_states[-1], torch.full((len(ids[rows]), 9), 1 / len(ids[rows]))
-        return (
-            outputs.loss + linear_kl_loss(hidden, head(), hidden_q[rows], Head(head_q), weights=weights).loss
-        )
-
-    whole = ranks.network("qwen3-policy")
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    engine = engine_of(ranks.network("qwen3-policy"))
-    module = engine.module
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(whole, whole, slice(None), lambda: Head(whole.lm_head.weight)).backward()
-        optimizer.step()
-        mine = slice(ranks.rank, ranks.rank + 1)
-        engine.backward(loss_of(module, engine, mine, lambda: Head(zero3_as_dtensor(module.lm_head.weight))))
-        engine.step()
-        ranks.drift(module.eval(), ranks.network("qwen3-reference"), kind="qwen3", prompts=PROMPTS[:1])
-        module.train()
-    for mine, right in zip(module.parameters(), whole.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters(mine):
-            assert torch.allclose(mine, right, rtol=1e-5, atol=1e-5), (mine - right).abs().max()
-
-
-@check
 def a_training_run_of_trl_equals_that_of_one_process(ranks):
     """The Trainer shards by its own ``deepspeed=``: generation, rewards, two updates, DriftMonitors, a controller."""
     names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")

@@ -283,22 +283,19 @@ def as_values(completions, **_):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-@pytest.mark.parametrize("beta", [0.3, 0.0])
 @pytest.mark.parametrize(
     "function", [as_dict, as_set, as_dict_later, AsDict(), partial(as_dict_later)],
     ids=["dict", "set", "async", "async object", "async partial"],
 )  # fmt: skip
-def test_reward_returning_a_dict_is_refused(grpo, rloo, kind, beta, function):
+def test_reward_returning_a_dict_is_refused(grpo, rloo, kind, function):
     """TRL iterates over it: its keys, the places of the responses here, would be the rewards."""
     made = grpo if kind == "grpo" else rloo
-    trainer = made(reward_funcs=[score, function], config_of={"beta": beta})
-    given = list(trainer.reward_funcs)
+    trainer = made(reward_funcs=[score, function])
     what = "set" if function is as_set else "dict"
     with pytest.raises(
         CannotRunError, match=rf"the reward as_\w+ returned a {what}; it must return a sequence"
     ):
         trainer._generate_and_score_completions([{"prompt": "she counted"}] * 4)
-    assert trainer.reward_funcs == given
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])

@@ -109,14 +109,12 @@ def trained(
 @pytest.mark.parametrize(
     ("kind", "settings", "options"),
     [
-        ("GRPO", {}, {}),
         ("GRPO", {"num_iterations": 2, "max_steps": 4}, {"kl_scope": "sequence"}),
         ("GRPO", {"vllm_importance_sampling_correction": False, "max_steps": 2}, {"kl": "k3"}),
         ("GRPO", {"beta": 0.0, "max_steps": 1}, {}),
         ("GRPO", {"gradient_accumulation_steps": 2, "max_steps": 2}, {}),
         ("GRPO", {"learning_rate": 0.05, "max_steps": 2}, {"peft_config": ADAPTER}),
         ("RLOO", {"max_steps": 2}, {}),
-        ("RLOO", {"learning_rate": 0.05, "max_steps": 2}, {"peft_config": ADAPTER}),
         ("RLOO", {"max_steps": 1}, {"kl": "k1", "kl_place": "reward"}),
     ],
 )

@@ -17,7 +17,7 @@ from kleash.leash import (
     beta_from_dict,
     beta_reason,
 )
-from kleash.training.job_controllers import leash_of
+from kleash.training.job_schedule import leash_of
 
 NAN, INF = math.nan, math.inf
 CONTROLLERS = {"pid": PIDBeta, "ziegler": ZieglerBeta, "dual": DualBeta}

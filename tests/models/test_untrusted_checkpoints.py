@@ -364,7 +364,7 @@ def test_sandboxed_templates_agree_with_transformers(base, here):
 
 @pytest.mark.parametrize("rank", [33, 10**6])
 def test_a_lora_rank_above_every_matrix_is_refused(base, rank):
-    from kleash.training.model_options import lora_settings
+    from kleash.training.networks import lora_settings
 
     network = AutoModelForCausalLM.from_pretrained(base)
     with pytest.raises(

@@ -162,21 +162,22 @@ def test_minibatch_gradient_matches_plain_formulas(folder, kl, place, scope):
     plain = Plain(job, rollout.sequences, rollout.scores, job.minibatches)
     plain.remember(policy.network, policy.value)
     with torch.no_grad():
-        for weight in policy.parameters():
+        for weight in run.trained:
             weight.add_(0.01 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
     shaped = learning_signals(rollout, job, job.beta)
     assert shaped.scaled_beta == pytest.approx(plain.price, rel=1e-9)
     tokens = rollout.mask.sum().item()
     found = learn(run, rollout, shaped, rollout.minibatches[0], job.minibatches / tokens)
-    ours = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
+    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    ours = {name: weight.grad.clone() for name, weight in trained.items()}
     policy.zero_grad()
-    rows = [row for micro in rollout.minibatches[0] for row in micro]
+    rows = [row for batch in rollout.minibatches[0] for row in batch.rows]
     assert len(rollout.minibatches[0]) > 1 and len(rows) == 4
     plain.loss(policy.network, policy.value, rows).backward()
     for name, value in plain.told.items():
         assert found[name] == pytest.approx(value, rel=1e-7, abs=1e-12), name
     assert 0 < found["clipped"] < found["tokens"] and 0 < found["value_clipped"] < found["tokens"]
-    for name, weight in policy.named_parameters():
+    for name, weight in trained.items():
         assert weight.grad.abs().max() > 0
         torch.testing.assert_close(
             ours[name], weight.grad, rtol=1e-7, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"

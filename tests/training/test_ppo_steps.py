@@ -11,26 +11,21 @@ import numpy as np
 import pytest
 import torch
 from ppo_cases import ready, rollout_of, tiny_job
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
-from kleash.models import load_pair, score
+from kleash.models import load_pair
 from kleash.records import HackingAlert, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.training.checkpoints import TrainingState
-from kleash.training.job_controllers import leash_of, tightened
-from kleash.training.ppo import apply_advice, one_step, train_ppo
-from kleash.training.ppo_setup import require_replicas
+from kleash.training.job_schedule import leash_of, tightened
+from kleash.training.ppo import apply_advice, one_step, require_replicas, train_ppo
 from kleash.training.run_log import Advice
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ppo-steps")
-
-
-NEAR = {"rtol": 1e-3, "atol": 1e-6}
 
 
 def weights(module):
@@ -42,7 +37,7 @@ def same(one, other):
 
 
 def started(job):
-    return TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate, metrics={})
+    return TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate)
 
 
 def test_first_importance_ratio_is_exactly_1(folder, tmp_path):
@@ -59,7 +54,7 @@ def test_policy_changes_and_reference_does_not(folder, architecture):
     """The reference is the policy as it starts: the same folder, and another copy of it in memory."""
     job = replace(tiny_job(folder, architecture), reference=None)
     run, prompts = ready(job)
-    reference = run.networks.reference.network
+    reference = run.networks.reference
     at_first = AutoModelForCausalLM.from_pretrained(job.policy)
     progress = started(job)
     for _ in range(3):
@@ -145,7 +140,6 @@ def test_step_metrics_match_plain_sums_over_response_tokens(folder):
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-6), name
     assert metrics["kl/exact_per_token_error"] > 0 and metrics["reward/score_error"] > 0
-    assert metrics["sampling/k3"] < 1e-9, "the same weights, computed twice"
     assert 0 < metrics["policy/entropy"] < math.log(320)
     assert metrics["value/explained_variance"] == pytest.approx(0.0, abs=1e-12), (
         "a critic of zeros explains nothing"
@@ -178,9 +172,9 @@ def test_gradients_are_clipped_to_maximum_norm(folder, tmp_path):
     """Adam's first moment is a tenth of the first gradient that it is given."""
     job = tiny_job(folder, out=str(tmp_path), steps=1, epochs=1, minibatches=1, max_gradient_norm=0.01)
     metrics = train_ppo(job).metrics
-    state = load_file(tmp_path / "checkpoints/step-000001/state.safetensors")
-    moments = [x.square().sum() for name, x in state.items() if name.endswith("/exp_avg")]
-    assert sum(moments).sqrt().item() == pytest.approx(0.001, rel=1e-3)
+    state = torch.load(tmp_path / "checkpoints/checkpoint-1/optimizer.bin")["state"]
+    moments = [moment["exp_avg"].square().sum() for moment in state.values()]
+    assert len(moments) > 20 and sum(moments).sqrt().item() == pytest.approx(0.001, rel=1e-3)
     assert metrics["policy/gradient_norm"] > 0.1
 
 
@@ -242,7 +236,7 @@ def test_advice_of_the_hacking_monitor_is_applied(folder):
     assert after(None).alerts == ("KL ran away",) and after(None).stopped is None
     assert after("stop").stopped == "the hacking monitor stopped it after step 3: KL ran away"
     assert after("halve-lr").learning_rate == progress.learning_rate / 2
-    assert after("tighten").controller.beta == 2 * run.job.beta
+    assert after("tighten").leash["beta"] == 2 * run.job.beta
 
 
 def test_halved_learning_rate_is_used(folder):
@@ -257,21 +251,19 @@ def test_halved_learning_rate_is_used(folder):
 def test_diverged_update_stops_and_keeps_the_checkpoint(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1, checkpoint_every=1)
     train_ppo(job)
-    checkpoint = tmp_path / "checkpoints/step-000001/progress.json"
-    state = json.loads(checkpoint.read_text())
-    state["progress"]["learning_rate"] = 1e18
-    checkpoint.write_text(json.dumps(state))
+    checkpoint = tmp_path / "checkpoints/checkpoint-1/progress.json"
+    checkpoint.write_text(json.dumps(json.loads(checkpoint.read_text()) | {"learning_rate": 1e18}))
     seal_folder(checkpoint.parent)
     kept = {path.name: path.read_bytes() for path in checkpoint.parent.glob("*.*")}
     with pytest.raises(
-        NonFiniteError, match=r"in step 2, epoch \d, minibatch \d; .*ran away at a learning rate of 1e\+18"
+        NonFiniteError, match=r"in step 2, epoch \d, minibatch \d: .*lower the learning rate, 1e\+18"
     ):
         train_ppo(replace(job, steps=2, resume=True))
     assert {path.name: path.read_bytes() for path in checkpoint.parent.glob("*.*")} == kept
 
 
 def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
-    """An infinite KL has no finite gradient; the error names prompt, sample and token."""
+    """An infinite KL has no finite gradient; the error names it."""
     from kleash.training import ppo as module
 
     run, prompts = ready(tiny_job(folder))
@@ -284,10 +276,7 @@ def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
 
     monkeypatch.setattr(module, "roll_out", forbidding)
     before = weights(run.networks)
-    reason = (
-        r"the loss is nan in step 1, epoch 1, minibatch \d; token_kl of prompt \d, sample 0.*"
-        r"response token 1, is inf"
-    )
+    reason = r"the loss is nan in step 1, epoch 1, minibatch \d: the largest KL of a token before it is inf"
     with pytest.raises(NonFiniteError, match=reason):
         one_step(run, prompts, started(run.job), None)
     assert same(before, weights(run.networks))
@@ -297,21 +286,19 @@ def test_nan_gradient_changes_no_weight(folder, monkeypatch):
     run, prompts = ready(tiny_job(folder))
     before = weights(run.networks)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: torch.tensor(torch.inf))
-    with pytest.raises(
-        NonFiniteError, match=r"the gradient is inf in step 1, epoch 1, minibatch \d; nothing that came in"
-    ):
+    with pytest.raises(NonFiniteError, match=r"the gradient is inf in step 1, epoch 1, minibatch \d"):
         one_step(run, prompts, started(run.job), None)
     assert same(before, weights(run.networks))
 
 
-def test_float16_and_second_adapter_are_refused(folder, tmp_path):
+def test_float16_and_adapters_are_refused(folder, tmp_path):
     from tiny_models import tiny_adapter
 
     with pytest.raises(OptionError, match="float16 loses gradients"):
         ready(tiny_job(folder, dtype="float16"))
     adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
-    with pytest.raises(ModelError, match="would put another one on it"):
-        ready(tiny_job(folder, policy=str(adapter), lora_rank=2))
+    with pytest.raises(ModelError, match="is an adapter; merge it"):
+        ready(tiny_job(folder, policy=str(adapter)))
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["full", "adapter"])
@@ -329,45 +316,8 @@ def test_bfloat16_policy_is_trained_in_float32_and_starts_at_kl_0(folder, rank):
         "reference": "bfloat16",
     }
     if not rank:
-        network = run.networks.reference.network
-        assert {weight.dtype for weight in network.parameters()} == {torch.bfloat16}
-    assert 0 < metrics["kl/update"] < 1.0 and metrics["sampling/k3"] < 1e-2
-
-
-def test_adapter_is_merged_for_full_training(folder, tmp_path):
-    from tiny_models import tiny_adapter
-
-    adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
-    run, prompts = ready(tiny_job(folder, policy=str(adapter), reference=None))
-    rollout = rollout_of(run, prompts)
-    assert rollout.token_kl[rollout.mask].abs().max() < 1e-6, "merged, it says what it said as an adapter"
-    names = [name for name, weight in run.networks.named_parameters() if weight.requires_grad]
-    assert len(names) == 23 and not any("lora" in name for name in names)
-    assert any("lora" in name for name, _ in run.networks.reference.network.named_parameters())
-
-
-@pytest.mark.filterwarnings("ignore:Merging lora module:UserWarning")
-def test_base_changing_adapters_are_compared_with_their_initial_state(folder, tmp_path):
-    from tiny_models import tiny_adapter
-
-    base = folder / "llama-policy"
-    adapter = tiny_adapter(tmp_path / "pissa", base, init_lora_weights="pissa", size=0.02)
-    for reference in (None, str(base)):
-        run, prompts = ready(tiny_job(folder, policy=str(adapter), reference=reference))
-        rollout = rollout_of(run, prompts)
-        drift = rollout.token_kl[rollout.mask]
-        fresh = load_pair(str(adapter), str(reference or adapter))
-        torch.testing.assert_close(
-            drift.double(),
-            torch.tensor(score(fresh, rollout.sequences)["kl_policy_reference"]).double(),
-            **NEAR,
-        )
-        assert (float(drift.mean()) > 1e-4) is (reference is not None)
-    repeated = tiny_adapter(tmp_path / "repeated", base, layer_replication=[[0, 2], [0, 2]])
-    with pytest.raises(
-        ModelError, match=r"merged into its base, the adapter .* is another model: .* move by up to"
-    ):
-        ready(tiny_job(folder, policy=str(repeated), reference=str(base)))
+        assert {weight.dtype for weight in run.networks.reference.parameters()} == {torch.bfloat16}
+    assert 0 < metrics["kl/update"] < 1.0
 
 
 @pytest.mark.parametrize(
@@ -376,10 +326,13 @@ def test_base_changing_adapters_are_compared_with_their_initial_state(folder, tm
         ("DEEPSPEED", "no", "is set to DEEPSPEED"),
         ("FSDP", "bf16", "is set to FSDP.*train grpo"),
         ("MULTI_GPU", "fp16", "mixed precision fp16"),
+        ("MULTI_GPU", "no", "1 responses of a step"),
         ("MULTI_GPU", "bf16", None),
     ],
 )
 def test_unsupported_accelerate_configurations_are_refused(kind, precision, reason):
-    accelerator = SimpleNamespace(distributed_type=f"DistributedType.{kind}", mixed_precision=precision)
+    accelerator = SimpleNamespace(
+        distributed_type=f"DistributedType.{kind}", mixed_precision=precision, num_processes=2
+    )
     with nullcontext() if reason is None else pytest.raises(CannotRunError, match=reason):
-        require_replicas(accelerator)
+        require_replicas(accelerator, 2 if reason is None else 1)

@@ -115,7 +115,7 @@ def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
 def test_text_beyond_the_context_length_is_not_truncated_silently(folder: Path) -> None:
     long = Dialogue(prompt="The sea", response=" was calm" * 80, name="prompt 3, sample 1")
     with pytest.raises(
-        CannotRunError, match=r"reads at most 128 tokens and prompt 3, sample 1 has \d+; lower --max"
+        CannotRunError, match=r"reads 1 to 128 tokens and prompt 3, sample 1 has \d+; lower --max"
     ):
         load_reward_model(str(folder))([long])
 

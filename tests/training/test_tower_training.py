@@ -10,7 +10,6 @@ from ppo_cases import ready, rollout_of, write_prompts
 from scipy.special import log_softmax
 from tiny_towers import load_composite, save_tower
 
-from kleash.errors import CannotRunError
 from kleash.models import load_pair
 from kleash.records import GRPOJob, PPOJob
 from kleash.training import train
@@ -82,12 +81,3 @@ def test_trl_trains_a_tower_with_the_exact_kl(tmp_path):
     assert names["base_model_name_or_path"] == str(tmp_path / "policy")
     pair = load_pair(result.policy, str(tmp_path / "policy"))
     assert pair.policy.adapter == "policy"
-
-
-@pytest.mark.peers("trl")
-def test_a_tower_that_trl_cannot_run_is_refused(tmp_path):
-    job = tower_job(tmp_path, "llama4", GRPOJob, samples_per_prompt=2, limit=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(CannotRunError, match=r"TRL cannot run the policy, a Llama4.*train ppo"):
-            train(job)

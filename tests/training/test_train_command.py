@@ -85,6 +85,8 @@ def test_steps_are_printed_and_hacking_stops_the_run(
         *TINY,
         "--steps",
         "9",
+        "--seed",
+        "4",
         "--target-nats",
         "1e-9",
         "--on-hacking",

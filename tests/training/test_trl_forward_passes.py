@@ -127,7 +127,7 @@ def test_distillation_averages_over_tokens_and_not_micro_batches(trl, pair, tmp_
 
 
 def test_attention_dropout_is_switched_off(trl, tmp_path):
-    from kleash.training.with_trl.networks import disable_dropout, skip_padding_in_positions
+    from kleash.training.networks import disable_dropout, skip_padding_in_positions
 
     folder = save_tiny(tmp_path / "llama", "llama", attention_dropout=0.5)
     network = load_pair(str(folder), str(folder)).policy.network.train()

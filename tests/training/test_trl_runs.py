@@ -16,11 +16,10 @@ from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderErro
 from kleash.models import load_pair
 from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.store.metrics import METRICS, PART
+from kleash.store.training_folder import last_checkpoint
 from kleash.training import train
-from kleash.training.checkpoints import last_checkpoint
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.runs import STATE, verify_checkpoint
 from kleash.training.with_trl.trl_config import largest_divisor
 
 pytestmark = [
@@ -99,21 +98,16 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert whole[-1].metrics["kl/exact_per_token"] > 0 == whole[0].metrics["kl/exact_per_token"]
     assert len(read_samples(tmp_path / "whole")) == 16
-    for folder in ("checkpoint-zzz", "checkpoint-99.old"):
-        (tmp_path / "parts/checkpoints" / folder).mkdir()
-        (tmp_path / "parts/checkpoints" / folder / "trainer_state.json").write_text("{}")
-    newest = last_checkpoint(tmp_path / "parts", STATE)
-    assert newest.name == "checkpoint-4" and verify_checkpoint(newest) == ()
+    newest = last_checkpoint(tmp_path / "parts")
+    assert newest.name == "checkpoint-4"
     damaged = newest / "optimizer.pt"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
-    with pytest.raises(
-        RunFolderError, match=r"optimizer\.pt is damaged: .*--resume goes on from checkpoint-2"
-    ):
+    with pytest.raises(RunFolderError, match=r"optimizer\.pt is damaged: .*delete the checkpoint"):
         go(trl.train_grpo, replace(job, steps=5, resume=True), tmp_path / "parts")
     (newest / "checksums.jsonl").unlink()
-    assert "carries no checksums" in verify_checkpoint(newest)[0]
+    assert last_checkpoint(tmp_path / "parts").name == "checkpoint-2", "killed before it was sealed"
 
 
 def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
@@ -141,6 +135,7 @@ def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
         kl="k1",
         kl_place="reward",
         reward=(HEROINE, f"0.5*{KIND}"),
+        seed=2,
         **settings,
     )
     result, steps = go(trl.train_rloo, job, tmp_path / "run")
@@ -270,6 +265,7 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
         target_nats=1e-6,
         beta=0.1,
         reward=(KIND, HEROINE),
+        seed=2,
         **SMALL,
     )
     result, steps = go(trl.train_grpo, job, tmp_path / "run", monitor=HackingMonitor(steps=1))

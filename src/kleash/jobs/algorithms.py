@@ -152,7 +152,7 @@ class DistillJob(OnlineJob):
     algorithm: ClassVar[str] = "distill"
 
     teacher: str | None = None
-    """The model to learn from: a folder, a hub id, or a PEFT adapter's folder, with the policy's tokenizer."""
+    """The model to learn from: a folder or a hub id, with the policy's tokenizer."""
     divergence: str = "policy_teacher"
     """What is made small at each token: policy_teacher, KL(policy ‖ teacher), which settles on a mode;
     teacher_policy, KL(teacher ‖ policy), which covers them all; or jensen_shannon."""

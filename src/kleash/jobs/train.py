@@ -43,7 +43,7 @@ class TrainJob(SeedOption, LoadingOptions):
     """What it is called on the command line."""
 
     policy: str = SHIPPED_REFERENCE
-    """The model that training starts from: a folder, a hub id, or a PEFT adapter's folder."""
+    """The model that training starts from: a folder or a hub id, no adapter."""
     reference: str | None = None
     """The model that it is kept near; the policy as it starts, if not given."""
     limit: int | None = None

@@ -161,11 +161,6 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="probability",
             meaning="distinct three-word sequences divided by all, over all responses of the step; 1 if there are none",
         ),
-        "sampling/k3": Metric(
-            unit="nats",
-            meaning="KL(policy in generation ‖ policy in training) per token by k3, with the same weights",
-            verl="rollout_corr/k3_kl",
-        ),
         "pairs/accuracy": Metric(
             unit="probability",
             meaning="share of pairs in which the chosen response has a larger log ratio to the reference than the "

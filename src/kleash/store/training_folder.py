@@ -1,7 +1,9 @@
 """The folder and the result of a training run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from kleash.errors import RunFolderError
@@ -13,6 +15,24 @@ from kleash.store.summary import Result
 
 RESULT = "training.json"
 CHECKPOINTS = "checkpoints"
+CHECKPOINT_NAME = re.compile("checkpoint-([0-9]+)", re.ASCII)
+DAMAGED = (
+    "delete the checkpoint, and --resume goes on from the one before it, or begins again if none is kept"
+)
+"""What to do if a checkpoint is damaged."""
+
+
+def checkpoint_number(path: Path) -> int | None:
+    """The step of the trainer in the name of a finished checkpoint, which has checksums; None for other paths."""
+    name = CHECKPOINT_NAME.fullmatch(path.name)
+    return int(name[1]) if name is not None and (path / CHECKSUMS).exists() else None
+
+
+def last_checkpoint(root: Path) -> Path | None:
+    """The newest finished checkpoint of a run's folder; None if there is none."""
+    paths = (root / CHECKPOINTS).glob("*")
+    finished = {number: path for path in paths if (number := checkpoint_number(path)) is not None}
+    return finished[max(finished)] if finished else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,7 +16,6 @@ from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, w
 from kleash.linear import TokenTerms
 from kleash.losses import kl_loss
 from kleash.masking import mean_of
-from kleash.training.process_group import all_reduce_sum
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,7 +112,7 @@ def minus_leave_one_out_mean(
     there is no other response. A collective.
     """
     counted = torch.where(mask, costs, 0.0)
-    total, count = all_reduce_sum(counted.sum(0)), all_reduce_sum(mask.sum(0))
+    total, count = sum_over_ranks(counted.sum(0)), sum_over_ranks(mask.sum(0))
     mean_of_others = (total - counted) / (count - 1).clamp(min=1)
     return torch.where(mask, counted - mean_of_others, 0.0)
 
@@ -125,6 +125,14 @@ def whiten_with_scale(
     centred = torch.where(mask, values - mean_of(values, mask).across_ranks().value, 0.0)
     squares, products = (mean_of(whitened * x, mask).across_ranks().total.item() for x in (whitened, centred))
     return whitened, squares / products if squares > 0 else 1.0
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of a tensor over the processes, without a gradient. A collective."""
+    total = values.detach().clone()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    return total
 
 
 def policy_objective(

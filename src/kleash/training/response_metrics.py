@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
 from kleash.estimators import sampled_kl
+from kleash.extras import import_extra
 from kleash.store import Sample
 from kleash.store.metrics import PART
 from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
@@ -40,6 +42,11 @@ class Response:
     def kl(self) -> float:
         """The exact KL(policy || reference), summed over its tokens."""
         return float(self.tokens["token_kl"].sum())
+
+
+def gather_object(parts: list[Any]) -> list[Any]:
+    """The parts of all processes, in their order. A collective."""
+    return import_extra("accelerate.utils", "models").gather_object(parts)
 
 
 def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, float]:
@@ -89,6 +96,13 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:
     """A column of the tokens of all responses, concatenated."""
     return np.concatenate([response.tokens[name] for response in responses])
+
+
+def explained_variance(responses: Sequence[Response]) -> float:
+    """The share of the variance of the returns that the critic explains; NaN if they do not vary."""
+    returns = column_of(responses, "returns")
+    errors, variance = returns - column_of(responses, "values"), returns.var()
+    return float(1 - errors.var() / variance) if variance > 0 else float("nan")
 
 
 def mean_sampled_kl(responses: Sequence[Response], p: str, q: str, estimator: str) -> float:

@@ -62,10 +62,6 @@ class _RewardModel:
     network: Any
     tokenizer: Any
 
-    @property
-    def context(self) -> int | None:
-        return getattr(self.network.config, "max_position_embeddings", None)
-
     @torch.inference_mode()
     def scores(self, dialogues: Sequence[Dialogue], batch_tokens: int) -> list[float]:
         texts = [self._tokens(dialogue) for dialogue in dialogues]
@@ -87,29 +83,18 @@ class _RewardModel:
                 scores[at] = score
         return scores
 
-    def _render_chat(self, messages: list[Any]) -> str:
-        try:
-            return render_chat(self.tokenizer, messages)
-        except Exception as error:  # a template may raise anything
-            raise ModelError(
-                f"the chat template of the reward model {self.name} refuses the messages: {summarise_error(error)}"
-            ) from error
-
     def _tokens(self, dialogue: Dialogue) -> list[int]:
         if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
             messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
-            text, special = self._render_chat(messages), False
+            text, special = render_chat(self.tokenizer, messages), False
         else:
             text, special = dialogue.prompt + dialogue.response, True
         tokens = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-        if self.context is not None and len(tokens) > self.context:
+        context = getattr(self.network.config, "max_position_embeddings", None)
+        if not tokens or (context is not None and len(tokens) > context):
             raise CannotRunError(
-                f"the reward model {self.name} reads at most {self.context} tokens and {dialogue.name} has "
-                f"{len(tokens)}; lower --max-new-tokens, or take shorter prompts"
-            )
-        if not tokens:
-            raise CannotRunError(
-                f"the tokenizer of the reward model {self.name} returns no tokens for {dialogue.name}"
+                f"the reward model {self.name} reads 1 to {context} tokens and {dialogue.name} has {len(tokens)}; "
+                "lower --max-new-tokens, or take shorter prompts"
             )
         return tokens
 

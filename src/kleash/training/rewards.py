@@ -1,9 +1,12 @@
 """Rewards of responses: functions by dotted path, reward models in folders, and weighted sums of them."""
 
+import asyncio
+import inspect
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,18 +15,142 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from kleash.arguments import check_reward_order
 from kleash.dotted import resolve_function
-from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeError, summarise_error
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import TokenSequence
 from kleash.sources.prompts import count_columns
-from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
 from kleash.training.reward_models import Dialogue, load_reward_model
 
 NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
+TRL_TEXTS = ("prompts", "completions", "completion_ids")
+"""Arguments that TRL passes to every reward besides the columns."""
+TEXTS = (*TRL_TEXTS, "responses")
+"""Arguments made from prompts and responses, never from a column of the prompts' file."""
+PROMPT = "prompt"
+"""The column with the prompts, which is passed only to a reward that names it."""
+
 DialogueReward = Callable[[Sequence[Dialogue]], Any]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RewardFunction:
+    """A reward function, callable with dialogues.
+
+    | the function | is called as |
+    |---|---|
+    | ``f(prompts, responses)``, whatever the two are called | ``f(prompts, responses)`` |
+    | ``f(prompts, responses, answer)`` | ``f(prompts, responses, answer=[…])`` |
+    | ``f(prompts, responses, **columns)`` | the same with every column of the prompts |
+    | ``f(completions, answer, **columns)``, as TRL's rewards are written | everything by keyword |
+    """
+
+    function: Callable[..., Any]
+    by_position: tuple[str, ...]
+    """Names of the arguments that are passed by position: prompts and responses; none if they are passed by name."""
+    by_name: Mapping[str, inspect.Parameter]
+    """The other arguments."""
+    takes_all: bool
+    """Whether it takes all other columns: ``**columns``."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "RewardFunction":
+        """The reward with the arguments of ``function``."""
+        parameters = inspect.signature(function).parameters
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = {name: each for name, each in parameters.items() if each.kind not in variable}
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        names_responses = any(
+            name in named and list(named)[1:2] != [name] for name in ("responses", "completions")
+        )
+        by_position = () if names_responses or (takes_all and len(named) < 2) else tuple(named)[:2]
+        rest = {name: each for name, each in named.items() if name not in by_position}
+        return cls(function=function, by_position=by_position, by_name=rest, takes_all=takes_all)
+
+    def require_columns(self, spec: str, columns: Sequence[str], source: str) -> None:
+        """Check that the prompts of ``source`` have the columns that the reward ``spec`` needs.
+
+        Raises:
+            OptionError: naming a column that is missing and those that exist.
+        """
+        for name, parameter in self.by_name.items():
+            if name not in (*TEXTS, *columns) and parameter.default is inspect.Parameter.empty:
+                raise OptionError(
+                    f"the reward {spec} needs {name!r}, which {source} does not have; the columns are "
+                    f"{', '.join(map(repr, columns)) or 'none: plain text has none, JSONL has'}"
+                )
+
+    def __call__(self, dialogues: Sequence[Dialogue]) -> Any:
+        """Call the function with these dialogues; a coroutine is awaited."""
+        responses = [dialogue.response for dialogue in dialogues]
+        texts: dict[str, list[Any]] = {
+            "prompts": [dialogue.prompt for dialogue in dialogues],
+            "responses": responses,
+            "completions": [*responses],
+        }
+        if all(dialogue.token_ids is not None for dialogue in dialogues):
+            texts["completion_ids"] = [list(dialogue.token_ids or ()) for dialogue in dialogues]
+        columns = dict.fromkeys(name for dialogue in dialogues for name in dialogue.columns)
+        names = [name for name in self.by_name if name in texts or name in columns]
+        if self.takes_all:
+            names += () if self.by_position else TRL_TEXTS
+            names += [name for name in columns if name not in (PROMPT, *TEXTS, *self.by_position)]
+        named = {
+            # copies, since a reward may change its arguments
+            name: texts[name] if name in texts else [deepcopy(each.columns.get(name)) for each in dialogues]
+            for name in dict.fromkeys(names)
+            if name in texts or name in columns
+        }
+        positional = (texts["prompts"], responses) if self.by_position else ()
+        returned = self.function(*positional, **named)
+        return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def reward_values(
+    spec: str, function: DialogueReward, dialogues: Sequence[Dialogue]
+) -> Float64[np.ndarray, " responses"]:
+    """Call a reward; returns a number for each response, NaN where it returns None (it does not apply).
+
+    Args:
+        spec: the option that names the reward, for errors.
+        function: the reward; returns a sequence, an iterator, an array or a tensor of one dimension.
+        dialogues: prompts and responses.
+
+    Raises:
+        CannotRunError: if the reward raises, or returns anything but numbers.
+        ShapeError: if there is not one number for each response.
+        NonFiniteError: if a number is NaN or infinite.
+    """
+    try:
+        returned = function(dialogues)
+        check_reward_order(spec, returned)
+        returned = list(returned.tolist() if hasattr(returned, "tolist") else returned)
+        values = np.array(returned, dtype=np.float64)
+    except (CannotRunError, NonFiniteError):
+        raise
+    except Exception as error:  # a reward may raise anything
+        reason = f"{type(error).__name__}: {summarise_error(error)}"
+        raise CannotRunError(f"the reward {spec} raises {reason}") from error
+    if values.shape != (len(dialogues),):
+        raise ShapeError(
+            f"the reward {spec} returned numbers of shape {values.shape} for {len(dialogues)} responses; it must "
+            "return one each"
+        )
+    is_wrong = ~np.isfinite(values) & np.array([value is not None for value in returned], dtype=bool)
+    if is_wrong.any():
+        first = np.flatnonzero(is_wrong)[0]
+        raise NonFiniteError(
+            f"the reward {spec} is {values[first]} for {dialogues[first].name} and {is_wrong.sum()} of {len(values)} "
+            "responses in all; it must be a finite number"
+        )
+    return values
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,24 +220,19 @@ class Rewards:
             responses: the texts of the responses.
             columns: name -> a value for each response.
         """
-        pairs = enumerate(zip(prompts, responses, strict=True))
-        rows = _rows(columns, len(responses))
+        values = zip(*columns.values(), strict=True) if columns else [()] * len(responses)
+        rows = enumerate(zip(prompts, responses, values, strict=True))
         return self.of_dialogues(
             [
-                Dialogue(prompt=prompt, response=response, name=f"response {at}", columns=rows[at])
-                for at, (prompt, response) in pairs
+                Dialogue(
+                    prompt=prompt,
+                    response=response,
+                    name=f"response {at}",
+                    columns=dict(zip(columns, row, strict=True)),
+                )
+                for at, (prompt, response, row) in rows
             ]
         )
-
-    def require_columns(self, columns: Sequence[str], source: str) -> None:
-        """Check that prompts with these columns have all columns that rewards need.
-
-        Raises:
-            OptionError: naming the columns that are missing and those that exist.
-        """
-        for reward in self.rewards:
-            if isinstance(reward.function, RewardFunction):
-                reward.function.signature.require_columns(reward.spec, columns, source)
 
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
         """The rewards of dialogues; raises as ``of`` does."""
@@ -158,7 +280,7 @@ def load_rewards(
     rewards: list[Reward] = []
     for name, weight, what in _named(specs):
         function = (
-            _function(what)
+            RewardFunction.of(resolve_function(what, "a reward"))
             if _is_function(what)
             else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
         )
@@ -175,15 +297,13 @@ def check_rewards(
 
     Raises:
         OptionError, UnknownNameError, MissingExtraError, CannotRunError, SourceError: as ``load_rewards`` and
-            ``Rewards.require_columns``.
+            ``RewardFunction.require_columns``.
     """
-    functions = [
-        Reward(name=name, weight=weight, spec=what, function=_function(what))
-        for name, weight, what in _named(specs)
-        if _is_function(what)
-    ]
-    if functions:
-        Rewards(rewards=tuple(functions)).require_columns(list(count_columns(source, limit, reading)), source)
+    paths = [what for _, what in map(weight_of, specs) if _is_function(what)]
+    functions = {path: RewardFunction.of(resolve_function(path, "a reward")) for path in paths}
+    columns = list(count_columns(source, limit, reading)) if functions else []
+    for path, function in functions.items():
+        function.require_columns(path, columns, source)
 
 
 def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names: Sequence[str]) -> None:
@@ -203,19 +323,15 @@ def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names
         )
 
 
-def _rows(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
-    """The columns as a row for each response."""
-    for name, values in columns.items():
-        if len(values) != count:
-            raise ShapeError(f"the column {name!r} has {len(values)} values for {count} responses")
-    return [{name: values[at] for name, values in columns.items()} for at in range(count)]
-
-
 def _named(specs: Sequence[str]) -> list[tuple[str, float, str]]:
-    """Name, weight and path of each reward."""
-    weighted = [weight_of(spec) for spec in specs]
-    names = _names([what for _, what in weighted])
-    return [(name, weight, what) for name, (weight, what) in zip(names, weighted, strict=True)]
+    """Name (short, for metrics; numbered if another has it), weight and path of each reward."""
+    seen: Counter[str] = Counter()
+    named: list[tuple[str, float, str]] = []
+    for weight, what in map(weight_of, specs):
+        name = what.rpartition(":")[2] if ":" in what else Path(what).name
+        seen[name] += 1
+        named.append((name if seen[name] == 1 else f"{name}-{seen[name]}", weight, what))
+    return named
 
 
 def _is_function(what: str) -> bool:
@@ -249,19 +365,3 @@ def weight_of(spec: str) -> tuple[float, str]:
             f"the weight of the reward {spec!r} is {match['weight']!r}; it must be a number, as in 0.5*…"
         )
     return weight, match["what"].strip()
-
-
-def _names(specs: Sequence[str]) -> list[str]:
-    """Short, unique names of the rewards for metrics."""
-    short = [what.rpartition(":")[2] if ":" in what else Path(what).name for what in specs]
-    seen: Counter[str] = Counter()
-    names: list[str] = []
-    for name in short:
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return names
-
-
-def _function(path: str) -> RewardFunction:
-    function = resolve_function(path, "a reward")
-    return RewardFunction(function=function, signature=RewardSignature.of(function))

@@ -82,7 +82,6 @@ class ForwardCapture:
             )
         if reference is None:
             self._check_base()
-            self._check_backbones()
             return
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
@@ -93,7 +92,6 @@ class ForwardCapture:
             self.ref_model = prepare_fsdp(reference, self.accelerator)
         else:
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
-        self._check_backbones()
 
     def _check_base(self) -> None:
         """Check that TRL's reference, the policy with its adapters disabled, is the policy's base.
@@ -106,16 +104,6 @@ class ForwardCapture:
             require_unchanged_base(
                 network, "reference", instead="give reference=, a separate model in memory"
             )
-
-    def _check_backbones(self) -> None:
-        """Check that TRL finds the hidden states of policy and reference.
-
-        Raises:
-            CannotRunError: if it does not.
-        """
-        require_base_model(base_network(self._unwrap(self.model)), "policy")
-        if self.ref_model is not None:
-            require_base_model(base_network(self._unwrap(self.ref_model)), "reference")
 
     def _unwrap(self, model: Any) -> Any:
         return self.accelerator.unwrap_model(model)
@@ -221,21 +209,6 @@ def capture_hidden_states(backbone: Any) -> Iterator[list[Tensor]]:
         yield outputs
     finally:
         handle.remove()
-
-
-def require_base_model(network: Any, role: str) -> None:
-    """Check that ``network.base_model`` is the submodule that returns hidden states, which TRL calls.
-
-    transformers looks it up by ``base_model_prefix``, which names no submodule of Llama 4's classes.
-
-    Raises:
-        CannotRunError: if it is not.
-    """
-    if network.base_model is not find_backbone(network):
-        raise CannotRunError(
-            f"TRL cannot run the {role}, a {type(network).__name__}: it expects hidden states from base_model, which "
-            "is the whole network here; train it by kleash train ppo"
-        )
 
 
 @contextmanager

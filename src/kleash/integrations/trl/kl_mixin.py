@@ -71,6 +71,8 @@ def rows_by_prompt(
 def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function that raises if the result of ``function`` has no order; a reward model as it is.
 
+    TRL would read the keys of a dict as rewards.
+
     Raises:
         CannotRunError: when it is called and ``function`` returns a mapping, a set or text.
     """
@@ -125,6 +127,10 @@ class KLMixin(ForwardCapture):
             OptionError, CannotRunError: if the KL term has another gradient than it names, or cannot be computed.
         """
         super().__init__(*args, **kwargs)
+        self.reward_funcs = [
+            check_order_of(name, function)
+            for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
+        ]
         self._kl_rows: list[ResponseKL] = []
         self._linear_options = linear_options
         self._kl_options = KLOptions(
@@ -147,21 +153,6 @@ class KLMixin(ForwardCapture):
                 "and of its forward pass over each response; give the configuration a beta, or take TRL's own trainer",
                 stacklevel=3,
             )
-
-    def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> Tensor:
-        """TRL's rewards; a reward function that returns a dict is refused, since TRL would read its keys."""
-        parent: Any = super()
-        functions = self.reward_funcs
-        names = self.reward_func_names
-        self.reward_funcs = [
-            check_order_of(name, function) for name, function in zip(names, functions, strict=True)
-        ]
-        try:
-            return parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        finally:
-            self.reward_funcs = functions
 
     @property
     def _loss_type(self) -> str:

@@ -16,13 +16,12 @@ from kleash.integrations.verl.compat import (
 )
 from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import KLController, get_kl_controller, save_with_checkpoints
-from kleash.losses import require_log_probabilities
 from kleash.masking import selecting
 
 __all__ = ["install"]
 
 
-def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
+def install(*, exact: bool = False) -> None:
     """Replace verl's KL penalty and controllers in this process and, with ``exact``, add the exact KL to its loss.
 
     - ``kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it is called: without clamp, otherwise the same
@@ -40,20 +39,16 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
 
     Args:
         exact: whether to wrap the engine for the exact KL.
-        look_at_first_batch: whether to check that the first batch can be log-probabilities. NaN, infinities and tokens
-            with 0 on both sides are left out, since verl does not pass the mask. False for tests with arbitrary
-            numbers.
 
     Raises:
         MissingExtraError: if verl, or something that it imports, is not installed.
         CannotRunError: if this verl lacks a function or argument that is replaced; the message names it.
-        NotProbabilitiesError: from verl's training, if the first batch cannot be log-probabilities.
     """
     core = import_core()
     exact_kl: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
     if exact and exact_kl is None:
         exact_kl = _install_exact()
-    core.kl_penalty_forward = _penalty_function(exact_kl, look_at_first_batch)
+    core.kl_penalty_forward = _penalty_function(exact_kl)
     core.get_kl_controller = _controller_saved_with_checkpoints
 
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -67,16 +62,8 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     warn_without_kl()
 
 
-def _penalty_function(exact_kl: ExactKL | None, check_first_batch: bool) -> Any:
-    pending_checks = ["first batch"] if check_first_batch else []
-
+def _penalty_function(exact_kl: ExactKL | None) -> Any:
     def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        if pending_checks and logprob.shape == ref_logprob.shape:
-            is_token = (logprob != 0) | (ref_logprob != 0)
-            for name, values in (("logprob", logprob), ("ref_logprob", ref_logprob)):
-                require_log_probabilities(values, is_token & values.isfinite(), name)
-            if is_token.any():
-                pending_checks.clear()
         if (
             exact_kl is not None
             and exact_kl.micro_batch_kl is not None

@@ -5,7 +5,7 @@ its functions cannot know: ``kl_penalty_forward`` gets the name without the ``+`
 a reward may be detached later. So nothing is refused here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kleash.autodiff import with_slope
 from kleash.divergences import kl
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import ShapeError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import slope_of_k2
 from kleash.precision import at_least_float32
@@ -41,8 +41,6 @@ def kl_penalty(
     logprob: Float[Tensor, "*any_p"],
     ref_logprob: Float[Tensor, "*any_q"],
     kl_penalty: str,
-    *,
-    clamp: str | None = None,
 ) -> Float[Tensor, "*tokens"]:
     """KL(policy || reference) in nats per token, with the arguments of ``verl.trainer.ppo.core_algos.kl_penalty``.
 
@@ -64,33 +62,24 @@ def kl_penalty(
             logits of every token, ``[batch, time, vocab]``.
         ref_logprob: the same under the reference, in the same shape; there is no broadcasting.
         kl_penalty: one of the names; "exact+" is the same as "exact".
-        clamp: "verl" for verl's clamps and dtype, bit for bit, in value and gradient; None for no clamp.
 
     Raises:
         UnknownNameError: for a name that verl does not know.
-        OptionError: if ``clamp`` is neither None nor "verl", or is "verl" for "full", which verl does not implement.
         ShapeError: if the two differ in shape, or "exact" gets sampled tokens.
 
     References:
         verl 0.9.1, https://github.com/verl-project/verl
     """
-    straight_through = kl_penalty.endswith("+")
     name = look_up(NAMES, kl_penalty.removesuffix("+"), "KL penalty of verl")
-    if clamp not in (None, "verl"):
-        raise OptionError(f"clamp is {clamp!r}; give 'verl' for what verl does, or None for the true value")
     if logprob.shape != ref_logprob.shape:
         raise ShapeError(
             f"logprob is {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)}; "
             "give the same tokens under both"
         )
     if name == "exact":
-        return _exact(logprob, ref_logprob, clamp)
-    if clamp is not None:
-        return _as_verl(logprob, ref_logprob, name, kl_penalty)
+        return _exact(logprob, ref_logprob)
     value = sampled_kl(logprob, ref_logprob, name)
-    if not straight_through:
-        return value
-    return with_k2_gradient(value, logprob, ref_logprob)
+    return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value
 
 
 def with_k2_gradient(
@@ -101,11 +90,7 @@ def with_k2_gradient(
     return with_slope(value.detach(), log_ratio, slope_of_k2(log_ratio))
 
 
-def _exact(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
-    if clamp is not None:
-        raise OptionError(
-            "verl raises NotImplementedError for 'full', so there is nothing to reproduce; omit clamp"
-        )
+def _exact(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     if logprob.ndim != 3:
         raise ShapeError(
             f"the exact KL sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the sampled "
@@ -113,28 +98,3 @@ def _exact(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
         )
     logp, logq = (at_least_float32(x).log_softmax(-1) for x in (logprob, ref_logprob))
     return kl(logp, logq)
-
-
-def _as_verl(logprob: Tensor, ref_logprob: Tensor, name: str, spelling: str) -> Tensor:
-    """verl's value and gradient bit for bit: in its dtype and its order of operations."""
-    log_ratio = logprob - ref_logprob
-    value = _VERL[name](logprob, ref_logprob)
-    if not spelling.endswith("+"):
-        return value
-    k2 = 0.5 * log_ratio.square()
-    return k2 - k2.detach() + value.detach()
-
-
-def _clamped_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    log_ratio = (ref_logprob - logprob).clamp(min=-20, max=20)
-    return (log_ratio.exp() - log_ratio - 1).clamp(min=-10, max=10)
-
-
-_VERL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
-    {
-        "k1": lambda p, q: p - q,
-        "abs": lambda p, q: (p - q).abs(),
-        "k2": lambda p, q: 0.5 * (p - q).square(),
-        "k3": _clamped_k3,
-    }
-)

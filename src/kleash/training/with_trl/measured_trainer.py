@@ -7,8 +7,7 @@ import torch
 
 from kleash.integrations.trl import response_statistics
 from kleash.models import Prompt
-from kleash.training.process_group import ProcessGroup
-from kleash.training.response_metrics import Response, response_metrics, to_samples
+from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import Rewards, require_scored
 from kleash.training.with_trl.step_logger import StepMeasurement
 from kleash.training.with_trl.trl_config import PROMPT_COLUMN
@@ -61,9 +60,8 @@ class MeasuringMixin:
         """Metrics and samples of a generated batch over all processes. A collective."""
         trainer: Any = self
         scores = response_statistics(trainer, output)
-        group = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
-        local_responses = self._responses(inputs, output, scores, group.rank)
-        responses = [response for part in group.all_gather_object(local_responses) for response in part]
+        local_responses = self._responses(inputs, output, scores, self.accelerator.process_index)
+        responses = gather_object(local_responses)
         metrics = response_metrics(responses, self.beta)
         controlled = [name + suffix for name in CONTROLLED_METRICS.values() for suffix in ("", "_error")]
         trainer._log_metrics(**{name: metrics[name] for name in controlled})

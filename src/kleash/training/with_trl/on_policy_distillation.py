@@ -7,9 +7,9 @@ from kleash.extras import import_extra
 from kleash.jobs import DistillJob
 from kleash.models import read_prompts
 from kleash.store import TrainingResult
-from kleash.training.process_group import ProcessGroup
+from kleash.training.networks import load_networks
+from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
 from kleash.training.with_trl.runs import run_trainer, silent_trainer
 from kleash.training.with_trl.step_logger import TRL_METRICS, StepLogger, StepMeasurement
@@ -38,9 +38,9 @@ class EntropyMixin:
     def pop_entropy(self) -> StepMeasurement:
         """The mean entropy over the tokens of all processes since the last call. A collective."""
         local, self._entropy_sums = self._entropy_sums, (0.0, 0.0)
-        group = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
-        total = group.sum_over_ranks({"nats": local[0], "tokens": local[1]})
-        return StepMeasurement(metrics={"policy/entropy": total["nats"] / total["tokens"]})
+        parts = gather_object([local])
+        nats, tokens = (sum(column) for column in zip(*parts, strict=True))
+        return StepMeasurement(metrics={"policy/entropy": nats / tokens})
 
 
 @silent_trainer
@@ -62,7 +62,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
     trl = import_extra("trl", "trl")
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
-    networks = load_networks(job, job.teacher_name, role="teacher")
+    networks = load_networks(job, job.teacher_name, device=job.device, role="teacher")
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
     longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
     rows = job.prompts_per_step * job.samples_per_prompt

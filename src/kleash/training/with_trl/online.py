@@ -1,6 +1,5 @@
 """GRPO and RLOO by TRL's trainers with kleash's KL term, rewards and beta controllers."""
 
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ from kleash.jobs import GRPOJob, RLOOJob
 from kleash.jobs.train import OnlineJob
 from kleash.models import Prompt, read_prompts
 from kleash.store import TrainingResult
-from kleash.training.job_controllers import leash_of
-from kleash.training.reward_calls import reward_values
+from kleash.training.job_schedule import leash_of, prompt_indices
+from kleash.training.networks import Networks, load_networks
 from kleash.training.reward_models import Dialogue
-from kleash.training.rewards import Reward, check_rewards, load_rewards
+from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
-from kleash.training.scheduling import shuffled
-from kleash.training.with_trl.networks import Networks, load_networks
 from kleash.training.with_trl.runs import run_trainer, silent_trainer
 from kleash.training.with_trl.step_logger import StepLogger
 from kleash.training.with_trl.trl_config import PROMPT_COLUMN, shared_arguments
@@ -72,7 +69,7 @@ def _train(
     job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, config: Any, settings: dict[str, Any]
 ) -> TrainingResult:
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
-    networks = load_networks(job, job.reference_name)
+    networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
     rewards = load_rewards(
         job.rewards,
@@ -158,9 +155,8 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
             f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
             "continue with --resume"
         )
-    epochs = range(ceil(num_prompts / len(prompts)))
-    order = [index for epoch in epochs for index in shuffled(len(prompts), job.seed, "prompts", epoch)]
-    indices = [index for index in order[:num_prompts] for _ in range(copies)]
+    order = prompt_indices(len(prompts), range(num_prompts), job.seed)
+    indices = [index for index in order for _ in range(copies)]
     return import_extra("datasets", "trl").Dataset.from_list(rows).select(indices)
 
 

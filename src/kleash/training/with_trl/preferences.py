@@ -12,8 +12,8 @@ from kleash.jobs.reading import DatasetOptions
 from kleash.models import Sampling, find_source
 from kleash.sources.dataset_formats import parse_preference
 from kleash.store import TrainingResult
+from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.runs import run_trainer, silent_trainer
 from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
 from kleash.training.with_trl.trl_config import shared_arguments
@@ -43,7 +43,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
-    networks = load_networks(job, job.reference_name)
+    networks = load_networks(job, job.reference_name, device=job.device)
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     trainer = trl.DPOTrainer(

@@ -12,15 +12,13 @@ from kleash.jobs import TrainJob
 from kleash.launch_environment import launched_rank
 from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
-from kleash.store.checksums import CHECKSUMS, Checksums
-from kleash.training.checkpoints import POLICY, advice_if_damaged, last_checkpoint, step_of
+from kleash.store.checksums import Checksums
+from kleash.store.training_folder import DAMAGED, checkpoint_number, last_checkpoint
+from kleash.training.checkpoints import POLICY
 from kleash.training.run_log import RunLog
 from kleash.training.runner import Trainer, run_job
 from kleash.training.with_trl.step_logger import StepLogger
 from kleash.version import __version__
-
-STATE = "trainer_state.json"
-"""The last file that transformers writes to a checkpoint."""
 
 
 @contextmanager
@@ -66,10 +64,10 @@ def run_trainer(
     A run that has taken all its steps, or that the hacking monitor has stopped, takes no further step.
     """
     root = Path(str(job.out))
-    checkpoint = last_checkpoint(root, STATE) if job.resume else None
+    checkpoint = last_checkpoint(root) if job.resume else None
     if checkpoint is not None:
-        step_logger.notes = (*step_logger.notes, *verify_checkpoint(checkpoint))
-        taken = step_of(checkpoint) or 0
+        Checksums.read(checkpoint).check_all(advice=DAMAGED)
+        taken = checkpoint_number(checkpoint) or 0
         if (
             step_logger.was_stopped(taken) or taken >= trainer.args.max_steps
         ):  # transformers would take one more
@@ -90,15 +88,3 @@ def run_trainer(
         out=str(root),
         dtypes=dtypes,
     )
-
-
-def verify_checkpoint(checkpoint: Path) -> tuple[str, ...]:
-    """Check the checksums of a checkpoint; returns notes about it.
-
-    Raises:
-        RunFolderError: if it is damaged.
-    """
-    if not (checkpoint / CHECKSUMS).exists():
-        return (f"{checkpoint} carries no checksums, so damage to it would not be noticed",)
-    Checksums.read(checkpoint).check_all(advice=advice_if_damaged(checkpoint, STATE))
-    return ()

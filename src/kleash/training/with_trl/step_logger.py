@@ -13,8 +13,8 @@ from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.jobs import TrainJob
 from kleash.store import Sample, read_steps
 from kleash.store.checksums import seal_folder
-from kleash.training.job_controllers import tightened
-from kleash.training.process_group import ProcessGroup
+from kleash.training.job_schedule import tightened
+from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import Advice, RunLog, stopped_by
 
 TRL_METRICS = {
@@ -87,7 +87,7 @@ class StepLogger(AttachedCallback):
             records = read_steps(self.run_log.folder)
             alerts = next((record.alerts for record in records if record.step == step), ())
             stopped = stopped_by(alerts, step) if alerts else None
-        self.outcome.stopped = self._group.broadcast_from_first(stopped)
+        self.outcome.stopped = _of_first_process(stopped)
         return self.outcome.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -136,7 +136,7 @@ class StepLogger(AttachedCallback):
             reason = None if controller is None else controller.reason
             advice = self.run_log.step(step, metrics, samples, [] if event is None else [event], reason)
         self.outcome.step, self.outcome.metrics = step, metrics
-        self._carry_out(self._group.broadcast_from_first(advice) or Advice(), control)
+        self._carry_out(_of_first_process(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the checksums of a new checkpoint, once every process has written its part."""
@@ -144,10 +144,6 @@ class StepLogger(AttachedCallback):
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.trainer.accelerator.process_index == 0 and checkpoint.is_dir():
             seal_folder(checkpoint)
-
-    @property
-    def _group(self) -> ProcessGroup:
-        return ProcessGroup(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
 
     def _controller(self) -> BetaController | None:
         callbacks = self.trainer.callback_handler.callbacks
@@ -167,3 +163,8 @@ class StepLogger(AttachedCallback):
                     self.trainer.beta = controller.controller.beta
             case _:
                 pass
+
+
+def _of_first_process(value: Any) -> Any:
+    """The object of rank 0. A collective."""
+    return gather_object([value])[0]

@@ -10,7 +10,6 @@ from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs import TrainJob
 from kleash.models.pair_loading import resolve_device, resolve_dtype
-from kleash.training.model_options import require_trainable
 
 CHECKPOINTS = "checkpoints"
 PROMPT_COLUMN = "kleash_prompt"
@@ -39,11 +38,10 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         updates: optimiser updates per step.
 
     Raises:
-        OptionError: if the rows cannot be divided evenly among the processes, or the dtype cannot be trained.
+        OptionError: if the rows cannot be divided evenly among the processes.
         CannotRunError: if the device does not exist.
     """
     device = resolve_device(job.device, None)
-    require_trainable(job.dtype)
     processes = import_extra("accelerate", "trl").PartialState(cpu=device.type == "cpu").num_processes
     if rows % processes:
         raise OptionError(

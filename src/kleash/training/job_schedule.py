@@ -1,10 +1,21 @@
-"""The beta controller of a job."""
+"""What a job prescribes for each step: its prompts, and the beta controller."""
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from kleash.jobs.train import RewardJob
 from kleash.leash import Leash, beta_from_dict
+
+
+def prompt_indices(num_prompts: int, positions: range, seed: int) -> list[int]:
+    """The prompts at these positions of an endless sequence of shuffled epochs, which depends on the seed alone."""
+    order: dict[int, list[int]] = {}
+    for epoch in range(positions.start // num_prompts, -(-positions.stop // num_prompts)):
+        random = Random(f"{seed}/{epoch}")
+        numbers = [random.random() for _ in range(num_prompts)]
+        order[epoch] = sorted(range(num_prompts), key=numbers.__getitem__)
+    return [order[position // num_prompts][position % num_prompts] for position in positions]
 
 
 def leash_of(job: RewardJob) -> Leash:

@@ -1,0 +1,242 @@
+"""The networks that a job trains with: the policy, its LoRA configuration, and the frozen reference or teacher."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.checkpoints.resolution import find_checkpoint
+from kleash.errors import ModelError, OptionError
+from kleash.extras import import_extra, suppress_library_output
+from kleash.jobs import TrainJob
+from kleash.linear import Head
+from kleash.models import Model, Pair, load_pair
+from kleash.models.compat import find_backbone
+from kleash.models.heads import first_rows
+from kleash.models.text_towers import copy_other_parts
+
+LORA_SCALE = 2
+"""Alpha divided by rank: the scale of the adapter's product."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Networks:
+    """The networks of a run."""
+
+    policy: Any
+    """The trained network."""
+    frozen: Any
+    """The reference or teacher; None if it is the policy with its adapter disabled."""
+    lora: Any
+    """Configuration of the adapter that is put on the policy; None to train all weights."""
+    pair: Pair
+    """The loaded pair: tokenizer, context length, notes."""
+    dtypes: Mapping[str, str]
+    """Role -> dtype of the weights in memory."""
+
+
+def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "reference") -> Networks:
+    """Load the policy and the model called ``frozen``, as separate networks.
+
+    Raises:
+        ModelError: if a model cannot be loaded, is an adapter, or the two cannot be compared.
+        OptionError: if the dtype is float16, or the rank of the adapter too large.
+        CannotRunError: if the device does not exist.
+    """
+    if job.dtype == "float16":
+        raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
+    for who, name in (("policy", job.policy), (role, frozen)):
+        if find_checkpoint(name).adapter is not None:
+            raise ModelError(
+                f"the {who} {name} is an adapter; merge it into its base (PEFT's merge_and_unload) and give that folder"
+            )
+
+    def load(policy: str) -> Pair:
+        return load_pair(
+            policy, frozen, dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
+        )
+
+    pair = load(job.policy)
+    is_same = pair.policy.is_same_as(pair.reference)
+    shares_network = is_same and bool(job.lora_rank) and role == "reference"
+    second = load(frozen).policy if is_same else pair.reference
+    policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
+    if not job.lora_rank:
+        policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
+    return Networks(
+        policy=policy.train(),
+        frozen=None if shares_network else skip_padding_in_positions(second.network),
+        lora=lora_settings(job.lora_rank, policy) if job.lora_rank else None,
+        pair=pair,
+        dtypes={
+            "policy": str(policy.dtype).removeprefix("torch."),
+            role: str((policy if shares_network else second.network).dtype).removeprefix("torch."),
+        },
+    )
+
+
+def lora_settings(rank: int, network: Any) -> Any:
+    """The configuration of a LoRA adapter on every linear layer except the head and routers.
+
+    Raises:
+        OptionError: if the rank is above the width of every matrix that it would be put on.
+    """
+    widest = max((min(weight.shape) for weight in network.parameters() if weight.dim() == 2), default=0)
+    if widest and rank > widest:
+        raise OptionError(
+            f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "
+            "rank has more weights than the matrices that it adapts; lower it, or train every weight with --lora-rank 0"
+        )
+    # PEFT cannot run an adapter on a layer that returns more than its product, such as the router of Llama 4.
+    routers = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and type(module).forward is not torch.nn.Linear.forward
+        and type(module).__module__.startswith("transformers.models.")
+    ]
+    return import_extra("peft", "models").LoraConfig(
+        r=rank,
+        lora_alpha=LORA_SCALE * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=routers or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def disable_dropout(network: Any) -> Any:
+    """Set all dropout probabilities to 0, and return the network.
+
+    TRL trains in training mode. With dropout, the policy would differ in every pass from the policy that generated, and
+    from a reference with equal weights. The configuration that is saved is not changed.
+    """
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):  # attention dropout is an attribute
+                setattr(module, name, 0.0)
+    return network
+
+
+def skip_padding_in_positions(network: Any) -> Any:
+    """Make positions start at the first token after padding, and return the network.
+
+    TRL pads prompts on the left and passes no positions. Rotary embeddings give the same outputs; learned positions, as
+    in GPT-2, would be those of the padded prompt, not those at which the response was generated.
+    """
+    body = find_backbone(network)
+    if "position_ids" in inspect.signature(body.forward).parameters:
+        body.register_forward_pre_hook(_pass_positions, with_kwargs=True)
+    return network
+
+
+def _pass_positions(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """A hook that adds ``position_ids``, counted from the first unmasked token, to the arguments of ``forward``."""
+    mask = named.get("attention_mask")
+    if named.get("position_ids") is None and torch.is_tensor(mask) and mask.dim() == 2:
+        named = {**named, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+    return arguments, named
+
+
+class ActorCritic(torch.nn.Module):
+    """What PPO trains: the policy with a critic, a linear layer on its final hidden states; and the frozen reference.
+
+    It stays in evaluation mode during training passes: with dropout, the ratio of a token's probabilities in two
+    passes would be meaningless.
+    """
+
+    def __init__(self, networks: Networks) -> None:
+        """Add a critic of zeros, and the adapter that is trained, to the policy.
+
+        Raises:
+            ModelError: if a model does not come apart into hidden states and a head.
+        """
+        super().__init__()
+        self.pair, self.dtypes, self.network = networks.pair, networks.dtypes, networks.policy
+        for side in (self.pair.policy, self.pair.reference):
+            if side.head.weight is None:
+                raise ModelError(
+                    f"the {side.role} {side.path} does not come apart into hidden states and a head, from which critic "
+                    "and exact KL are computed; take another model"
+                )
+        self.adapters = None
+        if networks.lora is not None:
+            with suppress_library_output():
+                self.adapters = import_extra("peft", "models").get_peft_model(self.network, networks.lora)
+        self.reference = networks.frozen
+        if self.reference is not None and self.reference.requires_grad_(False).dtype != self.network.dtype:
+            self.reference.get_input_embeddings().register_forward_hook(_widen_under_autocast)
+        weight = self.network.get_output_embeddings().weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.value = torch.nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
+        torch.nn.init.zeros_(self.value.weight)
+        torch.nn.init.zeros_(self.value.bias)
+        self.sampler = replace(
+            self.pair.policy,
+            backbone=find_backbone(self.network),
+            head=self.head(),
+            context_length=self.pair.context_length,
+        )
+        """The policy as a model for generation, with the weights where the optimiser changes them."""
+        self.eval()
+
+    def head(self, *, requires_grad: bool = False) -> Head:
+        """The policy's head as it is now."""
+        return _head_of(self.network, self.pair.policy, requires_grad)
+
+    def reference_head(self) -> Head:
+        """The reference's head."""
+        network = self.network if self.reference is None else self.reference
+        return _head_of(network, self.pair.reference, False)
+
+    def hidden(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim"]:
+        """The policy's final hidden states."""
+        return find_backbone(self.network)(input_ids=ids, use_cache=False).last_hidden_state
+
+    def hidden_of_reference(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim_q"]:
+        """The reference's final hidden states."""
+        if self.reference is not None:
+            return find_backbone(self.reference)(input_ids=ids, use_cache=False).last_hidden_state
+        assert self.adapters is not None, "without an adapter, the reference is another network"
+        with self.adapters.disable_adapter():
+            return self.hidden(ids)
+
+    def values(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
+        """The critic's values, in at least float32 also under autocast."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.value(hidden.to(self.value.weight.dtype))[:, 0]
+
+    def save_policy(self, folder: Path) -> None:
+        """Write the model (or the adapter) with its tokenizer, for ``kleash measure --policy`` and transformers."""
+        with suppress_library_output():
+            if self.adapters is None:
+                self.network.save_pretrained(folder)
+                copy_other_parts(self.network, folder)
+            else:
+                self.adapters.save_pretrained(folder, save_embedding_layers=False)
+            self.pair.tokenizer.save_pretrained(folder)
+
+
+def _head_of(network: Any, model: Model, requires_grad: bool) -> Head:
+    """The head of a network as it is now, with scale, softcap and vocabulary of the loaded model."""
+    layer = network.get_output_embeddings()
+    weight, bias = (
+        None if x is None else first_rows(x if requires_grad else x.detach(), model.vocab_size)
+        for x in (layer.weight, getattr(layer, "bias", None))
+    )
+    return replace(model.head, weight=weight, bias=bias)
+
+
+def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:
+    """A hook that makes the states between the layers of a bfloat16 reference float32, as those of the policy are.
+
+    The policy is trained in float32 with bfloat16 products; equal models then have a KL of exactly 0.
+    """
+    return states.float() if torch.is_autocast_enabled(states.device.type) else states
