@@ -8,8 +8,8 @@ from estimator_study.two_modes import two_mode_cases, two_modes
 from kleash.reports.formatting import UNKNOWN, format_value
 
 Cells = tuple[str, ...]
-HEADER = ("Estimator", "Mean, nats", "Bias / KL", "SD / KL", "Below 0", "Gradient error")
-FIT_HEADER = ("Gaussian", "Mean", "SD", "KL(fit ‖ target)", "KL(target ‖ fit)")
+HEADER: Cells = ("Estimator", "Mean, nats", "Bias / KL", "SD / KL", "Below 0", "Gradient error")
+FIT_HEADER: Cells = ("Gaussian", "Mean", "SD", "KL(fit ‖ target)", "KL(target ‖ fit)")
 ROUNDING = 1e-9
 """Relative to the KL: a smaller bias is rounding."""
 
@@ -33,7 +33,7 @@ def markdown(study: Study) -> str:
     """Every table as Markdown: the tables of README.md."""
     fits = study.two_modes
     fit_rows = [fit_cells(fit) for fit in (fits.start, *fits.projections, *fits.descents)]
-    tables = [
+    tables: list[tuple[str, Cells, list[Cells], Cells]] = [
         (
             f"{case.title}: KL {case.kl:.4g} nats",
             HEADER,
