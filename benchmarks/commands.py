@@ -1,12 +1,15 @@
-"""Time of the command ``kleash measure``, compared with a plain script that computes two of its numbers.
+"""Time and memory of whole commands, compared with a plain script or with the same command done another way.
 
-    python benchmarks/commands.py text --documents 24
-    python benchmarks/commands.py prompts --documents 64
+    python benchmarks/commands.py text --documents 24      # kleash measure --text, and plain_script.py
+    python benchmarks/commands.py prompts --documents 64   # kleash measure --prompts, and plain_script.py
+    python benchmarks/commands.py cache                    # kleash measure with a reference cache, and without
+    python benchmarks/commands.py sweep                    # kleash sweep of three candidates, and three measurements
 
-Whole processes are timed, with imports and loading of models, one after the other in every round. The command and
-``benchmarks/plain_script.py`` read the same documents of 1 030 tokens, or generate responses of up to 128 tokens to the
-same prompts, with the same two random models of Qwen3's shape and a vocabulary of 32 768. The result is the median of
-the ratios within rounds, of wall time and of processor time. On text, both must report the same KL.
+Whole processes are timed, with imports and loading of models, one after the other in every round. Both read documents
+of 1 030 tokens of the shipped text, or generate responses of up to 128 tokens to beginnings of it, with two random
+models of Qwen3's shape and a vocabulary of 32 768, or the shipped pair (--shape shipped). The result is the median of
+the ratios within rounds, of wall time and of processor time, and the largest resident memory of a process. Both ways
+must report the same KL, except of the responses that each draws.
 """
 
 import argparse
@@ -27,9 +30,13 @@ from harness import ratio, write_result
 
 SHAPES = {"20m": (256, 14), "42m": (512, 8), "50m": (512, 11)}
 """Hidden size and layers."""
-TOKENS, WORDS = 1030, 32_768
+TOKENS, SHIPPED_TOKENS, WORDS = 1030, 250, 32_768
+"""Tokens of a document, also for the shipped pair; and the vocabulary of the random models."""
 NEW_TOKENS = 128
 PLAIN = Path(__file__).with_name("plain_script.py")
+KLEASH = (sys.executable, "-m", "kleash")
+Commands = list[list[str]]
+"""Processes that run one after the other."""
 
 
 def make_pair(folder: Path, shape: str) -> tuple[str, str]:
@@ -38,6 +45,8 @@ def make_pair(folder: Path, shape: str) -> tuple[str, str]:
 
     from kleash.shipped import shipped_folder
 
+    if shape == "shipped":
+        return str(shipped_folder("policy")), str(shipped_folder("reference"))
     width, layers = SHAPES[shape]
     config = Qwen3Config(
         hidden_size=width,
@@ -67,27 +76,73 @@ def make_pair(folder: Path, shape: str) -> tuple[str, str]:
     return names[1], names[0]
 
 
-def make_source(folder: Path, what: str, documents: int) -> Path:
-    """A JSONL file of texts, or of prompts, which are beginnings of texts."""
+def make_source(folder: Path, what: str, documents: int, tokens: int) -> Path:
+    """A JSONL file of texts of some tokens, or of prompts, which are beginnings of texts."""
     from transformers import AutoTokenizer
 
     from kleash.shipped import shipped_folder, shipped_text
 
     tokenizer = AutoTokenizer.from_pretrained(shipped_folder("policy"))
     texts = [json.loads(line)["text"] for line in shipped_text().read_text().splitlines()]
-    ids = tokenizer(" ".join(texts), verbose=False)["input_ids"]
+    ids = tokenizer(" ".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
     path = folder / f"{what}.jsonl"
     with path.open("w") as file:
         for number in range(documents):
-            start = number * 997 % (len(ids) - TOKENS)
-            length = TOKENS if what == "text" else 24 + number % 40
+            start = number * 997 % (len(ids) - tokens)
+            length = 24 + number % 40 if what == "prompts" else tokens
             text = tokenizer.decode(ids[start : start + length])
-            file.write(json.dumps({"text" if what == "text" else "prompt": text}) + "\n")
+            file.write(json.dumps({"prompt" if what == "prompts" else "text": text}) + "\n")
     return path
 
 
-def time_command(command: Sequence[str]) -> tuple[float, float, str]:
-    """Wall seconds, processor seconds and output of a process."""
+def ways_of(options: argparse.Namespace, work: Path) -> dict[str, Commands]:
+    """Both ways; what they write is in ``work/kleash`` and ``work/other``."""
+    policy, reference = make_pair(work, options.shape)
+    tokens = SHIPPED_TOKENS if options.shape == "shipped" else TOKENS
+    source = make_source(work, options.what, options.documents, tokens)
+    ours, other = str(work / "kleash"), str(work / "other")
+    models = ["--policy", policy, "--reference", reference]
+    if options.what in ("text", "prompts"):
+        more = ["--max-new-tokens", str(NEW_TOKENS)] if options.what == "prompts" else []
+        read = [f"--{options.what}", str(source), *more]
+        plain = [sys.executable, str(PLAIN), policy, reference, "--at-once", str(options.at_once)]
+        return {
+            "kleash": [[*KLEASH, "measure", *models, *read, "--out", ours, "--quiet"]],
+            "other": [[*plain, *read]],
+        }
+    text = ["--text", str(source), "--quiet"]
+    measured = [*KLEASH, "measure", *models, *text, "--out"]
+    if options.what == "cache":
+        cache = str(work / "cache")
+        subprocess.run([*KLEASH, "cache", "--reference", reference, *text, "--out", cache], check=True)
+        return {
+            "kleash": [[*measured, ours, "--reference-cache", cache]],
+            "other": [[*measured, other]],
+        }
+    candidates = [str(shutil.copytree(policy, work / name)) for name in ("first", "second", "third")]
+    return {
+        "kleash": [
+            [*KLEASH, "sweep", "--candidates", *candidates, "--reference", reference, *text, "--out", ours]
+        ],
+        "other": [
+            [
+                *KLEASH,
+                "measure",
+                "--policy",
+                name,
+                "--reference",
+                reference,
+                *text,
+                "--out",
+                f"{other}/{place}",
+            ]
+            for place, name in enumerate(candidates, 1)
+        ],
+    }
+
+
+def time_command(command: Sequence[str]) -> tuple[float, float, float, str]:
+    """Wall seconds, processor seconds, peak resident memory in MB of a million bytes, and output of a process."""
     began = perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output)
@@ -95,52 +150,47 @@ def time_command(command: Sequence[str]) -> tuple[float, float, str]:
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0, command
         output.seek(0)
-        return perf_counter() - began, usage.ru_utime + usage.ru_stime, output.read()
+        seconds = perf_counter() - began
+        return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6, output.read()
 
 
-def compare(what: str, shape: str, documents: int, rounds: int, at_once: int, work: Path) -> dict[str, Any]:
-    """Seconds of the command and the script in each round, and the median ratio."""
-    policy, reference = make_pair(work, shape)
-    source, out = make_source(work, what, documents), work / "run"
-    extra_options = ["--max-new-tokens", str(NEW_TOKENS)] if what == "prompts" else []
-    commands = {
-        "kleash": [
-            *(sys.executable, "-m", "kleash", "measure", "--policy", policy, "--reference", reference),
-            *(f"--{what}", str(source), "--out", str(out), "--quiet", *extra_options),
-        ],
-        "plain": [
-            *(sys.executable, str(PLAIN), policy, reference, f"--{what}", str(source)),
-            *("--at-once", str(at_once), *extra_options),
-        ],
-    }
-    wall: dict[str, list[float]] = {name: [] for name in commands}
-    processor: dict[str, list[float]] = {name: [] for name in commands}
-    numbers: dict[str, Any] = {}
-    measured: dict[str, Any] = {}
-    for _ in range(rounds):
-        shutil.rmtree(out, ignore_errors=True)
-        for name, command in commands.items():
-            seconds, processor_time, printed = time_command(command)
-            wall[name].append(round(seconds, 2))
-            processor[name].append(round(processor_time, 2))
-            if name == "plain":
-                numbers = json.loads(printed)
-        measured = json.loads((out / "measurement.json").read_text())
-        ours = measured["per_token"]["kl_policy_reference"]["value"]
-        if what == "text":
-            assert abs(ours - numbers["kl_policy_reference"]) <= 1e-3 * ours, (ours, numbers)
-            assert measured["counts"]["tokens"] == numbers["tokens"]
-        print(f"kleash {wall['kleash'][-1]} s, plain {wall['plain'][-1]} s", file=sys.stderr, flush=True)
+def kl_of(folder: Path) -> float:
+    """KL(policy || reference) per token of the first measurement below a folder."""
+    path = min(folder.rglob("measurement.json"))
+    return json.loads(path.read_text())["per_token"]["kl_policy_reference"]["value"]
+
+
+def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Seconds and memory of both ways in each round, and the median ratios."""
+    ways = ways_of(options, work)
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    processor: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, float] = dict.fromkeys(ways, 0.0)
+    for _ in range(options.rounds):
+        printed = ""
+        for name, commands in ways.items():
+            shutil.rmtree(work / name, ignore_errors=True)
+            timed = [time_command(command) for command in commands]
+            wall[name].append(round(sum(seconds for seconds, _, _, _ in timed), 2))
+            processor[name].append(round(sum(seconds for _, seconds, _, _ in timed), 2))
+            peaks[name] = max(peaks[name], *(peak for _, _, peak, _ in timed))
+            printed = timed[0][-1]
+        ours = kl_of(work / "kleash")
+        if options.what != "prompts":
+            is_plain = options.what == "text"
+            others = json.loads(printed)["kl_policy_reference"] if is_plain else kl_of(work / "other")
+            assert abs(ours - others) <= 1e-3 * ours, (ours, others)
+        print(f"kleash {wall['kleash'][-1]} s, other {wall['other'][-1]} s", file=sys.stderr, flush=True)
     return {
-        "shape": shape,
-        "documents": documents,
-        "tokens": measured["counts"]["tokens"],
-        "plain_at_once": at_once,
+        "what": options.what,
+        "shape": options.shape,
+        "documents": options.documents,
         "wall_seconds": wall,
         "processor_seconds": processor,
         "median_wall_seconds": {name: median(times) for name, times in wall.items()},
-        "ratio": ratio(wall["kleash"], wall["plain"]),
-        "processor_ratio": ratio(processor["kleash"], processor["plain"]),
+        "peak_mb": {name: round(peak) for name, peak in peaks.items()},
+        "ratio": ratio(wall["kleash"], wall["other"]),
+        "processor_ratio": ratio(processor["kleash"], processor["other"]),
     }
 
 
@@ -149,20 +199,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["text", "prompts"])
-    parser.add_argument("--shape", choices=list(SHAPES), default="42m")
+    parser.add_argument("what", choices=["text", "prompts", "cache", "sweep"])
+    parser.add_argument("--shape", choices=[*SHAPES, "shipped"], default="42m")
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--at-once", type=int, default=4, help="documents that the script scores at once")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(
-            options.what, options.shape, options.documents, options.rounds, options.at_once, Path(folder)
-        )
+        result = compare(options, Path(folder))
     print(json.dumps(result, indent=2))
-    write_result(
-        f"commands_{options.what}_{options.shape}_{options.documents}", result, packages=["transformers"]
-    )
+    name = f"commands_{options.what}_{options.shape}_{options.documents}"
+    write_result(name, result, packages=["transformers"])
 
 
 if __name__ == "__main__":

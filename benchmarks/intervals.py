@@ -1,8 +1,7 @@
 """Coverage, misses at each end, width and warnings of 95 % intervals, by simulation: python benchmarks/intervals.py
 
 For processes with a known mean: how often kleash's interval contains it, on which side it misses, its width relative to
-the spread of the estimate, how often it comes with a warning, and its coverage without a warning. For two of the
-processes also the intervals of other methods.
+the spread of the estimate, how often it comes with a warning, and its coverage without a warning.
 """
 
 import argparse
@@ -15,12 +14,11 @@ import numpy as np
 from harness import write_result
 from numpy.typing import NDArray
 
-from kleash.uncertainty import Estimate, cluster_labels, ratio_of_many, student_t_quantile
+from kleash.uncertainty import Estimate, cluster_labels, ratio_of_many
 from kleash.uncertainty.clusters import BLOCK_WINDOWS
 
 CLUSTERS = (5, 8, 12, 20, 30, 64, 300)
 COLUMNS = 500
-DRAWS = 1999
 
 Array = NDArray[np.float64]
 Random = np.random.Generator
@@ -168,84 +166,6 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
     }
 
 
-def rival_row(name: str, clusters: int, measurements: int, seed: int) -> dict[str, Any]:
-    """Misses above and width of other methods, and of kleash, on the same measurements."""
-    random = np.random.default_rng([seed, 77, clusters])
-    resampled = np.random.default_rng([seed, clusters]).multinomial(
-        clusters, np.full(clusters, 1 / clusters), DRAWS
-    )
-    t = student_t_quantile(0.975, clusters - 1)
-    ends: dict[str, list[tuple[float, float, float]]] = {}
-    values: list[float] = []
-    for _ in range(measurements // COLUMNS):
-        sums, counts, truth, lower, upper, _ = PROCESSES[name](random, (clusters, COLUMNS))
-        estimates = ratio_of_many(sums, counts, lower=lower, upper=upper)
-        value, error, skewness = studentised(sums, counts)
-        bootstrap = bootstrap_t(resampled, sums, counts, t)
-        down, up = (np.maximum(t, reach) for reach in bootstrap)
-        hall_down, hall_up = hall(skewness, t)
-        shift = skewness * (1 + 2 * t * t) / 6
-        reaches = {
-            "Student": (np.full(COLUMNS, t), np.full(COLUMNS, t)),
-            "Johnson": (t - shift, t + shift),
-            "Hall": (hall_down, hall_up),
-            "bootstrap-t, at most 4 t": (np.minimum(down, 4 * t), np.minimum(up, 4 * t)),
-            "bootstrap-t, at most 2 t": (np.minimum(down, 2 * t), np.minimum(up, 2 * t)),
-        }
-        for method, (below, above) in reaches.items():
-            ends.setdefault(method, []).extend(
-                zip(value - below * error, value + above * error, np.full(COLUMNS, truth), strict=True)
-            )
-        ends.setdefault("kleash", []).extend((*estimate.ci95, truth) for estimate in estimates)
-        values += [estimate.value for estimate in estimates]
-    spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
-    methods: dict[str, Any] = {}
-    for method, rows in ends.items():
-        low, high, truth = np.array(rows).T
-        methods[method] = {
-            "coverage": float(((low <= truth) & (truth <= high)).mean()),
-            "truth_above": float((truth > high).mean()),
-            "truth_below": float((truth < low).mean()),
-            "width": round(float(np.median(high - low)) / spread, 4),
-        }
-    return {"process": name, "clusters": clusters, "methods": methods}
-
-
-def studentised(sums: Array, counts: Array) -> tuple[Array, Array, Array]:
-    """Ratio, clustered error, and skewness over the root of the number of clusters, of each measurement."""
-    size, total = len(sums), counts.sum(0)
-    value = sums.sum(0) / total
-    residuals = (sums - value * counts) / total
-    squares = (residuals**2).sum(0)
-    return value, np.sqrt(size / (size - 1) * squares), (residuals**3).sum(0) / squares**1.5
-
-
-def hall(skewness: Array, t: float) -> tuple[Array, Array]:
-    """Both reaches, in standard errors, by the inverse of Hall's (1992) cubic transformation."""
-    g = np.where(np.abs(skewness) < 1e-9, 1e-9, skewness)
-    down, up = (3 / g * (np.cbrt(1 + g * (x - g / 6)) - 1) for x in (t, -t))
-    return down, -up
-
-
-def bootstrap_t(times: NDArray[np.int64], sums: Array, counts: Array, t: float) -> tuple[Array, Array]:
-    """Both reaches by the bootstrap-t with expanded tails (Hesterberg 2015), as kleash 0.1 had it."""
-    size = len(sums)
-    residuals = sums - sums.sum(0) / counts.sum(0) * counts
-    drawn, tokens = times @ residuals, times @ counts
-    shift = drawn / tokens
-    squares = (
-        times @ residuals**2 - 2 * shift * (times @ (residuals * counts)) + shift**2 * (times @ counts**2)
-    )
-    errors = np.sqrt(np.maximum(size / (size - 1) * squares, 0.0)) / tokens
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = np.sort(
-            np.where(errors > 1e-9 * np.abs(shift), shift / errors, np.copysign(np.inf, shift)), axis=0
-        )
-    tail = math.erfc(math.sqrt(size / (size - 1)) * t / math.sqrt(2)) / 2
-    place = max(0, math.floor(tail * (DRAWS + 1)) - 1)
-    return ratios[DRAWS - 1 - place], -ratios[place]
-
-
 def tables(figures: Mapping[str, Any]) -> dict[str, str]:
     """The tables of docs/uncertainty.md by name, from the figures."""
 
@@ -266,7 +186,7 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
         ),
     }
     heading = ["process", *(str(clusters) for clusters in CLUSTERS)]
-    tables_by_title = {
+    return {
         title: table(
             heading,
             [
@@ -276,23 +196,6 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
         )
         for title, text in texts.items()
     }
-    rivals: list[dict[str, Any]] = figures["methods"]
-    for name in dict.fromkeys(row["process"] for row in rivals):
-        methods_by_clusters = [row["methods"] for row in rivals if row["process"] == name]
-        tables_by_title[f"methods, {name}"] = table(
-            ["method", *heading[1:]],
-            [
-                [
-                    method,
-                    *(
-                        f"{percent(methods[method]['truth_above'])} · {times(methods[method]['width'])}"
-                        for methods in methods_by_clusters
-                    ),
-                ]
-                for method in methods_by_clusters[0]
-            ],
-        )
-    return tables_by_title
 
 
 def table(heading: list[str], rows: list[list[str]]) -> str:
@@ -308,9 +211,6 @@ def table(heading: list[str], rows: list[list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Simulated coverage, width and warnings of 95 % intervals.")
     parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
-    parser.add_argument(
-        "--rivals", type=int, default=4_000, help="simulated for each cell of the other methods"
-    )
     parser.add_argument("--seed", type=int, default=13)
     options = parser.parse_args()
     begun = time.perf_counter()
@@ -319,20 +219,13 @@ def main() -> None:
         for name in PROCESSES
         for clusters in CLUSTERS
     ]
-    rivals = [
-        rival_row(name, clusters, options.rivals, options.seed)
-        for name in ("normal", "lognormal 1")
-        for clusters in CLUSTERS
-    ]
     figures = {
         "what": "coverage, misses, width (over the spread of the estimate) and warnings of 95 % intervals",
         "numpy": np.__version__,
         "seed": options.seed,
         "measurements": options.measurements,
-        "measurements_of_other_methods": options.rivals,
         "seconds": round(time.perf_counter() - begun, 1),
         "processes": rows,
-        "methods": rivals,
     }
     for title, text in tables(figures).items():
         print(f"\n{title}\n{text}")

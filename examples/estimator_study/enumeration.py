@@ -12,7 +12,6 @@ from torch import Tensor
 from estimator_study.results import EstimatorRow
 from kleash.estimators import ESTIMATORS, k1, k3
 from kleash.losses import kl_loss
-from kleash.records import Number
 
 CONTROL_VARIATE = "k1 + a(w − 1)"
 LOSS = "kl_loss"
@@ -120,10 +119,10 @@ def _enumerated_row(
     mean = pair.mean(values).item()
     return EstimatorRow(
         name=name,
-        value=exact_number(mean),
-        bias=exact_number(mean - kl),
-        standard_deviation=exact_number(pair.variance(values).sqrt().item()),
-        negative_share=exact_number(pair.mean((values < 0).double()).item(), "probability"),
+        value=mean,
+        bias=mean - kl,
+        standard_deviation=pair.variance(values).sqrt().item(),
+        negative_share=pair.mean((values < 0).double()).item(),
         gradient_error=relative_error(backpropagated, kl_gradient),
     )
 
@@ -132,14 +131,9 @@ def exact_row(kl: float, gradient_error: float | None) -> EstimatorRow:
     """The row of the exact KL, which has no bias and no variance."""
     return EstimatorRow(
         name=EXACT,
-        value=exact_number(kl),
-        bias=exact_number(0.0),
-        standard_deviation=exact_number(0.0),
-        negative_share=exact_number(0.0, "probability"),
+        value=kl,
+        bias=0.0,
+        standard_deviation=0.0,
+        negative_share=0.0,
         gradient_error=gradient_error,
     )
-
-
-def exact_number(value: float, unit: str = "nats") -> Number:
-    """A computed number: its standard error is 0."""
-    return Number(value=value, unit=unit, standard_error=0.0, ci95=(value, value))

@@ -12,12 +12,9 @@ from estimator_study.enumeration import (
     EXACT,
     EnumeratedPair,
     estimator_functions,
-    exact_number,
     relative_error,
 )
 from estimator_study.results import EstimatorRow, StudyCase
-from kleash.records import Number
-from kleash.uncertainty import clustered_mean
 
 VOCAB_SIZE, STEPS = 50, 30
 LOGIT_NOISE = (0.05, 0.2, 0.5, 1.0)
@@ -118,15 +115,13 @@ def markov_case(
     return StudyCase(
         name=f"markov-{noise:g}",
         title=f"Sequences of {steps} tokens, logits {noise:g} × noise apart",
-        sample=f"one sequence of {steps} tokens from p, a random Markov model over {vocab_size} tokens; each estimate "
-        "is a sum over its tokens, and the gradient, in p's logits, is that of the KL between whole sequences",
-        kl=exact_number(kl.item()),
+        kl=kl.item(),
         rows=tuple(
             EstimatorRow(
                 name=name,
-                value=exact_number(moments.mean[index].item()),
-                bias=exact_number(moments.mean[index].item() - kl.item()),
-                standard_deviation=exact_number(max(0.0, moments.covariance[index, index].item()) ** 0.5),
+                value=moments.mean[index].item(),
+                bias=moments.mean[index].item() - kl.item(),
+                standard_deviation=max(0.0, moments.covariance[index, index].item()) ** 0.5,
                 negative_share=negative_shares[index],
                 gradient_error=relative_error(gradients[index], kl_gradient),
             )
@@ -198,17 +193,13 @@ def _with_mixture(moments: Moments, names: tuple[str, ...]) -> tuple[float, Mome
     return a, Moments(combinations @ moments.mean, combinations @ moments.covariance @ combinations.T)
 
 
-def _negative_shares(pair: EnumeratedPair, terms: Terms, a: float, steps: int) -> list[Number]:
+def _negative_shares(pair: EnumeratedPair, terms: Terms, a: float, steps: int) -> list[float]:
     """The share of sampled sequences on which each sum is below 0."""
     context, token = sample_sequences(pair, steps)
     sums = terms.values[:, context, token].sum(-1)
     u, c = (sums[terms.names.index(name)] for name in ("k1", EXACT))
     below = torch.cat([sums, (u - a * (u - c)).unsqueeze(0), c.unsqueeze(0)]) < 0
-    clusters = np.arange(below.shape[1])
-    return [
-        clustered_mean(row.astype(np.float64), clusters, unit="probability", lower=0.0, upper=1.0)
-        for row in below.numpy()
-    ]
+    return below.double().mean(-1).tolist()
 
 
 def sample_sequences(

@@ -1,9 +1,6 @@
-"""The results of the study as plain records: exact numbers have a standard error of 0."""
+"""The results of the study as plain records."""
 
 from dataclasses import dataclass
-
-from kleash.records import Number
-from kleash.store.codec import to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,13 +8,13 @@ class EstimatorRow:
     """One estimator of KL(p || q) in one case."""
 
     name: str
-    value: Number
+    value: float
     """Its mean."""
-    bias: Number
+    bias: float
     """Its mean minus the KL."""
-    standard_deviation: Number
+    standard_deviation: float
     """Of a single estimate around its mean."""
-    negative_share: Number
+    negative_share: float
     """Share of single estimates below 0."""
     gradient_error: float | None
     """Norm of (expected backpropagated gradient - gradient of KL(p || q)), relative to the norm of the latter; 1 for
@@ -29,11 +26,8 @@ class StudyCase:
     """Every estimator on one pair of distributions."""
 
     name: str
-    """A short name, for anchors and for programs."""
     title: str
-    sample: str
-    """What a single estimate is computed from, in words."""
-    kl: Number
+    kl: float
     """KL(p || q) in nats."""
     rows: tuple[EstimatorRow, ...]
     notes: tuple[str, ...] = ()
@@ -72,8 +66,6 @@ class TwoModes:
 class Study:
     """Bias, noise, negative values and gradient of every estimator, case by case."""
 
-    kleash: str
-    """Version that computed it."""
     cases: tuple[StudyCase, ...]
     noise_crossing: float
     """The KL in nats between two normals of one variance at which k1 becomes less noisy than k3."""
@@ -82,7 +74,3 @@ class Study:
     def case(self, name: str) -> StudyCase:
         """The case called ``name``; KeyError if there is none."""
         return {case.name: case for case in self.cases}[name]
-
-    def to_json(self) -> str:
-        """The study as JSON text."""
-        return to_json(self)
