@@ -178,8 +178,8 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         ours = kl_of(work / "kleash")
         if options.what != "prompts":
             is_plain = options.what == "text"
-            others = json.loads(printed)["kl_policy_reference"] if is_plain else kl_of(work / "other")
-            assert abs(ours - others) <= 1e-3 * ours, (ours, others)
+            other_kl = json.loads(printed)["kl_policy_reference"] if is_plain else kl_of(work / "other")
+            assert abs(ours - other_kl) <= 1e-3 * ours, (ours, other_kl)
         print(f"kleash {wall['kleash'][-1]} s, other {wall['other'][-1]} s", file=sys.stderr, flush=True)
     return {
         "what": options.what,

@@ -12,13 +12,21 @@ from kleash.losses.kl import (
     kl_loss,
     require_log_probabilities,
 )
+from kleash.losses.latent import (
+    ActiveUnits,
+    active_units,
+    cyclical_annealing,
+    free_bits,
+    kl_per_dimension,
+    linear_annealing,
+)
 from kleash.losses.preference import PreferenceLoss, dpo_loss, implicit_reward, response_log_ratio
 from kleash.losses.term import KLTerm
 from kleash.losses.top_k import Drawn, TopK, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
-from kleash.registry import refuse_former
 
 __all__ = [
     "AGGREGATIONS",
+    "ActiveUnits",
     "Aggregation",
     "ControlledLoss",
     "Drawn",
@@ -26,17 +34,22 @@ __all__ = [
     "KLTerm",
     "PreferenceLoss",
     "TopK",
+    "active_units",
     "aggregate",
     "controlled_kl_loss",
     "count_of",
+    "cyclical_annealing",
     "distillation_loss",
     "divergence_loss",
     "dpo_loss",
     "extreme_tokens",
+    "free_bits",
     "future_kl_loss",
     "gkd_record",
     "implicit_reward",
     "kl_loss",
+    "kl_per_dimension",
+    "linear_annealing",
     "require_log_probabilities",
     "response_log_ratio",
     "sampled_tail_loss",
@@ -45,18 +58,3 @@ __all__ = [
     "top_k_from",
     "top_k_of",
 ]
-
-__getattr__ = refuse_former(
-    __name__,
-    dict.fromkeys(
-        (
-            "ActiveUnits",
-            "active_units",
-            "cyclical_annealing",
-            "free_bits",
-            "kl_per_dimension",
-            "linear_annealing",
-        ),
-        "take kleash.divergences.kl_gaussian, and write the floor or weight of its terms out",
-    ),
-)

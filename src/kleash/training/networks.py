@@ -18,7 +18,6 @@ from kleash.linear import Head
 from kleash.models import Model, Pair, load_pair
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
-from kleash.models.text_towers import copy_other_parts
 
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
@@ -218,7 +217,6 @@ class ActorCritic(torch.nn.Module):
         with suppress_library_output():
             if self.adapters is None:
                 self.network.save_pretrained(folder)
-                copy_other_parts(self.network, folder)
             else:
                 self.adapters.save_pretrained(folder, save_embedding_layers=False)
             self.pair.tokenizer.save_pretrained(folder)

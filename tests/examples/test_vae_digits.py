@@ -1,0 +1,37 @@
+"""The example shows what it says: posterior collapse, and its cures."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vae_digits.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(EXAMPLE))
+
+
+def test_collapse_and_cure(example, capsys):
+    found = {outcome.name: outcome for outcome in example["main"]()}
+    printed = capsys.readouterr().out
+    assert [line[:28].strip() for line in printed.splitlines()[1:]] == list(found)
+    for name in ("strong decoder", "weak decoder, KL weighs 8"):
+        assert found[name].active == 0 and 0 <= found[name].kl_nats < 0.05
+    assert found["weak decoder"].active >= 5 and found["weak decoder"].kl_nats > 1
+    for cure in ("free bits", "annealed", "cyclical"):
+        cured, collapsed = found[f"strong decoder, {cure}"], found["strong decoder"]
+        assert cured.active >= 2 and cured.kl_nats > 5 * collapsed.kl_nats
+        assert cured.image_nats < collapsed.image_nats
+    assert found["strong decoder, free bits"].kl_nats == pytest.approx(8 * 0.25, rel=0.15)
+
+
+def test_a_strong_decoder_sees_the_pixels_before_and_no_others(example):
+    torch.manual_seed(0)
+    model = example["Autoencoder"](sees_pixels=True)
+    torch.nn.init.normal_(model.before)
+    slope = torch.func.jacrev(lambda x: x @ model.before.triu(1))(torch.zeros(64))
+    assert (slope.triu() == 0).all() and (slope.tril(-1) != 0).sum() == 64 * 63 // 2
+    assert example["binary_digits"]().unique().tolist() == [0.0, 1.0]
