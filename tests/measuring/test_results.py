@@ -223,7 +223,6 @@ def test_a_model_compared_with_itself_has_a_summary_without_shares(
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     body = page[page.index("<body") :]
     assert "of the whole KL" not in body and "from NaN" not in body
-    assert "the mean is 0 nats" in body
 
 
 def test_a_cached_reference_gives_the_same_numbers(job: dict[str, Any], own: Path, tmp_path: Path) -> None:
