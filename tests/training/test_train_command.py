@@ -99,7 +99,7 @@ def test_steps_are_printed_and_hacking_stops_the_run(
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
     assert "alert, step 3: KL(policy ‖ reference) is" in said.err
     assert "stopped: the hacking monitor stopped it after step 3" in said.out
-    assert "after step 3: reward" in said.out and "report.html" in said.out
+    assert "after step 3" in said.out and "reward/score" in said.out and "report.html" in said.out
     (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
     assert "beta does not keep it near its target" in alert
 

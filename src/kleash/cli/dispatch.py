@@ -207,7 +207,7 @@ def _cache(job: CacheJob) -> int:
             f"chunks of {contents.context} tokens over {contents.vocabulary} logits: {contents.chunks}, in "
             f"{contents.path}, {contents.bytes:,} bytes"
         )
-        use = f"kleash measure --policy POLICY --reference-cache {shlex.quote(contents.path)}"
+        use = f"kleash measure --policy MODEL --reference-cache {shlex.quote(contents.path)}"
     else:
         ratio = contents.logits_bytes / contents.hidden_bytes
         text = (

@@ -23,7 +23,7 @@ from kleash.store.sweep import Sweep
 MAX_TABLE_COLUMNS = 200
 MAX_ROWS = 40
 """Rows of a table that are printed."""
-MAX_NAME = 60
+MAX_NAME = 40
 """Characters of a name in a table, of which the end is printed."""
 COLOURS = {"passed": "green", "failed": "red", "undecided": "yellow"}
 """Verdict of a gate -> its colour."""

@@ -377,7 +377,11 @@ def _(training: TrainingResult) -> Summary:
     return Summary(
         headline=f"{training.algorithm}, after step {training.steps}"
         + (f"; stopped: {training.stopped}" if training.stopped is not None else ""),
-        facts=(("policy", Name(training.policy)), ("folder", Name(training.out))),
+        facts=(
+            ("policy", Name(training.policy)),
+            ("folder", Name(training.out)),
+            *((f"weights of the {role} in memory", dtype) for role, dtype in training.dtypes.items()),
+        ),
         tables=(
             SummaryTable(
                 header=("metric of the last step", "value"),
