@@ -160,6 +160,7 @@ def test_a_process_that_fails_leaves_its_shards_to_the_others(
 
 
 @pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.usefixtures("alone")
 def test_until_relative_error_stops_at_the_same_shard(
     job: MeasureJob, models: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:

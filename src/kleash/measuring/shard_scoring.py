@@ -135,15 +135,14 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
     if on_disk := run.folder.on_disk():
         run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
     running.advance()
-    largest = Largest(MAX_SEQUENCES)
-    is_first_pass = True
+    largest, counted, is_first_pass = Largest(MAX_SEQUENCES), set(on_disk), True
     while True:
         plan = plan_shards(run.job, run.pair)
         if is_first_pass:
             for sentence in plan.notes:
                 run.reporter.note(sentence)
             run.reporter.set_total(plan.sequences)
-        claims = ShardClaims(run=run, running=running, counts_others=is_first_pass)
+        claims = ShardClaims(run=run, running=running, counted=counted)
         is_first_pass = False
         with turns_of(run.pair, engine.traits.temperature), claims:
             _score(engine, claims, plan.shards, largest)
@@ -164,8 +163,8 @@ class ShardClaims:
 
     run: OpenRun
     running: RunningKL
-    counts_others: bool
-    """Whether the shards of other processes are reported as scored, as they are met."""
+    counted: set[int]
+    """Shards that are reported as scored, or were on disk at the start."""
     total: int = 0
     """Shards of the plan so far."""
     checks: SourceChecks = field(init=False)
@@ -200,11 +199,13 @@ class ShardClaims:
             is_ours = not self.run.folder.has(shard.index) and shard_claim.enter_context(
                 claim(self.run.folder.root, _claim_of(shard.index))
             )
+            is_counted = shard.index in self.counted
+            self.counted.add(shard.index)
             if is_ours and not self.run.folder.has(shard.index):
                 yield shard
                 continue
             self.release(shard.index)
-            if self.counts_others:
+            if not is_counted:  # another process does it
                 sequences = len(shard.sequences) or len(shard.prompts) * self.run.job.samples_per_prompt
                 self.run.reporter.add_scored(sequences, 0)
 
