@@ -13,8 +13,8 @@ from packed_checkpoints import bit_string, packed_checkpoint, save_packed
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
-from kleash.checkpoints.quantised.integers import scale_groups
 from kleash.checkpoints.quantised.packed_formats import find_packed_modules
+from kleash.checkpoints.quantised.packed_modules import scale_groups
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.filling import unpack

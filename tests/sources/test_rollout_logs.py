@@ -10,9 +10,9 @@ import pytest
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
+from kleash.sources.dataset_formats import expand_logs
 from kleash.sources.prompts import describe_forms
 from kleash.sources.records import SourceRecord
-from kleash.sources.rollout_logs import expand_logs
 
 PROMPT, TEXTS = "The sea", [" was calm", " was not"]
 OPTIONS = {"until": ["\n"], "temperature": 0.0}

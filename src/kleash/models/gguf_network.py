@@ -15,10 +15,9 @@ from kleash.checkpoints.gguf.architectures import (
     TensorSummary,
     config_attributes,
 )
-from kleash.checkpoints.gguf.dense import DENSE_FAMILIES
+from kleash.checkpoints.gguf.dense import DENSE_FAMILIES, LLAMA_FAMILY
 from kleash.checkpoints.gguf.gemma import GEMMA_FAMILY
 from kleash.checkpoints.gguf.hybrids import HYBRID_FAMILIES
-from kleash.checkpoints.gguf.llama import LLAMA_FAMILY
 from kleash.checkpoints.gguf.qwen import QWEN_FAMILY
 from kleash.checkpoints.gguf.routed import ROUTED_FAMILIES
 from kleash.checkpoints.gguf.tensor_decoding import (

@@ -12,6 +12,7 @@ from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
 from kleash.sources.chat_rendering import form_of_text, join_contents, render_answer, turn_end
 from kleash.sources.dataset_formats import (
+    expand_logs,
     expand_responses,
     text_or_messages,
 )
@@ -25,7 +26,6 @@ from kleash.sources.records import (
     shorten,
     show_value,
 )
-from kleash.sources.rollout_logs import expand_logs
 from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt, is_padded, padding_length
 
 MAX_ID = 2**31 - 1

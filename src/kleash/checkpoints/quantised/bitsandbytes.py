@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from kleash.checkpoints.files import StoredTensor
-from kleash.checkpoints.quantised.integers import look_up_halves
 from kleash.checkpoints.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     group_by_module,
+    look_up_halves,
     modules_with,
 )
 from kleash.checkpoints.resolution import Checkpoint

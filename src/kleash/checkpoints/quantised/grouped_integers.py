@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kleash.checkpoints.quantised.integers import WORD_BITS, scale_groups, unpack_words
 from kleash.checkpoints.quantised.packed_modules import (
     MAX_SHOWN_CHARACTERS,
+    WORD_BITS,
     ModuleTensors,
     PackedModule,
     UnsupportedLayoutError,
@@ -30,6 +30,8 @@ from kleash.checkpoints.quantised.packed_modules import (
     read_group_size,
     read_integer,
     read_module_group_sizes,
+    scale_groups,
+    unpack_words,
 )
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError

@@ -26,20 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.checkpoints.quantised.integers import (
-    WORD_BITS,
-    decode_powers_of_two,
-    scale_groups,
-    unpack_float_4,
-    unpack_words,
-)
 from kleash.checkpoints.quantised.packed_modules import (
+    WORD_BITS,
     ModuleTensors,
     PackedModule,
     UnsupportedLayoutError,
+    decode_powers_of_two,
     modules_with,
     read_group_size,
     read_integer,
+    scale_groups,
+    unpack_float_4,
+    unpack_words,
 )
 from kleash.checkpoints.resolution import Checkpoint
 

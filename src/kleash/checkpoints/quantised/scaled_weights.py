@@ -27,24 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.checkpoints.quantised.integers import (
-    decode_powers_of_two,
-    scale_groups,
-    unpack_float_4,
-    unpack_words,
-    words_of,
-)
 from kleash.checkpoints.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     UnsupportedLayoutError,
     check_modelopt_algorithms,
+    decode_powers_of_two,
     modules_with,
     read_block,
     read_group_size,
     read_integer,
     read_object,
     read_weight_groups,
+    scale_groups,
+    unpack_float_4,
+    unpack_words,
+    words_of,
 )
 from kleash.checkpoints.resolution import Checkpoint
 
