@@ -20,7 +20,7 @@ from kleash.store.training_folder import last_checkpoint
 from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.trl_config import largest_divisor
+from kleash.training.with_trl.runs import largest_divisor
 
 pytestmark = [
     pytest.mark.peers("trl"),

@@ -15,6 +15,8 @@ from kleash.store.summary import Result
 
 RESULT = "training.json"
 CHECKPOINTS = "checkpoints"
+POLICY = "policy"
+"""The folder of the trained model or adapter, in that of the run and in PPO's checkpoints."""
 CHECKPOINT_NAME = re.compile("checkpoint-([0-9]+)", re.ASCII)
 DAMAGED = (
     "delete the checkpoint, and --resume goes on from the one before it, or begins again if none is kept"

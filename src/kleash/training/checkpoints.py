@@ -16,11 +16,11 @@ from kleash.extras import import_extra
 from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
-from kleash.store.training_folder import DAMAGED, checkpoint_number
+from kleash.store.training_folder import DAMAGED, POLICY, checkpoint_number
 from kleash.training.networks import ActorCritic
 from kleash.training.response_metrics import gather_object
 
-POLICY, PROGRESS = "policy", "progress.json"
+PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True, kw_only=True)

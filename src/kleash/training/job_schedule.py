@@ -1,6 +1,7 @@
 """What a job prescribes for each step: its prompts, and the beta controller."""
 
 from dataclasses import replace
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -10,12 +11,15 @@ from kleash.leash import Leash, beta_from_dict
 
 def prompt_indices(num_prompts: int, positions: range, seed: int) -> list[int]:
     """The prompts at these positions of an endless sequence of shuffled epochs, which depends on the seed alone."""
-    order: dict[int, list[int]] = {}
-    for epoch in range(positions.start // num_prompts, -(-positions.stop // num_prompts)):
-        random = Random(f"{seed}/{epoch}")
-        numbers = [random.random() for _ in range(num_prompts)]
-        order[epoch] = sorted(range(num_prompts), key=numbers.__getitem__)
-    return [order[position // num_prompts][position % num_prompts] for position in positions]
+    places = (divmod(position, num_prompts) for position in positions)
+    return [_epoch_order(num_prompts, epoch, seed)[place] for epoch, place in places]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    random = Random(f"{seed}/{epoch}")
+    numbers = [random.random() for _ in range(num_prompts)]
+    return sorted(range(num_prompts), key=numbers.__getitem__)
 
 
 def leash_of(job: RewardJob) -> Leash:

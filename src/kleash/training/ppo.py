@@ -31,8 +31,8 @@ from kleash.models.pair_loading import resolve_device
 from kleash.models.scoring import pad_batch
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
-from kleash.store.training_folder import CHECKPOINTS, last_checkpoint
-from kleash.training.checkpoints import POLICY, TrainingState, replaced_folder, restore, save
+from kleash.store.training_folder import CHECKPOINTS, POLICY, last_checkpoint
+from kleash.training.checkpoints import TrainingState, replaced_folder, restore, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
 from kleash.training.networks import ActorCritic, load_networks
 from kleash.training.ppo_loss import (
@@ -67,9 +67,8 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     an uninterrupted run. Under ``accelerate launch`` every process calls this and has whole copies of the models.
 
     Args:
-        job: the training job; ``out`` is set.
-        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called, which
-            writes the whole run folder.
+        job: the training job.
+        run_log: records the steps, on rank 0. Without it there, the whole run folder is written.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
@@ -117,11 +116,7 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
 def one_step(
     run: "Run", prompts: list[Prompt], progress: TrainingState, run_log: RunLog | None
 ) -> TrainingState:
-    """Take one step: rollout, advantages, updates, metrics, controller, log.
-
-    Raises:
-        NonFiniteError: if a loss or gradient is NaN or infinite; the weights are then those before it.
-    """
+    """Take one step: rollout, advantages, updates, metrics, controller, log; raises as ``update_policy``."""
     job, step, leash, start = run.job, progress.step + 1, beta_from_dict(progress.leash), monotonic()
     if run_log is not None:
         run_log.display.working(step, "generating, rewarding and scoring responses")
@@ -252,21 +247,13 @@ def responses_of_step(job: PPOJob) -> int:
 
 
 def draw(run: "Run", prompts: Sequence[Prompt], indices: range, step: int) -> list[TokenSequence]:
-    """Generate the responses with these indices; they do not depend on the process.
-
-    The draws of a response are keyed by the seed and its number in the run.
-    """
+    """Generate the responses with these indices; the draws are keyed by the seed and a response's number in the run."""
     job, samples = run.job, run.job.samples_per_prompt
     positions = range((step - 1) * job.prompts_per_step, step * job.prompts_per_step)
     chosen = prompt_indices(len(prompts), positions, job.seed)
     first = (step - 1) * responses_of_step(job)
     numbered = [replace(prompts[chosen[index // samples]], copy=first + index) for index in indices]
-    sampling = Sampling(
-        samples_per_prompt=1,
-        max_new_tokens=job.max_new_tokens,
-        temperature=job.temperature,
-        seed=job.seed,
-    )
+    sampling = Sampling(max_new_tokens=job.max_new_tokens, temperature=job.temperature, seed=job.seed)
     with torch.no_grad(), run.autocast():
         return generate(run.networks.sampler, numbered, sampling, batch_tokens=job.batch_tokens)
 

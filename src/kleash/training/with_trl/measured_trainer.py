@@ -9,8 +9,8 @@ from kleash.integrations.trl import response_statistics
 from kleash.models import Prompt
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import Rewards, require_scored
+from kleash.training.with_trl.runs import PROMPT_COLUMN
 from kleash.training.with_trl.step_logger import StepMeasurement
-from kleash.training.with_trl.trl_config import PROMPT_COLUMN
 
 CONTROLLED_METRICS = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 """Unit of a controller's target -> the metric that it follows."""

@@ -11,9 +11,8 @@ from kleash.training.networks import load_networks
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.online import data_set
-from kleash.training.with_trl.runs import run_trainer, silent_trainer
+from kleash.training.with_trl.runs import run_trainer, shared_arguments, silent_trainer
 from kleash.training.with_trl.step_logger import TRL_METRICS, StepLogger, StepMeasurement
-from kleash.training.with_trl.trl_config import shared_arguments
 
 BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
 """Divergence of a job -> TRL's ``beta``, which interpolates between the two directions of KL."""

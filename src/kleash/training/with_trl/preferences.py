@@ -14,9 +14,8 @@ from kleash.sources.dataset_formats import parse_preference
 from kleash.store import TrainingResult
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.runs import run_trainer, silent_trainer
+from kleash.training.with_trl.runs import run_trainer, shared_arguments, silent_trainer
 from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
-from kleash.training.with_trl.trl_config import shared_arguments
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""

@@ -1,24 +1,40 @@
-"""Runs a trainer of TRL to the end, from the last checkpoint when resuming."""
+"""Runs a trainer of TRL with the options of a job to the end, from the last checkpoint when resuming."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from kleash.errors import OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.launch_environment import launched_rank
+from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import Checksums
-from kleash.store.training_folder import DAMAGED, checkpoint_number, last_checkpoint
-from kleash.training.checkpoints import POLICY
+from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoint_number, last_checkpoint
 from kleash.training.run_log import RunLog
 from kleash.training.runner import Trainer, run_job
 from kleash.training.with_trl.step_logger import StepLogger
 from kleash.version import __version__
+
+PROMPT_COLUMN = "kleash_prompt"
+"""Column of the data set with the index of the prompt."""
+FIXED_ARGUMENTS = MappingProxyType(
+    {
+        "save_total_limit": 2,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+    }
+)
 
 
 @contextmanager
@@ -88,3 +104,50 @@ def run_trainer(
         out=str(root),
         dtypes=dtypes,
     )
+
+
+def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int = 1) -> dict[str, Any]:
+    """The arguments that all of TRL's configurations have in common.
+
+    The rows of a step are divided into micro-batches of equal size, with as many rows as ``batch_tokens`` allows, whose
+    gradients are accumulated.
+
+    Args:
+        job: the training job.
+        rows: responses (or pairs) of a step, over all processes.
+        row_tokens: largest number of tokens of a row.
+        updates: optimiser updates per step.
+
+    Raises:
+        OptionError: if the rows cannot be divided evenly among the processes.
+        CannotRunError: if the device does not exist.
+    """
+    device = resolve_device(job.device, None)
+    processes = import_extra("accelerate", "trl").PartialState(cpu=device.type == "cpu").num_processes
+    if rows % processes:
+        raise OptionError(
+            f"{rows} rows a step cannot be divided evenly among {processes} processes; give a multiple"
+        )
+    rows_per_process = rows // processes
+    batch_size = largest_divisor(rows_per_process, at_most=max(1, job.batch_tokens // row_tokens))
+    return {
+        "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": rows_per_process // batch_size,
+        "max_steps": job.steps * updates,
+        "logging_steps": updates,
+        "save_strategy": "steps",
+        "save_steps": job.checkpoint_every * updates,
+        "learning_rate": job.learning_rate,
+        "max_grad_norm": job.max_gradient_norm,
+        "seed": job.seed % 2**32,
+        "bf16": resolve_dtype(job.dtype, device) == torch.bfloat16,
+        "use_cpu": device.type == "cpu",
+        "gradient_checkpointing": device.type != "cpu",
+        **FIXED_ARGUMENTS,
+    }
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``at_most``; at least 1."""
+    return next(divisor for divisor in range(min(at_most, number), 0, -1) if number % divisor == 0)
