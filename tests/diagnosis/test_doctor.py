@@ -1,19 +1,21 @@
-"""The doctor on synthetic distributions, whose every fault is known, and on planted faults of the shipped pair."""
+"""The doctor on synthetic distributions, whose every fault is known, on samples of them, and as a command."""
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rectangular_rollouts import rollouts_of
 from scipy.special import log_softmax
 
 from kleash.cli import main
 from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
 from kleash.diagnosis.causes import CAUSES
+from kleash.diagnosis.token_table import sample_rollouts
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.records import Diagnosis
@@ -40,45 +42,62 @@ class World:
     def noisy(self, scale: Any) -> Array:
         return self.logp(self.logits + scale * self.random.standard_normal(self.logits.shape))
 
-    def rollouts(self, trainer: Array, engine: Array, reference: Array | None = None) -> list[RolloutRecord]:
-        return [
-            RolloutRecord(
-                prompt_ids=(number,),
-                response_ids=tuple(self.tokens[part].tolist()),
-                trainer=trainer[part],
-                engine=engine[part],
-                reference=None if reference is None else reference[part],
-                is_counted=np.ones(TIME, dtype=bool),
-                location=f"response {number}",
-            )
-            for number in range(SEQUENCES)
-            for part in [slice(number * TIME, (number + 1) * TIME)]
-        ]
+    def rollouts(self, trainer: Array, engine: Array) -> list[RolloutRecord]:
+        columns = (column.reshape(SEQUENCES, TIME) for column in (self.tokens, trainer, engine))
+        return rollouts_of([[number] for number in range(SEQUENCES)], *columns)
 
 
-def temperature(world: World) -> tuple[Array, Array]:
-    return world.logp(world.logits), world.logp(world.logits / 0.7)
+def at_temperature(value: float) -> Callable[["World"], tuple[Array, Array]]:
+    return lambda world: (world.logp(world.logits), world.logp(world.logits / value))
+
+
+temperature = at_temperature(0.7)
 
 
 def raw_logits(world: World) -> tuple[Array, Array]:
     return world.logp(world.logits), np.take_along_axis(world.logits, world.tokens[:, None], axis=1)[:, 0]
 
 
+def cut_to(world: World, kept: Array) -> tuple[Array, Array]:
+    """The engine draws from the tokens that are kept, in bfloat16, where rounding hides small differences."""
+    world.tokens = world.draw(np.where(kept, world.logits, -np.inf))
+    noisy = world.logits + 0.01 * world.random.standard_normal(world.logits.shape)
+    return world.logp(world.logits), world.logp(np.where(kept, noisy, -np.inf))
+
+
 def top_p(world: World) -> tuple[Array, Array]:
-    """The engine draws from the likeliest tokens that hold 90 %."""
+    """The likeliest tokens that hold 90 %."""
     p = np.exp(log_softmax(world.logits, axis=-1))
     order = np.argsort(-p, axis=-1)
     before = np.take_along_axis(p, order, -1).cumsum(-1) - np.take_along_axis(p, order, -1)
-    is_in = np.zeros_like(p, dtype=bool)
-    np.put_along_axis(is_in, order, before < 0.9, -1)
-    cut = np.where(is_in, world.logits, -np.inf)
-    world.tokens = world.draw(cut)
-    return world.logp(world.logits), world.logp(cut)
+    kept = np.zeros_like(p, dtype=bool)
+    np.put_along_axis(kept, order, before < 0.9, -1)
+    return cut_to(world, kept)
+
+
+def top_k(world: World) -> tuple[Array, Array]:
+    return cut_to(world, world.logits >= np.sort(world.logits)[:, -4][:, None])
+
+
+def min_p(world: World) -> tuple[Array, Array]:
+    return cut_to(world, world.logits >= world.logits.max(-1, keepdims=True) + np.log(0.3))
+
+
+def logit_bias(world: World) -> tuple[Array, Array]:
+    """The engine adds half a nat to the logits of ten tokens; all others lose one constant at each position."""
+    biased = world.logits + 0.5 * (np.arange(VOCAB) < 10)
+    world.tokens = world.draw(biased)
+    return world.logp(world.logits), world.logp(biased)
 
 
 def shift(world: World) -> tuple[Array, Array]:
     column = world.logp(world.logits)
     return np.roll(column.reshape(SEQUENCES, TIME), 1, axis=1).ravel(), column
+
+
+def shift_of_three(world: World) -> tuple[Array, Array]:
+    column = world.logp(world.logits)
+    return column, np.roll(column.reshape(SEQUENCES, TIME), -3, axis=1).ravel()
 
 
 def padding(world: World) -> tuple[Array, Array]:
@@ -112,42 +131,63 @@ def missing_shard(world: World) -> tuple[Array, Array]:
     return world.logp(world.logits), world.noisy(0.005 + 5 * is_broken)
 
 
+def errors(size: float) -> Callable[[World], tuple[Array, Array]]:
+    """As of weights in 8 bits: errors on all tokens that neither shrink nor leave a share far out."""
+    return lambda world: (world.logp(world.logits), world.noisy(size))
+
+
+def errors_of_one_size(world: World) -> tuple[Array, Array]:
+    """They leave a token changed that is nearly certain, unlike those of logits, and are no share far out."""
+    trainer = world.logp(world.logits)
+    return trainer, np.minimum(trainer + 0.02 * world.random.standard_normal(len(trainer)), 0)
+
+
+def placeholders(value: float) -> Callable[[World], tuple[Array, Array]]:
+    """Their differences are as large as those of another model, so only that they repeat gives them away."""
+    return lambda world: (
+        world.logp(world.logits),
+        np.where(world.position >= 15, value, world.noisy(0.02)),
+    )
+
+
 FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
     "temperature": ("temperature", temperature),
+    "a low temperature": ("temperature", at_temperature(0.5)),
     "raw logits": ("processed", raw_logits),
     "top-p": ("truncation", top_p),
+    "top-k": ("truncation", top_k),
+    "min-p": ("truncation", min_p),
+    "a logit bias": ("penalty", logit_bias),
     "a shifted column": ("shift", shift),
+    "a shift of three": ("shift", shift_of_three),
     "padding that counts": ("mask", padding),
+    "placeholders of -1": ("mask", placeholders(-1.0)),
+    "placeholders of -3": ("mask", placeholders(-3.0)),
     "another prompt": ("context", another_prompt),
     "other weights": ("weights", other_weights),
+    "small errors": ("weights", errors(0.06)),
+    "errors of one size": ("weights", errors_of_one_size),
     "log-probabilities in bfloat16": ("precision", bfloat16_values),
     "other experts": ("routing", other_experts),
     "a missing shard": ("tensor_parallel", missing_shard),
 }
+ALIKE = {"temperature": "processed", "raw logits": "column", "small errors": "precision"}
+"""A cause that the columns alone cannot tell from the one of a fault."""
+OF_THE_ENGINE = ("raw logits", "top-p", "top-k", "min-p", "a logit bias")
+"""Faults of the side that draws."""
 
 
+@pytest.mark.parametrize("is_of_trainer", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_first_without_models(fault: str) -> None:
+def test_a_fault_is_named_first_without_models(fault: str, is_of_trainer: bool) -> None:
     cause, plant = FAULTS[fault]
-    world = World(2, temperature=0.7 if fault == "temperature" else 1.0)
-    findings = diagnose(world.rollouts(*plant(world))).findings
-    assert findings and findings[0].cause == cause, findings
-    assert findings[0].probability > 0.6 and findings[0].next_test == CAUSES[cause].next_test
-    if fault == "temperature":
-        assert findings[0].alike == ("processed",), "the columns alone cannot tell these apart"
-    if fault == "raw logits":
-        assert findings[0].alike == ("column",), "values above 0 can"
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_in_the_trainers_column_too(fault: str) -> None:
-    cause, plant = FAULTS[fault]
-    if fault in ("top-p", "raw logits"):
-        return  # the trainer draws no tokens
-    world = World(7, temperature=0.7 if fault == "temperature" else 1.0)
-    trainer, engine = plant(world)
-    findings = diagnose(world.rollouts(engine, trainer)).findings
-    assert findings and findings[0].cause == cause, findings
+    if is_of_trainer and fault in OF_THE_ENGINE:
+        return
+    value = {"temperature": 0.7, "a low temperature": 0.5}.get(fault, 1.0)
+    columns = plant(world := World(7 if is_of_trainer else 2, temperature=value))
+    first = diagnose(world.rollouts(*columns[:: -1 if is_of_trainer else 1])).findings[0]
+    assert first.cause == cause and first.probability > 0.6 and first.next_test == CAUSES[cause].next_test
+    assert fault not in ALIKE or ALIKE[fault] in first.alike
 
 
 OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
@@ -160,16 +200,11 @@ OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
         "do not depend on each other",
         lambda logp: logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME),
     ),
-    "means of responses": (
-        "do not depend on each other",
-        lambda logp: logp.reshape(SEQUENCES, TIME).mean(1).repeat(TIME),
-    ),
     "entropies": (
         "they are logits",
         lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp))),
     ),
     "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
-    "reversed": ("do not depend on each other", lambda logp: logp[::-1]),
 }
 
 
@@ -248,67 +283,78 @@ def test_a_fault_of_some_responses_is_named_with_their_number(
 
 def test_tokens_of_probability_0_are_few_tokens_far_out_and_a_note() -> None:
     world = World(8)
-    engine = world.logp(world.logits)
-    trainer = world.noisy(0.005)
+    trainer, engine = world.noisy(0.005), world.logp(world.logits)
     trainer[[17, 400]] = -np.inf
     diagnosis = diagnose(world.rollouts(trainer, engine))
     assert diagnosis.findings[0].cause == "tensor_parallel"
     assert "the trainer gives a probability of 0 to 2 tokens that the engine drew" in diagnosis.notes
+    for value in (-np.inf, -1e300):
+        trainer[::50] = value
+        assert diagnose(world.rollouts(trainer, engine)).findings[0].cause in ("tensor_parallel", "routing")
+    assert diagnose(world.rollouts(np.full_like(trainer, -np.inf), engine)).findings
+    same = np.zeros(SEQUENCES * TIME)
+    assert diagnose(world.rollouts(same, same)).findings == (), "an engine that is certain of every token"
 
 
-@pytest.mark.parametrize("inverse", [1.01, 3.3])
-def test_a_temperature_near_1_or_far_below_is_named_without_models(inverse: float) -> None:
-    world = World(9, temperature=1 / inverse)
-    columns = world.logp(world.logits), world.logp(world.logits * inverse)
+@pytest.mark.parametrize("temperature", [0.3, 0.6, 1.4])
+@pytest.mark.parametrize("is_of_trainer", [False, True])
+def test_the_ratio_of_temperatures_is_named_without_models(temperature: float, is_of_trainer: bool) -> None:
+    columns = at_temperature(temperature)(world := World(4, temperature=temperature))
+    finding = diagnose(world.rollouts(*columns[:: -1 if is_of_trainer else 1])).findings[0]
+    assert finding.cause == "temperature"
+    sharper = ("trainer", "engine")[(temperature < 1) ^ is_of_trainer]
+    (ratio,) = re.findall(rf"the {sharper} is the sharper one, as at about ([\d.]+) times", finding.evidence)
+    assert float(ratio) == pytest.approx(min(temperature, 1 / temperature), rel=0.2)
+
+
+def test_a_temperature_near_1_is_named_where_rounding_is_that_of_float32() -> None:
+    columns = at_temperature(0.99)(world := World(9, temperature=0.99))
     assert diagnose(world.rollouts(*columns), rounding="float32").findings[0].cause == "temperature"
 
 
-@pytest.mark.parametrize("size", [0.02])
-def test_noise_of_one_size_on_all_log_probabilities_is_not_routing(size: float) -> None:
-    """Errors of logits leave a token unchanged that is nearly certain, so these were a share of tokens far out."""
-    world = World(3)
-    trainer = world.logp(world.logits)
-    noise = size * world.random.standard_normal(len(trainer))
-    finding = diagnose(world.rollouts(trainer, np.minimum(trainer + noise, 0))).findings[0]
-    assert finding.cause == "weights" and "precision" in finding.alike
+@pytest.mark.parametrize(
+    ("cause", "share", "size"), [("tensor_parallel", 0.005, 20.0), ("routing", 0.05, 0.5)]
+)
+def test_errors_of_some_tokens_are_named_where_the_others_round_far_less(
+    cause: str, share: float, size: float
+) -> None:
+    """As of two networks in float32, where --rounding says bfloat16."""
+    world = World(5)
+    engine, is_faulty = world.logp(world.logits), world.random.random(SEQUENCES * TIME) < share
+    error = np.where(is_faulty, size, 1e-7) * -np.expm1(engine) * world.random.standard_normal(len(engine))
+    finding = diagnose(world.rollouts(engine + error, engine)).findings[0]
+    assert finding.cause == cause
+    assert cause == "routing" or f"{is_faulty.sum()} of 600 tokens" in finding.evidence
 
 
-def test_errors_on_all_tokens_may_be_of_weights_or_precision() -> None:
-    """As of weights in 8 bits. They do not shrink along the response, and no share of the tokens is far out."""
-    world = World(3)
-    finding = diagnose(world.rollouts(world.logp(world.logits), world.noisy(0.06))).findings[0]
-    assert finding.cause == "weights" and "precision" in finding.alike
+def test_more_tokens_than_are_examined_are_sampled_with_a_note(monkeypatch: Any) -> None:
+    monkeypatch.setattr("kleash.diagnosis.doctor.MOST_TOKENS", 300)
+    world = World(7, temperature=0.7)
+    diagnosis = diagnose(world.rollouts(*temperature(world)))
+    assert (diagnosis.tokens, diagnosis.sequences) == (600, 20)
+    assert diagnosis.findings[0].cause == "temperature"
+    assert "300 of 600 tokens were examined, a random sample in 20 of 20 responses" in diagnosis.notes
 
 
-def test_a_low_temperature_is_named_without_models() -> None:
-    """Where a token that is nearly certain still has some of the entropy of the other side."""
-    world = World(2, temperature=0.5)
-    findings = diagnose(world.rollouts(world.logp(world.logits), world.logp(world.logits / 0.5))).findings
-    assert findings[0].cause == "temperature", findings
+@pytest.mark.parametrize(("responses", "length", "most_tokens"), [(1000, 10, 5000), (5, 1000, 500)])
+def test_a_sample_has_many_responses_or_parts_of_them(responses: int, length: int, most_tokens: int) -> None:
+    columns = np.zeros((responses, length))
+    prompts = [[number] for number in range(responses)]
+    rollouts = rollouts_of(prompts, columns.astype(int).tolist(), columns, columns)
+    rollouts[0].is_counted[0] = False
+    sample = sample_rollouts(rollouts, most_tokens)
+    assert most_tokens * 0.95 < sum(rollout.is_counted.sum() for rollout in sample) <= most_tokens
+    numbers = [rollout.prompt_ids[0] for rollout in sample]
+    assert numbers == sorted(set(numbers)) and len(numbers) == min(responses, 500)
+    assert not any(rollout.is_counted[0] for rollout in sample if rollout.prompt_ids == (0,))
+    if length == 1000:
+        places = [np.flatnonzero(rollout.is_counted) for rollout in sample[1:]]
+        assert all((place[:50] == np.arange(50)).all() and np.ptp(place[50:]) == 49 for place in places)
+        assert len({int(place[50]) for place in places}) > 1
+    assert sample_rollouts(rollouts, responses * length) is rollouts
 
 
-def test_a_shift_of_several_tokens_is_named() -> None:
-    world = World(2)
-    column = world.logp(world.logits)
-    moved = np.roll(column.reshape(SEQUENCES, TIME), -3, axis=1).ravel()
-    finding = diagnose(world.rollouts(column, moved)).findings[0]
-    assert finding.cause == "shift" and "the next token but 2" in finding.evidence
-
-
-@pytest.mark.parametrize("settings", ["min-p", "top-k"])
-def test_a_cut_is_told_from_a_temperature_without_models(settings: str) -> None:
-    """The cut side is never the smaller one; in bfloat16, where rounding hides small differences, too."""
-    world = World(4)
-    p = np.exp(log_softmax(world.logits, axis=-1))
-    kept = p >= 0.3 * p.max(-1, keepdims=True) if settings == "min-p" else p >= np.sort(p)[:, -4][:, None]
-    world.tokens = world.draw(np.where(kept, world.logits, -np.inf))
-    noisy = world.logits + 0.01 * world.random.standard_normal(world.logits.shape)
-    cut = world.logp(np.where(kept, noisy, -np.inf))
-    findings = diagnose(world.rollouts(world.logp(world.logits), cut)).findings
-    assert findings[0].cause == "truncation" and findings[0].probability > 0.5, findings
-
-
-@pytest.mark.parametrize("decimals", [2, 3, 4])
+@pytest.mark.parametrize("decimals", [2, 4])
 def test_few_decimals_are_a_note_and_no_finding(decimals: int) -> None:
     world = World(4)
     column = world.logp(world.logits)
@@ -324,9 +370,8 @@ def test_equal_neighbours_are_no_padding_where_columns_are_of_whole_numbers() ->
 
 
 @pytest.mark.parametrize(("rounding", "scale"), [("float32", 2e-7), ("float16", 1e-3), ("bfloat16", 0.01)])
-@pytest.mark.parametrize("seed", range(2))
-def test_rounding_is_healthy(rounding: str, scale: float, seed: int) -> None:
-    world = World(seed)
+def test_rounding_is_healthy(rounding: str, scale: float) -> None:
+    world = World(0)
     diagnosis = diagnose(world.rollouts(world.logp(world.logits), world.noisy(scale)), rounding=rounding)
     assert diagnosis.findings == () and diagnosis.examined
 
@@ -339,32 +384,11 @@ def test_rounding_of_bfloat16_is_a_finding_in_float32() -> None:
     assert finding.cause == "weights" and "precision" in finding.alike
 
 
-@pytest.mark.parametrize("value", [-1.0, -2.0, -3.0])
-def test_placeholders_of_ordinary_size_are_named_by_their_repetition(value: float) -> None:
-    """Their differences are as large as those of another model, so only that they repeat gives them away."""
-    world = World(2)
-    trainer, engine = world.logp(world.logits), world.noisy(0.02)
-    findings = diagnose(world.rollouts(trainer, np.where(world.position >= 15, value, engine))).findings
-    assert findings[0].cause == "mask" and findings[0].probability > 0.9, findings
-
-
 def test_few_tokens_are_not_diagnosed() -> None:
     world = World(5)
     rollouts = world.rollouts(*temperature(world))[:1]
     diagnosis = diagnose(rollouts)
     assert not diagnosis.examined and diagnosis.findings == () and "too few" in diagnosis.notes[0]
-
-
-def test_impossible_values_are_survived() -> None:
-    world = World(6)
-    trainer, engine = world.logp(world.logits), world.noisy(0.005)
-    trainer[::50] = engine[7] = -np.inf
-    findings = diagnose(world.rollouts(trainer, engine)).findings
-    assert findings[0].cause in ("tensor_parallel", "routing")
-    same = np.zeros(SEQUENCES * TIME)
-    assert diagnose(world.rollouts(same, same)).findings == (), (
-        "a greedy engine that is certain of every token"
-    )
 
 
 def written(path: Path, rollouts: list[RolloutRecord], **changes: Any) -> str:
@@ -390,9 +414,6 @@ def test_the_command_prints_a_ranked_list(tmp_path: Path, capsys: Any) -> None:
     assert "evidence: the engine is the sharper one, as at about" in output
     assert f"next: {CAUSES['temperature'].next_test}" in output
     assert "cannot tell these apart" in output
-    assert main(["doctor", path, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["findings"][0]) >= {"cause", "probability", "evidence", "next_test"}
     healthy = World(9)
     clean = written(tmp_path / "clean.jsonl", healthy.rollouts(healthy.noisy(1e-3), healthy.noisy(1e-3)))
     assert main(["doctor", clean, "--limit", "18"]) == 0
@@ -401,23 +422,16 @@ def test_the_command_prints_a_ranked_list(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_the_command_reads_the_logs_of_several_ranks(tmp_path: Path, capsys: Any) -> None:
-    """A fault in the log of one rank of three is said to be there, and that log alone has the right cause."""
-    worlds = [World(seed) for seed in (9, 10)]
+    """A fault in the log of one rank of two is said to be there, and that log alone has the right cause."""
+    healthy, faulty = World(9), World(8, temperature=0.7)
     paths = [
-        written(tmp_path / f"rank-{rank}.jsonl", world.rollouts(world.noisy(1e-3), world.noisy(1e-3)))
-        for rank, world in enumerate(worlds)
+        written(tmp_path / "rank-0.jsonl", healthy.rollouts(healthy.noisy(1e-3), healthy.noisy(1e-3))),
+        written(tmp_path / "rank-1.jsonl", faulty.rollouts(*temperature(faulty))),
     ]
-    faulty = World(8, temperature=0.7)
-    paths.append(written(tmp_path / "rank-2.jsonl", faulty.rollouts(*temperature(faulty))))
     assert main(["doctor", *paths, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["files"] == dict.fromkeys(paths, SEQUENCES) and found["file"] == f"{paths[0]} and 2 more"
-    assert f"per token of {paths[2]} is at least" in found["notes"][0]
-    assert main(["doctor", paths[2], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["findings"][0]["cause"] == "temperature"
-    assert main(["doctor", *paths[:2]]) == 0
-    output = capsys.readouterr().out
-    assert "no finding" in output and "per token of" not in output and ", from 2 files" in output
+    assert found["files"] == dict.fromkeys(paths, SEQUENCES) and found["file"] == f"{paths[0]} and 1 more"
+    assert f"per token of {paths[1]} is at least" in found["notes"][0]
     world = World(1)
     logits = written(tmp_path / "logits.jsonl", world.rollouts(*raw_logits(world)))
     assert main(["doctor", logits, paths[0]]) == 0, "logits have no KL by file"
@@ -441,21 +455,13 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
     assert message in str(error.value)
 
 
-def test_logits_are_read_by_the_doctor_alone(tmp_path: Path) -> None:
+def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody(tmp_path: Path) -> None:
     world = World(1)
-    path = written(tmp_path / "rollouts.jsonl", world.rollouts(*raw_logits(world)))
+    trainer, engine = raw_logits(world)
+    path = written(tmp_path / "rollouts.jsonl", world.rollouts(trainer, engine))
     assert len(read_rollouts(path, allow_logits=True)) == SEQUENCES
     with pytest.raises(SourceError, match="kleash doctor says more"):
         read_rollouts(path)
-
-
-@pytest.mark.filterwarnings("error")
-def test_values_beyond_float64_are_refused_or_stand_for_a_probability_of_0(tmp_path: Path) -> None:
-    world = World(6)
-    trainer, engine = world.logp(world.logits), world.noisy(0.005)
-    trainer[::50] = -1e300
-    assert diagnose(world.rollouts(trainer, engine)).findings[0].cause in ("tensor_parallel", "routing")
-    assert diagnose(world.rollouts(np.full_like(trainer, -np.inf), engine)).findings
     engine[7] = 1e200
     path = written(tmp_path / "rollouts.jsonl", world.rollouts(engine, engine))
     with pytest.raises(SourceError, match=r"'trainer_logprobs' is 1e\+200 at token 7; neither a log-prob"):
@@ -467,4 +473,3 @@ def test_a_diagnosis_is_plain_json() -> None:
     diagnosis = diagnose(world.rollouts(*shift(world)), file="\x1b[31m")
     assert isinstance(diagnosis, Diagnosis)
     assert json.loads(diagnosis.to_json())["findings"][0]["cause"] == "shift"
-    assert replace(diagnosis, file="x").file == "x"

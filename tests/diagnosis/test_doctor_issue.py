@@ -1,20 +1,22 @@
 """The doctor on real outputs of the shipped pair, with faults that are made here by other code than the doctor's."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rectangular_rollouts import rollouts_of
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from kleash.diagnosis import RolloutRecord, diagnose
+from kleash.leash import Mismatch, mismatch
 from kleash.models import Pair, load_pair, read_prompts
 
-Column = list[np.ndarray]
+Array = np.ndarray
 
 
 @pytest.fixture(scope="module")
@@ -23,80 +25,52 @@ def pair() -> Pair:
 
 
 class Rollouts:
-    """Responses drawn token by token from the policy's logits after a processor, and the logits without it."""
+    """Responses drawn token by token from the policy's logits after a processor, and the logits without it.
+
+    The prompts are the beginnings of shipped ones, all of one length.
+    """
 
     def __init__(
         self,
         pair: Pair,
         responses: int,
         tokens: int,
-        process: Callable[[Tensor, Tensor], Tensor] | None = None,
+        process: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: logits,
     ) -> None:
         self.pair, draw = pair, torch.Generator().manual_seed(0)
-        self.prompts = [prompt.token_ids for prompt in read_prompts("shipped:prompts", pair, limit=responses)]
-        self.responses: list[list[int]] = []
-        self.processed: Column = []
-        for prompt in self.prompts:
-            ids, cache, values = torch.tensor([prompt]), None, list[float]()
-            for _ in range(tokens):
-                with torch.inference_mode():
-                    new = ids if cache is None else ids[:, -1:]
-                    output = pair.policy.network(input_ids=new, past_key_values=cache, use_cache=True)
-                cache, logits = output.past_key_values, output.logits[:, -1].float()
-                logp = (logits if process is None else process(ids, logits)).log_softmax(-1)
-                token = torch.multinomial(logp.exp(), 1, generator=draw)
-                values.append(float(logp[0, token]))
-                ids = torch.cat([ids, token], dim=1)
-            self.responses.append(ids[0, len(prompt) :].tolist())
-            self.processed.append(np.array(values))
+        prompts = [prompt.token_ids for prompt in read_prompts("shipped:prompts", pair, limit=responses)]
+        self.start = min(map(len, prompts))
+        ids, cache, values = torch.tensor([prompt[: self.start] for prompt in prompts]), None, list[Tensor]()
+        for _ in range(tokens):
+            with torch.inference_mode():
+                new = ids if cache is None else ids[:, -1:]
+                output = pair.policy.network(input_ids=new, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logp = process(ids, output.logits[:, -1].float().clone()).log_softmax(-1)
+            token = torch.multinomial(logp.exp(), 1, generator=draw)
+            values.append(logp.gather(-1, token))
+            ids = torch.cat([ids, token], dim=1)
+        self.ids, self.processed = ids, torch.cat(values, dim=1).double().numpy()
 
-    def logits(self) -> list[Tensor]:
-        """Logits of the policy's network as it is now at the tokens of each response."""
-        rows: list[Tensor] = []
-        for prompt, response in zip(self.prompts, self.responses, strict=True):
-            with torch.no_grad():
-                output = self.pair.policy.network(input_ids=torch.tensor([[*prompt, *response[:-1]]]))
-            rows.append(output.logits[0, len(prompt) - 1 :].float())
-        return rows
+    def logits(self) -> Tensor:
+        """Logits [responses, time, vocab] of the policy's network as it is now."""
+        with torch.no_grad():
+            return self.pair.policy.network(input_ids=self.ids[:, :-1]).logits[:, self.start - 1 :].float()
 
-    def scored(self, change: Callable[[Tensor], Tensor] = lambda logits: logits) -> Column:
-        """Log-probabilities of the tokens under the policy's network as it is now."""
-        return [
-            change(logits).log_softmax(-1)[range(len(response)), response].double().numpy()
-            for logits, response in zip(self.logits(), self.responses, strict=True)
-        ]
+    def scored(self, divisor: float = 1.0) -> Array:
+        """Log-probabilities [responses, time] of the tokens under the policy's network as it is now."""
+        logp = (self.logits() / divisor).log_softmax(-1)
+        return logp.gather(-1, self.ids[:, self.start :].unsqueeze(-1)).squeeze(-1).double().numpy()
 
-    def records(
-        self, trainer: Column, engine: Column, reference: Column | None = None
-    ) -> list[RolloutRecord]:
-        return records(self.prompts, self.responses, trainer, engine, reference)
-
-
-def records(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    trainer: Column,
-    engine: Column,
-    reference: Column | None = None,
-) -> list[RolloutRecord]:
-    return [
-        RolloutRecord(
-            prompt_ids=tuple(prompts[number]),
-            response_ids=tuple(responses[number]),
-            trainer=trainer[number],
-            engine=engine[number],
-            reference=None if reference is None else reference[number],
-            is_counted=np.ones(len(responses[number]), dtype=bool),
-            location=f"response {number}",
-        )
-        for number in range(len(responses))
-    ]
+    def records(self, trainer: Array, engine: Array, reference: Array | None = None) -> list[RolloutRecord]:
+        prompts, responses = self.ids[:, : self.start].tolist(), self.ids[:, self.start :].tolist()
+        return rollouts_of(prompts, responses, trainer, engine, reference)
 
 
 @pytest.fixture(scope="module")
 def penalised(pair: Pair) -> Rollouts:
-    processor = RepetitionPenaltyLogitsProcessor(1.1)
-    return Rollouts(pair, 24, 40, lambda ids, logits: processor(ids, logits.clone()))
+    processor: Any = RepetitionPenaltyLogitsProcessor(1.1)
+    return Rollouts(pair, 32, 48, processor)
 
 
 @pytest.fixture(scope="module")
@@ -110,38 +84,41 @@ def first_cause(rollouts: list[RolloutRecord], pair: Pair | None = None, **optio
     return findings[0]
 
 
+def assert_weights_of_mean_1(trainer: Array, engine: Array) -> Mismatch:
+    """Both columns are log-probabilities of the same tokens, and the engine drew them."""
+    columns = torch.from_numpy(trainer), torch.from_numpy(engine)
+    measured = mismatch(*columns, torch.ones(trainer.shape, dtype=torch.bool))
+    low, high = measured.mean_weight.ci95
+    assert low < 1 < high
+    return measured
+
+
 @pytest.mark.parametrize("has_models", [False, True])
 @pytest.mark.parametrize("rounding", ["float32", "bfloat16"])
 def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
     penalised: Rollouts, pair: Pair, has_models: bool, rounding: str
 ) -> None:
-    rollouts = penalised.records(penalised.scored(), penalised.processed)
-    finding = first_cause(rollouts, pair if has_models else None, rounding=rounding)
+    columns = penalised.scored(), penalised.processed
+    finding = first_cause(penalised.records(*columns), pair if has_models else None, rounding=rounding)
     assert finding.cause == "penalty" and finding.probability > 0.5
     assert not has_models or "repetition penalty of 1.1" in finding.evidence
-
-
-@pytest.fixture(scope="module")
-def cut(pair: Pair) -> Rollouts:
-    """At a temperature of 0.7 and with a top_p of 0.8, as vLLM processes logits: divided, then cut."""
-    warper: Any = TopPLogitsWarper(0.8)
-    return Rollouts(pair, 24, 40, lambda ids, logits: warper(ids, logits / 0.7))
+    measured = assert_weights_of_mean_1(*columns)
+    k1, k3 = measured.kl_engine_trainer_k1, measured.kl_engine_trainer
+    assert abs(k1.value - k3.value) < 3 * k1.standard_error
 
 
 @pytest.mark.parametrize("trainer_at", [1.0, 0.7])
-@pytest.mark.parametrize("has_models", [False, True])
-def test_a_temperature_and_a_cut_at_once_name_no_other_cause(
-    cut: Rollouts, pair: Pair, trainer_at: float, has_models: bool
-) -> None:
-    """The engine returns what it draws from; the trainer is plain, or divides by the temperature alone."""
-    trainer = cut.scored(lambda logits: logits / trainer_at)
-    finding = first_cause(cut.records(trainer, cut.processed), pair if has_models else None)
+def test_a_temperature_and_a_cut_at_once_name_no_other_cause(pair: Pair, trainer_at: float) -> None:
+    """Divided, then cut, as by vLLM, which returns what it draws from; the trainer is plain or divides alone."""
+    warper: Any = TopPLogitsWarper(0.8)
+    rollouts = Rollouts(pair, 24, 40, lambda ids, logits: warper(ids, logits / 0.7))
+    records = rollouts.records(rollouts.scored(trainer_at), rollouts.processed)
     possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
-    assert finding.cause in possible
-    if has_models:
-        assert finding.cause == "truncation" and "top_p 0.8" in finding.evidence
-        named = re.findall(r"at temperature ([\d.]+)", finding.evidence)
-        assert trainer_at != 1 or float(named[0]) == pytest.approx(0.7, abs=0.02)
+    assert first_cause(records).cause in possible
+    finding = first_cause(records, pair)
+    assert finding.cause == "truncation" and "top_p 0.8" in finding.evidence
+    named = re.findall(r"at temperature ([\d.]+)", finding.evidence)
+    assert trainer_at != 1 or float(named[0]) == pytest.approx(0.7, abs=0.02)
 
 
 def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(
@@ -157,10 +134,9 @@ def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(
 
 def test_a_temperature_of_both_columns_and_of_the_sampler_is_no_finding(pair: Pair) -> None:
     rollouts = Rollouts(pair, 12, 32, lambda ids, logits: logits / 0.7)
-    column = rollouts.scored(lambda logits: logits / 0.7)
-    assert diagnose(rollouts.records(column, column), pair=pair).findings == ()
-    finding = first_cause(rollouts.records(rollouts.scored(), rollouts.scored()), pair)
-    assert finding.cause == "sampler"
+    divided, column = rollouts.scored(0.7), rollouts.scored()
+    assert diagnose(rollouts.records(divided, divided), pair=pair).findings == ()
+    assert first_cause(rollouts.records(column, column), pair).cause == "sampler"
 
 
 @contextmanager
@@ -181,15 +157,16 @@ def dropout(pair: Pair, share: float, seed: int) -> Iterator[None]:
 
 
 def test_dropout_of_the_trainer_is_named_and_not_other_weights(plain: Rollouts, pair: Pair) -> None:
-    engine, columns = plain.scored(), list[np.ndarray]()
+    engine, columns = plain.scored(), list[Array]()
     for seed in (0, 1):
         with dropout(pair, 0.1, seed):
-            trainer = plain.scored()
-        columns.append(np.concatenate(trainer) - np.concatenate(engine))
-    assert first_cause(plain.records(trainer, engine), pair).cause == "dropout"
-    alone = first_cause(plain.records(trainer, engine))
+            columns.append(plain.scored())
+    assert first_cause(plain.records(columns[1], engine), pair).cause == "dropout"
+    alone = first_cause(plain.records(columns[1], engine))
     assert "dropout" in (alone.cause, *alone.alike), "without the models it looks like other weights"
-    assert abs(np.corrcoef(columns)[0, 1]) < 0.1, "as the plant should be"
+    assert_weights_of_mean_1(columns[0], engine)
+    correlation = np.corrcoef([(column - engine).ravel() for column in columns])[0, 1]
+    assert abs(correlation) < 0.1, "as the plant should be"
 
 
 @contextmanager
@@ -232,7 +209,7 @@ def test_modules_that_were_left_out_are_named(plain: Rollouts, pair: Pair, part:
 def test_the_likeliest_tokens_log_probability_is_a_column_of_other_tokens(
     plain: Rollouts, pair: Pair
 ) -> None:
-    likeliest = [logits.log_softmax(-1).max(-1).values.double().numpy() for logits in plain.logits()]
+    likeliest = plain.logits().log_softmax(-1).amax(-1).double().numpy()
     finding = first_cause(plain.records(plain.scored(), likeliest), pair)
     assert finding.cause == "column" and "the likeliest token's" in finding.evidence
 
@@ -248,7 +225,7 @@ def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain: 
 def test_columns_that_differ_at_few_tokens_make_no_warning(plain: Rollouts, pair: Pair) -> None:
     """Warnings are errors here: nothing is divided by a median of 0, and no mean is of nothing."""
     trainer, engine = plain.scored(), plain.scored()
-    engine[-1][-1] = min(engine[-1][-1] + 1e-4, 0.0)
+    engine[-1, -1] = min(engine[-1, -1] + 1e-4, 0.0)
     assert diagnose(plain.records(trainer, engine), pair=pair).findings == ()
 
 
@@ -257,41 +234,60 @@ class Synthetic:
 
     def __init__(self, responses: int, tokens: int, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
-        self.column = [np.log(self.random.beta(1.2, 0.6, tokens)) for _ in range(responses)]
-        self.prompts = [list(range(int(self.random.integers(5, 40)))) for _ in range(responses)]
-        self.responses = [self.random.integers(0, 500, tokens).tolist() for _ in range(responses)]
+        self.column = np.log(self.random.beta(1.2, 0.6, (responses, tokens)))
+        self.prompts = [list(range(length)) for length in self.random.integers(5, 40, responses)]
+        self.responses = self.random.integers(0, 500, (responses, tokens)).tolist()
 
-    def noisy(self, scale: Callable[[np.ndarray, int], Any]) -> Column:
+    def noisy(self, scale: Callable[[Array, Array], Any]) -> Array:
         """The column with errors of the logits of a size for each position and prompt length."""
-        return [
-            np.minimum(
-                values
-                + scale(np.arange(len(values)), len(prompt))
-                * -np.expm1(values)
-                * self.random.standard_normal(len(values)),
-                0.0,
-            )
-            for values, prompt in zip(self.column, self.prompts, strict=True)
-        ]
+        starts = np.array([len(prompt) for prompt in self.prompts])[:, None]
+        noise = -np.expm1(self.column) * self.random.standard_normal(self.column.shape)
+        return np.minimum(self.column + scale(np.arange(self.column.shape[1]), starts) * noise, 0.0)
 
-    def records(self, trainer: Column, engine: Column) -> list[RolloutRecord]:
-        return records(self.prompts, self.responses, trainer, engine)
+    def records(self, trainer: Array, engine: Array) -> list[RolloutRecord]:
+        return rollouts_of(self.prompts, self.responses, trainer, engine)
 
 
 def test_a_cut_of_little_mass_at_every_token_is_no_other_weights() -> None:
     """The kept mass varies about a value, so the gaps have a shape like errors of both signs, but one sign."""
     world = Synthetic(120, 60)
-    engine = [
-        values
-        + np.minimum(0.06 * np.exp(0.5 * world.random.standard_normal(len(values))), -0.5 * np.expm1(values))
-        for values in world.noisy(lambda position, _: 0.005)
-    ]
-    finding = first_cause(world.records(world.column, [np.minimum(values, 0) for values in engine]))
+    mass = 0.06 * np.exp(0.5 * world.random.standard_normal(world.column.shape))
+    engine = world.noisy(lambda position, _: 0.005) + np.minimum(mass, -0.5 * np.expm1(world.column))
+    finding = first_cause(world.records(world.column, np.minimum(engine, 0)))
     assert finding.cause == "truncation" and finding.probability > 0.5
 
 
-@pytest.mark.parametrize("place", [16, 96, 160])
-@pytest.mark.parametrize("sizes", [(0.01, 0.1), (0.1, 0.01)])
+def test_other_weights_that_favour_repetition_are_no_penalty() -> None:
+    """Tokens that stand before are higher by more than the noise, all others lower, but not all of them."""
+    world = Synthetic(60, 60)
+    is_seen = np.array([[token in row[:place] for place, token in enumerate(row)] for row in world.responses])
+    engine = world.noisy(lambda position, _: 0.2) + np.where(is_seen, 0.2, -0.1) * -np.expm1(world.column)
+    assert first_cause(world.records(world.column, np.minimum(engine, 0))).cause in ("weights", "unexplained")
+
+
+def test_large_errors_of_the_last_tokens_are_no_insertion() -> None:
+    """A shift that predicts no token of a response would explain them all."""
+    world = Synthetic(60, 80)
+    engine = world.noisy(lambda position, _: 0.005)
+    engine[5, -3:] = world.column[5, -3:] - 0.3
+    assert all(each.cause != "insertion" for each in diagnose(world.records(world.column, engine)).findings)
+
+
+def test_padding_that_is_left_out_is_no_second_cause() -> None:
+    """Responses of all lengths, so that some have one or two tokens of padding."""
+    world = Synthetic(60, 40)
+    engine = world.noisy(lambda position, _: 0.005)
+    is_padding = np.arange(40) >= np.arange(60)[:, None] % 20 + 21
+    columns = np.where(is_padding, 0.0, world.column), np.where(is_padding, -1.0, engine)
+    world.responses = np.where(is_padding, 1, world.responses).tolist()
+    (finding,) = diagnose(world.records(*columns)).findings
+    assert finding.cause == "mask" and f"{is_padding.sum()} tokens" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("place", "sizes"),
+    [(16, (0.01, 0.1)), (96, (0.01, 0.1)), (160, (0.01, 0.1)), (96, (0.1, 0.01))],
+)
 def test_a_break_is_named_with_its_position(place: int, sizes: tuple[float, float]) -> None:
     world = Synthetic(64, 192)
     engine = world.noisy(lambda position, _: np.where(position < place, *sizes))
@@ -314,18 +310,16 @@ def test_a_break_of_the_sequence_is_told_from_one_of_the_response() -> None:
 
 
 @pytest.mark.parametrize("share", [1, 8])
-@pytest.mark.parametrize("is_deletion", [False, True])
-@pytest.mark.parametrize("is_of_trainer", [False, True])
+@pytest.mark.parametrize(("is_deletion", "is_of_trainer"), [(False, False), (True, True)])
 def test_a_token_more_or_less_inside_responses_is_an_insertion(
     share: int, is_deletion: bool, is_of_trainer: bool
 ) -> None:
     world = Synthetic(32, 64, seed=share)
-    changed = [
-        (np.r_[values[:30], values[31:], -1.0] if is_deletion else np.r_[values[:30], -1.0, values[30:-1]])
-        if number % share == 0
-        else values
-        for number, values in enumerate(world.noisy(lambda position, _: 1e-3))
-    ]
-    columns = (changed, world.column) if is_of_trainer else (world.column, changed)
+    moved = world.noisy(lambda position, _: 1e-3)
+    rows = moved[::share]
+    ends = np.full((len(rows), 1), -1.0)
+    parts = [rows[:, :30], rows[:, 31:], ends] if is_deletion else [rows[:, :30], ends, rows[:, 30:-1]]
+    moved[::share] = np.concatenate(parts, axis=1)
+    columns = (moved, world.column) if is_of_trainer else (world.column, moved)
     finding = first_cause(world.records(*columns))
     assert finding.cause == "insertion" and f"{32 // share} of" in finding.evidence

@@ -3,8 +3,7 @@
 from kleash.diagnosis.doctor import diagnose
 from kleash.diagnosis.engine_numbers import measure_mismatch
 from kleash.diagnosis.rollout_files import read_rollouts
-from kleash.diagnosis.rollout_records import RolloutRecord
-from kleash.diagnosis.rollout_writer import write_rollouts
+from kleash.diagnosis.rollout_records import RolloutRecord, write_rollouts
 
 __all__ = [
     "RolloutRecord",

@@ -38,9 +38,10 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
             "another cause",
         ),
         "penalty": Cause(
-            meaning="one side penalises tokens that stand before (repetition, presence, frequency), the other does not",
-            next_test="generate with repetition_penalty 1, presence_penalty 0 and frequency_penalty 0; if new and "
-            "repeated tokens still differ in opposite directions, it is another cause",
+            meaning="one side penalises tokens that stand before (repetition, presence, frequency), or has a bias on "
+            "certain tokens, the other does not",
+            next_test="generate with repetition_penalty 1, presence_penalty 0, frequency_penalty 0 and no logit_bias; "
+            "if these tokens and all others still differ in opposite directions, it is another cause",
         ),
         "sampler": Cause(
             meaning="the columns agree, and the tokens were drawn from another distribution than theirs",

@@ -1,4 +1,4 @@
-"""Hypotheses that need no model: what one column, or its noise, predicts of the other."""
+"""What needs no model: what the values of a column show, and hypotheses of what one column, or its noise, predicts."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
+from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED, likely_cause
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.residuals import (
     DISTINCT,
@@ -20,11 +20,12 @@ from kleash.diagnosis.residuals import (
     free,
     most,
     on_some,
-    one_sided,
     rounding,
     token_unit,
 )
+from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable, short_dtype
+from kleash.store.rollout_results import LikelyCause
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
@@ -54,13 +55,13 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
     few = (
         f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
-    shapes, slope = _shapes(table), _trend(table, table.position)[0]
+    shapes, slope = _shapes(table, table.difference), _trend(table, table.position)[0]
     for residual, unit in (shapes[0], shapes[-1]):
         yield _of_differences(table, HEALTHY, "", rounding(limit), 0.0, residual=residual, unit=unit)
     for cause, low, high in (("routing", 0.03, 0.8), ("tensor_parallel", 2e-3, 0.02)):
-        yield _of_differences(table, cause, few, on_some(limit, fault, low, high), 1.0)
+        yield _of_differences(table, cause, few, on_some(limit, DISTINCT * limit, low, high), 1.0)
     # Of two distributions over the same tokens neither is the larger one everywhere.
-    if min(above := _share_above(table, limit), 1 - above) > LEAST_RARE_SIGN:
+    if min(above := _share_above(table, table.difference, limit), 1 - above) > LEAST_RARE_SIGN:
         every = f"every token differs, by {np.median(size):.2g} nats in the median"
         for residual, unit in shapes[: 3 if slope > STEEPEST else 2]:
             fields = {"residual": residual, "unit": unit}
@@ -70,10 +71,16 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
         yield from _contexts(table, fault)
 
 
-def _shapes(table: TokenTable) -> list[tuple[Floats, Floats]]:
-    """The differences and their units: plain, less a bias by probability and position, of sizes that grow with it."""
-    rest, profile = table.difference - _bias(table, table.trainer), _trend(table, table.position)[1]
-    return [(table.difference, table.unit), (rest, table.unit), (table.difference, table.unit * profile)]
+def _shapes(table: TokenTable, values: Floats, group: Any = 0) -> list[tuple[Floats, Floats]]:
+    """Differences and their units: plain, less a bias by probability and position, of sizes that grow with it.
+
+    Args:
+        table: the tokens.
+        values: the differences, perhaps with other signs.
+        group: 0 or 1 for each token: the bias is that of each group.
+    """
+    rest, profile = values - _bias(table, values, table.trainer, group), _trend(table, table.position)[1]
+    return [(values, table.unit), (rest, table.unit), (values, table.unit * profile)]
 
 
 def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
@@ -93,7 +100,7 @@ def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
         f"the differences, of {np.median(np.abs(table.difference)):.2g} nats in the median, follow no cause better "
         "than errors of any size and sign"
     )
-    for residual, unit in reversed(_shapes(table)):
+    for residual, unit in reversed(_shapes(table, table.difference)):
         yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=residual, unit=unit)
 
 
@@ -153,11 +160,11 @@ def _trend(table: TokenTable, place: np.ndarray) -> tuple[float, Floats]:
     return slope, np.exp(np.clip(slope * log_place, -8, 8))
 
 
-def _bias(table: TokenTable, column: Floats) -> Floats:
-    """The median difference of tokens of like probability and position, by the other fold's tokens."""
+def _bias(table: TokenTable, values: Floats, column: Floats, group: Any = 0) -> Floats:
+    """The median of values at tokens of like probability and position and one group, by the other fold's tokens."""
     order = np.argsort(np.argsort(column)) * PROBABILITY_BINS // len(column)
     place = table.position * POSITION_BINS // (table.position.max() + 1)
-    cell, scaled = order * POSITION_BINS + place, table.difference / np.maximum(table.unit, 1e-12)
+    cell, scaled = (order * POSITION_BINS + place) * 2 + group, values / np.maximum(table.unit, 1e-12)
     bias = np.zeros(len(cell))
     for number, each in product((0, 1), np.unique(cell)):
         is_fitted = (table.fold != number) & (cell == each)
@@ -188,7 +195,8 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
             f"the columns do not depend on each other (correlation {correlation:.2f}), as if they were of other "
             "tokens"
         )
-        fields = {"residual": table.trainer, "unit": np.ones(len(table.trainer))}
+        ones = np.ones(len(table.trainer))
+        fields = {"residual": -table.trainer, "unit": ones, "lowest": 0 * ones}
         yield _of_differences(table, "column", what, free(), 2.0, **fields)
     yield from _of_side(table, "engine", limit)
     yield from _of_side(table, "trainer", limit)
@@ -205,40 +213,67 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
     in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
     if in_run.any() and not in_run.all():
         yield _placeholders(table, name, column, in_run, limit)
-    gaps = np.maximum(sign * table.difference, 0)
-    what = (
-        f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
-        f"{np.exp(-gaps).mean():.1%} of the mass on average"
-    )
-    shapes = _shapes(table)
-    is_dependent = correlated(table) > LARGEST_CORRELATION
-    for residual, unit in shapes[::2] if is_dependent else ():
-        fields = {"residual": residual, "unit": unit}
-        yield _of_differences(table, "truncation", what, one_sided(limit, sign, 0.05, 1e-3), 2.0, **fields)
-    if is_dependent and sign * (_share_above(table, limit) - 0.5) > 0.5 - LEAST_RARE_SIGN:
-        rest = sign * shapes[1][0]
-        lowest = rest - sign * table.difference - limit * table.unit
-        cause = "truncation"
-        is_apart = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
-        # Two tokens have 1 together at most; after a cut, the likelier ones have more than the others would leave them.
-        has_more = np.exp(column) + np.exp(other) > 1
-        is_other = np.median(np.abs(table.difference[is_apart]) if is_apart.any() else 0.0) > math.log(2)
-        if is_other and (has_more & is_apart).sum() < MISTAKES * is_apart.sum():
-            cause, what = (
-                "column",
-                f"the {name}'s values may be those of the likeliest tokens: they are the larger ones",
-            )
-        yield _of_differences(table, cause, what, free(), 2.0, residual=rest, lowest=lowest)
-    for which, is_lower in (
-        ("tokens that stand earlier in the prompt or response", table.is_seen),
-        ("tokens that stand earlier in the response", table.is_repeated),
+    if correlated(table) > LARGEST_CORRELATION:
+        yield from _of_one_sign(table, name, limit)
+
+
+def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]:
+    """One side's values are the larger ones where they differ, except for a group of tokens, which are lower.
+
+    After a cut the group is empty; a penalty lowers tokens that stand before, and a bias tokens of certain ids, while
+    the others rise by one constant at each position.
+    """
+    sign = -1 if name == "engine" else 1
+    kept = np.exp(-np.maximum(sign * table.difference, 0)).mean()
+    larger = f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps {kept:.1%}"
+    lower = f"the {name}'s log-probabilities of {{}} are lower, those of all others higher"
+    for cause, most_others, what, is_lower in (
+        (
+            "truncation",
+            LEAST_RARE_SIGN,
+            f"{larger} of the mass on average",
+            np.zeros(len(table.trainer), dtype=bool),
+        ),
+        (
+            "penalty",
+            EXCEPTIONS,
+            lower.format("tokens that stand earlier in prompt or response"),
+            table.is_seen,
+        ),
+        ("penalty", EXCEPTIONS, lower.format("tokens that stand earlier in the response"), table.is_repeated),
+        ("penalty", EXCEPTIONS, lower.format("certain tokens"), _lower_ids(table, sign, limit)),
     ):
-        if is_lower.any() and not is_lower.all():
-            what = f"the {name}'s log-probabilities of {which} are lower, those of all others higher"
-            rest = table.difference * np.where(is_lower, -1.0, 1.0)
-            yield _of_differences(
-                table, "penalty", what, one_sided(limit, sign, 0.4, 0.1), 2.0, residual=rest
-            )
+        values = table.difference * np.where(is_lower, -1.0, 1.0)
+        shares = [
+            sign * (_share_above(table, values, limit, each) - 0.5) + 0.5 for each in (~is_lower, is_lower)
+        ]
+        if shares[0] > 1 - most_others and (shares[1] > 0.5 or cause == "truncation"):
+            if cause == "truncation" and _is_of_likeliest(table, limit):
+                cause = "column"
+                what = f"the {name}'s values may be those of the likeliest tokens: they are the larger ones"
+            for residual, _ in _shapes(table, values, is_lower)[:2]:
+                lowest = np.where(is_lower, LOWEST, sign * (residual - values) - limit * table.unit)
+                fields = {"residual": sign * residual, "lowest": lowest}
+                yield _of_differences(table, cause, what, free(), 2.0, **fields)
+
+
+def _lower_ids(table: TokenTable, sign: int, limit: float) -> np.ndarray:
+    """Whether the tokens with each token's id are mostly the lower ones of a side, by the other fold's tokens."""
+    votes, ids = np.sign(sign * table.difference), np.unique(table.token_id, return_inverse=True)[1]
+    is_visible = _is_visible(table, limit)
+    sums = [np.bincount(ids, weights=votes * (is_visible & (table.fold != number))) for number in (0, 1)]
+    return np.stack(sums)[table.fold, ids] < 0
+
+
+def _is_of_likeliest(table: TokenTable, limit: float) -> bool:
+    """Whether the larger values of one side are not those after a cut.
+
+    Two tokens have 1 together at most; after a cut, the likelier ones have more than the others would leave them.
+    """
+    is_apart = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
+    has_more = np.exp(table.trainer) + np.exp(table.engine) > 1
+    is_other = np.median(np.abs(table.difference[is_apart]) if is_apart.any() else 0.0) > math.log(2)
+    return bool(is_other and (has_more & is_apart).sum() < MISTAKES * is_apart.sum())
 
 
 def _placeholders(
@@ -268,8 +303,11 @@ def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
     moved = {0: table.difference} | {
         offset: table.neighbour(table.trainer, offset) - table.engine for offset in SHIFTS
     }
+    # A token that a shift does not predict costs what it costs as it is.
     costs = {
-        offset: np.log1p(np.minimum(np.nan_to_num(np.abs(rest) / width, nan=3.6), 1e9) ** 2 / 2)
+        offset: np.log1p(
+            np.minimum(np.abs(np.where(np.isnan(rest), table.difference, rest)) / width, 1e9) ** 2 / 2
+        )
         for offset, rest in moved.items()
     }
     faulty, example = 0, 0
@@ -278,8 +316,8 @@ def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
         before = costs[0][start:end].cumsum()
         best = (float(before[-1]) - 2 * math.log(6 * (end - start)), 0, 0)
         for offset in SHIFTS if end - start > 2 else ():
-            # The token at which the shift begins is a value of its own.
-            total = before[:-2] + costs[offset][start:end][::-1].cumsum()[::-1][2:]
+            # The token at which the shift begins is a value of its own, which costs what it costs as it is.
+            total = before[1:-1] + costs[offset][start:end][::-1].cumsum()[::-1][2:]
             best = min(best, (float(total.min()), offset, int(start + total.argmin())))
         if best[1]:
             _, example, place = best
@@ -303,7 +341,7 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
     position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
     size that beta - 1 determines.
     """
-    above = _share_above(table, limit)
+    above = _share_above(table, table.difference, limit)
     if (
         not table.difference.any()
         or min(above, 1 - above) < LEAST_RARE_SIGN
@@ -332,7 +370,7 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
             sharper = "trainer" if (slope > 0) == (name == "engine") else "engine"
             ratio = _ratio(table, sharper)
             what = f"the {sharper} is the sharper one, as at about {ratio:.2f} times the other's temperature"
-            for residual in (rest, values - sign * _bias(table, column)):
+            for residual in (rest, values - _bias(table, values, column)):
                 yield _of_differences(table, "temperature", what, family, 2.0, residual=residual, unit=curve)
 
 
@@ -349,12 +387,21 @@ def _ratio(table: TokenTable, sharper: str) -> float:
     return float(covariance[0, 1] / covariance[0, 0])
 
 
-def _share_above(table: TokenTable, limit: float) -> float:
-    """The share of the differences above rounding in which the trainer's value is the larger one."""
-    is_visible = np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
-    return float(np.mean(table.difference[is_visible] > 0)) if is_visible.mean() > MISTAKES else 0.5
+def _is_visible(table: TokenTable, limit: float) -> np.ndarray:
+    """Which differences are above rounding."""
+    return np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
 
 
+def _share_above(table: TokenTable, values: Floats, limit: float, among: Any = True) -> float:
+    """The share of values above 0 among those of visible differences; a half if there are few."""
+    is_visible = _is_visible(table, limit) & among
+    return float(np.mean(values[is_visible] > 0)) if is_visible.mean() > MISTAKES else 0.5
+
+
+EXCEPTIONS = 0.07
+"""Share of the visible differences at which the tokens that a penalty does not lower are lower, at most, by noise."""
+LOWEST = -1e3
+"""In nats, below all differences."""
 LEAST_RARE_SIGN = 0.03
 """Share of the visible differences with the rarer sign below which they are no temperature's: under one, log p plus an
 entropy, of mean 0, is scaled. After a cut, all have one sign."""
@@ -375,3 +422,43 @@ ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
 LARGEST_SPREAD = 2.0
 """Standard deviation of the entropy among positions at which the drawn token has one probability, in nats for each
 1 - p, at most."""
+
+
+LEAST_ABOVE = 0.02
+"""Share of values above 0 from which they are logits, and not a few mistakes."""
+
+
+def cause_in_values(table: TokenTable) -> LikelyCause | None:
+    """The finding of what a column holds in the place of log-probabilities; None if it may hold them."""
+    for name, column, other in (
+        ("engine", table.engine, table.trainer),
+        ("trainer", table.trainer, table.engine),
+    ):
+        content = _of_column(column, other)
+        if content is not None:
+            return likely_cause("column", f"the {name}'s values {content}")
+        above = column > ROUNDING_NATS
+        if above.mean() > LEAST_ABOVE:
+            what = f"{above.mean():.0%} of the {name}'s values are above 0, up to {column.max():.3g}: they are logits"
+            causes = ("column", "processed") if above.all() else ("processed", "column")
+            return likely_cause(causes[0], f"{what}, not log-probabilities", alike=causes[1:])
+    return None
+
+
+def _of_column(column: Floats, other: Floats) -> str | None:
+    """What the values of a column are instead of log-probabilities, if they show it."""
+    if np.ptp(column) == 0:
+        if np.ptp(other) == 0:
+            return None
+        cause = "was not filled in, or that side is greedy" if column[0] == 0 else "was not filled in"
+        return f"are all {column[0]:g}: the column {cause}"
+    if column.min() < 0 or column.mean() <= ROUNDING_NATS:
+        return None
+    if (column == column.round()).all():
+        return f"are whole numbers up to {column.max():g}: ranks of the tokens"
+    if column.max() <= 1:
+        return f"are from {column.min():.2g} to {column.max():.2g}: probabilities, not their logarithms"
+    is_negative = np.ptp(other) > 0 and float(np.corrcoef(column, other)[0, 1]) < -0.9
+    return (
+        "are those of the other side with the other sign: negative log-likelihoods" if is_negative else None
+    )

@@ -8,16 +8,17 @@ import numpy as np
 from kleash.diagnosis.causes import CAUSES, HEALTHY, likely_cause
 from kleash.diagnosis.column_hypotheses import (
     break_hypotheses,
+    cause_in_values,
     noise_hypotheses,
     prediction_hypotheses,
     temperature_hypotheses,
     unexplained,
 )
-from kleash.diagnosis.column_values import cause_in_values
 from kleash.diagnosis.hypothesis import Hypothesis, probabilities
 from kleash.diagnosis.model_hypotheses import (
     common_temperature,
     model_hypotheses,
+    other_sampler,
     reference_hypotheses,
     wrong_side,
 )
@@ -25,7 +26,6 @@ from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
-from kleash.diagnosis.sampler import other_sampler
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair
@@ -175,30 +175,30 @@ def _with_short_column(findings: Sequence[LikelyCause], table: TokenTable) -> li
 def _without_padding(
     rollouts: Sequence[RolloutRecord],
 ) -> tuple[Sequence[RolloutRecord], list[LikelyCause]]:
-    """The rollouts with padding that counts left out, and the finding that says so; as they are without it."""
-    padding = [_padding(rollout) for rollout in rollouts]
-    padded = int(sum(each.any() for each in padding))
-    if not is_padded(padded, len(rollouts)):
-        return rollouts, []
-    sentence = (
-        f"{padded} of {len(rollouts)} responses end with {sum(map(np.sum, padding)):,} tokens in all at "
-        "which each column has one value, as padding does"
-    )
+    """The rollouts with padding that counts left out, and the finding that says so; as they are without it.
+
+    Where many responses end like padding, the others end with the same placeholder, also where it is there only once.
+    """
     counted = [
-        replace(rollout, is_counted=rollout.is_counted & ~each)
-        for rollout, each in zip(rollouts, padding, strict=True)
+        np.stack([each.response_ids, each.trainer, each.engine])[:, each.is_counted] for each in rollouts
     ]
-    return counted, [likely_cause("mask", sentence)]
-
-
-def _padding(rollout: RolloutRecord) -> np.ndarray:
-    """Which tokens at the end of a rollout look like padding and count."""
-    counted, is_padding = np.flatnonzero(rollout.is_counted), np.zeros(len(rollout.response_ids), dtype=bool)
-    if len(counted):
-        columns = (rollout.trainer[counted], rollout.engine[counted])
-        length = padding_length(np.array(rollout.response_ids)[counted].tolist(), columns)
-        is_padding[counted[len(counted) - length :]] = True
-    return is_padding
+    lengths = [padding_length(ids.tolist(), columns) if len(ids) else 0 for ids, *columns in counted]
+    ends = [each[:, -1] for each, length in zip(counted, lengths, strict=True) if length]
+    if not is_padded(len(ends), len(rollouts)):
+        return rollouts, []
+    placeholders, without, left_out = np.unique(ends, axis=0), list[RolloutRecord](), 0
+    for rollout, each, length in zip(rollouts, counted, lengths, strict=True):
+        is_placeholder = (each.T[:, None] == placeholders).all(axis=-1).any(axis=-1)
+        padding = max(length, int(np.cumprod(is_placeholder[::-1]).sum()))
+        is_counted = rollout.is_counted.copy()
+        is_counted[np.flatnonzero(is_counted)[each.shape[1] - padding :]] = False
+        without.append(replace(rollout, is_counted=is_counted))
+        left_out += padding
+    sentence = (
+        f"{len(ends)} of {len(rollouts)} responses end with tokens at which each column has one value, as padding "
+        f"does; {left_out:,} tokens in all are left out"
+    )
+    return without, [likely_cause("mask", sentence)]
 
 
 def _findings(

@@ -46,20 +46,14 @@ def measure_mismatch(
     read = read_rollout_files(files)
     columns = padded(read.rollouts)
     measured = mismatch(columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts)
-    kl = measured.kl_engine_trainer
-    noise_floor = _noise_floor_of_decimals(columns)
+    kl, noise_floor = measured.kl_engine_trainer, _noise_floor_of_decimals(columns)
     gate = None
     if at_most is not None:
-        gate = gate_of_number(
-            "kl_engine_trainer",
-            kl,
-            at_most=at_most,
-            noise_floor=noise_floor,
-            clusters=kl.clusters,
-            tokens=measured.tokens,
-        )
+        counts = {"clusters": kl.clusters, "tokens": measured.tokens}
+        gate = gate_of_number("kl_engine_trainer", kl, at_most=at_most, noise_floor=noise_floor, **counts)
     by_file = read.kl_by_file()
     require_unchanged_files()
+    numbers = {field.name: getattr(measured, field.name) for field in fields(Mismatch)}
     return MismatchRecord(
         kleash=__version__,
         file=read.name,
@@ -67,16 +61,9 @@ def measure_mismatch(
         tokens=measured.tokens,
         sequences=measured.sequences,
         prompts=kl.clusters,
-        numbers={
-            field.name: value
-            for field in fields(Mismatch)
-            if isinstance(value := getattr(measured, field.name), Estimate)
-        },
+        numbers={name: value for name, value in numbers.items() if isinstance(value, Estimate)},
         values={
-            "effective_sample_size": measured.effective_sample_size,
-            "effective_sequences": measured.effective_sequences,
-            "largest_log_ratio": measured.largest_log_ratio,
-            "ruled_out": measured.ruled_out,
+            **{name: numbers[name] for name in PLAIN_NUMBERS},
             **{f"over_sequences.{name}": value for name, value in measured.over_sequences._asdict().items()},
             **{f"probabilities.{name}": value for name, value in measured.probabilities._asdict().items()},
         },
@@ -85,14 +72,14 @@ def measure_mismatch(
         notes=(
             *read.notes,
             *note_on_one_sided_files(by_file),
-            *_note_on_equal_columns(columns),
-            *_note_on_decimals(noise_floor),
-            *_note_on_mean_weight(measured.mean_weight),
+            *_notes(columns, noise_floor, measured.mean_weight),
         ),
         gate=gate,
     )
 
 
+PLAIN_NUMBERS = ("effective_sample_size", "effective_sequences", "largest_log_ratio", "ruled_out")
+"""Numbers without an error."""
 CLEAR_STANDARD_ERRORS, SMALLEST_BIAS = 5.0, 0.01
 """How far the mean weight is from 1 where a note is made: in standard errors, and in itself."""
 
@@ -108,37 +95,28 @@ def _noise_floor_of_decimals(columns: PaddedRollouts) -> float | None:
     return largest**2 / 2 or None
 
 
-def _note_on_decimals(noise_floor: float | None) -> list[str]:
-    """A note about rounding that may be taken for a mismatch, or hide one."""
-    note = (
-        f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor or 0:.1g} "
-        "nats per token, the noise floor of the gate; write at least 6 decimals"
-    )
-    return [] if noise_floor is None else [note]
-
-
-def _note_on_equal_columns(columns: PaddedRollouts) -> list[str]:
-    """A note if both columns are equal at every token: whether they were measured at all."""
+def _notes(columns: PaddedRollouts, noise_floor: float | None, weight: Estimate) -> list[str]:
+    """What a reader of the numbers should know of the columns: what they cannot show, and that they disagree."""
+    notes = list[str]()
     trainer, engine = (column[columns.is_counted] for column in (columns.trainer, columns.engine))
-    if not torch.equal(trainer, engine):
-        return []
-    if not are_columns_equal(trainer, engine):
-        return [
+    if are_columns_equal(trainer, engine):
+        notes.append(
+            f"both columns are equal bit for bit at all {len(trainer)} tokens: either one computation gives the "
+            "log-probabilities of both sides, or one column is a copy of the other, as where training takes the "
+            "engine's values for its own (verl's bypass_mode)"
+        )
+    elif torch.equal(trainer, engine):
+        notes.append(
             f"both columns are {trainer[0]:g} at all {len(trainer)} tokens, as columns that were not filled in"
-        ]
-    note = (
-        f"both columns are equal bit for bit at all {len(trainer)} tokens: either one computation gives the "
-        "log-probabilities of both sides, or one column is a copy of the other, as where training takes the engine's "
-        "values for its own (verl's bypass_mode)"
-    )
-    return [note]
-
-
-def _note_on_mean_weight(weight: Estimate) -> list[str]:
-    """A note if the columns are not log-probabilities of the same tokens under two similar distributions."""
-    bias = abs(weight.value - 1)
-    note = (
-        f"the mean weight is {weight.value:.3g}; it is 1 if both columns are log-probabilities of the same tokens, and "
-        "neither is truncated or at another temperature: kleash doctor names the likely cause"
-    )
-    return [note] if bias > max(SMALLEST_BIAS, CLEAR_STANDARD_ERRORS * weight.standard_error) else []
+        )
+    if noise_floor is not None:
+        notes.append(
+            f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor:.1g} "
+            "nats per token, the noise floor of the gate; write at least 6 decimals"
+        )
+    if abs(weight.value - 1) > max(SMALLEST_BIAS, CLEAR_STANDARD_ERRORS * weight.standard_error):
+        notes.append(
+            f"the mean weight is {weight.value:.3g}; it is 1 if both columns are log-probabilities of the same tokens, "
+            "and neither is truncated or at another temperature: kleash doctor names the likely cause"
+        )
+    return notes

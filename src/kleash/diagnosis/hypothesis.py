@@ -10,7 +10,7 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED
 from kleash.diagnosis.residuals import Family, Floats, Residuals, held_out
 from kleash.diagnosis.token_table import TokenTable
 
-PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -8.0}
+PRIOR_NATS = {HEALTHY: 4.0, UNEXPLAINED: -12.0}
 """Log of the prior odds against a cause."""
 LEAST_EVIDENCE = 0.5
 """Share of a difference of log-likelihoods that counts at least, however few blocks it comes from."""

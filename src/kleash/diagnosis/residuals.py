@@ -42,9 +42,6 @@ errors of one size on all log-probabilities."""
 _COUNTS = {NORMAL: 27, TAILED: 14, EQUAL: 20}
 SCALE = np.concatenate([np.geomspace(1e-7, 30.0, count) for count in _COUNTS.values()])
 KIND = np.repeat(list(_COUNTS), list(_COUNTS.values()))
-SIGN = np.repeat([0, 1, -1], len(SCALE))
-"""Side of each component of the whole mixture: errors of both signs, only above 0, only below."""
-SCALE, KIND = np.tile(SCALE, 3), np.tile(KIND, 3)
 FITTED_TOKENS = 2500
 EM_STEPS, RELAXATION = 40, 1.8
 """Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each step."""
@@ -87,23 +84,17 @@ def token_unit(log_probabilities: Floats) -> Floats:
 
 def _core(limit: float) -> NDArray[np.bool_]:
     """Components of rounding: errors of logits of at most ``limit``, and those of a softmax in float32."""
-    return np.equal(SIGN, 0) & np.less_equal(
-        SCALE, np.where(KIND == EQUAL, max(SOFTMAX_NATS, EQUAL_SHARE * limit), limit)
-    )
-
-
-def _outliers(low: float, high: float) -> Block:
-    """A few tokens anywhere."""
-    return Block((SIGN == 0) & (KIND == TAILED) & (SCALE > 0.3) & (SCALE < 10), low, high)
+    return np.less_equal(SCALE, np.where(KIND == EQUAL, max(SOFTMAX_NATS, EQUAL_SHARE * limit), limit))
 
 
 def rounding(limit: float, outliers: float = 1e-5) -> Family:
     """Rounding of at most ``limit``, of any mixture of sizes, with at most a share of outliers."""
-    return (Block(_core(limit), 0.0, 1.0), _outliers(1e-5, outliers))
+    is_outlier = (KIND == TAILED) & (SCALE > 0.3) & (SCALE < 10)
+    return (Block(_core(limit), 0.0, 1.0), Block(is_outlier, 1e-5, outliers))
 
 
 def _large(smallest: float, smallest_equal: float = math.inf) -> NDArray[np.bool_]:
-    """Components of any sign: errors of logits above a size, and errors of one size above another."""
+    """Components of errors of logits above a size, and of errors of one size above another."""
     return np.greater(SCALE, np.where(KIND == EQUAL, smallest_equal, smallest))
 
 
@@ -120,7 +111,7 @@ def everywhere(smallest: float) -> Family:
 
 
 def at_most(largest: float) -> Family:
-    """Errors of any sign of at most ``largest``."""
+    """Errors of at most ``largest``."""
     return (Block(np.less_equal(SCALE, largest), 0.0, 1.0),)
 
 
@@ -129,16 +120,8 @@ def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     return (Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high))
 
 
-def one_sided(limit: float, sign: int, least: float, exceptions: float) -> Family:
-    """Rounding, errors of one sign of any size on at least a share of the tokens, and some exceptions."""
-    inside = Block(np.equal(SIGN, sign), least, 1.0)
-    # Where rounding exceeds an error of the sign, what is left is less than rounding alone.
-    beyond = np.equal(SIGN, -sign) & (KIND != EQUAL) & np.less_equal(SCALE, limit)
-    return (Block(_core(limit) | beyond, 0.0, 1 - least), inside, _outliers(1e-4, exceptions))
-
-
 def free() -> Family:
-    """Errors of any sizes and signs."""
+    """Errors of any sizes."""
     return (Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),)
 
 
@@ -150,24 +133,18 @@ def _sizes(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
 
 def log_densities(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
     """Log-densities [tokens, components] under some of the components."""
-    symmetric, copy = np.unique(members % (len(SCALE) // 3), return_inverse=True)
-    values, side, size = residuals.values[:, None], SIGN[members], _sizes(residuals, symmetric)
-    logs, is_tailed = (values / size) ** 2, KIND[symmetric] == TAILED
+    size, is_tailed = _sizes(residuals, members), KIND[members] == TAILED
+    logs = (residuals.values[:, None] / size) ** 2
     logs[:, is_tailed] = -1.5 * np.log1p(logs[:, is_tailed] / 2) - 1.5 * math.log(2)
     logs[:, ~is_tailed] = -0.5 * logs[:, ~is_tailed] - 0.5 * math.log(2 * math.pi)
-    logs = (logs - np.log(size))[:, copy]
-    is_one_sided = side != 0
-    logs[:, is_one_sided] += np.where(side[is_one_sided] * values > 0, math.log(2), -np.inf)
-    return logs
+    return logs - np.log(size)
 
 
 def mass_above(residuals: Residuals, lowest: Floats, members: NDArray[np.int64]) -> Floats:
     """The probability [tokens, components] of values from ``lowest`` on under some of the components."""
     z = -lowest[:, None] / _sizes(residuals, members)
     normal = torch.special.ndtr(torch.from_numpy(z)).numpy()
-    mass = np.where(KIND[members] == TAILED, 0.5 + z / (2 * np.sqrt(2 + z**2)), normal)
-    side = SIGN[members]
-    return np.select([side > 0, side < 0], [np.minimum(2 * mass, 1), np.maximum(2 * mass - 1, 0)], mass)
+    return np.where(KIND[members] == TAILED, 0.5 + z / (2 * np.sqrt(2 + z**2)), normal)
 
 
 def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) -> Floats:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 
@@ -32,8 +31,6 @@ SUFFIXES_OF_ROLLOUTS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feat
 """Suffixes of the files of a folder that are read; files that end with .json only if there are no others."""
 MAX_NAMED_FILES = 3
 """Files that a note names; the others are counted."""
-COPIED_SHARE = 0.5
-"""Share of a file's rollouts that must stand in another file for a note. Short responses are equal by chance."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,14 +69,14 @@ def read_rollouts(
 
     Args:
         names: a file, a folder of files, a pattern such as "logs/rank-*.jsonl", or several of them; "-" is standard
-            input. Files are read in the order of the names, those of a folder in natural order.
+            input. Files are read in the order of the names, each once.
         allow_logits: whether values that are no log-probabilities are accepted: those above 0, and those of padding
             that no mask marks.
         limit: largest number of rollouts to read, of several files in turn; None for all.
 
     Raises:
-        SourceError: at the first record that is not a rollout, with what was expected, if a file stands there twice,
-            if no token counts, or if responses are padded and have no mask.
+        SourceError: at the first record that is not a rollout, with what was expected, if no token counts, or if
+            responses are padded and have no mask.
     """
     return read_rollout_files(names, allow_logits=allow_logits, limit=limit).rollouts
 
@@ -89,8 +86,8 @@ def read_rollout_files(
 ) -> RolloutFiles:
     """``read_rollouts`` with what a reader should know of the files."""
     given_names = [str(names)] if isinstance(names, str | PurePath) else list(map(str, names))
-    labels = [label for name in given_names for label in _files_of(name)]
-    _require_different(labels)
+    found = [label for name in given_names for label in _files_of(name)]
+    labels = list({Path(label).expanduser().resolve(): label for label in found}.values())
     padding: list[tuple[RolloutRecord, int]] = []
     readers = [_rollouts_of(label, allow_logits, len(labels) > 1, padding) for label in labels]
     if limit is None:
@@ -113,7 +110,7 @@ def read_rollout_files(
     empty = [label for label, size in sizes.items() if not size]
     if empty and limit is None:
         notes.append(f"no rollout in {_listed(empty)}")
-    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*notes, *_note_on_copies(rollouts)))
+    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=tuple(notes))
 
 
 def note_on_one_sided_files(kl: Mapping[str, Estimate]) -> tuple[str, ...]:
@@ -148,7 +145,7 @@ def _rollouts_of(
 
 
 def _files_of(name: str) -> list[str]:
-    """The files that a name stands for, in natural order: rank-2 before rank-10.
+    """The files that a name stands for, in the order of their names.
 
     Raises:
         SourceError: if it is a folder without a file of rollouts, or a pattern that no file matches.
@@ -173,27 +170,7 @@ def _files_of(name: str) -> list[str]:
         return [name]
     if not files:
         raise SourceError(expected)
-    return sorted(files, key=_natural_order)
-
-
-def _natural_order(name: str) -> list[Any]:
-    """The order of names in which numbers count by their value."""
-    return [
-        (part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in re.split(r"([0-9]+)", name)
-        if part
-    ]
-
-
-def _require_different(labels: Sequence[str]) -> None:
-    """Raise SourceError if a file stands there twice, under one name or two."""
-    seen: dict[str, str] = {}
-    for label in labels:
-        other = seen.setdefault(
-            label if label == STANDARD_INPUT else str(Path(label).expanduser().resolve()), label
-        )
-        if other is not label:
-            raise SourceError(f"{label} was given twice, first as {other}; give it once")
+    return sorted(files)
 
 
 def _note_on_padding(padding: Sequence[tuple[RolloutRecord, int]], responses: int) -> list[str]:
@@ -206,28 +183,6 @@ def _note_on_padding(padding: Sequence[tuple[RolloutRecord, int]], responses: in
         f"mask: at the last {length} of {first.location} the trainer's values are all {first.trainer[-1]:g} and the "
         f"engine's {first.engine[-1]:g}; give {RESPONSE_MASKS[0]!r} with 1 for each token that the engine drew, or "
         "leave the padding out"
-    )
-    return [sentence]
-
-
-def _note_on_copies(rollouts: Sequence[RolloutRecord]) -> list[str]:
-    """A note if at least half of a file's rollouts stand in an earlier one, with the same log-probabilities."""
-    first: dict[Any, RolloutRecord] = {}
-    copies: dict[str, list[tuple[RolloutRecord, RolloutRecord]]] = {}
-    for rollout in rollouts:
-        columns = (rollout.trainer.tobytes(), rollout.engine.tobytes())
-        original = first.setdefault((rollout.prompt_ids, rollout.response_ids, *columns), rollout)
-        if original.file != rollout.file:
-            copies.setdefault(rollout.file, []).append((original, rollout))
-    sizes = Counter(rollout.file for rollout in rollouts)
-    pairs = [
-        pair for file, pairs in copies.items() if len(pairs) >= COPIED_SHARE * sizes[file] for pair in pairs
-    ]
-    if not pairs:
-        return []
-    sentence = (
-        f"{len(pairs)} of {len(rollouts)} rollouts stand in an earlier file with the same log-probabilities, such as "
-        f"{pairs[0][0].location} and {pairs[0][1].location}; each of them counts"
     )
     return [sentence]
 
