@@ -8,6 +8,8 @@ import json
 import math
 import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 CPU_SECONDS = int(sys.argv[-1])
@@ -21,27 +23,22 @@ MAX_TEXT_CHARACTERS = 1 << 24
 
 def limit_memory() -> None:
     """Limit the address space to its present size plus ``MEMORY_BYTES``, where the system supports it."""
-    try:
+    with suppress(ImportError, OSError, ValueError):
         import resource
-        from pathlib import Path
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    except (ImportError, OSError, ValueError):
-        return
 
 
 def limit_time(seconds: int = CPU_SECONDS) -> None:
     """End the process after ``seconds`` to ``seconds`` + 1 more of CPU time, where the system supports it."""
-    try:
+    with suppress(ImportError, OSError, ValueError):
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
         limit = math.ceil(usage.ru_utime + usage.ru_stime) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    except (ImportError, OSError, ValueError):
-        return
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +61,10 @@ def match(request: dict[str, Any]) -> dict[str, Any]:
     return {"result": []}
 
 
+ANSWERS = {"render": render, "match": match}
+"""Kind of request -> the function that answers it."""
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
     responses, sys.stdout = sys.stdout.buffer, sys.stderr
@@ -71,18 +72,14 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line.decode("utf-8", "surrogatepass"))
         try:
-            if request["kind"] == "match":
-                limit_time()
-                response = match(request["request"])
-            else:
-                if not renderer_imported:
-                    limit_time(IMPORT_SECONDS)
-                    from transformers.utils import chat_template_utils  # noqa: F401 (not charged to a template)
+            if request["kind"] == "render" and not renderer_imported:
+                limit_time(IMPORT_SECONDS)
+                from transformers.utils import chat_template_utils  # noqa: F401 (not charged to a template)
 
-                    limit_memory()
-                    renderer_imported = True
-                limit_time()
-                response = render(request["request"])
+                limit_memory()
+                renderer_imported = True
+            limit_time()
+            response = ANSWERS[request["kind"]](request["request"])
         except MemoryError:
             response = {"limit": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except Exception as error:
