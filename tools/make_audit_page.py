@@ -19,7 +19,7 @@ import torch
 
 from kleash import __version__
 from kleash.auditing import audits_of, cases_of
-from kleash.auditing.targets import TARGETS
+from kleash.auditing.targets import find_target, target_names
 from kleash.store import Audit, Finding
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "audit.md"
@@ -65,7 +65,7 @@ def page(names: Iterable[str], audits: Callable[[str], list[Audit]] = audited) -
 
 def section(name: str, audits: Sequence[Audit]) -> str:
     """The section of one package."""
-    target = TARGETS[name]
+    target = find_target(name)
     shared = [note for note in audits[0].notes if all(note in audit.notes for audit in audits)]
     version = audits[0].versions[target.package]
     lines = [f"## {name}", "", f"{target.package} {version}. `kleash audit {name}`."]
@@ -154,33 +154,27 @@ def zones(audit: Audit) -> str:
     dead = [row for row in audit.zones if row.kind == "gradient"]
     flat = [row for row in audit.zones if row.kind == "value"]
     rows = dead or flat
-    ranges = ", ".join(interval(row.low, row.high) for row in rows)
+    ranges = ", ".join(f"u {row.span}" for row in rows)
     return f"value: {ranges}" if rows and not dead else ranges or "nowhere"
 
 
-def interval(low: float, high: float) -> str:
-    """A range of the log ratio."""
-    if low == float("-inf"):
-        return f"u < {high:.3g}" if high != float("inf") else "everywhere"
-    return f"u > {low:.3g}" if high == float("inf") else f"{low:.3g} to {high:.3g}"
-
-
 WRONG_RESULTS = {
-    "nan_value": "NaN",
-    "nan_for_infinity": "NaN",
-    "nan_gradient": "NaN",
-    "finite_for_infinity": "finite",
-    "hidden_nan": "a number",
+    "value is NaN": "NaN",
+    "value is NaN where the divergence is infinite": "NaN",
+    "gradient is NaN": "NaN",
+    "value is finite where the divergence is infinite": "finite",
 }
-"""Defect on an extreme input -> the wrong result."""
+"""Problem on an extreme input -> the wrong result."""
 
 
 def edges(audit: Audit) -> str:
     """The extreme inputs on which value or gradient are wrong."""
     by_result: dict[str, list[str]] = {}
     for row in audit.edges:
-        if row.defect:
-            by_result.setdefault(WRONG_RESULTS.get(row.defect, "another value"), []).append(row.case)
+        if row.problem:
+            by_result.setdefault(WRONG_RESULTS.get(row.problem, "another value"), []).append(row.case)
+    for finding in audit.failing({"hides_nan"}):
+        by_result["a number"] = [f"{finding.where} is NaN at an unmasked token"]
     return "; ".join(f"{result} where {', '.join(cases)}" for result, cases in by_result.items()) or "fine"
 
 
@@ -260,7 +254,7 @@ def differences(old: str, new: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    chosen = [word for word in sys.argv[1:] if word != "--check"] or list(TARGETS)
+    chosen = [word for word in sys.argv[1:] if word != "--check"] or list(target_names())
     if "--check" in sys.argv[1:]:
         stored = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
         changed = differences(stored, page(chosen))

@@ -6,7 +6,7 @@ from target_values import Numbers
 from torch import Tensor
 
 from kleash.auditing import AuditInputs
-from kleash.auditing.inputs import make_inputs
+from kleash.auditing.toy_distributions import make_inputs
 
 DRAWN = torch.Generator().manual_seed(3)
 

@@ -11,8 +11,15 @@ from single_faults import clamped_before, k3, rho, right, u_of
 
 from kleash.auditing import audit
 from kleash.auditing.checks.precision import KL_LEVELS, pair_with_kl
-from kleash.auditing.quantities import gradient_candidates, quantity_values, sequence_gradient, token_gradient
+from kleash.auditing.quantities import (
+    UNBOUNDED,
+    gradient_candidates,
+    quantity_values,
+    sequence_gradient,
+    token_gradient,
+)
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
+from kleash.divergences import DIVERGENCES, divergence
 from kleash.estimators import ESTIMATORS
 
 SAME_QUANTITY = "{} and {} are the same; give them one label in auditing/quantities.py"
@@ -173,13 +180,11 @@ def test_token_gradient_holds_the_prefixes_fixed():
         assert found == pytest.approx(reached[:, None] * rows, abs=1e-12)
 
 
-@pytest.mark.parametrize("quantity", gradient_candidates())
-def test_gradient_candidates_are_distinct(quantity):
+def test_gradient_candidates_are_distinct():
     """Else one could be taken for the other."""
-    mine = token_gradient("far", "on-policy", quantity)
-    for other in set(gradient_candidates()) - {quantity}:
-        theirs = token_gradient("far", "on-policy", other)
-        assert not torch.allclose(mine, theirs, rtol=1e-2), SAME_QUANTITY.format(quantity, other)
+    for one, other in combinations(gradient_candidates(), 2):
+        ours, theirs = (token_gradient("far", "on-policy", quantity) for quantity in (one, other))
+        assert not torch.allclose(ours, theirs, rtol=1e-2), SAME_QUANTITY.format(one, other)
 
 
 def test_quantity_values_are_distinct():
@@ -228,3 +233,10 @@ def test_the_error_is_against_float64_on_the_rounded_inputs(of_plain_k3, level):
         mine = np.linalg.norm(found.double().numpy() - exact) / np.linalg.norm(exact)
         assert error == pytest.approx(mine, rel=1e-3)
         assert error > 1e-10
+
+
+def test_the_divergences_whose_saturation_is_a_fault_are_infinite_for_disjoint_supports():
+    logp = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
+    logq = torch.tensor([[0.0, 0.5, 0.5]], dtype=torch.float64).log()
+    infinite = {name for name in DIVERGENCES if divergence(name, logp, logq).isinf().all()}
+    assert set(UNBOUNDED) == infinite and {"kl", "chi_squared"} <= infinite

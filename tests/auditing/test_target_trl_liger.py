@@ -7,7 +7,7 @@ import torch
 from target_values import Numbers, close, mean, of, spread
 
 from kleash.auditing import AuditInputs
-from kleash.auditing.targets.trl_trainers import uncorrected_grpo_loss
+from kleash.auditing.targets.trl import uncorrected_grpo_loss
 
 pytestmark = pytest.mark.peers("trl", "liger_kernel")
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from kleash.records import Audit, Finding
 from kleash.store.audit import (
     AccuracyRow,
-    CallRow,
     CurveRow,
     EdgeRow,
     GradientRow,
@@ -83,7 +82,6 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
             AccuracyRow(dtype="float32", kl=1e-2, relative_error=0.0, unavoidable_error=1e-7),
             AccuracyRow(dtype="bfloat16", kl=1e-8, relative_error=math.nan, unavoidable_error=1e-6),
         ),
-        calls=(CallRow(case=HOSTILE, problem=f"it is random: {HOSTILE}"),),
         notes=(HOSTILE,),
         versions={"kleash": "0", "torch": HOSTILE},
     )
@@ -120,5 +118,4 @@ def plain_audit() -> Audit:
         edges=(),
         masks=(),
         accuracy=(),
-        calls=(),
     )

@@ -1,6 +1,5 @@
 """The page of an audit: every number, every sentence, and nothing that runs but kleash's own scripts."""
 
-import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,9 +13,8 @@ from drawn_charts import curves, drawn, legend
 from synthetic_audit import HOSTILE, drawn_audit, plain_audit, synthetic_audit
 
 from kleash.auditing import audit
-from kleash.records import Audit
 from kleash.reports import write_audits
-from kleash.reports.audit import accuracy_chart, curve_charts, format_bias
+from kleash.reports.audit import curve_charts
 
 
 class Text(HTMLParser):
@@ -58,9 +56,10 @@ def test_the_page_contains_every_row(page: Path) -> None:
         "It follows KL(q ‖ p).",
         "0.01235",
         "∞",
-        "below −2.611",
-        "above 11.00",
-        "−1.000 to 1.500",
+        "below -2.61",
+        "above 11",
+        "between -1 and 1.5",
+        "0.4000",
         "q rules the token out",
         "gradient is NaN",
         "kleash audit 'a b'",
@@ -86,11 +85,12 @@ def test_curves_of_value_and_gradient_have_the_correct_ones_and_shaded_flat_zone
     charts = curve_charts(1, drawn_audit())
     value, gradient = (drawn(chart)[0] for chart in charts)
     assert list(curves(gradient)) == legend(gradient) == ["gradient", "log p − log q"]
-    assert shaded(gradient) == [pytest.approx((-8.0, -2.6112)), pytest.approx((-1.0, 1.5))]
-    assert shaded(value) == [pytest.approx((11.0, 14.3))]
+    assert shaded(gradient) == [pytest.approx((-14.0, -2.6112)), pytest.approx((-1.0, 1.5))]
+    assert shaded(gradient)[0][0] == value.get_xlim()[0] == -14
+    assert shaded(value) == [pytest.approx((11.0, 14.0))]
     low, high = value.get_ylim()
     assert low < 0 and 10 < high < 50, "not as far as e^14"
-    assert "shaded, where the gradient is zero: below −2.611, −1.000 to 1.500 nats" in charts[1].description
+    assert "where the gradient is zero or NaN: below -2.61, between -1 and 1.5 nats" in charts[1].description
     assert curve_charts(1, synthetic_audit()) == []
 
 
@@ -120,16 +120,11 @@ def test_curves_have_points_enough_to_be_drawn_without_kinks(name: str, conventi
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_findings_are_not_repeated_in_the_verdict_and_rounding_is_0(tmp_path: Path) -> None:
+def test_findings_are_not_repeated_in_the_verdict(tmp_path: Path) -> None:
     audit = drawn_audit()
-    row = replace(audit.values[0], bias=1e-17)
-    audit = replace(
-        audit, values=(row,), verdict=("Its value is right.", *(f.sentence for f in audit.findings))
-    )
+    audit = replace(audit, verdict=("Its value is right.", *(f.sentence for f in audit.findings)))
     text = Text(write_audits(tmp_path / "one.html", [audit])).text
     assert text.count("It follows KL(q ‖ p).") == 1
-    assert format_bias(row) == "0" and format_bias(replace(row, bias=1e-3)) == "0.001000"
-    assert "10⁻¹⁷ " not in text.partition("Expected gradient")[0]
     assert "Use another" in text, "what to change"
 
 
@@ -148,28 +143,3 @@ def test_a_single_audit_has_no_table_of_all_functions(tmp_path: Path) -> None:
     text = Text(write_audits(tmp_path / "one.html", [plain_audit()])).text
     assert "All functions" not in text
     assert "Verdict" in text
-
-
-def test_the_accuracy_chart_names_the_largest_error_and_has_gaps_for_nan() -> None:
-    chart = accuracy_chart("accuracy", synthetic_audit())
-    assert chart is not None
-    assert "0.4000 of the value, with float32 inputs at 1.000 × 10⁻⁸ nats" in chart.description
-    (axes,) = drawn(chart)
-    assert legend(axes) == ["float32", "bfloat16"] and axes.get_yscale() == "log"
-    float32, accurate, bfloat16, _ = ([float(y) for y in line.get_ydata()] for line in axes.lines)
-    assert float32 == [0.4, 1e-9], "an error of nothing lies at the bottom"
-    assert accurate == [1e-6, 1e-7] and math.isnan(bfloat16[0])
-
-
-def test_no_accuracy_chart_without_accuracy_rows() -> None:
-    assert accuracy_chart("accuracy", plain_audit()) is None
-
-
-def test_an_audit_round_trips_through_json() -> None:
-    before = synthetic_audit()
-    after = Audit.from_json(before.to_json())
-    assert after.to_json() == before.to_json()
-    assert after.zones[0].low == float("-inf")
-    assert replace(after, values=(), gradients=(), edges=(), masks=(), accuracy=()) == replace(
-        before, values=(), gradients=(), edges=(), masks=(), accuracy=()
-    )

@@ -2,8 +2,8 @@
 
 from kleash.auditing.api import audit, audits_of
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
-from kleash.auditing.inputs import AuditInputs
-from kleash.auditing.targets.case_resolution import cases_of
+from kleash.auditing.targets.resolution import cases_of
+from kleash.auditing.toy_distributions import AuditInputs
 
 __all__ = [
     "CONVENTIONS",

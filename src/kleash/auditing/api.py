@@ -1,22 +1,52 @@
 """``audit`` for one function, and ``audits_of`` for the cases of a target."""
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.checks.purity import check_purity, restored_process_settings
-from kleash.auditing.conventions import Convention, resolve_convention
-from kleash.auditing.report import (
-    audit_of_failing_calls,
-    audit_of_refusal,
-    audit_record,
-    function_name,
-    with_remedies,
+from kleash.auditing.checks.batches import batch_findings, batch_mean, check_padding
+from kleash.auditing.checks.estimates import estimate_sentences, gradient_findings, value_findings
+from kleash.auditing.checks.evidence import Evidence, gather_evidence
+from kleash.auditing.checks.expectations import value_rows
+from kleash.auditing.checks.extreme_inputs import check_extreme_inputs, nan_input_findings
+from kleash.auditing.checks.log_ratios import (
+    log_ratio_findings,
+    truncated_ratio_findings,
+    truncated_ratio_zones,
 )
+from kleash.auditing.checks.precision import accuracy_rows, precision_findings
+from kleash.auditing.checks.purity import (
+    Purity,
+    check_final_call,
+    check_purity,
+    restored_process_settings,
+)
+from kleash.auditing.conventions import Convention, resolve_convention
+from kleash.auditing.finding_kinds import remedy_of
+from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
+from kleash.auditing.targets.packages import version_of
 from kleash.errors import CannotRunError, ShapeError
-from kleash.store.audit import Audit, Finding
+from kleash.store.audit import FAULTS, Audit, Finding, Severity
+from kleash.version import __version__
+
+SEVERITY_ORDER: tuple[Severity, ...] = ("wrong", "fragile", "note")
+NO_FAULT = "No fault was found."
+REPEATS = 12
+"""Calls that are averaged in each evaluation of a random function."""
+BATCH_MEANS: Mapping[str, tuple[str, ...]] = {
+    "": (),
+    "tokens": ("Over a batch it takes the mean over all unmasked tokens.",),
+    "responses": ("Over a batch it takes the mean of the responses' means.",),
+    "neither": (
+        "Over a batch it takes neither the mean over all tokens nor the mean of the responses' means.",
+    ),
+}
 
 
 def audit(
@@ -53,17 +83,17 @@ def audit(
     audited = AuditedFunction(
         function=function,
         convention=resolve_convention(convention),
-        name=name or function_name(function),
+        name=name or _function_name(function),
         arguments=dict(arguments or {}),
     )
     with restored_process_settings():
         purity = check_purity(audited)
         try:
-            return audit_record(audited, purity)
+            return _audit_of(audited, purity)
         except (CannotRunError, ShapeError) as error:
-            if not purity.has_state:
+            if not purity.state:
                 raise
-            return audit_of_failing_calls(audited, purity, str(error))
+            return _record(audited, purity.findings, last=f"Nothing else could be determined: {error}.")
 
 
 def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
@@ -86,20 +116,126 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
                 name=case.name,
                 arguments=case.arguments,
             )
-            result = audit_of_refusal(audited, str(error))
-        findings = with_remedies(
-            [_with_case_severity(finding, case) for finding in result.findings], case.convention
-        )
+            result = _record(
+                audited, [Finding(kind="cannot_be_called", severity="wrong", sentence=str(error))]
+            )
+        findings = [
+            replace(f, severity="fragile") if f.severity == "wrong" and f.kind in case.fragile else f
+            for f in result.findings
+        ]
         yield replace(
             result,
-            findings=findings,
+            findings=_by_severity(findings),
             notes=(*case.notes, *result.notes),
-            versions={**result.versions, **case.versions},
+            versions={**result.versions, **version_of(case.package)},
         )
 
 
-def _with_case_severity(finding: Finding, case: Case) -> Finding:
-    """The finding, fragile instead of wrong if the case's trainer never causes it."""
-    if finding.severity == "wrong" and finding.kind in case.fragile:
-        return replace(finding, severity="fragile")
-    return finding
+def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
+    """The audit of a function whose purity has been checked; a random one is averaged and has fewer checks.
+
+    Raises:
+        CannotRunError, ShapeError: if a call fails that all functions must allow.
+    """
+    is_random, convention = bool(purity.noise), audited.convention
+    audited = replace(audited, repeats=REPEATS if is_random else 1)
+    evidence = gather_evidence(audited)
+    log_ratios = evidence.log_ratios
+    is_claimed = is_quantity(evidence.value.on_policy, evidence.claimed, everywhere=False)
+    edges, of_edges = check_extreme_inputs(audited, is_claimed=is_claimed, is_random=is_random)
+    truncated = truncated_ratio_zones(audited)
+    accuracy = () if is_random else accuracy_rows(audited, log_ratios.estimator, is_claimed)
+    masks, of_padding = ((), []) if is_random else check_padding(audited)
+    of_batches, of_nan = [], []
+    if not is_random and not purity.state:
+        of_nan = nan_input_findings(audited)
+        is_late_credit = convention.place == "reward" and evidence.gradient.is_right
+        of_batches = batch_findings(
+            audited,
+            ignores_padding=not (masks and masks[0].problem),
+            is_right_between_tokens=is_late_credit and evidence.gradient.positions.level != "neither",
+        )
+    findings = [
+        *purity.findings,
+        *of_batches,
+        *of_nan,
+        *value_findings(evidence),
+        *gradient_findings(evidence),
+        *log_ratio_findings(log_ratios, is_claimed, evidence.gradient.is_right),
+        *of_edges,
+        *truncated_ratio_findings(truncated),
+        *of_padding,
+        *([] if is_random else precision_findings(audited, accuracy)),
+        *check_final_call(audited, purity),
+    ]
+    return replace(
+        _record(audited, findings, estimate_sentences(evidence)),
+        value=str(evidence.value),
+        gradient=_describe_gradient(evidence),
+        estimator=log_ratios.estimator,
+        values=value_rows(evidence.expectations, evidence.claimed),
+        gradients=evidence.gradient_rows,
+        value_range=log_ratios.unclamped_range("value") if evidence.value.is_right else "",
+        gradient_range=log_ratios.unclamped_range("gradient") if evidence.gradient.is_right else "",
+        value_level=evidence.value.positions.level,
+        gradient_level=evidence.gradient.positions.level,
+        estimator_level=evidence.estimator_level,
+        curve=log_ratios.curve,
+        right_value_is=log_ratios.right_value_is,
+        zones=(*log_ratios.zones, *truncated),
+        edges=edges,
+        masks=masks,
+        accuracy=accuracy,
+        notes=BATCH_MEANS["" if is_random else batch_mean(audited)],
+    )
+
+
+def _describe_gradient(evidence: Evidence) -> str:
+    """The quantity that the gradient was matched with; "none" if it is detached, "" for a metric."""
+    if evidence.is_detached:
+        return "none"
+    return "" if evidence.audited.convention.place == "metric" else str(evidence.gradient)
+
+
+def _record(
+    audited: AuditedFunction, findings: Sequence[Finding], first: Sequence[str] = (), last: str = ""
+) -> Audit:
+    """An audit that has findings and a verdict only: sentences before and after those of the findings."""
+    convention = audited.convention
+    ordered = _by_severity(
+        [
+            replace(f, remedy=f.remedy or remedy_of(f.kind, convention.sees, convention.claims))
+            for f in findings
+        ]
+    )
+    no_fault = "" if any(finding.severity in FAULTS for finding in ordered) else NO_FAULT
+    sentences = (*first, *(finding.sentence for finding in ordered), last or no_fault)
+    return Audit(
+        target=audited.name,
+        convention=convention.name,
+        summary=convention.summary,
+        place=convention.place,
+        claims=convention.claims,
+        arguments={name: repr(value) for name, value in audited.arguments.items()},
+        verdict=tuple(dict.fromkeys(filter(None, sentences))),
+        findings=ordered,
+        versions={
+            **version_of(_function_name(audited.function).partition(".")[0]),
+            "kleash": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    )
+
+
+def _by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The worst findings first."""
+    return tuple(sorted(findings, key=lambda finding: SEVERITY_ORDER.index(finding.severity)))
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    """``module.function``, as far as it is known."""
+    if isinstance(function, partial):
+        return _function_name(function.func)
+    module = getattr(function, "__module__", None) or "?"
+    return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"

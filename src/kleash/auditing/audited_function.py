@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.inputs import AuditInputs
+from kleash.auditing.toy_distributions import AuditInputs
 from kleash.errors import CannotRunError, ShapeError
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kleash.auditing.inputs import AuditInputs
+from kleash.auditing.toy_distributions import AuditInputs
 from kleash.divergences import DIVERGENCES
 from kleash.errors import OptionError
 from kleash.linear import Head

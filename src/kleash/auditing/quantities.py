@@ -1,15 +1,15 @@
-"""The quantities that a value or a gradient is compared with, exact in float64 on the toy distributions."""
+"""The known quantities, exact in float64 on the toy distributions, and matching a value or a gradient with them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from math import inf
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kleash.auditing.toy_distributions import (
@@ -20,7 +20,7 @@ from kleash.auditing.toy_distributions import (
     response_logp,
     toy_distributions,
 )
-from kleash.divergences import DIVERGENCES, Divergence, cross_entropy, divergence, entropy, phi
+from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, phi
 
 DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of ``logp`` and ``logq`` [prefixes, vocab] with one number per prefix."""
@@ -39,14 +39,6 @@ LABELS: Mapping[str, str] = MappingProxyType(
 """Key of ``DIVERGENCES`` -> its label in an audit."""
 
 
-def _is_symmetric(record: Divergence) -> bool:
-    """Whether D(p || q) = D(q || p), from the generators at a few log ratios."""
-    u = torch.linspace(-8.0, 8.0, 33, dtype=torch.float64)
-    return torch.allclose(record.of(u), record.swapped.of(u), rtol=1e-12, atol=1e-15)
-
-
-SYMMETRIC = tuple(name for name, record in DIVERGENCES.items() if _is_symmetric(record))
-"""Divergences for which an audited function must not depend on the order of p and q."""
 UNBOUNDED = tuple(
     name for name, record in DIVERGENCES.items() if inf in (record.where_q_is_zero, record.where_p_is_zero)
 )
@@ -138,14 +130,14 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
 
 
 @cache
-def quantity_values() -> Mapping[str, tuple[float, ...]]:
+def quantity_values() -> Mapping[str, Float64[Tensor, "pairs 1"]]:
     """Label -> the quantity on each of the one-token distributions."""
     pairs = [
         (toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1)) for toy in one_token_distributions()
     ]
     return MappingProxyType(
         {
-            label: tuple(quantity.function(p, q).item() for p, q in pairs)
+            label: torch.stack([quantity.function(p, q) for p, q in pairs])
             for label, quantity in known_quantities().items()
         }
     )
@@ -153,6 +145,18 @@ def quantity_values() -> Mapping[str, tuple[float, ...]]:
 
 GRADIENT_EXCLUDED = ("zero", "the entropy of q", "the cross-entropy of p under q")
 """Quantities whose gradient in p is zero, or that of KL(q || p)."""
+
+
+@cache
+def quantity_gradients(sampling: Sampling) -> Mapping[str, Float64[Tensor, "pairs vocab"]]:
+    """Label -> the gradient of each candidate on each of the one-token distributions."""
+    names = [toy.name for toy in one_token_distributions()]
+    return MappingProxyType(
+        {
+            label: torch.cat([token_gradient(name, sampling, label) for name in names])
+            for label in gradient_candidates()
+        }
+    )
 
 
 @cache
@@ -207,3 +211,119 @@ def exact_values(toy: ToyDistributions, sampling: Sampling, label: str) -> Mappi
     if toy.steps == 1:
         return {"token": token_sum}
     return {"token": token_sum, "sequence": _of_responses(toy, toy.logits_p, label).item()}
+
+
+TOLERANCE = 1e-3
+"""Relative; a function may compute in float32, and no two quantities agree so closely on every pair."""
+
+NEGLIGIBLE = 1e-5
+"""A smaller multiple counts as zero: a function may compute in float32."""
+
+ROUNDING = 1e-6
+"""A difference in nats that is no difference."""
+
+MODERATE_PAIRS = ("near", "peaked", "flat")
+"""The pairs on which no log ratio is large."""
+
+MAX_STANDARD_ERRORS = 8.0
+"""By how many standard errors the mean of a random function may differ."""
+
+Relation = Literal["itself", "shifted", "multiple"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantityMatch:
+    """A known quantity that an expected value or gradient was matched with."""
+
+    quantity: str
+    """Its label."""
+    relation: Relation
+    factor: float = 1.0
+    """The multiple, or for "shifted" the constant that is added."""
+    everywhere: bool = True
+    """False if it matches only on the pairs without large log ratios."""
+
+    def __str__(self) -> str:
+        """The label with the factor or the constant."""
+        if self.relation == "itself":
+            return self.quantity
+        if self.relation == "shifted":
+            return f"{self.quantity} {'+' if self.factor > 0 else '-'} {abs(self.factor):.4g}"
+        is_sum = " + " in self.quantity or " - " in self.quantity
+        multiple = "-" if abs(self.factor + 1) < TOLERANCE else f"{self.factor:.4g} x "
+        return multiple + (f"({self.quantity})" if is_sum else self.quantity)
+
+
+def is_quantity(match: QuantityMatch | None, label: str, *, everywhere: bool = True) -> bool:
+    """Whether the match is this quantity itself, neither scaled nor shifted; with ``everywhere``, on every pair."""
+    if match is None or (match.quantity, match.relation) != (label, "itself"):
+        return False
+    return match.everywhere or not everywhere
+
+
+def match_quantity(
+    found: Float[Tensor, "pairs entries"],
+    candidates: Mapping[str, Float[Tensor, "pairs entries"]],
+    pairs: Sequence[str],
+    claimed: str,
+    errors: Float[Tensor, " pairs"] | None = None,
+) -> QuantityMatch | None:
+    """The candidate that is found on every pair, or else on the moderate pairs.
+
+    Args:
+        found: the expected value on each pair, or the entries of the expected gradient, of which none is a shift.
+        candidates: label -> the quantity on each pair.
+        pairs: the names of the pairs.
+        claimed: the label that is tried first.
+        errors: standard errors of ``found``, as a norm.
+    """
+    ordered = {claimed: candidates[claimed], **candidates}
+    noise = torch.zeros(len(pairs)) if errors is None else MAX_STANDARD_ERRORS * errors
+    relations: tuple[Relation, ...] = ("itself", "shifted", "multiple")
+    is_gradient = found.shape[1] > 1
+    moderate = [pair in MODERATE_PAIRS for pair in pairs]
+    for rows in (torch.ones(len(pairs), dtype=torch.bool), torch.tensor(moderate)):
+        everywhere, part, slack = bool(rows.all()), found[rows], noise[rows]
+        if not bool(part.isfinite().all()):
+            continue
+        norms = candidates[claimed][rows].norm(dim=-1)
+        is_zero = part.norm(dim=-1) < NEGLIGIBLE * norms + torch.minimum(slack, norms / 4)
+        if is_gradient and bool(is_zero.all()):
+            return QuantityMatch(quantity="zero", relation="itself", everywhere=everywhere)
+        for relation in relations:
+            if relation == "shifted" and is_gradient:
+                continue
+            for quantity, target in ordered.items():
+                factor = _factor(relation, part, target[rows], slack)
+                if factor is not None:
+                    return QuantityMatch(
+                        quantity=quantity, relation=relation, factor=factor, everywhere=everywhere
+                    )
+    return None
+
+
+def _factor(relation: Relation, found: Tensor, target: Tensor, slack: Tensor) -> float | None:
+    """The factor or shift by which what is found follows from the target on all pairs; None if it does not."""
+    factor, expected = found.new_ones(()), target
+    if relation == "shifted":
+        factor = (found - target).mean()
+        expected = target + factor
+    if relation == "multiple":
+        norms = target.norm(dim=-1)
+        weights = (TOLERANCE + slack / norms) ** -2
+        factor = ((found * target).sum(-1) / norms.square() * weights).sum() / weights.sum()
+        expected = factor * target
+        if not factor.abs() > NEGLIGIBLE:  # also if the target is 0 on a pair
+            return None
+    rounding = ROUNDING * factor.abs().clamp(max=1) if relation == "multiple" else ROUNDING
+    allowed = TOLERANCE * expected.norm(dim=-1) + rounding + slack
+    is_close = bool(((found - expected).norm(dim=-1) <= allowed).all())
+    return factor.item() if is_close else None
+
+
+def cosine_similarity(gradient: Tensor, target: Tensor) -> float:
+    """The cosine between two gradients; NaN if either is zero, or the first only rounding error."""
+    product = (gradient.norm() * target.norm()).item()
+    if not product or gradient.norm() < 1e-6 * target.norm():
+        return float("nan")
+    return (gradient * target).sum().item() / product

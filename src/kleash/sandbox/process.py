@@ -28,7 +28,6 @@ runpy.run_path(sys.argv[2], run_name="__main__")
 """The worker's first statements: the current directory is removed from the search path before any import."""
 CPU_SECONDS = 5
 """CPU time for one request, enforced by the operating system."""
-RENDERER_LOCK = threading.RLock()
 MAX_WALL_SECONDS = 120.0
 """Wall-clock time for one request, for systems that do not limit CPU time."""
 
@@ -79,12 +78,8 @@ class SandboxProcess:
         """Kill the process if it runs."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):  # unread input of a dead process cannot be flushed
-                        pipe.close()
+            with suppress(OSError), process:  # unread input of a dead process cannot be flushed
+                process.kill()
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
         """Write one line to the worker and read one line from it."""
@@ -152,27 +147,18 @@ def render_chat(tokenizer: Any, messages: list[Any], **options: Any) -> str:
 
 @contextmanager
 def sandboxed_templates() -> Iterator[None]:
-    """Context in which every transformers tokenizer renders its chat templates in the worker process."""
-    with _replace_template_renderer(_render):
-        yield
-
-
-@contextmanager
-def _replace_template_renderer(render: Callable[..., Any]) -> Iterator[None]:
-    """Context in which ``apply_chat_template`` of every transformers tokenizer calls ``render``.
+    """Context in which every transformers tokenizer renders its chat templates in the worker process.
 
     Replaces ``transformers.tokenization_utils_base.render_jinja_template``. If transformers renames that function,
     entering the context raises ``AttributeError``.
     """
     module: Any = import_extra("transformers.tokenization_utils_base", "models")
-    with RENDERER_LOCK:
-        original = module.render_jinja_template
-        module.render_jinja_template = render
+    original = module.render_jinja_template
+    module.render_jinja_template = _render
     try:
         yield
     finally:
-        with RENDERER_LOCK:
-            module.render_jinja_template = original
+        module.render_jinja_template = original
 
 
 def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
@@ -188,4 +174,3 @@ def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
         ) from error
     except SandboxTaskError as error:
         raise TemplateError(str(error)) from error
-    return texts, generation_indices

@@ -7,6 +7,8 @@ JSON and answers each with one line. It imports nothing of kleash: the folder of
 import json
 import math
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 CPU_SECONDS = int(sys.argv[-1])
@@ -20,27 +22,22 @@ MAX_TEXT_CHARACTERS = 1 << 24
 
 def limit_memory() -> None:
     """Limit the address space to its present size plus ``MEMORY_BYTES``, where the system supports it."""
-    try:
+    with suppress(ImportError, OSError, ValueError):
         import resource
-        from pathlib import Path
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    except (ImportError, OSError, ValueError):
-        return
 
 
 def limit_time(seconds: int = CPU_SECONDS) -> None:
     """End the process after ``seconds`` to ``seconds`` + 1 more of CPU time, where the system supports it."""
-    try:
+    with suppress(ImportError, OSError, ValueError):
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
         limit = math.ceil(usage.ru_utime + usage.ru_stime) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    except (ImportError, OSError, ValueError):
-        return
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,22 @@
 """The record of an audit: findings, numbers and verdict."""
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import isinf
 from typing import Literal
 
-from kleash.store.codec import decode
 from kleash.store.summary import Result
 
-AUDIT_SCHEMA = 3
-"""Raised when a field of an audit is renamed or its meaning changes; older audits can be read."""
+AUDIT_SCHEMA = 4
+"""Raised when a field of an audit is renamed or its meaning changes."""
 
 Severity = Literal["wrong", "fragile", "note"]
 
 FAULTS: tuple[Severity, ...] = ("wrong", "fragile")
 """The severities of a fault."""
+
+IMPURITIES = ("stateful", "random", "changes_inputs", "changes_settings")
+"""The kinds of findings about the call itself."""
 
 ZoneKind = Literal[
     "value",
@@ -93,6 +95,13 @@ class ZoneRow:
     value: float
     """The function's value in the range."""
 
+    @property
+    def span(self) -> str:
+        """The range in words: "below -2.61", "above 11", "between 21 and 87"."""
+        if isinf(self.high):
+            return "any number" if isinf(self.low) else f"above {self.low:.3g}"
+        return f"below {self.high:.3g}" if isinf(self.low) else f"between {self.low:.3g} and {self.high:.3g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeRow:
@@ -106,8 +115,6 @@ class EdgeRow:
     """The entry with the largest absolute value; NaN if any is NaN, or if there is no gradient."""
     problem: str
     """What is wrong, in words: "value is NaN", "gradient is NaN", the message of an error; "" if nothing is."""
-    defect: str = ""
-    """The same as a code: "nan_value", "finite_for_infinity", "hidden_nan", "error", …."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +129,6 @@ class MaskRow:
     """The largest change of the gradient, the padding's own included; NaN if it became NaN."""
     problem: str
     """What is wrong, in words; "" if nothing is."""
-    defect: str = ""
-    """The same as a code: "denominator", "nonfinite_value", "value_change", "error", …."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,18 +143,6 @@ class AccuracyRow:
     """Root mean square of the error over that of the right values."""
     unavoidable_error: float
     """The same for an accurate formula evaluated in float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallRow:
-    """One check that the result depends on the arguments alone, and that the call changes nothing else."""
-
-    case: str
-    """What was done or compared."""
-    problem: str
-    """How the call was impure, in words; "" if it was pure."""
-    defect: str = ""
-    """The same as a code: "changed", "process_seed", "overwritten", "error", …."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,22 +175,18 @@ class Audit(Result):
     """The divergence that it should compute: a key of ``DIVERGENCES``."""
     arguments: Mapping[str, str]
     """Keyword arguments bound to it, as their ``repr``."""
-    value: str
-    """The quantity that its expected value is: "KL(p || q)", "2 x KL(p || q)", … or "none of the table"."""
-    gradient: str
-    """The quantity whose gradient its expected gradient is on-policy, or "zero"; "none" if it is detached, "" for a
-    metric."""
-    estimator: str
-    """The estimator that it computes for one sampled token ("k1", "abs", "k2", "k3"), or ""."""
+    versions: Mapping[str, str]
+    """Of kleash, python, torch and the target's package."""
     verdict: tuple[str, ...]
     """The result in sentences."""
     findings: tuple[Finding, ...]
-    values: tuple[ValueRow, ...]
-    gradients: tuple[GradientRow, ...]
-    zones: tuple[ZoneRow, ...]
-    edges: tuple[EdgeRow, ...]
-    masks: tuple[MaskRow, ...]
-    accuracy: tuple[AccuracyRow, ...]
+    value: str = ""
+    """The quantity that its expected value is: "KL(p || q)", "2 x KL(p || q)", … or "none of the table"."""
+    gradient: str = ""
+    """The quantity whose gradient its expected gradient is on-policy, or "zero"; "none" if it is detached, "" for a
+    metric."""
+    estimator: str = ""
+    """The estimator that it computes for one sampled token ("k1", "abs", "k2", "k3"), or ""."""
     value_range: str = ""
     """The log ratios for which ``value`` is true, if it is clamped beyond; "" otherwise."""
     gradient_range: str = ""
@@ -211,14 +200,17 @@ class Audit(Result):
     estimator_level: str = ""
     """The level of ``estimator``: "token" if it is the sum over the tokens, "sequence" if it is that of the summed log
     ratio of a response, "both" for k1."""
-    calls: tuple[CallRow, ...] = ()
+    values: tuple[ValueRow, ...] = ()
+    gradients: tuple[GradientRow, ...] = ()
+    zones: tuple[ZoneRow, ...] = ()
+    edges: tuple[EdgeRow, ...] = ()
+    masks: tuple[MaskRow, ...] = ()
+    accuracy: tuple[AccuracyRow, ...] = ()
     curve: tuple[CurveRow, ...] = ()
     right_value_is: str = ""
     """The estimator or the divergence that ``right_value`` of the curve is."""
     notes: tuple[str, ...] = ()
     """How the target was run: stand-ins, adapters."""
-    versions: Mapping[str, str]
-    """Of kleash, python, torch and the target's package."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -228,7 +220,7 @@ class Audit(Result):
     @property
     def is_pure(self) -> bool:
         """Whether the result depends on the arguments alone, and the call changes nothing else."""
-        return not any(row.problem for row in self.calls)
+        return not self.failing(IMPURITIES)
 
     def failing(self, kinds: Collection[str]) -> tuple[Finding, ...]:
         """The findings of these kinds, whatever their severity.
@@ -237,17 +229,3 @@ class Audit(Result):
         """
         names = {*kinds, *(FAULTS if "fault" in kinds else ())}
         return tuple(f for f in self.findings if f.kind in names or f.severity in names)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Audit":
-        """The audit from the text of ``to_json``.
-
-        Raises:
-            ValueError, TypeError, KeyError: if the text is no audit, or one of another schema.
-        """
-        data = json.loads(text)
-        if data["schema"] != AUDIT_SCHEMA:
-            raise ValueError(
-                f"the audit has schema {data['schema']} and this kleash reads {AUDIT_SCHEMA}; audit the function again"
-            )
-        return decode(cls, data)

@@ -1,16 +1,46 @@
-"""Several responses in one call: whether they affect each other, and which token each value belongs to."""
+"""Several responses in one call: whether they affect each other, and whether what is masked reaches the result."""
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from math import inf, isfinite, isnan, nan
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.checks.padding import LENGTHS, ROWS, batch_mean
-from kleash.auditing.inputs import P_FIELDS, AuditInputs
-from kleash.auditing.toy_distributions import SEQUENCES, toy_distributions
+from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, toy_distributions
 from kleash.errors import KleashError
-from kleash.store.audit import Finding
+from kleash.store.audit import Finding, MaskRow
+
+ROWS = [3, 14, 22]
+"""The responses of the batches."""
+LENGTHS = (3, 2, 1)
+"""Of the responses where they are padded."""
+FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "equal numbers": (-1.0, -1.0),
+        "other numbers": (-3.0, -0.5),
+        "p 200 nats below q": (-200.0, 0.0),
+        "p 200 nats above q": (0.0, -200.0),
+        "q is -inf": (0.0, -inf),
+        "both are -inf": (-inf, -inf),
+        "NaN": (nan, nan),
+    }
+)
+"""Name -> the numbers written into the padding of p's tensors, and of q's."""
+ORDINARY = ("equal numbers", "other numbers")
+"""The fills that the padding of any batch may hold."""
+PADDING_SENTENCES: Mapping[str, str] = MappingProxyType(
+    {
+        "padding_in_denominator": "Its mean counts the masked positions in the denominator",
+        "nan_from_padding": "Masked positions make the result NaN or infinite",
+        "padding_counts": "Masked positions change the result",
+        "cannot_be_called": "It cannot be called with padding",
+    }
+)
+"""Kind of finding -> the beginning of its sentence."""
 
 
 def batch_findings(
@@ -23,26 +53,25 @@ def batch_findings(
         ignores_padding: whether padding has no effect; only then is a mean over unequal lengths judged.
         is_right_between_tokens: whether values at the wrong tokens are no fault, such as a reward given late.
     """
+    findings: list[Finding] = []
+
+    def add(kind: str, statement: str, fault: str, where: str = "batch", *, is_note: bool = False) -> None:
+        if fault:
+            severity = "note" if is_note else "wrong"
+            findings.append(
+                Finding(kind=kind, severity=severity, sentence=f"{statement}: {fault}.", where=where)
+            )
+
     try:
         if audited.convention.gives == "mean":
-            reduction = _wrong_reduction(audited, ignores_padding)
-            return [_finding("wrong_reduction", f"It is not a mean: {reduction}.")] if reduction else []
-        dependence, positions = _dependence(audited), _misplaced_values(audited)
+            add("wrong_reduction", "It is not a mean", _wrong_reduction(audited, ignores_padding))
+            return findings
+        add("batch_dependent", "The result for a response depends on its batch", _dependence(audited))
+        credit, is_note = _misplaced_values(audited), is_right_between_tokens
+        add("wrong_credit", "Values are at the wrong tokens", credit, "sequences", is_note=is_note)
     except KleashError:
         return []
-    findings: list[Finding] = []
-    if dependence:
-        sentence = f"The result for a response depends on its batch: {dependence}."
-        findings.append(_finding("batch_dependent", sentence))
-    if positions:
-        finding = _finding("wrong_credit", f"Values are at the wrong tokens: {positions}.")
-        severity = "note" if is_right_between_tokens else "wrong"
-        findings.append(replace(finding, severity=severity, where="sequences"))
     return findings
-
-
-def _finding(kind: str, sentence: str) -> Finding:
-    return Finding(kind=kind, severity="wrong", sentence=sentence, where="batch")
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
@@ -54,18 +83,15 @@ def _wrong_reduction(audited: AuditedFunction, ignores_padding: bool) -> str:
     """The difference of a batch's mean from the mean of its responses, in words; "" if they agree."""
     inputs = _batch_inputs()
     means = torch.stack([audited.call(inputs.select(slice(i, i + 1))).detach() for i in range(len(ROWS))])
-    result, mean = audited.call(inputs).detach(), means.mean()
-    if torch.isclose(result, mean, rtol=1e-4):
-        if not ignores_padding or batch_mean(audited) != "neither":
-            return ""
-        return (
-            f"for responses of {', '.join(map(str, LENGTHS))} tokens it is neither the mean over all tokens nor the "
-            "mean of the responses' means, so the weight of a response depends on the lengths of the others"
-        )
-    if torch.isclose(result, means.sum(), rtol=1e-4):
-        return "for three responses of equal length it is the sum of their means, so it grows with the batch"
-    factor = (result / mean).item()
-    return f"for three responses of equal length it is {factor:.4g} times the mean of their means"
+    factor = (audited.call(inputs).detach() / means.mean()).item()
+    if abs(factor - 1) > 1e-4:
+        return f"for {len(ROWS)} responses of equal length it is {factor:.4g} times the mean of their means"
+    if not ignores_padding or batch_mean(audited) != "neither":
+        return ""
+    return (
+        f"for responses of {', '.join(map(str, LENGTHS))} tokens it is neither the mean over all tokens nor the mean "
+        "of the responses' means, so the weight of a response depends on the lengths of the others"
+    )
 
 
 def _dependence(audited: AuditedFunction) -> str:
@@ -114,3 +140,123 @@ def _with_step_of(inputs: AuditInputs, other: AuditInputs, step: int) -> AuditIn
             tensor[:, step] = getattr(other, field.name)[:, step].detach() - shift
             changed[field.name] = tensor
     return replace(inputs, **changed)
+
+
+def batch_mean(audited: AuditedFunction) -> Literal["", "tokens", "responses", "neither"]:
+    """What a masked mean over responses of unequal lengths is the mean over; "" for another function."""
+    if audited.convention.gives != "mean" or not audited.convention.takes_mask:
+        return ""
+    inputs, lengths = padded_inputs("equal numbers"), torch.tensor(LENGTHS)
+    totals = audited.values(inputs).detach().squeeze(-1)
+    mean = audited.convention.sign * audited.call(inputs).detach()
+    if torch.isclose(mean, (totals.sum() / lengths.sum()).to(mean.dtype), rtol=1e-4):
+        return "tokens"
+    is_of_means = torch.isclose(mean, (totals / lengths).mean().to(mean.dtype), rtol=1e-4)
+    return "responses" if is_of_means else "neither"
+
+
+def padded_inputs(fill: str | None) -> AuditInputs:
+    """Responses of three lengths in float32; their padding holds a fill, or its original numbers if None."""
+    toy = toy_distributions()[SEQUENCES]
+    inputs = toy.inputs(toy.logits_p, "on-policy").select(ROWS).to(torch.float32)
+    mask = torch.arange(3) < torch.tensor(LENGTHS).unsqueeze(-1)
+    if fill is not None:
+        numbers = {**dict.fromkeys(P_FIELDS, FILLS[fill][0]), **dict.fromkeys(Q_FIELDS, FILLS[fill][1])}
+        tensors = {name: getattr(inputs, name) for name in numbers}
+        inputs = replace(
+            inputs,
+            **{
+                name: torch.where(mask if x.dim() == 2 else mask.unsqueeze(-1), x, numbers[name])
+                for name, x in tensors.items()
+            },
+        )
+    leaves = {name: getattr(inputs, name).detach().clone().requires_grad_() for name in P_FIELDS}
+    return replace(inputs, mask=mask, **leaves)
+
+
+Result = tuple[Tensor, list[Tensor]]
+"""Values [sequences, parts], and the gradients of their unmasked sum in each of ``P_FIELDS``."""
+
+
+def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[Finding]]:
+    """The changes of value and gradient for each fill, against responses cut to their lengths; none without a mask.
+
+    A finding is wrong if ordinary padding changes the result, fragile if only unusual padding does.
+    """
+    if not audited.convention.takes_mask:
+        return (), []
+    cut = [_of_cut_response(audited, i, length) for i, length in enumerate(LENGTHS)]
+    rows: list[MaskRow] = []
+    faults: dict[str, list[MaskRow]] = {kind: [] for kind in PADDING_SENTENCES}
+    for fill in FILLS:
+        kind, row = _padding_row(audited, fill, cut)
+        rows.append(row)
+        if kind:
+            faults[kind].append(row)
+    findings: list[Finding] = []
+    for kind, bad in faults.items():
+        cases = ", ".join(f"{row.case} ({row.problem})" for row in bad)
+        is_wrong = kind != "nan_from_padding" and any(row.case in ORDINARY for row in bad)
+        severity = "note" if kind == "cannot_be_called" else "wrong" if is_wrong else "fragile"
+        if bad:
+            end = "" if kind == "padding_in_denominator" else f" if they hold: {cases}"
+            sentence = f"{PADDING_SENTENCES[kind]}{end}."
+            findings.append(Finding(kind=kind, severity=severity, sentence=sentence, where=cases))
+    return tuple(rows), findings
+
+
+def _result(audited: AuditedFunction, inputs: AuditInputs, leaves: AuditInputs) -> Result:
+    """Values and gradients of one call, in the tensors of ``leaves``."""
+    values, tensors = audited.values(inputs), [getattr(leaves, name) for name in P_FIELDS]
+    unmasked = torch.where(inputs.mask, values, 0.0) if values.shape == inputs.mask.shape else values
+    gradients = zip(tensors, audited.gradients(unmasked.sum(), tensors), strict=True)
+    return values.detach(), [torch.zeros_like(x) if g is None else g for x, g in gradients]
+
+
+def _of_cut_response(audited: AuditedFunction, i: int, length: int) -> Result:
+    """The result for one response without its padding."""
+    inputs = padded_inputs(None)
+    values, gradients = _result(audited, inputs.select(slice(i, i + 1), slice(length)), inputs)
+    return values[0], [g[i, :length] for g in gradients]
+
+
+def _padding_row(audited: AuditedFunction, fill: str, cut: list[Result]) -> tuple[str, MaskRow]:
+    """The kind of finding, or "", and the row of a padded call compared with those of the cut responses."""
+    inputs = padded_inputs(fill)
+    try:
+        values, gradients = _result(audited, inputs, inputs)
+    except KleashError as error:
+        row = MaskRow(case=fill, value_change=nan, gradient_change=nan, problem=str(error))
+        return "cannot_be_called", row
+    value_change, gradient_change = 0.0, 0.0
+    counts_padding = audited.convention.gives == "mean"
+    for i, (length, (expected, expected_gradients)) in enumerate(zip(LENGTHS, cut, strict=True)):
+        row, parts = values[i], len(expected)
+        value_change = _largest(value_change, row[:parts] - expected, row[parts:])
+        counts_padding = counts_padding and torch.allclose(row * 3, expected * length, rtol=1e-4, atol=1e-7)
+        for g, expected_g in zip(gradients, expected_gradients, strict=True):
+            gradient_change = _largest(gradient_change, g[i, :length] - expected_g, g[i, length:])
+    kind, problem = _padding_fault(value_change, gradient_change, counts_padding=counts_padding)
+    return kind, MaskRow(
+        case=fill, value_change=value_change, gradient_change=gradient_change, problem=problem
+    )
+
+
+def _largest(largest: float, *changes: Tensor) -> float:
+    """The maximum of a number and of the absolute values of tensors; NaN if any is NaN."""
+    maxima = [largest, *(change.abs().max().item() for change in changes if change.numel())]
+    return nan if any(map(isnan, maxima)) else max(maxima)
+
+
+def _padding_fault(value_change: float, gradient_change: float, *, counts_padding: bool) -> tuple[str, str]:
+    """The kind of finding and what is wrong, in words; two empty strings if nothing is."""
+    if counts_padding and value_change > 1e-6:
+        return "padding_in_denominator", "value"
+    changes = {"value": value_change, "gradient": gradient_change}
+    for of, change in changes.items():
+        if not isfinite(change):
+            return "nan_from_padding", of
+    for of, change in changes.items():
+        if change > 1e-5:
+            return "padding_counts", f"{of} changes by {change:.3g}"
+    return "", ""

@@ -1,36 +1,111 @@
-"""What value and gradient are, on which the findings about them depend: matches, levels, and the scan."""
+"""What value and gradient are: the quantities that they match, for one token and over responses of several."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import cache
+from typing import Literal, TypeGuard
 
+import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.expectations import (
     Expectation,
     compute_expectations,
+    expectation,
     gradient_rows,
     matched_gradient,
     matched_value,
+    one_token,
     several_tokens,
 )
-from kleash.auditing.checks.levels import (
-    Level,
-    PositionMatch,
-    estimator_level,
-    match_gradient_by_position,
-    match_value_by_position,
-)
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
-from kleash.auditing.inputs import AuditInputs
-from kleash.auditing.matching import QuantityMatch
-from kleash.auditing.quantities import divergence_label
-from kleash.auditing.toy_distributions import SAMPLINGS, Sampling
+from kleash.auditing.quantities import (
+    MAX_STANDARD_ERRORS,
+    TOLERANCE,
+    QuantityMatch,
+    cosine_similarity,
+    divergence_label,
+    exact_values,
+    is_quantity,
+    known_quantities,
+    sequence_gradient,
+    token_gradient,
+)
+from kleash.auditing.toy_distributions import SAMPLINGS, SEQUENCES, ToyDistributions, toy_distributions
 from kleash.errors import KleashError
+from kleash.estimators import ESTIMATORS
 from kleash.store.audit import GradientRow
 
-Matches: TypeAlias = dict[Sampling, QuantityMatch | None]
+Level = Literal["", "token", "sequence", "both", "neither"]
+
+LEVELS: dict[Level, str] = {
+    "": "",
+    "token": " token by token",
+    "sequence": " between whole responses",
+    "both": " token by token and between whole responses",
+    "neither": " for one token",
+}
+"""The levels of a value or gradient in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionMatch:
+    """The level at which a value or gradient is, for responses of three tokens, the quantity that it is for one.
+
+    ``level`` is "token" for the sum over the tokens along sampled prefixes, "sequence" for the quantity of the
+    distributions over whole responses; "" if it is already for one token no multiple of a known quantity.
+    """
+
+    level: Level
+    factors: tuple[float, ...] = ()
+    """For "neither": by which factor it is too large at each position; () if there is no such factor."""
+    factors_of: Literal["", "token", "sequence"] = ""
+    """The level that the factors refer to."""
+    token_cosine: float = float("nan")
+    """Of a gradient, with that of level "token"."""
+    sequence_cosine: float = float("nan")
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the factor is the same at every position."""
+        spread = max(self.factors, default=0.0) - min(self.factors, default=0.0)
+        return spread < TOLERANCE * max(map(abs, self.factors), default=0.0)
+
+    def times(self, of: str) -> str:
+        """``of`` with the factors before it: "2 times …" if all are the same, "1, 2 and 3 times …" otherwise."""
+        if self.is_uniform:
+            return f"{self.factors[0]:.4g} times {of}"
+        first, second, third = (f"{f:.3g}" if abs(f) > TOLERANCE else "0" for f in self.factors)
+        return f"{first}, {second} and {third} times {of} at the first, the second and the third token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """What the expected value, or the expected gradient, of a function is."""
+
+    claimed: str
+    """The label of the claimed divergence."""
+    on_policy: QuantityMatch | None
+    """For one token; None for no known quantity, and for a gradient that does not exist."""
+    off_policy: QuantityMatch | None
+    positions: PositionMatch
+    off_policy_level: Level
+    """The level off-policy, if it is right for one token and takes the behaviour log-probabilities; "" otherwise."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether on-policy it is the claimed divergence, or its gradient, on every pair of one token."""
+        return is_quantity(self.on_policy, self.claimed)
+
+    def __str__(self) -> str:
+        """The quantity that it was matched with."""
+        if self.on_policy is None:
+            return "none of the table"
+        if not self.on_policy.everywhere:
+            return f"{self.on_policy}, where no log ratio is large"
+        return f"{self.on_policy}{LEVELS['neither'] if self.positions.level == 'neither' else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,13 +117,8 @@ class Evidence:
     """The label of the claimed divergence."""
     expectations: tuple[Expectation, ...]
     gradient_rows: tuple[GradientRow, ...]
-    value_matches: Matches
-    gradient_matches: Matches
-    """None for a metric."""
-    match_of_probabilities: QuantityMatch | None
-    """The quantity that its value is if it is given probabilities; only tried if it matches none otherwise."""
-    value_positions: PositionMatch
-    gradient_positions: PositionMatch
+    value: Matched
+    gradient: Matched
     log_ratios: LogRatios
     estimator_level: Level
     """Whether for several tokens its estimator is that of each, or of the response's summed log ratio."""
@@ -59,61 +129,179 @@ class Evidence:
         is_metric = self.audited.convention.place == "metric"
         return not is_metric and any(e.gradient is None for e in self.expectations)
 
-    @property
-    def value_is_right(self) -> bool:
-        """Whether on-policy its expected value is the claimed divergence on every pair."""
-        return is_quantity(self.value_matches["on-policy"], self.claimed)
-
-    @property
-    def gradient_is_right(self) -> bool:
-        """Whether on-policy its expected gradient is that of the claimed divergence on every pair."""
-        return is_quantity(self.gradient_matches["on-policy"], self.claimed)
-
-
-def is_quantity(match: QuantityMatch | None, label: str, *, everywhere: bool = True) -> bool:
-    """Whether the match is this quantity itself, neither scaled nor shifted; with ``everywhere``, on every pair."""
-    if match is None or (match.quantity, match.relation) != (label, "itself"):
-        return False
-    return match.everywhere or not everywhere
-
 
 def gather_evidence(audited: AuditedFunction) -> Evidence:
     """Determine what the value and the gradient of a function are."""
     claimed, expectations = divergence_label(audited.convention.claims), compute_expectations(audited)
-    value_matches: Matches = {s: matched_value(expectations, claimed, s) for s in SAMPLINGS}
-    gradient_matches: Matches = {s: matched_gradient(expectations, claimed, s) for s in SAMPLINGS}
-    value, gradient = value_matches["on-policy"], gradient_matches["on-policy"]
-    several = several_tokens(expectations, "on-policy")
+    of_one = [one_token(expectations, sampling) for sampling in SAMPLINGS]
+    on_policy, off_policy = (several_tokens(expectations, sampling) for sampling in SAMPLINGS)
+    values, gradients = ([match(e, claimed) for e in of_one] for match in (matched_value, matched_gradient))
     log_ratios = scan_log_ratios(audited)
+
+    def matched(
+        matches: Sequence[QuantityMatch | None], positions: PositionMatch, off_policy: Level
+    ) -> Matched:
+        is_right = all(is_quantity(match, claimed) for match in matches)
+        is_weighted = audited.convention.takes_behaviour and is_right
+        return Matched(
+            claimed=claimed,
+            on_policy=matches[0],
+            off_policy=matches[1],
+            positions=positions,
+            off_policy_level=off_policy if is_weighted else "",
+        )
+
     return Evidence(
         audited=audited,
         claimed=claimed,
         expectations=expectations,
         gradient_rows=gradient_rows(expectations),
-        value_matches=value_matches,
-        gradient_matches=gradient_matches,
-        match_of_probabilities=_match_of_probabilities(audited, claimed) if value is None else None,
-        value_positions=match_value_by_position(audited, several, value),
-        gradient_positions=match_gradient_by_position(several, gradient),
+        value=matched(
+            values, _value_by_position(audited, on_policy, values[0]), _value_level(off_policy, claimed)
+        ),
+        gradient=matched(
+            gradients, _gradient_by_position(on_policy, gradients[0]), _gradient_level(off_policy, claimed)
+        ),
         log_ratios=log_ratios,
-        estimator_level=estimator_level(audited, log_ratios.estimator),
+        estimator_level=_estimator_level(audited, log_ratios.estimator),
     )
 
 
-LOG_PROBABILITY_FIELDS = ("token_logp", "token_logq", "behaviour_logp", "logp", "logq")
+def _level_of(found: Tensor, by_token: Tensor, by_sequence: Tensor, error: float = 0.0) -> Level:
+    """Which of the quantities of each level it is."""
+    is_token, is_sequence = (
+        bool((found - target).norm() <= TOLERANCE * target.norm() + MAX_STANDARD_ERRORS * error)
+        for target in (by_token, by_sequence)
+    )
+    if is_token:
+        return "both" if is_sequence else "token"
+    return "sequence" if is_sequence else "neither"
 
 
-def _match_of_probabilities(audited: AuditedFunction, claimed: str) -> QuantityMatch | None:
-    """The quantity that the value is if every log-probability is replaced by its probability."""
-    call = audited.convention.call
+def _value_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
+    """The level at which the expected value of a response is ``factor`` times a quantity."""
+    exact = exact_values(e.toy, e.sampling, label)
+    mean = torch.tensor(e.mean / factor, dtype=torch.float64)
+    by_token, by_sequence = (
+        torch.tensor(exact[level], dtype=torch.float64) for level in ("token", "sequence")
+    )
+    return _level_of(mean, by_token, by_sequence, e.mean_error / abs(factor))
 
-    def call_with_probabilities(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
-        probabilities = {name: getattr(inputs, name).exp() for name in LOG_PROBABILITY_FIELDS}
-        return call(function, replace(inputs, **probabilities))
 
-    convention = replace(audited.convention, call=call_with_probabilities)
+def _gradient_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
+    """The level at which the expected gradient of a response is that of ``factor`` times a quantity.
+
+    Off-policy, token by token means along the prefixes of the policy or of the behaviour.
+    """
+    if e.gradient is None:
+        return ""
+    by_sequence = sequence_gradient(SEQUENCES, label)
+    for sampling in (e.sampling, SAMPLINGS[0]):
+        by_token = token_gradient(SEQUENCES, sampling, label)
+        level = _level_of(e.gradient / factor, by_token, by_sequence, e.gradient_error / abs(factor))
+        if level != "neither":
+            return level
+    return "neither"
+
+
+def _value_by_position(
+    audited: AuditedFunction, e: Expectation, match: QuantityMatch | None
+) -> PositionMatch:
+    """Compare the expected value of a response with the quantity that it is for one token."""
+    if not _has_levels(match):
+        return PositionMatch(level="")
+    level = _value_level(e, match.quantity, match.factor)
+    if level != "neither":
+        return PositionMatch(level=level)
     try:
-        match = matched_value(compute_expectations(replace(audited, convention=convention)), claimed)
-    except KleashError:
-        return None
-    return match if match is not None and match.quantity != "zero" else None
+        factors = tuple(
+            expectation(audited, toy, e.sampling).mean
+            / (match.factor * exact_values(toy, e.sampling, match.quantity)["token"])
+            for toy in single_position_distributions()
+        )
+    except (KleashError, ZeroDivisionError):  # the function refuses p = q, or the quantity is 0
+        return PositionMatch(level=level)
+    of_token = PositionMatch(level=level, factors=factors, factors_of="token")
+    if not of_token.is_uniform:
+        return of_token
+    match _value_level(e, match.quantity, match.factor * factors[0]):
+        case "sequence":
+            return replace(of_token, factors_of="sequence")
+        case "neither":  # a factor of each token alone, and another of several
+            return PositionMatch(level=level)
+        case _:
+            return of_token
+
+
+@cache
+def single_position_distributions() -> tuple[ToyDistributions, ...]:
+    """The distributions over three tokens, with q = p except at the first, the second or the third position."""
+    toy = toy_distributions()[SEQUENCES]
+    return tuple(
+        replace(toy, logits_q=torch.where(_has_length(toy, step).unsqueeze(-1), toy.logits_q, toy.logits_p))
+        for step in range(toy.steps)
+    )
+
+
+def _gradient_by_position(e: Expectation, match: QuantityMatch | None) -> PositionMatch:
+    """Compare the expected gradient of a response with the quantity whose gradient it is for one token."""
+    if e.gradient is None or not _has_levels(match) or not match.everywhere:
+        return PositionMatch(level="")
+    level = _gradient_level(e, match.quantity, match.factor)
+    if level != "neither":
+        return PositionMatch(level=level)
+    by_token = match.factor * token_gradient(SEQUENCES, e.sampling, match.quantity)
+    by_sequence = match.factor * sequence_gradient(SEQUENCES, match.quantity)
+    of_token, of_sequence = (_gradient_factors(e, e.gradient, target) for target in (by_token, by_sequence))
+    return PositionMatch(
+        level=level,
+        factors=of_token or of_sequence,
+        factors_of="token" if of_token else "sequence" if of_sequence else "",
+        token_cosine=cosine_similarity(e.gradient, by_token),
+        sequence_cosine=cosine_similarity(e.gradient, by_sequence),
+    )
+
+
+def _gradient_factors(e: Expectation, gradient: Tensor, target: Tensor) -> tuple[float, ...]:
+    """The gradient over the target at each position; () if it is no multiple of it."""
+    factors: list[float] = []
+    for step in range(e.toy.steps):
+        rows = _has_length(e.toy, step)
+        part, target_part = gradient[rows], target[rows]
+        factor = ((part * target_part).sum() / target_part.square().sum()).item()
+        error = (part - factor * target_part).norm()
+        if error > TOLERANCE * target_part.norm() + MAX_STANDARD_ERRORS * e.gradient_error:
+            return ()
+        factors.append(factor)
+    return tuple(factors)
+
+
+def _has_length(toy: ToyDistributions, length: int) -> Bool[Tensor, " prefixes"]:
+    """The prefixes of this many tokens."""
+    is_chosen = torch.zeros(len(toy.logits_p), dtype=torch.bool)
+    is_chosen[toy.prefix_rows[:, length].unique()] = True
+    return is_chosen
+
+
+def _estimator_level(audited: AuditedFunction, name: str) -> Level:
+    """Whether a function that is this estimator for one token is, for several, that of each or of the summed log ratio.
+
+    A constant factor, such as that of a mean, is of either level. "" without an estimator.
+    """
+    if not name:
+        return ""
+    toy = toy_distributions()[SEQUENCES]
+    near = replace(toy, logits_q=toy.logits_p + (toy.logits_q - toy.logits_p) / 4)  # below every clamp
+    inputs = near.inputs(near.logits_p.clone().requires_grad_(), "on-policy")
+    totals = audited.values(inputs).detach().double().sum(-1)
+    log_ratios = (inputs.token_logp - inputs.token_logq).detach()
+    levels = (ESTIMATORS[name].of(u).sum(-1) for u in (log_ratios, log_ratios.sum(-1, keepdim=True)))
+    by_token, by_sequence = (values / values.norm() for values in levels)
+    return _level_of(totals / totals.norm(), by_token, by_sequence)
+
+
+def _has_levels(match: QuantityMatch | None) -> TypeGuard[QuantityMatch]:
+    """Whether the matched quantity can be compared with that of three tokens, each of another vocabulary."""
+    if match is None or match.relation == "shifted" or match.quantity == "zero":
+        return False
+    return known_quantities()[match.quantity].kind != "truncated"

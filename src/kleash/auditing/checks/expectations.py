@@ -9,11 +9,13 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.matching import QuantityMatch, cosine_similarity, match_gradients, match_values
 from kleash.auditing.quantities import (
+    QuantityMatch,
+    cosine_similarity,
     divergence_label,
     exact_values,
-    gradient_candidates,
+    match_quantity,
+    quantity_gradients,
     quantity_values,
     sequence_gradient,
     token_gradient,
@@ -29,8 +31,8 @@ class Expectation:
 
     toy: ToyDistributions
     sampling: Sampling
-    values: Float64[Tensor, "sequences parts"]
-    """The value of each token, or of the whole response if the function gives only that."""
+    totals: Float64[Tensor, " sequences"]
+    """The value of each response, summed over its steps."""
     gradient: Float64[Tensor, "prefixes vocab"] | None
     """The gradient that training follows, in expectation; None if none is needed, or none flows."""
     mean_error: float = 0.0
@@ -39,19 +41,15 @@ class Expectation:
     """The standard error of ``gradient``, as a norm."""
 
     @cached_property
-    def probabilities(self) -> Float64[Tensor, " sequences"]:
-        """Of sampling each response."""
-        return self.toy.probabilities(self.sampling)
-
-    @cached_property
-    def totals(self) -> Float64[Tensor, " sequences"]:
-        """The value of each response, summed over its steps."""
-        return self.values.sum(-1)
-
-    @cached_property
     def mean(self) -> float:
         """The expected value of a response."""
-        return (self.probabilities * self.totals).sum().item()
+        return (self.toy.probabilities(self.sampling) * self.totals).sum().item()
+
+    @cached_property
+    def standard_deviation(self) -> float:
+        """The standard deviation of the value of one sampled response."""
+        squares = (self.totals - self.mean).square()
+        return (self.toy.probabilities(self.sampling) * squares).sum().sqrt().item()
 
 
 GROUPS = 12
@@ -73,7 +71,7 @@ def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampl
     gradients = torch.stack(flowing) if flowing else None
     return replace(
         groups[0],
-        values=torch.stack([group.values for group in groups]).mean(0),
+        totals=torch.stack([group.totals for group in groups]).mean(0),
         gradient=None if gradients is None else gradients.mean(0),
         mean_error=(means.std() / GROUPS**0.5).item(),
         gradient_error=0.0 if gradients is None else (gradients.std(0) / GROUPS**0.5).norm().item(),
@@ -86,14 +84,14 @@ def _expectation_of_one_pass(
     logits = toy.logits_p.clone().requires_grad_()
     inputs = toy.inputs(logits, sampling)
     values = audited.values(inputs).double()
-    probabilities = toy.probabilities(sampling)
+    probabilities, totals = toy.probabilities(sampling), values.sum(-1)
     if audited.convention.place == "reward":
         reward_to_go = values.detach().flip(-1).cumsum(-1).flip(-1)
         surrogate = (probabilities * (reward_to_go * inputs.token_logp).sum(-1)).sum()
         (gradient,) = torch.autograd.grad(surrogate, logits)
     else:
-        (gradient,) = audited.gradients((probabilities * values.sum(-1)).sum(), (logits,))
-    return Expectation(toy=toy, sampling=sampling, values=values.detach(), gradient=gradient)
+        (gradient,) = audited.gradients((probabilities * totals).sum(), (logits,))
+    return Expectation(toy=toy, sampling=sampling, totals=totals.detach(), gradient=gradient)
 
 
 def compute_expectations(audited: AuditedFunction) -> tuple[Expectation, ...]:
@@ -112,28 +110,21 @@ def several_tokens(expectations: Sequence[Expectation], sampling: Sampling) -> E
     return next(e for e in expectations if e.sampling == sampling and e.toy.steps > 1)
 
 
-def matched_value(
-    expectations: Sequence[Expectation], claimed: str, sampling: Sampling = "on-policy"
-) -> QuantityMatch | None:
-    """The known quantity that the expected value over a single token is; the claimed one is tried first."""
-    chosen = one_token(expectations, sampling)
-    means, errors = [e.mean for e in chosen], [e.mean_error for e in chosen]
-    return match_values(means, quantity_values(), [e.toy.name for e in chosen], claimed, errors)
+def matched_value(chosen: Sequence[Expectation], claimed: str) -> QuantityMatch | None:
+    """The known quantity that the expected value over a single token is."""
+    means = torch.tensor([[e.mean] for e in chosen], dtype=torch.float64)
+    errors = torch.tensor([e.mean_error for e in chosen], dtype=torch.float64)
+    return match_quantity(means, quantity_values(), [e.toy.name for e in chosen], claimed, errors)
 
 
-def matched_gradient(
-    expectations: Sequence[Expectation], claimed: str, sampling: Sampling
-) -> QuantityMatch | None:
+def matched_gradient(chosen: Sequence[Expectation], claimed: str) -> QuantityMatch | None:
     """The known quantity whose gradient the expected gradient over a single token is; None without a gradient."""
-    chosen = one_token(expectations, sampling)
-    gradients = {e.toy.name: e.gradient for e in chosen if e.gradient is not None}
+    gradients = [e.gradient for e in chosen if e.gradient is not None]
     if len(gradients) < len(chosen):
         return None
-    candidates = {
-        label: {pair: token_gradient(pair, sampling, label) for pair in gradients}
-        for label in gradient_candidates()
-    }
-    return match_gradients(gradients, candidates, claimed, {e.toy.name: e.gradient_error for e in chosen})
+    errors = torch.tensor([e.gradient_error for e in chosen], dtype=torch.float64)
+    candidates, pairs = quantity_gradients(chosen[0].sampling), [e.toy.name for e in chosen]
+    return match_quantity(torch.cat(gradients), candidates, pairs, claimed, errors)
 
 
 def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[ValueRow, ...]:
@@ -146,17 +137,12 @@ def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[Value
             exact=exact,
             expected=e.mean,
             bias=e.mean - exact,
-            standard_deviation=standard_deviation(e),
+            standard_deviation=e.standard_deviation,
             lowest=e.totals.min().item(),
         )
         for e in expectations
         for level, exact in exact_values(e.toy, e.sampling, claimed).items()
     )
-
-
-def standard_deviation(e: Expectation) -> float:
-    """The standard deviation of the value of one sampled response."""
-    return (e.probabilities * (e.totals - e.mean).square()).sum().sqrt().item()
 
 
 def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...]:

@@ -1,6 +1,6 @@
 """Extreme inputs in float32 and partly in bfloat16, and a NaN at an unmasked token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, isfinite, isnan, nan
 from types import MappingProxyType
@@ -9,9 +9,14 @@ from typing import NamedTuple
 import torch
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.checks.log_ratios import two_token_logp
-from kleash.auditing.inputs import P_FIELDS, Q_FIELDS, AuditInputs, make_inputs
-from kleash.auditing.toy_distributions import SEQUENCES, toy_distributions
+from kleash.auditing.checks.log_ratios import two_token_logp, value_and_gradients
+from kleash.auditing.toy_distributions import (
+    P_FIELDS,
+    Q_FIELDS,
+    SEQUENCES,
+    AuditInputs,
+    toy_distributions,
+)
 from kleash.divergences import divergence
 from kleash.errors import KleashError
 from kleash.store.audit import EdgeRow, Finding, Severity
@@ -51,10 +56,9 @@ ORDINARY = ("p and q agree", "both are certain of the token")
 """Cases that any training run meets."""
 
 
-class ExtremeDefect(NamedTuple):
-    """The report on a defect that one finding names for all inputs that show it."""
+class ExtremeProblem(NamedTuple):
+    """The report on a problem that one finding names for all inputs that show it."""
 
-    problem: str
     kind: str
     statement: str
     severity: Severity
@@ -63,79 +67,72 @@ class ExtremeDefect(NamedTuple):
     """Whether it is reported only for a function that computes the claimed divergence."""
 
 
-DEFECTS: Mapping[str, ExtremeDefect] = MappingProxyType(
+PROBLEMS: Mapping[str, ExtremeProblem] = MappingProxyType(
     {
-        "nan_value": ExtremeDefect("value is NaN", "nan_value", "Its value is NaN", "fragile"),
-        "nan_for_infinity": ExtremeDefect(
-            "value is NaN where the divergence is infinite",
-            "nan_value",
-            "Its value is NaN, and the divergence infinite,",
-            "note",
+        "value is NaN": ExtremeProblem("nan_value", "Its value is NaN", "fragile"),
+        "value is NaN where the divergence is infinite": ExtremeProblem(
+            "nan_value", "Its value is NaN, and the divergence infinite,", "note"
         ),
-        "infinite_value": ExtremeDefect(
-            "value is infinite where the divergence is finite",
-            "infinite_value",
-            "Its value is infinite",
-            "fragile",
-            concerns_infinity=True,
+        "value is infinite where the divergence is finite": ExtremeProblem(
+            "infinite_value", "Its value is infinite", "fragile", concerns_infinity=True
         ),
-        "finite_for_infinity": ExtremeDefect(
-            "value is finite where the divergence is infinite",
-            "infinite_missed",
-            "Its value is finite, though the divergence is infinite,",
-            "note",
-            concerns_infinity=True,
+        "value is finite where the divergence is infinite": ExtremeProblem(
+            "infinite_missed", "Its value is finite, though the divergence is infinite,", "note", True
         ),
-        "nan_gradient": ExtremeDefect("gradient is NaN", "nan_gradient", "Its gradient is NaN", "fragile"),
-        "infinite_gradient": ExtremeDefect(
-            "gradient is infinite", "nan_gradient", "Its gradient is infinite", "fragile"
-        ),
+        "gradient is NaN": ExtremeProblem("nan_gradient", "Its gradient is NaN", "fragile"),
+        "gradient is infinite": ExtremeProblem("nan_gradient", "Its gradient is infinite", "fragile"),
     }
 )
-"""Defect -> its report. "inexact_value" and "error" are reported for each input."""
+"""Problem -> its report. Inexact values and errors are reported for each input."""
 
 
-def extreme_rows(audited: AuditedFunction) -> list[EdgeRow]:
-    """Value and gradient on each extreme input."""
-    sees = audited.convention.sees
-    cases = TOKEN_CASES if sees == "tokens" else LOGITS_CASES
-    if sees == "hidden":  # a product of finite matrices has no -inf
-        cases = [case for case in cases if -inf not in (*case.p, *case.q)]
-    return [_row(audited, case) for case in cases]
-
-
-def extreme_findings(rows: Sequence[EdgeRow], *, is_claimed: bool, is_random: bool) -> list[Finding]:
-    """Findings on the extreme inputs: one per defect, or per input for wrong values and errors.
+def check_extreme_inputs(
+    audited: AuditedFunction, *, is_claimed: bool, is_random: bool
+) -> tuple[tuple[EdgeRow, ...], list[Finding]]:
+    """Value and gradient on each extreme input, and a finding for each problem, inexact value or error.
 
     Args:
-        rows: of ``extreme_rows``.
+        audited: the function.
         is_claimed: whether the value is the claimed divergence where no log ratio is large.
         is_random: whether it is a mean over random values, which is never exact.
     """
-    findings: list[Finding] = []
-    for name, defect in DEFECTS.items():
-        cases = [row.case for row in rows if row.defect == name]
-        if cases and (is_claimed or not defect.concerns_infinity):
-            is_wrong = defect.severity == "fragile" and any(case in ORDINARY for case in cases)
-            findings.append(
-                Finding(
-                    kind=defect.kind,
-                    severity="wrong" if is_wrong else defect.severity,
-                    sentence=f"{defect.statement} where {' and where '.join(cases)}.",
-                    where="; ".join(cases),
+    sees = audited.convention.sees
+    cases = TOKEN_CASES if sees == "tokens" else LOGITS_CASES
+    if sees == "hidden":  # a product of finite matrices has no -inf
+        cases = tuple(case for case in cases if -inf not in (*case.p, *case.q))
+    rows, of_each = list[EdgeRow](), list[Finding]()
+    for case in cases:
+        is_ordinary = case.name in ORDINARY
+        try:
+            row = _row(audited, case)
+        except KleashError as error:
+            row = EdgeRow(case=case.name, exact=nan, value=nan, gradient=nan, problem=str(error))
+            sentence = f"It cannot be called where {case.name}: {error}."
+            of_each.append(
+                Finding(kind="cannot_be_called", severity="note", sentence=sentence, where=case.name)
+            )
+        else:
+            if row.problem and row.problem not in PROBLEMS and is_claimed and not is_random:
+                severity = "wrong" if is_ordinary else "fragile"
+                sentence = f"Its {row.problem}, where {case.name}."
+                of_each.append(
+                    Finding(kind="biased_value", severity=severity, sentence=sentence, where=case.name)
                 )
-            )
-    for row in rows:
-        if row.defect == "inexact_value" and is_claimed and not is_random:
-            severity: Severity = "wrong" if row.case in ORDINARY else "fragile"
-            sentence = f"Its {row.problem}, where {row.case}."
+        rows.append(row)
+    return tuple(rows), [*_problem_findings(rows, is_claimed), *of_each]
+
+
+def _problem_findings(rows: list[EdgeRow], is_claimed: bool) -> list[Finding]:
+    """A finding for each of ``PROBLEMS`` that a row has."""
+    findings: list[Finding] = []
+    for name, problem in PROBLEMS.items():
+        cases = [row.case for row in rows if row.problem == name]
+        if cases and (is_claimed or not problem.concerns_infinity):
+            is_wrong = problem.severity == "fragile" and any(case in ORDINARY for case in cases)
+            severity = "wrong" if is_wrong else problem.severity
+            sentence = f"{problem.statement} where {' and where '.join(cases)}."
             findings.append(
-                Finding(kind="biased_value", severity=severity, sentence=sentence, where=row.case)
-            )
-        elif row.defect == "error":
-            sentence = f"It cannot be called where {row.case}: {row.problem}."
-            findings.append(
-                Finding(kind="cannot_be_called", severity="note", sentence=sentence, where=row.case)
+                Finding(kind=problem.kind, severity=severity, sentence=sentence, where="; ".join(cases))
             )
     return findings
 
@@ -150,81 +147,47 @@ def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
     else:
         p, q = p.reshape(1, 1, -1), q.reshape(1, 1, -1)
         exact = divergence(audited.convention.claims, p.log_softmax(-1), q.log_softmax(-1)).item()
-    logits_p = p.requires_grad_()
-    inputs = make_inputs(logits_p, q, torch.zeros(1, 1, dtype=torch.int64), dtype=case.dtype)
-    try:
-        result = audited.values(inputs).sum()
-    except KleashError as error:
-        return EdgeRow(
-            case=case.name, exact=exact, value=nan, gradient=nan, problem=str(error), defect="error"
-        )
-    in_token, in_logits = audited.gradients(result, (inputs.token_logp, logits_p))
-    entries = in_logits[logits_p.isfinite()] if in_token is None and in_logits is not None else in_token
-    value, gradient = result.item(), nan
-    if entries is not None:
-        entries = entries.flatten()
-        gradient = entries[entries.abs().nan_to_num(nan=inf).argmax()].item()
-    defect = _defect(value, gradient, exact, has_gradient=entries is not None)
-    problem = DEFECTS[defect].problem if defect in DEFECTS else ""
-    if defect == "inexact_value":
-        problem = f"value is {value:.4g} where the divergence is {exact:.4g}"
-    return EdgeRow(
-        case=case.name, exact=exact, value=value, gradient=gradient, problem=problem, defect=defect
-    )
+    values, in_token, in_logits = value_and_gradients(audited, case.dtype, p, q)
+    entries = in_logits[p.squeeze(1).isfinite()] if in_token is None and in_logits is not None else in_token
+    gradient = nan if entries is None else entries[entries.abs().nan_to_num(nan=inf).argmax()].item()
+    problem = _problem(values.item(), 0.0 if entries is None else gradient, exact)
+    return EdgeRow(case=case.name, exact=exact, value=values.item(), gradient=gradient, problem=problem)
 
 
-def _defect(value: float, gradient: float, exact: float, *, has_gradient: bool) -> str:
-    """A key of ``DEFECTS``, "inexact_value", or ""."""
+def _problem(value: float, gradient: float, exact: float) -> str:
+    """A key of ``PROBLEMS``, the difference of an inexact value, or ""."""
     if isnan(value):
-        return "nan_for_infinity" if exact == inf else "nan_value"
+        return "value is NaN where the divergence is infinite" if exact == inf else "value is NaN"
     if exact == inf:
-        return "" if value == inf else "finite_for_infinity"
+        return "" if value == inf else "value is finite where the divergence is infinite"
     if not isfinite(value):
-        return "infinite_value"
-    if has_gradient and not isfinite(gradient):
-        return "nan_gradient" if isnan(gradient) else "infinite_gradient"
-    return "inexact_value" if abs(value - exact) > 1e-3 + 1e-2 * abs(exact) else ""
+        return "value is infinite where the divergence is finite"
+    if not isfinite(gradient):
+        return f"gradient is {'NaN' if isnan(gradient) else 'infinite'}"
+    is_inexact = abs(value - exact) > 1e-3 + 1e-2 * abs(exact)
+    return f"value is {value:.4g} where the divergence is {exact:.4g}" if is_inexact else ""
 
 
-HIDDEN_NAN = " is NaN at an unmasked token"
-"""After the field in the case of a row of ``nan_input_rows``."""
-
-
-def nan_input_rows(audited: AuditedFunction) -> list[EdgeRow]:
-    """For each input that the result depends on, the value when it is NaN at one token."""
-    rows: list[EdgeRow] = []
+def nan_input_findings(audited: AuditedFunction) -> list[Finding]:
+    """A finding if a NaN at an unmasked token, in any of the inputs that the result depends on, becomes a number."""
+    hidden: list[str] = []
+    inputs = _two_responses()
     for field in (*P_FIELDS, *Q_FIELDS):
-        inputs = _two_responses()
         is_per_token = getattr(inputs, field).dim() == 2
         if is_per_token and audited.convention.sees != "tokens" and field != "token_logp":
             continue
         try:
-            before = audited.values(inputs).detach()
-            after = audited.values(_with_second_token(inputs, field, None)).detach()
-            if torch.equal(before, after):
-                continue  # the function does not read this input
-            value = audited.values(_with_second_token(inputs, field, nan)).detach()[0].sum().item()
+            before, after, of_nan = (
+                audited.values(_with_second_token(inputs, field, factor)).detach()
+                for factor in (1.0, 0.9, nan)
+            )
         except KleashError:
             continue  # the function refuses NaN
-        rows.append(
-            EdgeRow(
-                case=field + HIDDEN_NAN,
-                exact=nan,
-                value=value,
-                gradient=nan,
-                problem="" if isnan(value) else "a NaN in the input becomes a number",
-                defect="" if isnan(value) else "hidden_nan",
-            )
-        )
-    return rows
-
-
-def nan_input_findings(rows: Sequence[EdgeRow]) -> list[Finding]:
-    """A finding if a NaN at an unmasked token becomes a number."""
-    fields = ", ".join(row.case.removesuffix(HIDDEN_NAN) for row in rows if row.defect)
+        if not torch.equal(before, after) and not isnan(of_nan[0].sum().item()):
+            hidden.append(field)
+    fields = ", ".join(hidden)
     sentence = f"It hides NaN: a NaN in {fields} at an unmasked token becomes a number."
-    finding = Finding(kind="hides_nan", severity="fragile", sentence=sentence, where=fields)
-    return [finding] if fields else []
+    return [Finding(kind="hides_nan", severity="fragile", sentence=sentence, where=fields)] if hidden else []
 
 
 def _two_responses() -> AuditInputs:
@@ -234,9 +197,8 @@ def _two_responses() -> AuditInputs:
     return toy.inputs(logits, "on-policy").select(slice(3, 5)).to(torch.float32)
 
 
-def _with_second_token(inputs: AuditInputs, field: str, number: float | None) -> AuditInputs:
-    """The field set to ``number`` at the second token of the first response; slightly changed if None."""
-    tensor = getattr(inputs, field)
-    changed = tensor.clone()
-    changed[0, 1] = tensor[0, 1] * 0.9 - 0.05 if number is None else number
+def _with_second_token(inputs: AuditInputs, field: str, factor: float) -> AuditInputs:
+    """The field multiplied by ``factor`` at the second token of the first response."""
+    changed = getattr(inputs, field).clone()
+    changed[0, 1] *= factor
     return replace(inputs, **{field: changed})

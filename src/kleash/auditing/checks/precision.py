@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.inputs import AuditInputs, make_inputs
-from kleash.auditing.toy_distributions import VOCAB_SIZE, toy_distributions
+from kleash.auditing.toy_distributions import VOCAB_SIZE, AuditInputs, make_inputs, toy_distributions
 from kleash.divergences import divergence
 from kleash.errors import KleashError
 from kleash.estimators import ESTIMATORS
@@ -48,14 +47,13 @@ def accuracy_rows(audited: AuditedFunction, estimator: str, is_claimed: bool) ->
     return tuple(rows)
 
 
-def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow], error: float) -> list[Finding]:
+def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) -> list[Finding]:
     """Digits lost in float32 to cancellation, and by computing in bfloat16 or float16.
 
-    Args:
-        audited: the function.
-        rows: of ``accuracy_rows``.
-        error: of ``float32_error``; if it is more than rounding, nothing else is reported.
+    If float32 loses digits where nothing cancels, on the far pair, nothing else is reported.
     """
+    own_formula, far = _own_formula(audited), _far_inputs(torch.float32)
+    error = _relative_error(own_formula(far), own_formula(far.to(torch.float64)))
     if error > ROUNDING:
         sentence = (
             f"For float32 inputs it computes in less than float32: on the far pair its value differs by {error:.2g} "
@@ -98,12 +96,6 @@ def _is_avoidable(row: AccuracyRow, limit: float) -> bool:
 
 def _describe_error(row: AccuracyRow) -> str:
     return f"its relative error is {row.relative_error:.2g}, where {row.unavoidable_error:.1g} is unavoidable"
-
-
-def float32_error(audited: AuditedFunction) -> float:
-    """The relative error in float32 on the far pair, where nothing cancels, against the function in float64."""
-    inputs, formula = _far_inputs(torch.float32), _own_formula(audited)
-    return _relative_error(formula(inputs), formula(inputs.to(torch.float64)))
 
 
 def _returns_bfloat16(audited: AuditedFunction) -> bool:

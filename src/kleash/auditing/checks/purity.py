@@ -12,162 +12,116 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.checks.padding import padded_inputs
-from kleash.auditing.inputs import AuditInputs, make_inputs
-from kleash.auditing.toy_distributions import VOCAB_SIZE, toy_distributions
+from kleash.auditing.checks.batches import padded_inputs
+from kleash.auditing.toy_distributions import VOCAB_SIZE, AuditInputs, make_inputs, toy_distributions
 from kleash.errors import KleashError
-from kleash.store.audit import CallRow, Finding
+from kleash.store.audit import Finding
 
-CALLS = 33
-"""Repeated calls with the same numbers under the same seed."""
-FINAL_CALLS = 70
-"""Repeated calls at the end of the audit, after several hundred others."""
+CALLS, SERIES = 12, 34
+"""Repeated calls of a function whose result does not change, and of one whose result does."""
 SEED = 20
 PADDING_FILLS = ("other numbers", "p 200 nats below q", "q is -inf", "NaN")
 """The padding of the calls whose arguments are compared before and after."""
 
-REPEATED = "the same numbers again"
-OTHER_INPUTS = "other numbers of the same shape before"
-REUSED_TENSORS = "new numbers in the same tensors"
-FINAL = "the same numbers at the end of the audit"
-ARGUMENTS = "the arguments after the call"
-SETTINGS = "the settings of the process after the call"
-RANDOM = {
-    "process_seed": "its result is random and depends on the seed of the process",
-    "own_generator": "its result is random, from a separate generator",
-}
-"""Defect of a random function -> the problem."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Purity:
-    """The checks of repeated calls, and the result of the first one."""
+    """What repeated calls show, and the result of the first one."""
 
-    rows: tuple[CallRow, ...]
     first: Tensor
-
-    @property
-    def is_random(self) -> bool:
-        """Whether results differ from call to call without any order."""
-        return any(row.defect in RANDOM for row in self.rows)
-
-    @property
-    def has_state(self) -> bool:
-        """Whether earlier calls change the result of later ones."""
-        return bool(_stateful(self.rows))
-
-
-def _stateful(rows: Sequence[CallRow]) -> list[CallRow]:
-    """The checks in which earlier calls changed the result of later ones."""
-    return [row for row in rows if row.defect not in ("", "overwritten", *RANDOM)]
-
-
-def purity_findings(rows: Sequence[CallRow]) -> list[Finding]:
-    """State, randomness, and overwritten arguments or settings."""
-    findings: list[Finding] = []
-    for row in rows:
-        if row.defect == "overwritten":
-            is_input = row.case == ARGUMENTS
-            kind = "changes_inputs" if is_input else "changes_settings"
-            sentence = (
-                f"It is not pure: {row.problem}{', which the caller may use again' if is_input else ''}."
-            )
-            findings.append(Finding(kind=kind, severity="wrong", sentence=sentence))
-        elif row.defect in RANDOM:
-            sentence = (
-                f"It is not pure: {row.problem}. Its values and gradients are means over many calls, and precision and "
-                "padding were not tried."
-            )
-            findings.append(Finding(kind="random", severity="note", sentence=sentence))
-    if stateful := _stateful(rows):
-        details = "; ".join(f"{row.case}: {row.problem}" for row in stateful)
-        sentence = f"It is not pure: its result depends on earlier calls ({details})."
-        where = ", ".join(row.case for row in stateful)
-        findings.append(Finding(kind="stateful", severity="wrong", sentence=sentence, where=where))
-    return findings
+    noise: str = ""
+    """What a random result depends on; "" if the result is not random."""
+    state: str = ""
+    """How earlier calls changed the result of a later one; "" if they did not."""
+    findings: tuple[Finding, ...] = ()
 
 
 def check_purity(audited: AuditedFunction) -> Purity:
-    """Call the function repeatedly, with other inputs in between and with tensors that are used again.
+    """Call the function repeatedly, with tensors that are used again, and compare what a call may overwrite.
 
     Raises:
         CannotRunError, ShapeError: if the first call fails.
     """
-    settings = {name: read() for name, (read, _) in PROCESS_SETTINGS.items()}
-    first = _result(audited, _inputs(audited, "far"))
-    rows = [_checked(REPEATED, _repeated_calls, audited, first)]
-    if not rows[0].problem:
-        rows.append(_checked(OTHER_INPUTS, _other_inputs, audited, first))
-        rows.append(_checked(REUSED_TENSORS, _reused_tensors, audited, first))
-    rows += [_overwritten_arguments(audited), _overwritten_settings(audited, settings)]
-    return Purity(rows=tuple(rows), first=first)
-
-
-def check_final_call(audited: AuditedFunction, purity: Purity) -> CallRow:
-    """Repeat the first call at the end of the audit, unless impurity was found before."""
-    if purity.is_random or purity.has_state:
-        return CallRow(case=FINAL, problem="")
-    return _checked(FINAL, _after_many_calls, audited, purity.first)
-
-
-Problem = tuple[str, str]
-"""How a call was impure, in words and as a code; two empty strings if it was pure."""
-Check = Callable[[AuditedFunction, Tensor], Problem]
-"""Calls the function again and compares with the result of its first call."""
-
-
-def _checked(case: str, check: Check, audited: AuditedFunction, first: Tensor) -> CallRow:
-    """The row of a check, or of the error of a call."""
+    settings = {name: read() for name, (read, _) in SETTINGS.items()}
+    first, noise, state = _result(audited), "", ""
     try:
-        problem, defect = check(audited, first)
+        noise, state = _repeated_calls(audited, first)
+        state = state or ("" if noise else _reused_tensors(audited))
     except KleashError as error:
-        problem, defect = f"a later call fails: {error}", "error"
-    return CallRow(case=case, problem=problem, defect=defect)
+        state = f"a later call fails: {error}"
+    findings = state_findings(state)
+    for kind, does, names, end in (
+        ("changes_inputs", "overwrites", _overwritten_arguments(audited), ", which the caller may use again"),
+        ("changes_settings", "changes", _overwritten_settings(audited, settings), ""),
+    ):
+        if names:
+            sentence = f"It is not pure: it {does} {', '.join(dict.fromkeys(names))}{end}."
+            findings.append(Finding(kind=kind, severity="wrong", sentence=sentence))
+    if noise:
+        sentence = (
+            f"It is not pure: its result is random, {noise}. Its values and gradients are means over many calls, and "
+            "precision and padding were not tried."
+        )
+        findings.append(Finding(kind="random", severity="note", sentence=sentence))
+    return Purity(first=first, noise=noise, state=state, findings=tuple(findings))
 
 
-def _inputs(audited: AuditedFunction, toy_name: str) -> AuditInputs:
+def state_findings(state: str) -> list[Finding]:
+    """The finding that earlier calls change a later one in this way; none for ""."""
+    sentence = f"It is not pure: its result depends on earlier calls ({state})."
+    return [Finding(kind="stateful", severity="wrong", sentence=sentence)] if state else []
+
+
+def check_final_call(audited: AuditedFunction, purity: Purity) -> list[Finding]:
+    """Repeat the first call at the end of the audit, unless impurity was found before."""
+    if purity.noise or purity.state:
+        return []
+    try:
+        difference = _difference(purity.first, _result(audited))
+    except KleashError as error:
+        difference = f"a later call fails: {error}"
+    return state_findings(f"at the end of the audit {difference}" if difference else "")
+
+
+def _result(audited: AuditedFunction, seed: int = SEED) -> Tensor:
+    """Value and gradient of a call on the far pair in one flat tensor."""
+    seed_generators(seed)
+    inputs = _far_inputs(audited)
+    result = audited.call(inputs)
+    parts = [
+        result.detach(),
+        *audited.gradients(result.sum(), (inputs.token_logp, inputs.logp, inputs.logits_p)),
+    ]
+    return torch.cat([part.double().flatten() for part in parts if part is not None])
+
+
+def _far_inputs(audited: AuditedFunction) -> AuditInputs:
     """Every token of the vocabulary as a response; only one response for a function that returns a mean."""
-    toy = toy_distributions()[toy_name]
+    toy = toy_distributions()["far"]
     inputs = toy.inputs(toy.logits_p.clone().requires_grad_(), "on-policy")
     return inputs.select(slice(2, 3)) if audited.convention.gives == "mean" else inputs
 
 
-def _result(audited: AuditedFunction, inputs: AuditInputs, seed: int = SEED) -> Tensor:
-    """Value and gradient of one call in one flat tensor."""
-    seed_generators(seed)
-    result = audited.call(inputs)
-    leaves = [x for x in (inputs.token_logp, inputs.logp, inputs.logits_p) if x.requires_grad]
-    parts = [result.detach(), *audited.gradients(result.sum(), leaves)]
-    return torch.cat([part.double().flatten() for part in parts if part is not None])
-
-
-def _is_same(result: Tensor, other: Tensor) -> bool:
-    """Whether two results agree up to rounding."""
-    return result.shape == other.shape and torch.allclose(result, other, rtol=1e-6, atol=1e-9, equal_nan=True)
-
-
-def _compared(before: Tensor, after: Tensor) -> Problem:
-    """The difference of two results that should be the same, at the entry that changed most."""
+def _difference(before: Tensor, after: Tensor) -> str:
+    """The difference of two results that should be the same, at the entry that changed most; "" up to rounding."""
     if before.shape != after.shape:
-        return "the result has another shape: a gradient appears or disappears", "changed_shape"
-    if _is_same(before, after):
-        return "", ""
+        return "the result has another shape: a gradient appears or disappears"
+    if torch.allclose(before, after, rtol=1e-6, atol=1e-9, equal_nan=True):
+        return ""
     entry = int((after - before).abs().nan_to_num(nan=torch.inf).argmax())
-    return f"the result is {after[entry].item():.6g}, and was {before[entry].item():.6g}", "changed"
+    return f"the result is {after[entry].item():.6g}, and was {before[entry].item():.6g}"
 
 
-def _repeated_calls(audited: AuditedFunction, first: Tensor) -> Problem:
-    """The same call repeated with the same seed, and if nothing changes with others."""
-    inputs = _inputs(audited, "far")
-    results = [first, *(_result(audited, inputs) for _ in range(CALLS))]
-    different = next((result for result in results if not _is_same(first, result)), None)
-    if different is None:
-        by_seed = (_result(audited, inputs, SEED + offset) for offset in range(1, 5))
-        defect = "" if all(_is_same(first, result) for result in by_seed) else "process_seed"
-        return RANDOM.get(defect, ""), defect
-    if _is_unordered(results) or _is_unordered([_result(audited, inputs) for _ in range(CALLS)]):
-        return RANDOM["own_generator"], "own_generator"
-    return _compared(first, different)
+def _repeated_calls(audited: AuditedFunction, first: Tensor) -> tuple[str, str]:
+    """``noise`` and ``state`` of the same call repeated with the same seed, and if nothing changes with others."""
+    differences = [_difference(first, _result(audited)) for _ in range(CALLS)]
+    if not any(differences):
+        by_seed = (_result(audited, SEED + offset) for offset in range(1, 5))
+        is_seeded = any(_difference(first, result) for result in by_seed)
+        return ("and depends on the seed of the process" if is_seeded else ""), ""
+    if any(_is_unordered([_result(audited) for _ in range(SERIES)]) for _ in range(2)):
+        return "from a separate generator", ""
+    return "", next(filter(None, differences))
 
 
 def _is_unordered(results: Sequence[Tensor]) -> bool:
@@ -181,104 +135,74 @@ def _is_unordered(results: Sequence[Tensor]) -> bool:
     series = torch.stack(list(results)).nan_to_num() @ weights
     steps, rounding = series.diff(), 1e-9 * series.abs().max()
     is_monotonic = bool((steps >= -rounding).all()) or bool((steps <= rounding).all())
-    periods = range(1, len(series) // 2)
-    is_periodic = any(torch.allclose(series[:-n], series[n:], rtol=1e-9) for n in periods)
+    is_periodic = any(torch.allclose(series[:-n], series[n:], rtol=1e-9) for n in range(1, len(series) // 2))
     deviations = series - series.mean()
     autocorrelation = (deviations[1:] * deviations[:-1]).sum() / deviations.square().sum()
     return not is_monotonic and not is_periodic and bool(autocorrelation.abs() < 0.5)
 
 
-def _other_inputs(audited: AuditedFunction, first: Tensor) -> Problem:
-    """The first call after a call with other numbers."""
-    audited.call(_inputs(audited, "peaked"))
-    return _compared(first, _result(audited, _inputs(audited, "far")))
-
-
-def _reused_tensors(audited: AuditedFunction, first: Tensor) -> Problem:
+def _reused_tensors(audited: AuditedFunction) -> str:
     """A call with new numbers in the tensors of an earlier call, compared with calls of two other batch sizes.
 
     No call before had a batch of this size, so that a function that remembers its arguments by shape or address finds
     nothing else. If the size itself changes the result, nothing is compared.
     """
-    before, between = (_mean(audited, _repeated_token("peaked", size)) for size in (5, 7))
-    reused, new = _repeated_token("far", 6), _repeated_token("peaked", 6)
+
+    def repeated_token(toy_name: str, size: int) -> AuditInputs:
+        toy = toy_distributions()[toy_name]
+        p, q = (x.expand(size, VOCAB_SIZE).unsqueeze(1) for x in (toy.logits_p, toy.logits_q))
+        return make_inputs(p.clone().requires_grad_(), q, torch.full((size, 1), 3)).clone()
+
+    def mean(inputs: AuditInputs) -> Tensor:
+        seed_generators(SEED)
+        return audited.call_in_place(inputs).detach().double().mean().reshape(1)
+
+    before, between = (mean(repeated_token("peaked", size)) for size in (5, 7))
+    reused, new = repeated_token("far", 6), repeated_token("peaked", 6)
     with suppress(KleashError):  # overwritten arguments have their own check
-        _mean(audited, reused)
+        mean(reused)
         with torch.no_grad():
             for field in fields(AuditInputs):
                 getattr(reused, field.name).copy_(getattr(new, field.name))
-        after = _mean(audited, reused)
-        return _compared(before, after if _is_same(before, between) else before)
-    return "", ""
+        difference = _difference(before, mean(reused))
+        if difference and not _difference(before, between):
+            return f"new numbers in the same tensors: {difference}"
+    return ""
 
 
-def _repeated_token(toy_name: str, size: int) -> AuditInputs:
-    """One token as a batch of responses."""
-    toy = toy_distributions()[toy_name]
-    p, q = (x.expand(size, VOCAB_SIZE).unsqueeze(1) for x in (toy.logits_p, toy.logits_q))
-    return make_inputs(p.clone().requires_grad_(), q, torch.full((size, 1), 3)).clone()
-
-
-def _mean(audited: AuditedFunction, inputs: AuditInputs) -> Tensor:
-    """The mean of the values of a call under the audit's seed, which may overwrite ``inputs``."""
-    seed_generators(SEED)
-    return audited.call_in_place(inputs).detach().double().mean().reshape(1)
-
-
-def _after_many_calls(audited: AuditedFunction, first: Tensor) -> Problem:
-    """The first call after many others."""
-    inputs = _inputs(audited, "far")
-    for _ in range(FINAL_CALLS):
-        audited.call(inputs)
-    return _compared(first, _result(audited, inputs))
-
-
-def _overwritten(case: str, verb: str, names: Sequence[str]) -> CallRow:
-    """The row of a check for overwritten arguments or settings."""
-    problem = f"it {verb} {', '.join(dict.fromkeys(names))}" if names else ""
-    return CallRow(case=case, problem=problem, defect="overwritten" if names else "")
-
-
-def _overwritten_arguments(audited: AuditedFunction) -> CallRow:
-    """The check for arguments that the function overwrites."""
+def _overwritten_arguments(audited: AuditedFunction) -> list[str]:
+    """The names of arguments that the function overwrites."""
     names: list[str] = []
     padded = [padded_inputs(fill) for fill in PADDING_FILLS]
-    for inputs in (_inputs(audited, "far"), *padded, padded[0].to(torch.bfloat16)):
+    for inputs in (_far_inputs(audited), *padded, padded[0].to(torch.bfloat16)):
         arguments = inputs.clone()
         with suppress(KleashError):
             audited.call_in_place(arguments)
         for field in fields(AuditInputs):
             before, after = (getattr(tensors, field.name).detach() for tensors in (inputs, arguments))
-            if after.shape != before.shape or bool(
-                ((before != after) & ~(before.isnan() & after.isnan())).any()
-            ):
+            if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
                 names.append(field.name)
-    return _overwritten(ARGUMENTS, "overwrites", names)
+    return names
 
 
-PROCESS_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
+States = Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+"""Name in a sentence -> the functions that read and write a state of the process."""
+SETTINGS: States = MappingProxyType(
     {
         "whether gradients are computed": (torch.is_grad_enabled, torch.set_grad_enabled),
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-        "whether algorithms are deterministic": (
-            torch.are_deterministic_algorithms_enabled,
-            torch.use_deterministic_algorithms,
-        ),
     }
 )
-"""Name in a sentence -> the functions that read and write a setting of torch."""
-GENERATORS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
+GENERATORS: States = MappingProxyType(
     {
-        "torch's": (
+        "the seed of torch's generator": (
             lambda: torch.get_rng_state().tolist(),
             lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
         ),
-        "Python's": (random.getstate, random.setstate),
-        "numpy's": (np.random.get_state, np.random.set_state),
+        "the seed of Python's generator": (random.getstate, random.setstate),
+        "the seed of numpy's generator": (np.random.get_state, np.random.set_state),
     }
 )
-"""Whose -> the functions that read and write the state of a random generator."""
 
 
 def seed_generators(seed: int) -> None:
@@ -288,8 +212,8 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002
 
 
-def _overwritten_settings(audited: AuditedFunction, settings: Mapping[str, Any]) -> CallRow:
-    """The check for settings of the process that the function changes, including the seeds of its generators.
+def _overwritten_settings(audited: AuditedFunction, settings: Mapping[str, Any]) -> list[str]:
+    """The names of settings of the process that the function changes, and of generators that it seeds.
 
     A generator that is in the same state after calls under two different seeds was seeded by the function.
     """
@@ -297,19 +221,17 @@ def _overwritten_settings(audited: AuditedFunction, settings: Mapping[str, Any])
     for seed in (SEED, SEED + 1):
         seed_generators(seed)
         with suppress(KleashError):
-            audited.call_in_place(_inputs(audited, "far").clone())
+            audited.call_in_place(_far_inputs(audited).clone())
         states.append({name: repr(read()) for name, (read, _) in GENERATORS.items()})
-    names = [name for name, (read, _) in PROCESS_SETTINGS.items() if read() != settings[name]]
-    names += [f"the seed of {name} generator" for name in GENERATORS if states[0][name] == states[1][name]]
+    changed = [name for name, (read, _) in SETTINGS.items() if read() != settings[name]]
     torch.set_grad_enabled(True)
-    return _overwritten(SETTINGS, "changes", names)
+    return [*changed, *(name for name in GENERATORS if states[0][name] == states[1][name])]
 
 
 @contextmanager
 def restored_process_settings() -> Iterator[None]:
     """Restore the process's random generators and torch settings on exit."""
-    states = [(write, read()) for read, write in GENERATORS.values()]
-    settings = [(read, write, read()) for read, write in PROCESS_SETTINGS.values()]
+    states = [(write, read()) for read, write in (*SETTINGS.values(), *GENERATORS.values())]
     try:
         with torch.enable_grad():
             seed_generators(SEED)
@@ -317,6 +239,3 @@ def restored_process_settings() -> Iterator[None]:
     finally:
         for write, state in states:
             write(state)
-        for read, write, setting in settings:
-            if read() != setting:
-                write(setting)

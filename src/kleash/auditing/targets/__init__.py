@@ -1,7 +1,6 @@
 """Audit targets: the KL code of known packages by name, and any function at a dotted path."""
 
-from kleash.auditing.targets.case_resolution import function_at, parse_arguments
 from kleash.auditing.targets.cases import Case, Target
-from kleash.auditing.targets.target_registry import TARGETS
+from kleash.auditing.targets.resolution import find_target, target_names
 
-__all__ = ["TARGETS", "Case", "Target", "function_at", "parse_arguments"]
+__all__ = ["Case", "Target", "find_target", "target_names"]

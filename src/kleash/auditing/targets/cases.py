@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields, resolve_convention
-from kleash.auditing.targets.packages import INSTALL_COMMANDS, import_target, quiet, stand_ins, version_of
+from kleash.auditing.targets.packages import INSTALL_COMMANDS, import_target, quiet, stand_ins
 from kleash.dotted import Function
 
 
@@ -25,13 +25,8 @@ class Case:
     """How the code is run, for the reader of the audit."""
     fragile: Collection[str] = ()
     """Kinds of findings that the package's own trainer never causes (a note says why): fragile, not wrong."""
-    packages: tuple[str, ...] = ()
-    """The importable packages whose versions are recorded in the audit."""
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """The installed versions of its packages."""
-        return {package: version_of(package) for package in self.packages}
+    package: str = ""
+    """The importable package whose version is recorded in the audit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +65,7 @@ class Target:
             for name in missing
         )
         return tuple(
-            replace(case, notes=(f"runs `{case.audits}`", *case.notes, *notes), packages=(self.package,))
+            replace(case, notes=(f"runs `{case.audits}`", *case.notes, *notes), package=self.package)
             for case in self.cases
         )
 

@@ -12,7 +12,6 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from kleash import dotted
-from kleash.errors import CannotRunError
 
 INSTALL_COMMANDS = MappingProxyType(
     {
@@ -39,24 +38,19 @@ def import_target(name: str) -> ModuleType:
     return dotted.import_by_name(name, INSTALL_COMMANDS)
 
 
-def version_of(package: str) -> str:
-    """The installed version of an importable package; its file if it has no version."""
+def version_of(package: str) -> dict[str, str]:
+    """The package with the version of its installed distribution; empty for a file that belongs to none."""
     try:
-        return metadata.version(package)
+        return {package: metadata.version(package)}
     except metadata.PackageNotFoundError:
-        pass
-    distributions = metadata.packages_distributions().get(package, [])
-    if distributions:
-        return metadata.version(distributions[0])
-    module = sys.modules.get(package)
-    return str(getattr(module, "__version__", None) or getattr(module, "__file__", None) or "unknown")
+        return {}
 
 
 @contextmanager
 def stand_ins(packages: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Make those of ``packages`` that are not installed importable inside the context.
 
-    They are empty modules: any name can be imported from them, and using it raises. They are removed from
+    They are empty modules, from which an empty class of any name can be imported. They are removed from
     ``sys.modules`` on exit, so that they cannot be taken for installed packages.
 
     Yields:
@@ -83,28 +77,13 @@ def is_installed(package: str) -> bool:
 
 
 class StandIn(ModuleType):
-    """An empty module that has a class of any name."""
+    """An empty module that has an empty class of any name, which can be inherited from."""
 
     def __getattr__(self, name: str) -> type:
-        """A class that can be imported and inherited from, but not instantiated."""
+        """A class of this name."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (Unusable,), {"__module__": self.__name__})
-
-
-class Unusable:
-    """A class of a stand-in module."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise an error that names the missing package.
-
-        Raises:
-            CannotRunError: always.
-        """
-        package = type(self).__module__.partition(".")[0]
-        raise CannotRunError(
-            f"{type(self).__module__}.{type(self).__name__} is needed here; install {package}"
-        )
+        return type(name, (), {"__module__": self.__name__})
 
 
 class StandInFinder(MetaPathFinder, Loader):

@@ -1,5 +1,14 @@
-"""TRL's KL code as an audit target: the losses of its trainers, and its distillation losses."""
+"""TRL's KL code as an audit target: the losses of its trainers, and its distillation losses.
 
+The trainers' own methods are called on objects that were never initialised: of the trainer's class, with only the
+attributes that the method reads. GRPO and GMPO: advantages are 0 and beta is 1, so that the whole loss is its KL term.
+RLOO subtracts from each response's reward the mean of the others in its group; each response is therefore put into a
+group of two with one whose log-probabilities are the same under both models, so that with scores of 0 and beta 1 its
+advantage is minus its KL.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +25,137 @@ from kleash.auditing.targets.cases import (
     make_case,
 )
 from kleash.auditing.targets.packages import import_target
-from kleash.auditing.targets.trl_trainers import gmpo_loss, grpo_loss, rloo_reward, uncorrected_grpo_loss
+
+ACCELERATOR = SimpleNamespace(
+    device=torch.device("cpu"),
+    num_processes=1,
+    process_index=0,
+    sync_gradients=True,
+    gather=lambda values: values,
+    reduce=lambda values, reduction="sum": values,
+)
+"""Stands in for an accelerator of one process."""
+
+TRL_DEFAULTS = {
+    "use_bias_correction_kl": True,
+    "delta": None,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "steps_per_generation": 1,
+}
+"""The fields of the configuration that the loss reads, at TRL's defaults."""
+
+
+def uninitialised_trainer(trainer_class: type, token_logp: Tensor, **settings: Any) -> Any:
+    """A trainer of this class that was never initialised, with what its loss reads; log-probabilities are given."""
+    trainer = object.__new__(trainer_class)
+    arguments = {name: settings.pop(name, default) for name, default in TRL_DEFAULTS.items()}
+    vars(trainer).update(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            token_logp,
+            torch.zeros_like(token_logp.detach()),
+            None,
+        ),
+        beta=1.0,
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(**arguments),
+        accelerator=ACCELERATOR,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=token_logp.shape[1],
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **{"importance_sampling_level": "token", "loss_type": "dapo", **settings},
+    )
+    return trainer
+
+
+def trainer_inputs(
+    token_logp: Tensor, token_logq: Tensor, mask: Tensor, behaviour_logp: Tensor | None
+) -> dict[str, Any]:
+    """The inputs of the trainer's loss: a prompt of one token before each response, advantages 0."""
+    sequences = token_logp.shape[0]
+    ones = torch.ones(sequences, 1, dtype=torch.long)
+    token_mask = mask.to(torch.long)
+    return {
+        "prompt_ids": ones,
+        "prompt_mask": ones,
+        "completion_ids": torch.zeros_like(token_mask),
+        "completion_mask": token_mask,
+        "advantages": torch.zeros(sequences, dtype=token_logp.dtype),
+        "old_per_token_logps": behaviour_logp,
+        "ref_per_token_logps": token_logq,
+        "num_items_in_batch": token_mask.sum(),
+    }
+
+
+def grpo_loss(
+    token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor, **settings: Any
+) -> Tensor:
+    """The loss of TRL's ``GRPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
+    trainer_class = import_target("trl.trainer.grpo_trainer").GRPOTrainer
+    trainer = uninitialised_trainer(trainer_class, token_logp, **settings)
+    return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
+
+
+def uncorrected_grpo_loss(
+    token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, loss_type: str = "dapo"
+) -> Tensor:
+    """``grpo_loss`` with ``use_bias_correction_kl=False``, which needs no behaviour log-probabilities."""
+    return grpo_loss(token_logp, token_logq, None, mask, use_bias_correction_kl=False, loss_type=loss_type)
+
+
+def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
+    """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
+    trainer_class = import_target("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer
+    trainer = uninitialised_trainer(trainer_class, token_logp)
+    return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, None))
+
+
+def with_zero_kl_responses(token_logp: Tensor) -> Tensor:
+    """Each response followed by one whose log-probabilities are -1 under both models."""
+    return torch.stack([token_logp, torch.full_like(token_logp, -1.0)], dim=1).flatten(0, 1)
+
+
+def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
+    """Minus the KL of each response: its advantage in TRL's ``RLOOTrainer`` in a group with one whose KL is 0."""
+    trainer = object.__new__(import_target("trl.trainer.rloo_trainer").RLOOTrainer)
+    p, q = (with_zero_kl_responses(x.detach()) for x in (token_logp, token_logq))
+    model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    vars(trainer).update(
+        _generate=lambda prompts: ([[0]] * len(p), [[0] * p.shape[1]] * len(p), [""] * len(p)),
+        _get_per_token_logps_and_entropies=lambda of, *_, **__: (p if of is model else q, None, None),
+        _calculate_rewards=lambda *_: torch.zeros(len(p), 1, dtype=p.dtype),
+        beta=1.0,
+        model=model,
+        ref_model=SimpleNamespace(),
+        accelerator=ACCELERATOR,
+        args=SimpleNamespace(per_device_train_batch_size=1, gradient_checkpointing_kwargs=None),
+        processing_class=SimpleNamespace(),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        reward_weights=torch.ones(1, dtype=p.dtype),
+        reward_clip_range=None,
+        reward_func_names=["none"],
+        num_generations=2,
+        normalize_advantages=False,
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    return trainer._generate_and_score_completions([{"prompt": ""}] * len(p))["advantages"][::2]
 
 
 def chunked_divergence(
