@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
         schema = import_extra("transformers.utils.chat_template_utils", "models").get_json_schema
         tools = [schema(tool) if callable(tool) else tool for tool in tools]
     try:
-        texts, generation_indices = SANDBOX.run({"conversations": conversations, "tools": tools, **request})
+        return SANDBOX.run({"conversations": conversations, "tools": tools, **request})
     except SandboxLimitError as error:
         raise TemplateError(
             f"it was stopped, since {error}; give a template that ends, or prompts as text"
