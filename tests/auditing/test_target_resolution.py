@@ -91,7 +91,7 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code:Held.insidee", (), UnknownNameError, "Held in own_kl_code has no 'insidee'"),
         ("own_kl_code:qqqq", (), UnknownNameError, "own_kl_code has no 'qqqq'"),
         ("own_kl_code:NUMBER", (), OptionError, "is of type int"),
-        ("own_kl_cod:mine", (), UnknownNameError, "no own_kl_cod.py lies in the current folder"),
+        ("own_kl_cod:mine", (), UnknownNameError, "there is no module own_kl_cod, neither"),
         ("kleash.losses.nothing:mine", (), UnknownNameError, "there is no module kleash.losses.nothing"),
         (
             "kleash.errors.deep.deeper:mine",
@@ -108,7 +108,7 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code", (), UnknownNameError, f"there are {', '.join(TARGETS)}"),
         ("a b:c", (), OptionError, WRITTEN),
         ("own_kl_code:", (), OptionError, WRITTEN),
-        ("own_kl_code.py:mine", (), OptionError, "it is own_kl_code:mine"),
+        ("own_kl_code.py:mine", (), UnknownNameError, "there is no module own_kl_code.py"),
         (".own:f", (), OptionError, WRITTEN),
     ],
 )
