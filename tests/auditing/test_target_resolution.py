@@ -76,7 +76,7 @@ WRITTEN = "a target is written package.module:function"
     [
         ("own_kl_code:mime", (), UnknownNameError, "own_kl_code has no 'mime'; did you mean mine?"),
         ("own_kl_code:NUMBER", (), OptionError, "is of type int"),
-        ("own_kl_cod:mine", (), UnknownNameError, "no own_kl_cod.py lies in the current folder"),
+        ("own_kl_cod:mine", (), UnknownNameError, "there is no module own_kl_cod, neither"),
         ("kleash.losses.nothing:mine", (), UnknownNameError, "there is no module kleash.losses.nothing"),
         (
             "kleash.errors.deep.deeper:mine",
@@ -89,7 +89,7 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code:mine", ("scale",), OptionError, "is written name=value"),
         ("own_kl_code", (), UnknownNameError, f"there are {', '.join(target_names())}"),
         ("a b:c", (), OptionError, WRITTEN),
-        ("own_kl_code.py:mine", (), OptionError, "it is own_kl_code:mine"),
+        ("own_kl_code.py:mine", (), UnknownNameError, "there is no module own_kl_code.py"),
     ],
 )
 def test_errors_of_targets_and_arguments(

@@ -178,7 +178,7 @@ def test_rewards_of_equal_name_get_numbered_names() -> None:
         (
             "my rewards:length",
             OptionError,
-            "a reward is written package.module:function, and 'my rewards:length'",
+            "a reward is written package.module:function",
         ),
         (
             "my_rewards.length",
