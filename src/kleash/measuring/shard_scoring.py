@@ -151,8 +151,10 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
         if is_complete:
             break
     total = claims.total if running.stop is None else running.stop
-    if running.stop is not None and run.folder.stop is None:
-        run.folder.write_stop(running.stop)
+    if running.stop is not None:
+        with run.folder.making_result(lambda: None):  # others read it while it is written, otherwise
+            if run.folder.stop is None:
+                run.folder.write_stop(running.stop)
     run.folder.require_shards(total)
     return ScoredSource(checks=claims.checks.first(total), notes=plan.notes)
 
