@@ -73,8 +73,6 @@ class FixedBeta(BetaRecord):
     """A constant beta; 0 switches the KL term off."""
 
     kind: ClassVar[str] = "fixed"
-    event: ClassVar[None] = None
-    target_nats: ClassVar[None] = None
 
     beta: float
     """Nats of reward paid for one nat of KL; finite, at least 0."""
@@ -86,6 +84,16 @@ class FixedBeta(BetaRecord):
         require_per(self.per)
         if not 0 <= self.beta < math.inf:
             raise OptionError(f"beta is {self.beta}; give a finite number, at least 0")
+
+    @property
+    def event(self) -> None:
+        """None: beta is never bounded."""
+        return None
+
+    @property
+    def target_nats(self) -> None:
+        """None: there is no target."""
+        return None
 
     def after(
         self,
