@@ -90,7 +90,7 @@ def test_a_clamped_value_is_unbiased_only_inside_its_range(audits):
 
 
 def test_a_truncated_ratio_is_reported_with_its_bound(audits):
-    for bound in (5, 10, 100):
+    for bound in (5, 100):
         (finding,) = audits[f"ratio clamped at {bound}"].faults
         assert f"truncated: above {bound} it no longer counts in full" in finding.sentence
 

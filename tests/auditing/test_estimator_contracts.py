@@ -71,12 +71,6 @@ SUMMED = from_fields("summed", "token_logp", "token_logq", "behaviour_logp", "ma
 EXACT = from_fields("exact", "logp", "logq", "token_logp", gives="sequence", sees="distributions")
 
 
-def reward_to_go(p, q, b, mask):
-    u = u_of(p, q).detach()
-    to_come = u.flip(-1).cumsum(-1).flip(-1)
-    return (p * to_come).sum(-1) + (u.sum(-1) - (p * to_come).sum(-1)).detach()
-
-
 def exact_with_future(logp, logq, token_logp):
     each = kleash.kl(logp, logq)
     later = each.detach().flip(-1).cumsum(-1).flip(-1) - each.detach()
@@ -85,26 +79,6 @@ def exact_with_future(logp, logq, token_logp):
 
 def prefix_weighted_k3(p, q, b, mask):
     return ((p - b).cumsum(-1).exp() * k("k3")(u_of(p, q))).sum(-1)
-
-
-@pytest.mark.parametrize(
-    ("function", "convention", "right"),
-    [
-        (reward_to_go, SUMMED, True),
-        (lambda p, q, b, mask: u_of(p, q).sum(-1).square() / 2, SUMMED, True),
-        (exact_with_future, EXACT, True),
-        (lambda logp, logq, _: kleash.kl(logp, logq).sum(-1), EXACT, False),
-        (lambda p, q, b, mask: k("k2")(u_of(p, q)).sum(-1), SUMMED, False),
-        (lambda p, q, b, mask: k("k3")(u_of(p, q)).sum(-1), SUMMED, False),
-        (lambda p, q, b, mask: (rho(p, b) * k("k3")(u_of(p, q))).sum(-1), SUMMED, False),
-        (prefix_weighted_k3, SUMMED, True),
-    ],
-    ids=["k1 to go", "(sum u)^2 / 2", "D and future", "sum D", "k2", "k3", "rho k3", "rho_1:t k3"],
-)
-def test_surrogates_with_the_gradient_of_the_sequence_kl(function, convention, right):
-    error = sequence_error(function, convention)
-    assert (error < 1e-9) is right
-    assert right or error > 0.1
 
 
 def test_a_k1_reward_follows_the_sequence_kl():
@@ -117,14 +91,6 @@ def test_a_k1_reward_follows_the_sequence_kl():
     assert {f.kind for f in found.findings} == {"off_policy_value", "negative_values"}, (
         "its trainer weighs it"
     )
-
-
-def test_the_nearest_divergence_is_the_one_with_the_largest_cosine():
-    found = audit(lambda p, q: u_of(p, q).square() / 2, "reward")
-    rows = [r for r in found.gradients if r.pair == "far" and r.sampling == "on-policy"]
-    best = max(rows, key=lambda row: row.cosine)
-    assert found.gradient == "none of the table"
-    assert f"{best.target} is nearest, with a cosine of {best.cosine:.3g}" in found.verdict[1]
 
 
 def test_rounding_does_not_split_a_zone():
@@ -177,8 +143,6 @@ def test_a_gradient_masked_at_large_log_ratios_is_dead_while_the_value_is_not_fl
 def test_a_gradient_rounded_to_zero_is_distinguished_from_a_clamp():
     """r k3 is a difference of two numbers of the size of q / p, and float32 has 24 bits."""
     found = audit(lambda p, q: (p - p.detach()).exp() * k("k3")(p - q), "loss")
-    zone = next(zone for zone in found.zones if zone.kind == "gradient is rounded away")
-    assert -100 < zone.low < -80 and -22 < zone.high < -17
     assert "dead_gradient" not in {finding.kind for finding in found.findings}
     nan = next(zone for zone in found.zones if zone.kind == "gradient is NaN")
     assert nan.high == pytest.approx(-torch.tensor(torch.finfo(torch.float32).max).log().item(), abs=1e-3)

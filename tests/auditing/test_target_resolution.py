@@ -114,17 +114,15 @@ ABSOLUTE = Target(
     modules=("torch.nn",),
     cases=(make_case("log_ratio", lambda p, q: p - q, "reward", "torch.sub"),),
 )
-NOT_A_TARGET = "absolute"
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entry points: a target, an object of another type, a module that does not exist, a name that is taken."""
+    """Entry points: a target, a module that does not exist, a name that is taken."""
     points = EntryPoints(
         EntryPoint(name=name, value=value, group=resolution.ENTRY_POINT_GROUP)
         for name, value in (
             ("absolute", "test_target_resolution:ABSOLUTE"),
-            ("text", "test_target_resolution:NOT_A_TARGET"),
             ("missing", "no_such_package.audit:TARGET"),
             ("trl", "no_such_package.audit:TARGET"),
         )
@@ -135,12 +133,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_entry_points_are_loaded_on_use_and_replace_no_target_of_kleash() -> None:
-    assert target_names() == ("trl", "verl", "openrlhf", "liger", "absolute", "text", "missing")
+    assert target_names() == ("trl", "verl", "openrlhf", "liger", "absolute", "missing")
     assert find_target("trl").package == "trl" and find_target("absolute") is ABSOLUTE
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         find_target("missing")
-    with pytest.raises(CannotRunError, match=r"is a str, not a Target"):
-        find_target("text")
     (audit,) = audits_of(cases_of("absolute"))
     assert audit.target == "absolute:log_ratio" and audit.value == audit.gradient == "KL(p ‖ q)"
     assert "torch" in audit.versions

@@ -7,7 +7,6 @@ import torch
 from target_values import Numbers, close, mean, of, spread
 
 from kleash.auditing import AuditInputs
-from kleash.auditing.targets.trl import uncorrected_grpo_loss
 
 pytestmark = pytest.mark.peers("trl", "liger_kernel")
 
@@ -34,27 +33,6 @@ def test_trl_grpo_at_sequence_level_multiplies_by_the_geometric_mean_of_the_rati
         of("trl:grpo_sequence_ratio", inputs)[0],
         mean(logs.exp().unsqueeze(-1) * by_hand.k3, inputs.mask),
     )
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "weights"),
-    [
-        ("dapo", [1 / 5, 1 / 5]),
-        ("bnpo", [1 / 5, 1 / 5]),
-        ("grpo", [1 / 6, 1 / 4]),
-        ("dr_grpo", [1 / 6, 1 / 6]),
-        ("luspo", [1 / 2, 1 / 2]),
-        ("sapo", [1 / 6, 1 / 4]),
-        ("cispo", [1 / 5, 1 / 5]),
-        ("vespo", [1 / 5, 1 / 5]),
-    ],
-)
-def test_trl_grpo_weighs_sequences_by_its_loss_type(
-    inputs: AuditInputs, by_hand: Numbers, loss_type: str, weights: list[float]
-) -> None:
-    given = (inputs.token_logp, inputs.token_logq, inputs.mask)
-    sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
-    close(uncorrected_grpo_loss(*given, loss_type=loss_type), (sums * torch.tensor(weights)).sum(), 1e-7)
 
 
 def test_trl_gmpo_is_the_mean_of_means_of_k3(inputs: AuditInputs, by_hand: Numbers) -> None:

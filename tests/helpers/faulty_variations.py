@@ -1,9 +1,6 @@
 """Variations of the faulty functions, written after the audit had been improved with those."""
 
-import os
-import random as python_random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
 
@@ -51,36 +48,18 @@ def responses() -> dict[str, FaultyFunction]:
         p, q = (up(x).log_softmax(-1).gather(-1, at).squeeze(-1) for x in (p, q))
         return right(p, q)
 
-    def earlier(u: Tensor) -> Tensor:
-        return torch.cat([u[:, 1:], 0 * u[:, :1]], -1) if u.shape[-1] > 1 else u
-
     return {
         "sign alternates": faulty(lambda p, q: every_other(right(p, q)), "loss", *GRADIENT),
-        "sign alternates in the reward": faulty(lambda p, q: every_other(u_of(p, q)), "reward", *GRADIENT),
         "the last token left out": faulty(lambda p, q: without_last(right(p, q)), "loss", *GRADIENT),
-        "the last token left out of the reward": faulty(
-            lambda p, q: without_last(u_of(p, q)), "reward", *GRADIENT
-        ),
         "the last token left out of the metric": faulty(
             lambda p, q: without_last(k3(p, q)), "metric", *VALUE
         ),
-        "credited one token early": faulty(
-            lambda p, q: earlier(u_of(p, q)), "reward", *GRADIENT, "wrong_credit"
-        ),
         "to-go sums as rewards": faulty(lambda p, q: to_go(u_of(p, q)), "reward", *GRADIENT),
-        "divided by position": faulty(lambda p, q: u_of(p, q) / (1 + steps_of(p)), "reward", *GRADIENT),
         "mean for a sum in the reward": faulty(
             lambda p, q: u_of(p, q).mean(-1), "sequence_reward", *GRADIENT, *VALUE
         ),
-        "largest for a sum": faulty(lambda p, q: right(p, q).max(-1).values, "sequence_loss", *GRADIENT),
         "squared log ratio over length": faulty(
             lambda p, q: u_of(p, q).sum(-1).square() / 2 / p.shape[-1], SUMMED, *GRADIENT, *VALUE
-        ),
-        "squared mean log ratio": faulty(
-            lambda p, q: u_of(p, q).mean(-1).square() / 2, SUMMED, *GRADIENT, *VALUE
-        ),
-        "exact KL, discounted by half": faulty(
-            lambda p, q: kleash.kl(p, q) * 0.5 ** steps_of(p[..., 0]), WHOLE, *GRADIENT
         ),
         "exact KL minus its mean over the response": faulty(
             lambda p, q: kleash.kl(p, q) - kleash.kl(p, q).mean(-1, keepdim=True),
@@ -99,10 +78,6 @@ def responses() -> dict[str, FaultyFunction]:
         "score function, each response's mean": faulty(
             surrogate(lambda u: u.mean(-1, keepdim=True).expand_as(u)), SUMMED, *GRADIENT, *VALUE
         ),
-        "score function of the tokens after": faulty(
-            surrogate(lambda u: to_go(u) - u * (u.shape[-1] > 1)), SUMMED, *GRADIENT
-        ),
-        "metric accumulates": faulty(lambda p, q: k3(p, q).cumsum(-1), "metric", *VALUE),
         "metric spreads the response's mean": faulty(
             lambda p, q: k3(p, q).mean(-1, keepdim=True).expand_as(p), "metric", *VALUE, "wrong_credit"
         ),
@@ -120,9 +95,6 @@ def responses() -> dict[str, FaultyFunction]:
         "packed tokens rolled": faulty(
             lambda p, q: u_of(p, q).roll(1), "packed_reward", "batch_dependent", "wrong_credit"
         ),
-        "packed tokens over their number": faulty(
-            lambda p, q: right(p, q) / len(p), "packed_loss", "batch_dependent"
-        ),
         "centred within the response": faulty(
             lambda p, q: u_of(p, q) - u_of(p, q).mean(-1, keepdim=True), "reward", "zero_gradient"
         ),
@@ -137,17 +109,6 @@ def warm_up() -> Function:
 def alternates() -> Function:
     calls = count()
     return lambda p, q: right(p, q).detach() if next(calls) % 2 else right(p, q)
-
-
-def normalised_by_history() -> Function:
-    scale = 1.0
-
-    def function(p: Tensor, q: Tensor) -> Tensor:
-        nonlocal scale
-        scale = 0.9 * scale + 0.1 * float(u_of(p, q).abs().mean())
-        return u_of(p, q) / scale
-
-    return function
 
 
 def largest_so_far() -> Function:
@@ -172,10 +133,6 @@ def reference_of_the_last_call() -> Function:
     return function
 
 
-def of_the_system() -> Function:
-    return lambda p, q: u_of(p, q) * (0.5 + int.from_bytes(os.urandom(4), "big") / 2**32)
-
-
 def of_numpy() -> Function:
     return lambda p, q: right(p, q) + torch.as_tensor(0.2 * np.random.standard_normal(tuple(p.shape)))  # noqa: NPY002
 
@@ -190,19 +147,8 @@ def shifts_logits(p: Tensor, q: Tensor) -> Tensor:
     return kleash.kl(up(p).log_softmax(-1), up(q).log_softmax(-1))
 
 
-def tidies_nan(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
-    p.data[~mask] = 0.0
-    q.data[~mask] = 0.0
-    return masked(p, q, mask)
-
-
 def default_dtype(p: Tensor, q: Tensor) -> Tensor:
     torch.set_default_dtype(torch.float64)
-    return right(p, q)
-
-
-def seeds_python(p: Tensor, q: Tensor) -> Tensor:
-    python_random.seed(0)
     return right(p, q)
 
 
@@ -215,12 +161,10 @@ def calls() -> dict[str, FaultyFunction]:
     return {
         "warms up": faulty_factory(lambda: warm_up(), "loss", "stateful"),
         "detached every other call": faulty_factory(lambda: alternates(), "loss", "stateful", "detached"),
-        "divided by a running mean": faulty_factory(lambda: normalised_by_history(), "reward", "stateful"),
         "divided by the largest so far": faulty_factory(lambda: largest_so_far(), "metric", "stateful"),
         "reference of the last call": faulty_factory(
             lambda: reference_of_the_last_call(), "reward", "stateful"
         ),
-        "the system's noise": faulty_factory(lambda: of_the_system(), "reward", "random", severity="note"),
         "numpy's noise": faulty_factory(lambda: of_numpy(), "metric", "random", severity="note"),
         "a token drawn per response, biased": faulty(
             lambda p, q: right(p, q).gather(-1, torch.randint(p.shape[-1], (len(p), 1))).squeeze(-1),
@@ -228,14 +172,9 @@ def calls() -> dict[str, FaultyFunction]:
             *GRADIENT,
             *VALUE,
         ),
-        "half the tokens dropped, not rescaled": faulty(
-            lambda p, q: u_of(p, q) * (torch.rand(p.shape) < 0.5), "reward", "wrong_scale", *GRADIENT
-        ),
         "floors the reference in place": faulty(floor_in_place, "loss", "changes_inputs"),
         "shifts logits in place": faulty(shifts_logits, "logits", "changes_inputs"),
-        "clears padding in place": faulty(tidies_nan, "loss_with_mask", "changes_inputs"),
         "sets the default dtype": faulty(default_dtype, "loss", "changes_settings"),
-        "seeds Python": faulty(seeds_python, "loss", "changes_settings"),
         "switches gradients off": faulty(no_more_gradients, "metric", "changes_settings"),
     }
 
@@ -265,20 +204,8 @@ def batches() -> dict[str, FaultyFunction]:
         "without the last response": faulty(
             left_out, "mean_loss_with_mask", "wrong_reduction", "padding_in_denominator"
         ),
-        "a constant length": faulty(
-            lambda p, q, mask: masked(p, q, mask).sum() / 1024,
-            "mean_loss_with_mask",
-            "wrong_scale",
-            "wrong_reduction",
-        ),
-        "times the batch size": faulty(
-            lambda p, q: right(p, q).sum(-1) * len(p), "sequence_loss", "batch_dependent"
-        ),
         "sorted by value": faulty(
             lambda p, q: right(p, q).sum(-1).sort().values, "sequence_loss", "batch_dependent"
-        ),
-        "divided by the batch's largest": faulty(
-            lambda p, q: k3(p, q) / k3(p, q).max(), "metric", "batch_dependent"
         ),
         "leave-one-out baseline": faulty(
             lambda p, q: (
@@ -301,14 +228,6 @@ def batches() -> dict[str, FaultyFunction]:
         "mask inverted": faulty(
             lambda p, q, mask: masked(p, q, ~mask), "loss_with_mask", "padding_counts", "other_divergence"
         ),
-        "left padding assumed": faulty(
-            lambda p, q, mask: masked(p, q, mask.flip(-1)), "loss_with_mask", "padding_counts", *GRADIENT
-        ),
-        "mean over all positions of distributions": faulty(
-            lambda p, q, mask: (kleash.kl(p, q) * mask).mean(),
-            from_fields("mean_masked", "logp", "logq", "mask", gives="mean", sees="distributions"),
-            "padding_in_denominator",
-        ),
     }
 
 
@@ -318,10 +237,6 @@ def ratios_and_ranges() -> dict[str, FaultyFunction]:
     def huber(p: Tensor, q: Tensor) -> Tensor:
         u = u_of(p, q)
         return torch.where(u.abs() < 1, u.square() / 2, u.abs() - 0.5)
-
-    def finite_only(p: Tensor, q: Tensor) -> Tensor:
-        u = u_of(p, q)
-        return torch.where(u.isfinite(), u.square() / 2, 0.0)
 
     def squashed(p: Tensor, q: Tensor) -> Tensor:
         return 20 * torch.tanh(u_of(p, q) / 20)
@@ -350,9 +265,6 @@ def ratios_and_ranges() -> dict[str, FaultyFunction]:
             "off_policy_gradient",
             "padding_counts",
         ),
-        "weight p over q": faulty(
-            lambda p, q, b: rho(p, q).detach() * right(p, q), "loss_with_behaviour", *ANY_VALUE, *GRADIENT
-        ),
         "weight without the token's own": faulty(
             lambda p, q, b: ((up(p) - up(b)).cumsum(-1) - (up(p) - up(b))).exp().detach() * right(p, q),
             "loss_with_behaviour",
@@ -363,9 +275,6 @@ def ratios_and_ranges() -> dict[str, FaultyFunction]:
             lambda p, q, b: rho(p, b).sqrt().detach() * right(p, q),
             "loss_with_behaviour",
             "off_policy_gradient",
-        ),
-        "k1 clamped from below at -20": faulty(
-            lambda p, q: u_of(p, q).clamp(min=-20), "reward", "flat_value", **fragile
         ),
         "log ratio clamped at 5 in k3": faulty(
             lambda p, q: k3(u_of(p, q).clamp(-5, 5), 0 * q), "metric", *ANY_VALUE
@@ -384,15 +293,11 @@ def ratios_and_ranges() -> dict[str, FaultyFunction]:
         ),
         "huber": faulty(huber, "loss", *GRADIENT, "biased_value"),
         "squashed": faulty(squashed, "reward", "flat_value", *GRADIENT, *ANY_VALUE),
-        "infinite entries dropped": faulty(finite_only, "loss", "hides_nan", **fragile),
         "NaN by comparison": faulty(
             lambda p, q: torch.where(u_of(p, q) == u_of(p, q), right(p, q), 0.0),
             "loss",
             "hides_nan",
             **fragile,
-        ),
-        "nansum over a response": faulty(
-            lambda p, q: right(p, q).nansum(-1), "sequence_loss", "hides_nan", **fragile
         ),
         "nan_to_num of log-probabilities": faulty(
             lambda p, q: kleash.kl(p.nan_to_num(), q.nan_to_num()),
@@ -400,7 +305,6 @@ def ratios_and_ranges() -> dict[str, FaultyFunction]:
             "hides_nan",
             **fragile,
         ),
-        "square root of k2": faulty(lambda p, q: (u_of(p, q).square() / 2).sqrt(), "loss", *GRADIENT),
         "gradient clipped": faulty(
             lambda p, q: (lambda x: x - x.detach() + k3(p, q).detach())(
                 u_of(p, q).clamp(-12, 12).square() / 2
@@ -420,19 +324,11 @@ def quantities() -> dict[str, FaultyFunction]:
         return kleash.kl(p, torch.logaddexp(up(p) + torch.tensor(0.1).log(), up(q) + torch.tensor(0.9).log()))
 
     return {
-        "bits for nats": faulty(lambda p, q: u_of(p, q) / torch.tensor(2.0).log(), "reward", "wrong_scale"),
         "skewed": faulty(mixture, WHOLE, *ANY_VALUE),
-        "temperature on one side": faulty(
-            lambda p, q: kleash.kl(up(p).log_softmax(-1), (up(q) / 2).log_softmax(-1)),
-            "logits",
-            *ANY_VALUE,
-            *GRADIENT,
-        ),
         "policy detached": faulty(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
         "k3 with the gradient of k1": faulty(
             lambda p, q: k3(p, q).detach() + u_of(p, q) - u_of(p, q).detach(), "loss", "zero_gradient"
         ),
-        "entropy bonus": faulty(lambda p, q: up(p), "reward", "cross_entropy", "wrong_sign", *ANY_VALUE),
         "reference forgotten": faulty(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
         "top 4, the rest dropped": faulty(
             lambda p, q: (
@@ -441,7 +337,6 @@ def quantities() -> dict[str, FaultyFunction]:
             "log_probabilities",
             "truncated",
         ),
-        "float16 in between": faulty(lambda p, q: right(half(p), half(q)), "loss", "low_precision"),
         "rounds to three decimals": faulty(
             lambda p, q: u_of(p, q) if p.dtype == torch.float64 else (u_of(p, q) * 1000).round() / 1000,
             "reward",
@@ -454,7 +349,6 @@ def quantities() -> dict[str, FaultyFunction]:
             "low_precision",
             severity="fragile",
         ),
-        "chi-squared for KL": faulty(lambda p, q: kleash.chi_squared(p, q), WHOLE, "other_divergence"),
         "mean over responses and words": faulty(
             lambda p, q: (up(p).exp() * u_of(p, q)).mean(),
             "mean_log_probabilities",
@@ -472,7 +366,6 @@ RIGHT_FUNCTIONS: Mapping[str, tuple[Callable[..., Tensor], str | Convention]] = 
     {
         "k3 and k1 averaged": (lambda p, q: (k3(p, q) + u_of(p, q)) / 2, "metric"),
         "k1 with its control variate": (lambda p, q: u_of(p, q) + 0.3 * torch.expm1(-u_of(p, q)), "metric"),
-        "k1 with a baseline": (lambda p, q: u_of(p, q) - 0.0, "reward"),
         "k1 reward given one token late": (
             lambda p, q: (
                 torch.cat([0 * p[:, :1], u_of(p, q)[:, :-1]], -1)
@@ -483,17 +376,6 @@ RIGHT_FUNCTIONS: Mapping[str, tuple[Callable[..., Tensor], str | Convention]] = 
         "prefix weights on k1": (
             lambda p, q, b: (up(p) - up(b)).cumsum(-1).exp() * u_of(p, q),
             "loss_with_behaviour",
-        ),
-        "reverse KL distillation": (
-            lambda p, q: kleash.kl(up(p).log_softmax(-1), up(q).log_softmax(-1)),
-            "logits",
-        ),
-        "packed k2": (lambda p, q: u_of(p, q).square() / 2, "packed_loss"),
-        "hellinger": (kleash.hellinger, replace(WHOLE, name="hellinger", claims="hellinger")),
-        "jeffreys": (kleash.jeffreys, replace(WHOLE, name="jeffreys", claims="jeffreys")),
-        "mean of means of distributions": (
-            lambda p, q: kleash.kl(p, q).mean(-1).mean(),
-            "mean_log_probabilities",
         ),
         "linear_kl": (kleash.linear_kl, CONVENTIONS["heads"]),
     }

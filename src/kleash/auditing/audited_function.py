@@ -54,11 +54,14 @@ class AuditedFunction:
                 f"{self.name} raised {type(error).__name__}{message} when called by {description}; "
                 "choose the convention that fits it, or bind the arguments it needs"
             ) from error
-        unusable_type = _unusable_type(result)
-        if unusable_type:
+        is_usable = isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"
+        if not is_usable:
+            kind = (
+                f"{result.dtype} on {result.device}" if isinstance(result, Tensor) else type(result).__name__
+            )
             raise CannotRunError(
-                f"{self.name} returned {unusable_type} when called by {description}; audit a function that returns "
-                "a tensor of floating-point numbers"
+                f"{self.name} returned {kind} when called by {description}; audit a function that returns a tensor of "
+                "floating-point numbers on the CPU"
             )
         expected_shape = inputs.logp.shape[: RESULT_AXES[self.convention.gives]]
         if result.shape != expected_shape:
@@ -111,14 +114,3 @@ class AuditedFunction:
         if self.convention.gives == "vocabulary":
             return result.sum(-1)
         return result.unsqueeze(-1) if self.convention.gives == "sequence" else result
-
-
-def _unusable_type(result: Any) -> str:
-    """The type of a result that is not a dense tensor of real numbers on the CPU; "" for one that is."""
-    if not isinstance(result, Tensor):
-        return type(result).__name__
-    if not result.is_floating_point():
-        return str(result.dtype)
-    if result.layout is not torch.strided or result.device.type != "cpu":
-        return f"a {str(result.layout).removeprefix('torch.')} tensor on {result.device}"
-    return ""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from kleash.auditing.toy_distributions import (
@@ -262,63 +262,66 @@ def is_quantity(match: QuantityMatch | None, label: str, *, everywhere: bool = T
 
 
 def match_quantity(
-    found: Float[Tensor, "pairs entries"],
+    measured: Float[Tensor, "pairs entries"],
     candidates: Mapping[str, Float[Tensor, "pairs entries"]],
     pairs: Sequence[str],
     claimed: str,
     errors: Float[Tensor, " pairs"] | None = None,
 ) -> QuantityMatch | None:
-    """The candidate that is found on every pair, or else on the moderate pairs.
+    """The candidate that is measured on every pair, or else on the moderate pairs.
 
     Args:
-        found: the expected value on each pair, or the entries of the expected gradient, of which none is a shift.
+        measured: the expected value on each pair, or the entries of the expected gradient, of which none is a shift.
         candidates: label -> the quantity on each pair.
         pairs: the names of the pairs.
         claimed: the label that is tried first.
-        errors: standard errors of ``found``, as a norm.
+        errors: standard errors of ``measured``, as a norm.
     """
     ordered = {claimed: candidates[claimed], **candidates}
+    targets = torch.stack([*ordered.values()])
     noise = torch.zeros(len(pairs)) if errors is None else MAX_STANDARD_ERRORS * errors
-    relations: tuple[Relation, ...] = ("itself", "shifted", "multiple")
-    is_gradient = found.shape[1] > 1
+    is_gradient = measured.shape[1] > 1
+    relations: tuple[Relation, ...] = (
+        ("itself", "multiple") if is_gradient else ("itself", "shifted", "multiple")
+    )
     moderate = [pair in MODERATE_PAIRS for pair in pairs]
     for rows in (torch.ones(len(pairs), dtype=torch.bool), torch.tensor(moderate)):
-        everywhere, part, slack = bool(rows.all()), found[rows], noise[rows]
-        if not bool(part.isfinite().all()):
-            continue
+        everywhere, part, slack = bool(rows.all()), measured[rows], noise[rows]
         norms = candidates[claimed][rows].norm(dim=-1)
         is_zero = part.norm(dim=-1) < NEGLIGIBLE * norms + torch.minimum(slack, norms / 4)
         if is_gradient and bool(is_zero.all()):
             return QuantityMatch(quantity="zero", relation="itself", everywhere=everywhere)
         for relation in relations:
-            if relation == "shifted" and is_gradient:
-                continue
-            for quantity, target in ordered.items():
-                factor = _factor(relation, part, target[rows], slack)
-                if factor is not None:
+            factors, is_match = _factors(relation, part, targets[:, rows], slack)
+            for quantity, factor, is_this in zip(ordered, factors.tolist(), is_match.tolist(), strict=True):
+                if is_this:
                     return QuantityMatch(
                         quantity=quantity, relation=relation, factor=factor, everywhere=everywhere
                     )
     return None
 
 
-def _factor(relation: Relation, found: Tensor, target: Tensor, slack: Tensor) -> float | None:
-    """The factor or shift by which what is found follows from the target on all pairs; None if it does not."""
-    factor, expected = found.new_ones(()), target
+def _factors(
+    relation: Relation,
+    measured: Float[Tensor, "pairs entries"],
+    targets: Float[Tensor, "labels pairs entries"],
+    slack: Float[Tensor, " pairs"],
+) -> tuple[Float[Tensor, " labels"], Bool[Tensor, " labels"]]:
+    """The factors or shifts by which what is measured may follow from each target, and whether it does on all pairs."""
+    factors, expected, rounding = targets.new_ones(len(targets)), targets, torch.tensor(ROUNDING)
     if relation == "shifted":
-        factor = (found - target).mean()
-        expected = target + factor
+        factors = (measured - targets).mean((1, 2))
+        expected = targets + factors[:, None, None]
     if relation == "multiple":
-        norms = target.norm(dim=-1)
+        norms = targets.norm(dim=-1)
         weights = (TOLERANCE + slack / norms) ** -2
-        factor = ((found * target).sum(-1) / norms.square() * weights).sum() / weights.sum()
-        expected = factor * target
-        if not factor.abs() > NEGLIGIBLE:  # also if the target is 0 on a pair
-            return None
-    rounding = ROUNDING * factor.abs().clamp(max=1) if relation == "multiple" else ROUNDING
+        products = (measured * targets).sum(-1) / norms.square()
+        factors = (products * weights).sum(-1) / weights.sum(-1)  # NaN if the target is 0 on a pair
+        expected = factors[:, None, None] * targets
+        rounding = ROUNDING * factors.abs().clamp(max=1).unsqueeze(-1)
     allowed = TOLERANCE * expected.norm(dim=-1) + rounding + slack
-    is_close = bool(((found - expected).norm(dim=-1) <= allowed).all())
-    return factor.item() if is_close else None
+    is_close = ((measured - expected).norm(dim=-1) <= allowed).all(-1)
+    return factors, is_close & ((factors.abs() > NEGLIGIBLE) | torch.tensor(relation == "shifted"))
 
 
 def cosine_similarity(gradient: Tensor, target: Tensor) -> float:

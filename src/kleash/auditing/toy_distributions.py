@@ -132,29 +132,19 @@ class ToyDistributions:
     logits_behaviour: Float64[Tensor, "prefixes vocab"]
     """Of the distribution that off-policy tokens are sampled from."""
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens in the vocabulary."""
-        return self.logits_p.shape[-1]
-
     @cached_property
     def tokens(self) -> Int[Tensor, "sequences steps"]:
         """Every possible response."""
-        return every_sequence(self.vocab_size, self.steps)
+        return every_sequence(self.logits_p.shape[-1], self.steps)
 
     @cached_property
     def prefix_rows(self) -> Int[Tensor, "sequences steps"]:
-        """The row of logits of the prefix before each token of each response.
-
-        Prefixes are ordered by length, and as numbers in base ``vocab_size`` among those of one length.
-        """
-        tokens, rows = self.tokens, []
-        number = torch.zeros(len(tokens), dtype=torch.int64)
-        for step in range(self.steps):
-            shorter_prefixes = sum(self.vocab_size**length for length in range(step))
-            rows.append(shorter_prefixes + number)
-            number = number * self.vocab_size + tokens[:, step]
-        return torch.stack(rows, dim=1)
+        """The row of logits of the prefix before each token of each response: shorter prefixes first, then in order."""
+        vocabulary = range(self.logits_p.shape[-1])
+        prefixes = [prefix for length in range(self.steps) for prefix in product(vocabulary, repeat=length)]
+        rows = {prefix: row for row, prefix in enumerate(prefixes)}
+        responses = map(tuple, self.tokens.tolist())
+        return torch.tensor([[rows[response[:step]] for step in range(self.steps)] for response in responses])
 
     def sampling_logits(self, sampling: Sampling) -> Float64[Tensor, "prefixes vocab"]:
         """The logits of the distribution that the tokens are sampled from."""

@@ -16,7 +16,7 @@ MAX_UNFOLDED = 3
 """With more functions than this, each is collapsed under its name."""
 X_LIMIT, Y_LIMIT = 14.0, 20.0
 """Nats up to which the curves are drawn: beyond the clamps of published code, and not as far as e^14."""
-FLAT_ZONES = {"value": ("value",), "gradient": ("gradient", "gradient is rounded away", "gradient is NaN")}
+FLAT_ZONES = {"value": ("value",), "gradient": ("gradient", "gradient is NaN")}
 """Curve -> kinds of zones that are shaded in its chart."""
 FORMULAS = {
     "k1": "k1, log p − log q",

@@ -21,7 +21,6 @@ IMPURITIES = ("stateful", "random", "changes_inputs", "changes_settings")
 ZoneKind = Literal[
     "value",
     "gradient",
-    "gradient is rounded away",
     "gradient is NaN",
     "value along the importance ratio",
     "gradient along the importance ratio",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from math import inf, isclose, isfinite, isnan
 from types import MappingProxyType
+from typing import Literal
 
 from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
 from kleash.auditing.checks.expectations import Expectation, one_token, several_tokens
@@ -44,7 +45,7 @@ POSITION_REMEDY = (
     "give every token the same weight (token by token), or credit each with the divergence from it on "
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
 )
-ON_SEQUENCES, OFF_SEQUENCES = "sequences, on-policy", "sequences, off-policy"
+ON_SEQUENCES = "sequences, on-policy"
 
 
 def estimate_sentences(evidence: Evidence) -> tuple[str, ...]:
@@ -59,7 +60,7 @@ def value_findings(evidence: Evidence) -> list[Finding]:
     findings: list[Finding] = []
     value = evidence.value
     if not value.is_right:
-        kind, where = _mismatch_kind(value), _worst_value(evidence)[0]
+        kind, where = _mismatch_kind(value), _worst_value(evidence, "on-policy")[0]
         severity = "note" if kind == "biased_value" and evidence.gradient.is_right else "wrong"
         sentence = _value_sentence(evidence)
         findings.append(Finding(kind=kind, severity=severity, sentence=sentence, where=where))
@@ -73,33 +74,42 @@ def value_findings(evidence: Evidence) -> list[Finding]:
                 where=ON_SEQUENCES,
             )
         )
-    return [*findings, *_off_policy_value_findings(evidence), *_negative_value_findings(evidence)]
+    on, off = value.on_policy, value.off_policy
+    is_same = on is None or (off is not None and (on.quantity, on.relation) == (off.quantity, off.relation))
+    findings += _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
+    return [*findings, *_negative_value_findings(evidence)]
 
 
-def _off_policy_value_findings(evidence: Evidence) -> list[Finding]:
-    """A finding if the expected value is another quantity on samples of another distribution."""
-    convention, value = evidence.audited.convention, evidence.value
-    on, off, is_wrong, where = value.on_policy, value.off_policy, convention.takes_behaviour, OFF_SEQUENCES
-    sentence = ""
-    if on is not None and (off is None or (on.quantity, on.relation) != (off.quantity, off.relation)):
-        pair, mean, exact = _worst_value(evidence, "off-policy")
-        where, condition = f"{pair}, off-policy", "unless each token is weighted by p / behaviour"
-        if convention.takes_behaviour:
-            condition = "although it takes the behaviour log-probabilities"
-        is_logged = convention.place == "loss" and is_quantity(evidence.gradient.off_policy, evidence.claimed)
-        is_wrong = convention.takes_behaviour and not is_logged
+def _off_policy_findings(
+    evidence: Evidence, of: Literal["value", "gradient"], is_same: bool, difference: tuple[str, str]
+) -> list[Finding]:
+    """A finding if value or gradient are another quantity on samples of another distribution.
+
+    Args:
+        evidence: about the function.
+        of: what the finding is about.
+        is_same: whether for one token it is the quantity that it should be.
+        difference: the worst pair off-policy, and how it differs there, in words.
+    """
+    convention, claimed = evidence.audited.convention, evidence.claimed
+    matched = evidence.value if of == "value" else evidence.gradient
+    if is_same and matched.off_policy_level != "neither":
+        return []
+    condition = "unless each token is weighted by p / behaviour"
+    if convention.takes_behaviour:
+        condition = "although it takes the behaviour log-probabilities"
+    where = f"{difference[0]}, off-policy"
+    sentence = f"Off-policy its {of} is not that of {claimed}, {condition}: {difference[1]}."
+    if is_same:
+        where = "sequences, off-policy"
         sentence = (
-            f"Off-policy its value is biased, {condition}: on the {pair} pair its mean is {mean:.4g}, and "
-            f"{evidence.claimed} {exact:.4g}."
+            f"Off-policy its {of} is right for one token, but for several it is that of {claimed} neither along the "
+            "behaviour's prefixes nor between whole responses."
         )
-    elif value.off_policy_level == "neither":
-        sentence = (
-            f"Off-policy its value is right for one token, but for several it is {evidence.claimed} neither along "
-            "the behaviour's prefixes nor between whole responses."
-        )
-    severity = "wrong" if is_wrong else "note"
-    finding = Finding(kind="off_policy_value", severity=severity, sentence=sentence, where=where)
-    return [finding] if sentence else []
+    is_only_logged = of == "value" and convention.place == "loss"
+    is_only_logged = is_only_logged and not is_same and is_quantity(evidence.gradient.off_policy, claimed)
+    severity = "wrong" if convention.takes_behaviour and not is_only_logged else "note"
+    return [Finding(kind=f"off_policy_{of}", severity=severity, sentence=sentence, where=where)]
 
 
 def _mismatch_kind(value: Matched) -> str:
@@ -129,17 +139,14 @@ def _value_sentence(evidence: Evidence) -> str:
         return f"Its value is {accuracy} {claimed}{of_several}{', ' + unclamped if unclamped else ''}{estimator}."
     if match is not None and not is_quantity(match, claimed, everywhere=False):
         return f"Its value is in expectation {match}{of_several}, not {claimed}{estimator}."
-    pair, mean, exact = _worst_value(evidence)
     what = "estimates no divergence of the table"
     if match is not None:
         what = f"is {claimed} only where no log ratio is large"
-    return (
-        f"Its value {what}: on the {pair} pair its mean is {mean:.4g}, and {claimed} {exact:.4g}{estimator}."
-    )
+    return f"Its value {what}: {_worst_value(evidence, 'on-policy')[1]}{estimator}."
 
 
-def _worst_value(evidence: Evidence, sampling: Sampling = "on-policy") -> tuple[str, float, float]:
-    """The pair with the largest relative bias, the mean on it, and the right value."""
+def _worst_value(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
+    """The pair with the largest relative bias, and its mean there, in words."""
 
     def exact(e: Expectation) -> float:
         return exact_values(e.toy, sampling, evidence.claimed)["token"]
@@ -148,8 +155,9 @@ def _worst_value(evidence: Evidence, sampling: Sampling = "on-policy") -> tuple[
         bias = abs(e.mean / exact(e) - 1)
         return bias if isfinite(bias) else inf
 
-    worst = max(one_token(evidence.expectations, sampling), key=relative_bias)
-    return worst.toy.name, worst.mean, exact(worst)
+    e = max(one_token(evidence.expectations, sampling), key=relative_bias)
+    words = f"on the {e.toy.name} pair its mean is {e.mean:.4g}, and {evidence.claimed} {exact(e):.4g}"
+    return e.toy.name, words
 
 
 def _describe_positions(evidence: Evidence) -> str:
@@ -191,7 +199,13 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
         is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
         kind = "zero_gradient" if is_zero else "wrong_gradient"
         return [Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy")]
-    findings = _off_policy_gradient_findings(evidence)
+    findings: list[Finding] = []
+    convention = evidence.audited.convention
+    if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
+        is_same = is_quantity(gradient.off_policy, evidence.claimed)
+        findings += _off_policy_findings(
+            evidence, "gradient", is_same, _worst_gradient(evidence, "off-policy")
+        )
     positions, of_value = gradient.positions, evidence.value.positions
     is_like_value = of_value.is_uniform and positions.is_uniform  # then the value's finding has the factor
     if is_like_value:
@@ -217,29 +231,6 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
             Finding(kind="token_gradient", severity="note", sentence=sentence, where=ON_SEQUENCES)
         )
     return findings
-
-
-def _off_policy_gradient_findings(evidence: Evidence) -> list[Finding]:
-    """Findings about the gradient on samples of another distribution; the trainer weights a plain reward."""
-    convention, gradient, claimed = evidence.audited.convention, evidence.gradient, evidence.claimed
-    is_weighted_by_trainer = convention.place == "reward" and not convention.takes_behaviour
-    if is_weighted_by_trainer:
-        return []
-    sentence, where = "", OFF_SEQUENCES
-    if not is_quantity(gradient.off_policy, claimed):
-        pair, difference = _worst_gradient(evidence, "off-policy")
-        where, condition = f"{pair}, off-policy", "without importance weights"
-        if convention.takes_behaviour:
-            condition = "although it takes the behaviour log-probabilities"
-        sentence = f"Off-policy its gradient is not that of {claimed}, {condition}: {difference}."
-    elif gradient.off_policy_level == "neither" and gradient.positions.level != "neither":
-        sentence = (
-            f"Off-policy its gradient is right for one token, but for several it is that of {claimed} neither token by "
-            "token nor between whole responses."
-        )
-    severity = "wrong" if convention.takes_behaviour else "note"
-    finding = Finding(kind="off_policy_gradient", severity=severity, sentence=sentence, where=where)
-    return [finding] if sentence else []
 
 
 def _gradient_sentence(evidence: Evidence) -> str:

@@ -148,7 +148,7 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
             on_policy=matches[0],
             off_policy=matches[1],
             positions=positions,
-            off_policy_level=off_policy if is_weighted else "",
+            off_policy_level=off_policy if is_weighted and positions.level != "neither" else "",
         )
 
     return Evidence(
@@ -167,10 +167,10 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
     )
 
 
-def _level_of(found: Tensor, by_token: Tensor, by_sequence: Tensor, error: float = 0.0) -> Level:
+def _level_of(measured: Tensor, by_token: Tensor, by_sequence: Tensor, error: float = 0.0) -> Level:
     """Which of the quantities of each level it is."""
     is_token, is_sequence = (
-        bool((found - target).norm() <= TOLERANCE * target.norm() + MAX_STANDARD_ERRORS * error)
+        bool((measured - target).norm() <= TOLERANCE * target.norm() + MAX_STANDARD_ERRORS * error)
         for target in (by_token, by_sequence)
     )
     if is_token:
@@ -211,16 +211,25 @@ def _value_by_position(
     if not _has_levels(match):
         return PositionMatch(level="")
     level = _value_level(e, match.quantity, match.factor)
-    if level != "neither":
+    gives_each = audited.convention.place == "metric" and audited.convention.gives in ("token", "vocabulary")
+    if level != "neither" and not gives_each:
         return PositionMatch(level=level)
+    toys = single_position_distributions()
+    exact = [match.factor * exact_values(toy, e.sampling, match.quantity)["token"] for toy in toys]
     try:
-        factors = tuple(
-            expectation(audited, toy, e.sampling).mean
-            / (match.factor * exact_values(toy, e.sampling, match.quantity)["token"])
-            for toy in single_position_distributions()
-        )
+        means = [expectation(audited, toy, e.sampling).mean for toy in toys] if level == "neither" else []
+        means = means or e.position_means.tolist()
+        factors = tuple(mean / value for mean, value in zip(means, exact, strict=True))
     except (KleashError, ZeroDivisionError):  # the function refuses p = q, or the quantity is 0
         return PositionMatch(level=level)
+    slack = TOLERANCE + MAX_STANDARD_ERRORS * e.mean_error / min(map(abs, exact))
+    if level != "neither":
+        is_right = all(abs(factor - 1) <= slack for factor in factors)
+        return (
+            PositionMatch(level=level)
+            if is_right
+            else PositionMatch(level="neither", factors=factors, factors_of="token")
+        )
     of_token = PositionMatch(level=level, factors=factors, factors_of="token")
     if not of_token.is_uniform:
         return of_token

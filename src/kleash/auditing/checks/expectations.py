@@ -33,6 +33,8 @@ class Expectation:
     sampling: Sampling
     totals: Float64[Tensor, " sequences"]
     """The value of each response, summed over its steps."""
+    position_means: Float64[Tensor, " parts"]
+    """The expected value of each token of a response, or of the whole response if the function gives only that."""
     gradient: Float64[Tensor, "prefixes vocab"] | None
     """The gradient that training follows, in expectation; None if none is needed, or none flows."""
     mean_error: float = 0.0
@@ -72,6 +74,7 @@ def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampl
     return replace(
         groups[0],
         totals=torch.stack([group.totals for group in groups]).mean(0),
+        position_means=torch.stack([group.position_means for group in groups]).mean(0),
         gradient=None if gradients is None else gradients.mean(0),
         mean_error=(means.std() / GROUPS**0.5).item(),
         gradient_error=0.0 if gradients is None else (gradients.std(0) / GROUPS**0.5).norm().item(),
@@ -91,7 +94,13 @@ def _expectation_of_one_pass(
         (gradient,) = torch.autograd.grad(surrogate, logits)
     else:
         (gradient,) = audited.gradients((probabilities * totals).sum(), (logits,))
-    return Expectation(toy=toy, sampling=sampling, totals=totals.detach(), gradient=gradient)
+    return Expectation(
+        toy=toy,
+        sampling=sampling,
+        totals=totals.detach(),
+        position_means=probabilities @ values.detach(),
+        gradient=gradient,
+    )
 
 
 def compute_expectations(audited: AuditedFunction) -> tuple[Expectation, ...]:

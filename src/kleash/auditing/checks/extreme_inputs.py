@@ -1,12 +1,14 @@
 """Extreme inputs in float32 and partly in bfloat16, and a NaN at an unmasked token."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import inf, isfinite, isnan, nan
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.log_ratios import two_token_logp, value_and_gradients
@@ -14,7 +16,6 @@ from kleash.auditing.toy_distributions import (
     P_FIELDS,
     Q_FIELDS,
     SEQUENCES,
-    AuditInputs,
     toy_distributions,
 )
 from kleash.divergences import divergence
@@ -171,34 +172,24 @@ def _problem(value: float, gradient: float, exact: float) -> str:
 def nan_input_findings(audited: AuditedFunction) -> list[Finding]:
     """A finding if a NaN at an unmasked token, in any of the inputs that the result depends on, becomes a number."""
     hidden: list[str] = []
-    inputs = _two_responses()
+    toy = toy_distributions()[SEQUENCES]
+    logits = toy.logits_p.clone().requires_grad_()
+    inputs = toy.inputs(logits, "on-policy").select(slice(3, 5)).to(torch.float32)
+
+    def values_with(field: str, factor: float) -> Tensor:
+        """The values with the field multiplied at the second token of the first response."""
+        changed = getattr(inputs, field).clone()
+        changed[0, 1] *= factor
+        return audited.values(replace(inputs, **{field: changed})).detach()
+
     for field in (*P_FIELDS, *Q_FIELDS):
         is_per_token = getattr(inputs, field).dim() == 2
         if is_per_token and audited.convention.sees != "tokens" and field != "token_logp":
             continue
-        try:
-            before, after, of_nan = (
-                audited.values(_with_second_token(inputs, field, factor)).detach()
-                for factor in (1.0, 0.9, nan)
-            )
-        except KleashError:
-            continue  # the function refuses NaN
-        if not torch.equal(before, after) and not isnan(of_nan[0].sum().item()):
-            hidden.append(field)
+        with suppress(KleashError):  # the function refuses NaN
+            before, after, of_nan = (values_with(field, factor) for factor in (1.0, 0.9, nan))
+            if not torch.equal(before, after) and not isnan(of_nan[0].sum().item()):
+                hidden.append(field)
     fields = ", ".join(hidden)
     sentence = f"It hides NaN: a NaN in {fields} at an unmasked token becomes a number."
     return [Finding(kind="hides_nan", severity="fragile", sentence=sentence, where=fields)] if hidden else []
-
-
-def _two_responses() -> AuditInputs:
-    """Two responses of three tokens, in float32."""
-    toy = toy_distributions()[SEQUENCES]
-    logits = toy.logits_p.clone().requires_grad_()
-    return toy.inputs(logits, "on-policy").select(slice(3, 5)).to(torch.float32)
-
-
-def _with_second_token(inputs: AuditInputs, field: str, factor: float) -> AuditInputs:
-    """The field multiplied by ``factor`` at the second token of the first response."""
-    changed = getattr(inputs, field).clone()
-    changed[0, 1] *= factor
-    return replace(inputs, **{field: changed})

@@ -1,7 +1,7 @@
 """The function along the log ratio and the importance ratio: its estimator, its curve, and where it is clamped."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import exp, inf, isinf, log
 from typing import Literal, NamedTuple
@@ -115,7 +115,6 @@ def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
         estimator=estimator,
         zones=(
             *zones("gradient", _is_dead),
-            *zones("gradient is rounded away", _is_rounded_away),
             *zones("value", lambda part: _is_flat(part, probe), _is_flat_on_grid(scan)),
             *zones("gradient is NaN", lambda part: _gradients(part).isnan()),
         ),
@@ -222,17 +221,15 @@ def _gradients(scan: Scan) -> Float64[Tensor, " points"]:
 
 
 def _is_dead(scan: Scan) -> Bool[Tensor, " points"]:
-    """Whether the gradient is zero at each point and that of the claimed divergence, if known, is not."""
+    """Whether the gradient is zero at each point and that of the claimed divergence, if known, is not.
+
+    A sampled token's gradient of the size of the log ratio is not dead where float32 rounds it away beside the value.
+    """
+    gradients = _gradients(scan).abs()
     if scan.claimed_gradients is None:
-        return (_gradients(scan) == 0) & ~_is_rounded_away(scan)
+        return (gradients == 0) & (scan.values.abs() * 2.0**-24 <= scan.log_ratios.abs() / 20)
     claimed = scan.claimed_gradients.abs()
-    return (_gradients(scan).abs() < 1e-3 * claimed) & (claimed > 1e-6)
-
-
-def _is_rounded_away(scan: Scan) -> Bool[Tensor, " points"]:
-    """Whether the gradient is zero where the value is so large that one of the log ratio's size is lost in rounding."""
-    is_lost = scan.values.abs() * 2.0**-24 > scan.log_ratios.abs() / 20
-    return (_gradients(scan) == 0) & is_lost & torch.tensor(scan.claimed_gradients is None)
+    return (gradients < 1e-3 * claimed) & (claimed > 1e-6)
 
 
 def _is_flat(scan: Scan, probe: Probe) -> Bool[Tensor, " points"]:
@@ -347,8 +344,6 @@ def log_ratio_findings(log_ratios: LogRatios, is_claimed: bool, gradient_is_righ
     is_only_logged = sees_tokens and convention.place == "loss" and gradient_is_right
     values = " and ".join(dict.fromkeys(f"{zone.value:.4g}" for zone in flat))
     add("flat_value", flat, f"Its value stays at {values}", bool(dead) or is_only_logged or is_bounded)
-    rounded_away = [zone for zone in log_ratios.zones if zone.kind == "gradient is rounded away"]
-    add("cancellation", rounded_away, "In float32 its gradient is rounded to zero", True)
     nan = [zone for zone in log_ratios.zones if zone.kind == "gradient is NaN"]
     add("nan_gradient", nan, "Its gradient is NaN", False)
     return findings
@@ -393,14 +388,12 @@ def truncated_ratio_findings(zones: Sequence[ZoneRow]) -> list[Finding]:
     """Importance ratios that are truncated."""
     if not zones:
         return []
-    ranges: list[str] = []
-    for zone in zones:
-        is_upper = isinf(zone.high) or zone.low >= 0
-        bound = f"above {exp(zone.low):.3g}" if is_upper else f"below {exp(zone.high):.3g}"
-        ranges.append(bound if isinf(zone.low) or isinf(zone.high) else f"{bound} for a range")
+    ratios = [
+        replace(zone, low=-inf if isinf(zone.low) else exp(zone.low), high=exp(zone.high)) for zone in zones
+    ]
     sentence = (
-        f"Its importance ratio p / behaviour is truncated: {' and '.join(dict.fromkeys(ranges))} it no longer counts "
-        "in full, which biases off-policy estimates."
+        f"Its importance ratio p / behaviour is truncated: {' and '.join(zone.span for zone in ratios)} it no longer "
+        "counts in full, which biases off-policy estimates."
     )
     severity = "wrong" if _nearest(zones) < ORDINARY_LOG_WEIGHT else "fragile"
     return [Finding(kind="truncated_ratio", severity=severity, sentence=sentence, where="off-policy")]

@@ -13,7 +13,7 @@ from kleash.auditing.toy_distributions import VOCAB_SIZE, AuditInputs, make_inpu
 from kleash.divergences import divergence
 from kleash.errors import KleashError
 from kleash.estimators import ESTIMATORS
-from kleash.store.audit import AccuracyRow, Finding, Severity
+from kleash.store.audit import AccuracyRow, Finding
 
 Formula: TypeAlias = Callable[[AuditInputs], Tensor]
 """A value of each one-token sequence, in the precision of the inputs."""
@@ -74,12 +74,12 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
     if inaccurate:
         in_bfloat16 = [row for row in inaccurate if row.dtype == "bfloat16"]
         worst = max(in_bfloat16 or inaccurate, key=lambda row: row.relative_error)
-        severity: Severity = "fragile"
-        cause = "it computes before it upcasts"
-        if _returns_bfloat16(audited):
-            only_rounds_result = worst.relative_error <= BFLOAT16_ROUNDING
-            severity = "note" if only_rounds_result else "fragile"
-            cause = "it returns bfloat16" if only_rounds_result else "it computes in bfloat16"
+        returns_bfloat16 = _returns_bfloat16(audited)
+        severity, cause = "fragile", "it computes before it upcasts"
+        if returns_bfloat16:
+            cause = "it computes in bfloat16"
+        if returns_bfloat16 and worst.relative_error <= BFLOAT16_ROUNDING:
+            severity, cause = "note", "it returns bfloat16"
         sentence = (
             f"For {worst.dtype} inputs {cause}: at a KL of {worst.kl:.2g} nats {_describe_error(worst)}."
         )

@@ -108,11 +108,9 @@ def grpo_loss(
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
 
 
-def uncorrected_grpo_loss(
-    token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, loss_type: str = "dapo"
-) -> Tensor:
+def uncorrected_grpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
     """``grpo_loss`` with ``use_bias_correction_kl=False``, which needs no behaviour log-probabilities."""
-    return grpo_loss(token_logp, token_logq, None, mask, use_bias_correction_kl=False, loss_type=loss_type)
+    return grpo_loss(token_logp, token_logq, None, mask, use_bias_correction_kl=False)
 
 
 def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
