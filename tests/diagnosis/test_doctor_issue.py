@@ -116,9 +116,10 @@ def test_a_temperature_and_a_cut_at_once_name_no_other_cause(pair: Pair, trainer
     possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
     assert first_cause(records).cause in possible
     finding = first_cause(records, pair)
-    assert finding.cause == "truncation" and "top_p 0.8" in finding.evidence
-    named = re.findall(r"at temperature ([\d.]+)", finding.evidence)
-    assert trainer_at != 1 or float(named[0]) == pytest.approx(0.7, abs=0.02)
+    assert finding.cause == "truncation"
+    named = dict(re.findall(r"(top_p|temperature) ([\d.]+)", finding.evidence))
+    assert float(named["top_p"]) == pytest.approx(0.8, abs=1e-3)
+    assert trainer_at != 1 or float(named["temperature"]) == pytest.approx(0.7, abs=0.02)
 
 
 def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(
@@ -166,7 +167,7 @@ def test_dropout_of_the_trainer_is_named_and_not_other_weights(plain: Rollouts, 
     assert "dropout" in (alone.cause, *alone.alike), "without the models it looks like other weights"
     assert_weights_of_mean_1(columns[0], engine)
     correlation = np.corrcoef([(column - engine).ravel() for column in columns])[0, 1]
-    assert abs(correlation) < 0.1, "as the plant should be"
+    assert abs(correlation) < 0.25, "the mean effect of dropout alone; other weights have 1"
 
 
 @contextmanager

@@ -224,8 +224,8 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
     the others rise by one constant at each position.
     """
     sign = -1 if name == "engine" else 1
-    kept = np.exp(-np.maximum(sign * table.difference, 0)).mean()
-    larger = f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps {kept:.1%}"
+    mass = np.exp(-np.maximum(sign * table.difference, 0)).mean()
+    larger = f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps {mass:.1%}"
     lower = f"the {name}'s log-probabilities of {{}} are lower, those of all others higher"
     for cause, most_others, what, is_lower in (
         (

@@ -86,8 +86,8 @@ def read_rollout_files(
 ) -> RolloutFiles:
     """``read_rollouts`` with what a reader should know of the files."""
     given_names = [str(names)] if isinstance(names, str | PurePath) else list(map(str, names))
-    found = [label for name in given_names for label in _files_of(name)]
-    labels = list({Path(label).expanduser().resolve(): label for label in found}.values())
+    files = [label for name in given_names for label in _files_of(name)]
+    labels = list({Path(label).expanduser().resolve(): label for label in files}.values())
     padding: list[tuple[RolloutRecord, int]] = []
     readers = [_rollouts_of(label, allow_logits, len(labels) > 1, padding) for label in labels]
     if limit is None:
