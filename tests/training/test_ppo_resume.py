@@ -209,6 +209,12 @@ def test_checkpoint_with_a_flipped_bit_is_refused(copied, name):
         train_ppo(copied)
 
 
+def test_a_checkpoint_without_checksums_is_refused(copied):
+    (last_checkpoint(Path(copied.out)) / "checksums.jsonl").unlink()
+    with pytest.raises(RunFolderError, match="has lost its checksums"):
+        train_ppo(copied)
+
+
 def test_generators_that_are_not_restored_are_refused(copied, monkeypatch):
     """Accelerate logs the failure and goes on."""
 

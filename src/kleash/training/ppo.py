@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import CannotRunError, NonFiniteError
+from kleash.errors import CannotRunError, NonFiniteError, RunFolderError
 from kleash.extras import import_extra
 from kleash.jobs import PPOJob
 from kleash.launch_environment import launched_rank
@@ -31,7 +31,7 @@ from kleash.models.pair_loading import resolve_device
 from kleash.models.scoring import pad_batch
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
-from kleash.store.training_folder import CHECKPOINTS, POLICY, last_checkpoint
+from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, last_checkpoint
 from kleash.training.checkpoints import TrainingState, replaced_folder, restore, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
 from kleash.training.networks import ActorCritic, load_networks
@@ -84,6 +84,9 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     root, notes = Path(str(job.out)), [*run.networks.pair.notes]
     progress = TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate)
     checkpoint = last_checkpoint(root) if job.resume else None
+    if job.resume and checkpoint is None and any((root / CHECKPOINTS).glob("checkpoint-*/")):
+        # It was sealed before it had its name.
+        raise RunFolderError(f"the checkpoint in {root / CHECKPOINTS} has lost its checksums; {DAMAGED}")
     if checkpoint is not None:
         progress = restore(checkpoint, run.accelerator)
         notes += [f"going on after step {progress.step}, from {checkpoint}"]
