@@ -1,4 +1,4 @@
-"""No tensor of [tokens, vocab] is allocated; measured in forks of one process."""
+"""No tensor of [tokens, vocab] is allocated."""
 
 import subprocess
 import sys
@@ -7,82 +7,67 @@ import pytest
 import torch
 from linear_cases import head_case, peak
 
-from kleash.linear import LinearOptions, linear_kl, linear_kl_loss, linear_objective, token_statistics
+from kleash.linear import (
+    LinearOptions,
+    linear_divergence_loss,
+    linear_kl,
+    linear_kl_loss,
+    linear_objective,
+    token_statistics,
+)
 
-MEASURE = """
-import os, resource, sys, torch
-from kleash.divergences import DIVERGENCES
-from kleash.linear import Head, LinearOptions, linear_divergence_loss, linear_kl, linear_objective, token_statistics
 
-torch.set_num_threads(1)
-torch.manual_seed(0)
-tokens, words = 1040, 20_000
-def hidden(count, what): return torch.randn(count, 8).requires_grad_(what != "statistics")
-options = LinearOptions(buffer_bytes=16 * 2**20, compile=False, impl="chunked")
-weights = [torch.randn(words, 8) for _ in "pq"]
-ids = torch.randint(words, (tokens,))
+@pytest.mark.parametrize("what", ["statistics", "gradient", "recomputed", "total_variation", "objective"])
+def test_memory_is_that_of_the_buffer_and_not_of_the_logits(what, unhooked):
+    tokens, words, budget = 520, 20_000, 16 * 2**20
+    case = head_case(torch.float32, vocab_size=words, tokens=(tokens,))
+    case.hidden_p.requires_grad_(what != "statistics")
+    case.head_p.weight.requires_grad_(what == "recomputed")
+    options = LinearOptions(buffer_bytes=budget, compile=False)
+    models, weights = case.models, torch.ones(tokens)
 
-def peak(what):
-    p, q = hidden(tokens, what), hidden(tokens, what)
-    head_p, head_q = (Head(w.requires_grad_(what == "recomputed")) for w in weights)
-
-    def run(count):
-        models = p[:count], head_p, q[:count], head_q
+    def call():
         if what == "statistics":
-            token_statistics(*models, ids[:count], options=options)
-        elif what in DIVERGENCES:
-            each = torch.ones(count)
-            linear_divergence_loss(*models, weights=each, divergence=what, options=options).loss.backward()
+            token_statistics(*models, case.tokens, options=options)
+        elif what == "total_variation":
+            linear_divergence_loss(*models, weights=weights, divergence=what, options=options).loss.backward()
         elif what == "objective":
-            def objective(terms, rows): return terms.kl - terms.token_logp - terms.entropy
-            linear_objective(*models[:2], ids[:count], *models[2:], objective, options=options)[0].backward()
+            arguments = *models[:2], case.tokens, *models[2:]
+            loss, _ = linear_objective(*arguments, lambda t, rows: t.kl - t.entropy, options=options)
+            loss.backward()
         else:
             linear_kl(*models, options=options).sum().backward()
 
-    run(3)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(tokens)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        call()
+    assert peak(seen) < budget + 12 * 2**20 < tokens * words * 4
 
-def faults(what):
-    few, heads = torch.randn(64, 8), [Head(w) for w in weights]
 
-    def run():
-        token_statistics(few, heads[0], few, heads[1], ids[:64], options=LinearOptions(compile=False))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+FAULTS = """
+import resource, torch
+from kleash.linear import Head, LinearOptions, token_statistics
 
-    counts = [run() for _ in range(5)]
-    return min(after - before for before, after in zip(counts, counts[1:]))
+hidden, ids = torch.randn(64, 8), torch.arange(64)
+heads = [Head(torch.randn(20_000, 8)) for _ in "pq"]
 
-for what in sys.argv[1:]:
-    if os.fork() == 0:
-        print(what, (faults if what == "faults" else peak)(what), flush=True)
-        os._exit(0)
-    os.wait()
+def run():
+    token_statistics(hidden, heads[0], hidden, heads[1], ids, options=LinearOptions(compile=False))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+counts = [run() for _ in range(5)]
+print(min(after - before for before, after in zip(counts, counts[1:])))
 """
-PEAKS = ("statistics", "gradient", "recomputed", "total_variation", "objective")
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, float]:
-    """Megabytes of the largest resident memory beyond that of inputs and libraries, of each call; and page faults."""
-    command = [sys.executable, "-c", MEASURE, *PEAKS, "faults"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: float(number) for name, number in map(str.split, printed.splitlines())}
-
-
-@pytest.mark.parametrize("what", PEAKS)
-def test_memory_is_that_of_the_buffer_and_not_of_the_logits(measured, what):
-    logits = 1040 * 20_000 * 4 / 2**20
-    assert measured[what] < 16 + 12 < logits / 2
-
-
-def test_memory_of_rows_is_not_fetched_again_for_each_block(measured):
+def test_memory_of_rows_is_not_fetched_again_for_each_block():
     """A page is 4 KiB, and a float64 tensor of the call would have 2 500 of them, in every call.
 
     A single call may have some thousand, where the heap grows around what was left in it.
     """
-    assert measured["faults"] < 1_000
+    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
+    assert int(run.stdout) < 1_000
 
 
 @pytest.mark.parametrize("what", ["values", "loss", "objective", "statistics"])
