@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from kleash.diagnosis import RolloutRecord, diagnose
+from kleash.diagnosis.column_hypotheses import prediction_hypotheses
+from kleash.diagnosis.residuals import healthy_scale
+from kleash.diagnosis.token_table import tabulate
 from kleash.leash import Mismatch, mismatch
 from kleash.models import Pair, load_pair, read_prompts
 
@@ -267,11 +270,13 @@ def test_other_weights_that_favour_repetition_are_no_penalty() -> None:
 
 
 def test_large_errors_of_the_last_tokens_are_no_insertion() -> None:
-    """A shift that predicts no token of a response would explain them all."""
+    """A shift that predicts no token of a response would explain them."""
     world = Synthetic(60, 80)
-    engine = world.noisy(lambda position, _: 0.005)
-    engine[5, -3:] = world.column[5, -3:] - 0.3
-    assert all(each.cause != "insertion" for each in diagnose(world.records(world.column, engine)).findings)
+    engine = world.noisy(lambda position, _: 0.003)
+    engine[5, -4:] += 0.3 * np.expm1(world.column[5, -4:])
+    table = tabulate(world.records(world.column, engine))
+    causes = {each.cause for each in prediction_hypotheses(table, healthy_scale("bfloat16"))}
+    assert "shift" in causes and "insertion" not in causes
 
 
 def test_padding_that_is_left_out_is_no_second_cause() -> None:
