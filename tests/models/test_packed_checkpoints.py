@@ -64,6 +64,19 @@ LAYOUTS = [
         "gptq int8, groups of 16",
         id="gptq-overridden",
     ),
+    *(
+        pytest.param(
+            pack,
+            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": packing_format},
+            "auto-round int4, groups of 32",
+            id=packing_format,
+        )
+        for packing_format, pack in (
+            ("auto_round", pack_gptq(4, 32, act_order=False, version=2, with_groups=False)),
+            ("auto_round:auto_gptq", pack_gptq(4, 32, act_order=False, version=1, with_groups=False)),
+            ("auto_round:auto_awq", pack_awq(32)),
+        )
+    ),
     pytest.param(pack_awq(32), AWQ, "awq int4, groups of 32", id="awq"),
     pytest.param(pack_awq(96), AWQ | {"group_size": -1}, "awq int4, rows", id="awq-one-group"),
 ]

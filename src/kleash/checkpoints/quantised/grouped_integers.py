@@ -43,6 +43,11 @@ SCALE_TYPES = ("F16", "BF16", "F32")
 
 GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
 """``checkpoint_format`` → whether zero points are stored less one."""
+AUTO_ROUND_LAYOUTS = {
+    **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq"), True),
+    **dict.fromkeys(("auto_round", "auto_round:gptqmodel"), False),
+}
+"""``packing_format`` of AutoRound in the layout of GPTQ → whether zero points are stored less one."""
 AWQ_LAYOUTS = ("gemm", "exllama", "ipex")
 """``version``: kernels for files in the layout "gemm"."""
 AWQ_PARTS = ("qweight", "qzeros", "scales")
@@ -63,12 +68,37 @@ def find_gptq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
     layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
     if layout not in GPTQ_LAYOUTS or settings.get("is_marlin_format") is True:
         raise UnsupportedLayoutError(f"its checkpoint_format is {layout!r:.60}, and not gptq or gptq_v2")
+    return _find_word_modules(checkpoint, "dynamic", has_shifted_zeros=GPTQ_LAYOUTS[layout])
+
+
+def find_auto_round_modules(checkpoint: Checkpoint) -> list[PackedModule]:
+    """The packed modules of an AutoRound checkpoint, which are those of GPTQ or AWQ.
+
+    Source: auto-round, ``inference/backend.py``. Versions before 0.5 have no ``packing_format``.
+
+    Raises:
+        UnsupportedLayoutError: if its ``packing_format`` is of neither.
+        ModelError: if the tensors of a module do not fit together or contradict the settings.
+    """
+    layout = str((checkpoint.quantisation or {}).get("packing_format"))
+    if layout in ("auto_round:auto_awq", "auto_round:awq"):
+        return find_awq_modules(checkpoint)
+    if layout not in AUTO_ROUND_LAYOUTS:
+        raise UnsupportedLayoutError(f"its packing_format is {layout!r:.60}")
+    return _find_word_modules(checkpoint, "extra_config", has_shifted_zeros=AUTO_ROUND_LAYOUTS[layout])
+
+
+def _find_word_modules(
+    checkpoint: Checkpoint, overrides: str, *, has_shifted_zeros: bool
+) -> list[PackedModule]:
+    """The modules in the layout of GPTQ; ``overrides`` is the name of the settings of single modules."""
+    settings: Mapping[str, Any] = checkpoint.quantisation or {}
     values = _GPTQSettings(
         bits=read_integer(settings, "bits"),
         group_size=read_group_size(settings),
-        has_shifted_zeros=GPTQ_LAYOUTS[layout],
-        has_overrides=bool(settings.get("dynamic")),
-        group_sizes=read_module_group_sizes(settings, "dynamic"),
+        has_shifted_zeros=has_shifted_zeros,
+        has_overrides=bool(settings.get(overrides)),
+        group_sizes=read_module_group_sizes(settings, overrides),
         is_symmetric=settings.get("sym") is True,
     )
     return [_describe_module(tensors, values) for tensors in modules_with(checkpoint, "qweight")]

@@ -7,7 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from kleash.checkpoints.quantised.bitsandbytes import find_bitsandbytes_modules
-from kleash.checkpoints.quantised.grouped_integers import find_awq_modules, find_gptq_modules
+from kleash.checkpoints.quantised.grouped_integers import (
+    find_auto_round_modules,
+    find_awq_modules,
+    find_gptq_modules,
+)
 from kleash.checkpoints.quantised.mlx import arrange_tensors, find_mlx_modules
 from kleash.checkpoints.quantised.packed_modules import (
     PackedModule,
@@ -22,6 +26,7 @@ from kleash.errors import ModelError
 FORMATS: Mapping[str, Callable[[Checkpoint], list[PackedModule]]] = {
     "gptq": find_gptq_modules,
     "awq": find_awq_modules,
+    **dict.fromkeys(("auto-round", "intel/auto-round"), find_auto_round_modules),
     "compressed-tensors": find_compressed_modules,
     "fp8": find_scaled_float_modules,
     "fbgemm_fp8": find_scaled_float_modules,
