@@ -10,7 +10,6 @@ import pytest
     [
         ("leash.BetaSchedule", "dataclasses.replace"),
         ("leash.best_of_n_kl", "best_of_n_bound"),
-        ("losses.free_bits", "kl_gaussian"),
         ("estimators.check_agreement", "mismatch"),
         ("uncertainty.CoarseCounts", "quantiles"),
     ],

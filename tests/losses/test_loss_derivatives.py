@@ -16,9 +16,11 @@ from kleash.losses import (
     distillation_loss,
     divergence_loss,
     dpo_loss,
+    free_bits,
     future_kl_loss,
     implicit_reward,
     kl_loss,
+    kl_per_dimension,
     response_log_ratio,
     sampled_tail_loss,
     tail_bucket_loss,
@@ -102,14 +104,17 @@ EXACT = {
     "dpo_loss": lambda z: dpo_loss(log_ratios(z)[:2], log_ratios(z)[2:], beta=0.4).loss,
     "implicit_reward": lambda z: implicit_reward(log_ratios(z), beta=0.4, divergence="jensen_shannon"),
     "aggregate": lambda z: aggregate(distillation_loss(OTHER, z, MASK), MASK, "sequence_mean").value,
+    "kl_per_dimension": lambda z: kl_per_dimension(z, OTHER),
+    "kl_per_dimension of variances": lambda z: kl_per_dimension(OTHER, z),
+    "free_bits": lambda z: free_bits(kl_per_dimension(z[0], OTHER[0]), 0.3),
     "a reference head": lambda z: distillation_loss(
         OTHER, z, MASK
     ) + linear_kl(z, HEAD, OTHER, HEAD, options=LinearOptions(impl="reference")),
 }  # fmt: skip
 """Losses that are functions like any other."""
 WITHOUT_A_GRADIENT = {
-    "AGGREGATIONS", "Aggregation", "ControlledLoss", "count_of",
-    "Drawn", "ExtremeTokens", "extreme_tokens", "gkd_record",
+    "ActiveUnits", "active_units", "AGGREGATIONS", "Aggregation", "ControlledLoss", "count_of",
+    "cyclical_annealing", "Drawn", "ExtremeTokens", "extreme_tokens", "gkd_record", "linear_annealing",
     "PreferenceLoss", "require_log_probabilities", "TopK", "top_k_from", "top_k_of",
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
+from kleash.store.checksums import record_checksums
 
 SOURCE = "The sea was calm and a boat went out before dawn.\n\nIt came back.\n"
 
@@ -86,12 +87,12 @@ def test_a_run_of_another_schema_is_refused(
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(SOURCE)
     assert main(command(models, "text", text, run)) == 0
-    header = (run / "run.json").read_text()
     changed_json(run, "run.json", schema=1)
+    record_checksums(run, run / "run.json")
     assert main(command(models, "text", text, run, "--resume")) == 2
     assert "has schema 1" in capsys.readouterr().err
-    (run / "run.json").write_text(header)
     changed_json(run, "measurement.json", schema=1)
+    record_checksums(run, run / "measurement.json")
     for words in (["report", str(run)], ["compare", str(run), str(run)]):
         assert main(words) == 2
         assert "has schema 1" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from kleash.errors import Interrupted, ModelError, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
 from kleash.measuring import MeasureJob, compare, measure, sweep, sweep_run
+from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
 from kleash.measuring.sweep_run import SharedSweep
@@ -119,6 +120,30 @@ def test_without_a_candidate_the_reference_is_not_run(folder: Path, tmp_path: Pa
     with pytest.raises(ModelError, match=r"no candidate can be found: .*q4\.gguf"):
         sweep(job)
     assert not (tmp_path / "none" / "reference-cache").exists()
+
+
+def test_a_missing_candidate_is_named_before_the_reference_is_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    class Notes(ProgressReporter):
+        def note(self, sentence: str) -> None:
+            notes.append(sentence)
+
+    def stop(*_: object) -> None:
+        raise OptionError("the reference would be run now")
+
+    monkeypatch.setattr(sweep_run, "_cache_reference", stop)
+    job = SweepJob(
+        candidates=(str(folder / "base"), str(folder / "typo.gguf")),
+        reference=str(folder / "base"),
+        text=str(folder / "text.txt"),
+        out=str(tmp_path / "one"),
+    )
+    with pytest.raises(OptionError, match="would be run now"):
+        sweep(job, Notes())
+    assert [note for note in notes if "typo.gguf" in note]
 
 
 def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(

@@ -145,7 +145,7 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
     before = _written(out)
     with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
         _check_runs(job, out)
-        _check_candidates(job)
+        _check_candidates(job, reporter)
         _cache_reference(job, out, reporter)
     with watching_files():
         digest = hash_source(job.measure_job(1, out))
@@ -203,22 +203,23 @@ def _check_runs(job: SweepJob, out: Path) -> None:
             require_same(folder.root, header, replace(header, kleash=__version__, settings=settings))
 
 
-def _check_candidates(job: SweepJob) -> None:
-    """Check before the reference is run that a candidate can be found; those of the hub are taken to be there.
+def _check_candidates(job: SweepJob, reporter: ProgressReporter) -> None:
+    """Name the candidates that cannot be found before the reference is run; those of the hub are taken to be there.
 
     Raises:
         ModelError: if none can be found.
     """
     failures: list[str] = []
     for name in job.candidates:
-        try:
-            if repository_of(name) is not None:
-                return
-            find_checkpoint(name)
-        except KleashError as error:
-            failures.append(str(error))
+        if repository_of(name) is None:
+            try:
+                find_checkpoint(name)
+            except KleashError as error:
+                failures.append(str(error))
     if len(failures) == len(job.candidates):
         raise ModelError(f"no candidate can be found: {'; '.join(failures)}")
+    for failure in failures:
+        reporter.note(f"a candidate cannot be measured: {failure}")
 
 
 def _cache_reference(job: SweepJob, out: Path, reporter: ProgressReporter) -> None:

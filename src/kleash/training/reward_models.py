@@ -111,7 +111,7 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
         kind = transformers.AutoModelForSequenceClassification
         try:
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-            check_stored_types(checkpoint, config, None)
+            check_stored_types(checkpoint, config)
             check_network_size(checkpoint, config, kind.from_config)
             network, report = kind.from_pretrained(
                 checkpoint.folder,
