@@ -41,7 +41,7 @@ Commands = list[list[str]]
 
 def make_pair(folder: Path, shape: str) -> tuple[str, str]:
     """The folders of two models: one with random weights, and one with noise added to them; policy first."""
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from kleash.shipped import shipped_folder
 
@@ -66,7 +66,7 @@ def make_pair(folder: Path, shape: str) -> tuple[str, str]:
     names = []
     for role in ("reference", "policy"):
         network.save_pretrained(folder / role)
-        AutoTokenizer.from_pretrained(shipped_folder("policy")).save_pretrained(folder / role)
+        save_tokenizer(folder / role)
         names.append(str(folder / role))
         with torch.no_grad():
             for weight in network.parameters():
@@ -74,6 +74,21 @@ def make_pair(folder: Path, shape: str) -> tuple[str, str]:
                     weight.add_(0.1 * weight.std() * torch.randn_like(weight))
     print(f"{sum(weight.numel() for weight in network.parameters()):,} parameters", file=sys.stderr)
     return names[1], names[0]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """The shipped tokenizer with as many tokens as the random models have, so that every row of a head is one."""
+    from transformers import AutoTokenizer
+
+    from kleash.shipped import shipped_folder
+
+    AutoTokenizer.from_pretrained(shipped_folder("policy")).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first = 1 + max([*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])])
+    vocabulary |= {f"<never {number}>": number for number in range(first, WORDS)}
+    path.write_text(json.dumps(tokenizer))
 
 
 def make_source(folder: Path, what: str, documents: int, tokens: int) -> Path:

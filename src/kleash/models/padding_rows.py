@@ -14,8 +14,8 @@ from kleash.divergences import kl
 from kleash.linear import Head
 from kleash.models.heads import head_logits
 
-POSITIONS_AT_ONCE = 512
-"""Positions whose logits of these rows are in memory at once."""
+POSITIONS_AT_ONCE, LOGITS_AT_ONCE = 512, 2**22
+"""Positions, and logits of these rows, that are in memory at once: 32 MiB in float64, some times over."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,8 +51,9 @@ class PaddingRows:
                 hidden.double() @ self.head.weight.to(hidden.device).double().T
             )
         weights = logits.new_full((len(hidden), len(ids)), -torch.inf)
-        weights[:, [ids.index(row) for row in self.ids]] = torch.nan
-        weights[:, [ids.index(row) for row in self.ids[: logits.shape[1]]]] = logits / temperature
+        places = np.searchsorted(ids, self.ids)
+        weights[:, places] = torch.nan
+        weights[:, places[: logits.shape[1]]] = logits / temperature
         return weights
 
 
@@ -93,6 +94,33 @@ def padding_columns(
         temperature: divides the logits of both.
     """
     ids = sorted({*rows[0].ids, *rows[1].ids})
+    step = max(1, min(POSITIONS_AT_ONCE, LOGITS_AT_ONCE // max(1, len(ids))))
+    parts: list[dict[str, np.ndarray]] = []
+    for start in range(0, len(tokens), step):
+        part = slice(start, start + step)
+        hidden_p, head_p, hidden_q, head_q = inputs
+        parts.append(
+            _columns_of_part(
+                rows,
+                ids,
+                (hidden_p[part], head_p, hidden_q[part], head_q),
+                {name: values[part] for name, values in columns.items()},
+                tokens[part],
+                temperature,
+            )
+        )
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _columns_of_part(
+    rows: tuple[PaddingRows, PaddingRows],
+    ids: list[int],
+    inputs: tuple[Tensor, Head, Tensor, Head],
+    columns: Mapping[str, np.ndarray],
+    tokens: Tensor,
+    temperature: float,
+) -> dict[str, np.ndarray]:
+    """``padding_columns`` of some positions; ``ids`` are the rows of either head that are no tokens."""
     measured = inputs[1].vocabulary(inputs[0])
     num_kept = sum(row < measured for row in ids)
     inside: list[Outside] = []
@@ -102,10 +130,7 @@ def padding_columns(
         top = torch.from_numpy(columns[f"top1_{role}"]).to(hidden.device)
         log_top = torch.from_numpy(columns[f"top1_probability_{role}"]).to(hidden.device).double().log()
         log_total = _logit(hidden, head, top) / temperature - log_top
-        weights = torch.cat(
-            [rows[place].log_weights(part, temperature, ids) for part in hidden.split(POSITIONS_AT_ONCE)]
-        )
-        logp = weights - log_total[:, None]
+        logp = rows[place].log_weights(hidden, temperature, ids) - log_total[:, None]
         log_rest = torch.log1p(-logp[:, :num_kept].exp().sum(-1))
         inside.append(Outside(logp[:, :num_kept], log_rest))
         log_all = torch.nn.functional.pad(logp[:, num_kept:], (1, 0)).logsumexp(-1)
@@ -134,9 +159,6 @@ def _logit(hidden: Tensor, head: Head, tokens: Tensor) -> Tensor:
     """The logit of one token at each position, in float64."""
     if head.weight is None:
         return hidden.gather(-1, tokens.long()[:, None])[:, 0].double()
-    parts = [
-        (states.double() * head.weight[ids].double()).sum(-1)
-        for states, ids in zip(hidden.split(POSITIONS_AT_ONCE), tokens.split(POSITIONS_AT_ONCE), strict=True)
-    ]
+    product = (hidden.double() * head.weight[tokens].double()).sum(-1)
     bias = None if head.bias is None else head.bias[tokens]
-    return replace(head, weight=None, bias=bias).logits_of_product(torch.cat(parts))
+    return replace(head, weight=None, bias=bias).logits_of_product(product)
