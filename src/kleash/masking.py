@@ -83,7 +83,7 @@ class Mean:
 
     @property
     def detached(self) -> "Mean":
-        """The same mean without its gradient."""
+        """This mean without its gradient."""
         return Mean(total=self.total.detach(), count=self.count)
 
     def across_ranks(self, group: "dist.ProcessGroup | None" = None) -> "Mean":

@@ -307,7 +307,15 @@ def _factors(
     targets: Float[Tensor, "labels pairs entries"],
     slack: Float[Tensor, " pairs"],
 ) -> tuple[Float[Tensor, " labels"], Bool[Tensor, " labels"]]:
-    """The factors or shifts by which what is measured may follow from each target, and whether it does on all pairs."""
+    """The factors or shifts by which what is measured may follow from each target, and whether it does on all pairs.
+
+    Args:
+        relation: how what is measured may follow from a target.
+        measured: values or gradients of the function on each pair of distributions.
+        targets: those of each known quantity.
+        slack: error of ``measured`` that is allowed on each pair, as a norm; pairs with a smaller relative one count
+            more in the factor.
+    """
     factors, expected, rounding = targets.new_ones(len(targets)), targets, torch.tensor(ROUNDING)
     if relation == "shifted":
         factors = (measured - targets).mean((1, 2))

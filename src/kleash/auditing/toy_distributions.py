@@ -40,7 +40,7 @@ class AuditInputs:
     head_q: Float[Tensor, "vocab dim"]
 
     def clone(self) -> "AuditInputs":
-        """The same numbers and gradients in new tensors, which may be changed in place."""
+        """Copies of all tensors, which may be changed in place and pass gradients on to the originals."""
         return replace(self, **{field.name: getattr(self, field.name).clone() for field in fields(self)})
 
     def select(self, sequences: slice | list[int], steps: slice = slice(None)) -> "AuditInputs":
@@ -53,7 +53,7 @@ class AuditInputs:
         return replace(self, **parts)
 
     def to(self, dtype: torch.dtype) -> "AuditInputs":
-        """The same numbers in another precision."""
+        """These inputs with all floating-point tensors in another precision."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()})
 
@@ -207,5 +207,5 @@ def toy_distributions() -> Mapping[str, ToyDistributions]:
 
 
 def one_token_distributions() -> tuple[ToyDistributions, ...]:
-    """Those over a single token."""
+    """The toy distributions over a single token."""
     return tuple(toy for toy in toy_distributions().values() if toy.steps == 1)

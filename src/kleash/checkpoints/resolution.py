@@ -376,7 +376,10 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
 
 
 def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, str | None]:
-    """The base of an adapter: a folder relative to the current directory or to the adapter, or a hub id."""
+    """The base of an adapter: a folder relative to the current directory or to the adapter, or of a hub id.
+
+    With the commit on the hub, None for a folder.
+    """
     for path in (Path(base).expanduser(), adapter / base):
         if path.is_dir():
             return path, None

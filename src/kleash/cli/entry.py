@@ -44,7 +44,7 @@ class Termination:
         self._ignores_repetition = ignores_repetition
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt in the main thread."""
+        """Raise KeyboardInterrupt in the main thread; a repeated signal does nothing where repetition is ignored."""
         if self.received is not None and self._ignores_repetition:
             return
         self.received = self.received or number

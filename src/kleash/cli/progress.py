@@ -143,7 +143,10 @@ class Progress(ProgressReporter):
             self._last_line_time, self._last_line_share = now, self._share()
 
     def _is_line_due(self) -> bool:
-        """Whether enough time has passed, or enough work has been done, since the last line."""
+        """Whether ``MAX_SECONDS_BETWEEN_LINES`` have passed since the last line, or fewer with enough work done.
+
+        With ``WORK_BETWEEN_LINES`` done since then, ``MIN_SECONDS_BETWEEN_LINES`` are enough.
+        """
         seconds = self._clock() - self._last_line_time
         has_progressed = self._share() - self._last_line_share >= WORK_BETWEEN_LINES
         return seconds >= MAX_SECONDS_BETWEEN_LINES or (

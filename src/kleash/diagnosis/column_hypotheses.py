@@ -43,7 +43,7 @@ def _of_differences(
 
 
 def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weights") -> Iterator[Hypothesis]:
-    """Differences that are rounding, and noise of other sizes or on a part of the tokens.
+    """Yield hypotheses that the differences are rounding, or noise of other sizes or on a part of the tokens.
 
     Args:
         table: the tokens.
@@ -84,7 +84,7 @@ def _shapes(table: TokenTable, values: Floats, group: Any = 0) -> list[tuple[Flo
 
 
 def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
-    """Errors that shrink along the response or the sequence, from a size above that of rounding."""
+    """Yield hypotheses that errors above rounding shrink along the response or the sequence."""
     trends = [_trend(table, place) for place in (table.position, table.position + table.prompt_tokens)]
     profiles = [(profile, fault / DISTINCT) for slope, profile in trends if slope < STEEPEST]
     for decay in (1.0, 3.0, 10.0, 30.0):
@@ -95,7 +95,7 @@ def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
 
 
 def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
-    """Errors of any sizes and signs; the last one without a bias by probability and position."""
+    """Yield hypotheses that errors have any sizes and signs: sizes that grow along the response, a bias, neither."""
     what = (
         f"the differences, of {np.median(np.abs(table.difference)):.2g} nats in the median, follow no cause better "
         "than errors of any size and sign"
@@ -105,7 +105,7 @@ def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
 
 
 def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
-    """The size of the errors changes at a token, counted from the beginning of the response or of the sequence."""
+    """Yield hypotheses that the errors' size changes at a token, counted from the start of response or sequence."""
     for what, place in (
         ("response", table.position),
         ("sequence", table.position + table.prompt_tokens),
@@ -174,7 +174,7 @@ def _bias(table: TokenTable, values: Floats, column: Floats, group: Any = 0) -> 
 
 
 def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
-    """One column predicts the other up to rounding: shifted, cut, in another unit, after a penalty."""
+    """Yield hypotheses that one column predicts the other up to rounding: shifted, cut, in another unit, penalised."""
     exact = rounding(limit, MISTAKES)
     for offset in SHIFTS:
         when = f"{'next' if offset > 0 else 'previous'} token" + f" but {abs(offset) - 1}" * (abs(offset) > 1)
@@ -203,7 +203,7 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
 
 
 def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]:
-    """One side has logarithms to another base, placeholders, a cut or a penalty."""
+    """Yield hypotheses that one side has logarithms to another base, placeholders, a cut or a penalty."""
     sign = -1 if name == "engine" else 1
     column, other = (table.trainer, table.engine)[::sign]
     for base, nats in BASES.items():
@@ -218,7 +218,7 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
 
 
 def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]:
-    """One side's values are the larger ones where they differ, except for a group of tokens, which are lower.
+    """Yield hypotheses that one side's values are larger where they differ, except in some tokens (cut or penalty).
 
     After a cut the group is empty; a penalty lowers tokens that stand before, and a bias tokens of certain ids, while
     the others rise by one constant at each position.
@@ -244,6 +244,7 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
         ("penalty", EXCEPTIONS, lower.format("certain tokens"), _lower_ids(table, sign, limit)),
     ):
         values = table.difference * np.where(is_lower, -1.0, 1.0)
+        # share of the expected sign outside and inside the group
         shares = [
             sign * (_share_above(table, values, limit, each) - 0.5) + 0.5 for each in (~is_lower, is_lower)
         ]
@@ -254,7 +255,7 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
             for residual, _ in _shapes(table, values, is_lower)[:2]:
                 lowest = np.where(is_lower, LOWEST, sign * (residual - values) - limit * table.unit)
                 fields = {"residual": sign * residual, "lowest": lowest}
-                yield _of_differences(table, cause, what, free(), 2.0, **fields)
+                yield _of_differences(table, cause, what, free(), ONE_SIGN_PENALTY, **fields)
 
 
 def _lower_ids(table: TokenTable, sign: int, limit: float) -> np.ndarray:
@@ -279,7 +280,7 @@ def _is_of_likeliest(table: TokenTable, limit: float) -> bool:
 def _placeholders(
     table: TokenTable, name: str, column: Floats, in_run: np.ndarray, limit: float
 ) -> Hypothesis:
-    """Runs of equal values are placeholders; the other tokens differ by rounding."""
+    """The hypothesis that runs of equal values are placeholders, and the other tokens differ by rounding."""
     values, runs = np.unique(column[in_run]), int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
     what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens)"
     bits = 16 if short_dtype(column) is None else 7
@@ -335,7 +336,7 @@ def correlated(table: TokenTable) -> float:
 
 
 def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
-    """The differences follow a curve of the log-probability, as between temperatures.
+    """Yield hypotheses that the differences follow a curve of the log-probability, as between temperatures.
 
     log p at beta = 1/T is (beta - 1) (log p + H) more than at 1, with H the Renyi entropy of order beta at the
     position, whose mean among tokens of one probability is about a (1 - p)^power. The rest is the variation of H, of a
@@ -354,8 +355,8 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
         for power in ENTROPY_POWERS:
             curve = token_unit(column) ** power
             basis = np.stack([column, curve], axis=1)
-            usable = np.abs(values) < 10
-            weight = np.where(usable, 1 / np.hypot(curve, 0.01), 0.0)
+            usable = np.abs(values) < LARGEST_FITTED
+            weight = np.where(usable, 1 / np.hypot(curve, LEAST_CURVE), 0.0)
             slope, height = np.linalg.lstsq(basis * weight[:, None], values * weight, rcond=None)[0]
             rest = values - basis @ np.array([slope, height])
             left = float(np.abs(rest[usable]).mean() / np.abs(values[usable]).mean())
@@ -363,7 +364,7 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
                 left > LARGEST_LEFT
                 or abs(slope) < SMALLEST_SLOPE
                 or slope < SMALLEST_RATIO - 1
-                or not 0 < height / slope < 8
+                or not 0 < height / slope < LARGEST_HEIGHT
             ):
                 continue
             family = at_most(max(LARGEST_SPREAD * abs(slope), limit))
@@ -398,6 +399,8 @@ def _share_above(table: TokenTable, values: Floats, limit: float, among: Any = T
     return float(np.mean(values[is_visible] > 0)) if is_visible.mean() > MISTAKES else 0.5
 
 
+ONE_SIGN_PENALTY = 2.0
+"""``penalty`` of the hypotheses that one side's values are larger."""
 EXCEPTIONS = 0.07
 """Share of the visible differences at which the tokens that a penalty does not lower are lower, at most, by noise."""
 LOWEST = -1e3
@@ -417,6 +420,12 @@ COARSEST = 0.01
 """Rounding of the columns in nats from which their curve is not known."""
 SMALLEST_RATIO = 0.1
 """Ratio of the two temperatures from which they are a hypothesis."""
+LARGEST_FITTED = 10.0
+"""Difference in nats from which a token is left out when the curve of a temperature is fitted."""
+LEAST_CURVE = 0.01
+"""Added in quadrature to each token's (1 - p)^power, by which the fit divides: near-certain tokens would decide it."""
+LARGEST_HEIGHT = 8.0
+"""Mean of H over (1 - p)^power, in nats, that a fitted curve stays below."""
 ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
 """Powers of 1 - p that the mean of H is proportional to."""
 LARGEST_SPREAD = 2.0

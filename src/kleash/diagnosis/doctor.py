@@ -224,7 +224,10 @@ def _findings(
 
 
 def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
-    """Which responses differ by more than rounding at many tokens, the others at few; None if all are alike."""
+    """Boolean [responses], in rising ``table.sequence``: which differ by more than rounding at many tokens.
+
+    None unless the others differ at few.
+    """
     is_large = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error + 1e-5)
     numbers = np.unique(table.sequence, return_inverse=True)[1]
     share = np.bincount(numbers, weights=is_large) / np.bincount(numbers)

@@ -160,7 +160,7 @@ def fitted_temperature(few: ModelScores, side: str, transform: Transform = log_p
 
 
 def _temperatures(scores: ModelScores, few: ModelScores, limit: float) -> Iterator[Hypothesis]:
-    """Both columns at temperatures of their own; the drawn tokens tell which errs."""
+    """Yield hypotheses that both columns are at temperatures of their own; the drawn tokens tell which errs."""
     trainer, engine = (fitted_temperature(few, side) for side in ("trainer", "engine"))
     if abs(math.log(trainer / engine)) < SMALLEST_LOG_RATIO:
         return
@@ -222,7 +222,7 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
-    """A column cut or penalised, each setting with the strength that fits best.
+    """Yield hypotheses that a column is cut or penalised, each setting with the strength that fits best.
 
     Where a temperature explains a part of the differences, the best setting at it as well, both fitted in turn.
     """
@@ -281,7 +281,7 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> flo
 
 
 def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
-    """One side has the policy's weights in some modules and the reference's in the others.
+    """Yield hypotheses that one side has the policy's weights in some modules and the reference's in the others.
 
     A regression on the changes by each kind of module shows which kinds differ; if kinds differ in part, they are split
     into their modules.
@@ -374,7 +374,7 @@ def common_temperature(scores: ModelScores) -> ModelScores:
 
 
 def _weights(scores: ModelScores, limit: float) -> Hypothesis:
-    """One side has other weights, which move the distributions in a way that repeats itself."""
+    """The hypothesis that one side has other weights, which move the distributions in a way that repeats itself."""
     table = scores.table
     rest = table.difference - _systematic(scores)
     before, after = (float(np.median(np.abs(each))) for each in (table.difference, rest))

@@ -174,7 +174,10 @@ def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) ->
 
 
 def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
-    """Weights with a sum of ``share``, fitted to so many tokens, and to ``EVEN_TOKENS`` that are for all alike."""
+    """Weights scaled to the sum ``share`` and shrunk to equal ones.
+
+    As if ``EVEN_TOKENS`` uniform observations were added to the ``share * tokens`` that they were fitted to.
+    """
     even = EVEN_TOKENS / (EVEN_TOKENS + share * tokens)
     total = float(weights.sum())
     fitted = weights / total if total else np.full(len(weights), 1 / len(weights))

@@ -134,13 +134,13 @@ def _split_sequence(record: SourceRecord) -> SourceRecord:
     }
     weights = [values.pop(name) for name in LOSS_WEIGHTS if name in values]
     first = int(mask.argmax()) if mask.any() else length - 1
-    start = first + whole.first
+    start = first + whole.first  # the mask's first value belongs to token ``whole.first``
     if start == 0:
         raise record.error(
             f"{whole.mask!r} counts the first of {len(token_ids)} tokens, which no prompt precedes; leave "
             "the record out"
         )
-    if weights:
+    if weights:  # a token counts if any loss has a weight at it
         mask = mask & np.array([any(of_token) for of_token in zip(*weights, strict=True)])
     split = {
         prompts[0]: token_ids[:start],

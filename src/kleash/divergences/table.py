@@ -140,7 +140,10 @@ def log_mixture(share: float, rest: float, v: Tensor) -> Tensor:
 
 
 def _log_mixture_up_to_one(share: float, rest: float, v: Tensor) -> Tensor:
-    """``log_mixture`` for ``v`` up to 1: log1p of the distance from 1, or logaddexp where that is close to -1."""
+    """``log_mixture`` for ``v`` up to 1: log1p of the distance from 1, or logaddexp where that is close to -1.
+
+    ``share + rest`` is 1. Both arguments of ``where`` are kept harmless, since both are differentiated.
+    """
     if share <= 0.5:
         return torch.log1p(share * torch.expm1(v))
     near = v > -1

@@ -203,7 +203,7 @@ class BaseLogitsEngine(Engine):
 
     @property
     def traits(self) -> EngineTraits:
-        """Base logits are stored at temperature 1, with 16 bits for each log-probability."""
+        """The columns that a file of base logits cannot give, and why there is no noise floor."""
         return EngineTraits(
             unknown_columns=MappingProxyType(dict.fromkeys(UNKNOWN_COLUMNS, REASON)),
             no_noise_floor="the reference is a file of base logits, which does not tell its batches",
@@ -239,11 +239,12 @@ class BaseLogitsEngine(Engine):
         self, sequence: TokenSequence, hidden: Tensor, is_padding: Tensor | None
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """The columns of a few rows of a chunk at a time, with the number of the first row."""
-        file, chunk = self.reference.file, sequence.prompt_id
+        file = self.reference.file
+        chunk = sequence.prompt_id  # the number of its chunk in the file
         for start, tile in logit_tiles(self.pair.policy, hidden, sequence.name):
             rows = file.read(chunk, start, start + len(tile))
             targets = np.asarray(sequence.response_ids[start : start + len(tile)])
-            step = max(1, COMPARED_LOGITS // tile.shape[-1])
+            step = max(1, COMPARED_LOGITS // tile.shape[-1])  # rows whose logits are compared at once
             for row in range(0, len(tile), step):
                 part = slice(row, row + step)
                 base = logp_intervals(rows[part])

@@ -45,7 +45,7 @@ class KLBounds(NamedTuple):
     mass_p: Float64[Tensor, "*batch"]
     """Probability of the head under ``p``; rounding may make it larger than 1."""
     mass_q: Float64[Tensor, "*batch"]
-    """Likewise under ``q``."""
+    """Probability of the head under ``q``; rounding may make it larger than 1."""
 
 
 class LogpInterval(NamedTuple):
@@ -156,7 +156,7 @@ class SharedHead(NamedTuple):
     logp: Float[Tensor, "*batch k"]
     """Of p's list; -inf for tokens that are not in q's list."""
     logq: Float[Tensor, "*batch k"]
-    """The same tokens under ``q``."""
+    """Under ``q``, of the tokens of p's list; -inf for tokens that are not in q's list."""
     tail: Tail
     """Upper bounds for the tokens outside, from the ends of the lists, the unshared tokens and rounding."""
 
@@ -231,7 +231,7 @@ def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Ta
     Args:
         record: the divergence.
         p: interval of the log mass outside the head under ``p``, with a last axis of one entry.
-        q: likewise under ``q``.
+        q: interval of the log mass outside the head under ``q``, with a last axis of one entry.
         tail: bounds on the log-probability of each token outside.
     """
     min_p, max_p, min_q, max_q = (
@@ -245,6 +245,7 @@ def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Ta
     ratio_range = -torch.expm1(torch.where(log_min_ratio == -inf, -inf, log_min_ratio - log_max_ratio))
     excess_p = p.high.exp() - _product(log_min_ratio, q.low)
     excess_q = q.high.exp() - _product(p.low, -log_max_ratio)
+    # p's mass at the largest ratio, q's mass at the smallest; each is multiplied by D per unit of that side
     mass_at_max = torch.where(one_ratio, p.high.exp(), excess_p / ratio_range)
     mass_at_min = torch.where(one_ratio, 0.0, excess_q / ratio_range)
     zero = torch.zeros_like(log_max_ratio)

@@ -99,8 +99,8 @@ def importance_weights(
     )
 
 
-def _log_product(log_ratio: Tensor, level: Level) -> Tensor:
-    """The logarithm of each token's weight."""
+def _log_product(log_ratio: Tensor, level: Literal["token", "prefix", "before"]) -> Tensor:
+    """Log weight of each token: its own log ratio, the sum up to and with it, or the sum before it."""
     if level == "token":
         return log_ratio
     prefix = log_ratio.cumsum(-1)

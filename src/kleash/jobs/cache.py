@@ -86,6 +86,7 @@ class CacheJob(ScoringOptions):
         return CHUNK_TOKENS if self.window is None else self.window
 
     def _check_base_logits(self) -> None:
+        """Check the options of ``--format llama.cpp``; raises OptionError."""
         if self.format is None:
             return
         require_word("--format", self.format, (LLAMA_CPP,))

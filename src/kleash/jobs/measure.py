@@ -256,7 +256,8 @@ class MeasureJob(
             left_out |= {option.name for option in fields(EndpointOptions)} - {
                 option.name for option in fields(Job)
             }
-            left_out |= frozenset[str]() if self.tokenizer else frozenset({"tokenizer"})
+            if not self.tokenizer:
+                left_out |= {"tokenizer"}
         return {
             option.name: getattr(self, option.name) for option in fields(self) if option.name not in left_out
         }

@@ -329,7 +329,7 @@ def require_limit(at_most: Any) -> None:
 
 
 def changed_options(job: Any, names: Iterable[str]) -> list[str]:
-    """Those of a job's fields that do not have their default."""
+    """Those of ``names`` whose fields of the job do not have their default."""
     defaults = {field.name: field.default for field in fields(job)}
     return [name for name in names if getattr(job, name) != defaults[name]]
 

@@ -86,7 +86,7 @@ def headline_of(source: SourceKind) -> str:
     """The name in ``STATISTICS`` of the KL that is the headline of a measurement.
 
     On text, where a quantised or merged model is compared with the original, it averages over the reference's next
-    tokens, as the KLD of llama.cpp; on responses, over those of the policy, which is what a trained policy pays for.
+    tokens, as the KLD of llama.cpp; on responses, over those of the policy, as the KL that training penalises.
 
     Args:
         source: kind of the measurement's source.

@@ -102,7 +102,7 @@ class FixedBeta(BetaRecord):
         sequences: int = 1,
         standard_error: SupportsFloat | None = None,
     ) -> "FixedBeta":
-        """The same controller."""
+        """This controller, unchanged."""
         return self
 
 

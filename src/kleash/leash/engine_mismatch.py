@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,8 @@ class Mismatch:
     kl_engine_trainer: Estimate
     """KL(engine || trainer) per token in nats: the mean of k3, which is unbiased and never negative."""
     kl_engine_trainer_k1: Estimate
-    """The same as the mean of log engine - log trainer (k1): unbiased, noisier, sometimes negative."""
+    """KL(engine || trainer) per token in nats: the mean of log engine - log trainer (k1), which is unbiased, noisier,
+    and sometimes negative."""
     kl_trainer_engine: Estimate
     """KL(trainer || engine) per token in nats along the engine's prefixes: the mean of rho log rho - rho + 1,
     rho = trainer / engine. Unbiased and never negative."""
@@ -315,11 +316,11 @@ def _probability_gaps(trainer: Tensor, engine: Tensor) -> ProbabilityGaps:
     )
 
 
-def _effective_sample_size(trainer: Tensor, engine: Tensor, is_counted: Tensor, level: str) -> float:
-    weights = importance_weights(
-        trainer, engine, is_counted, level="token" if level == "token" else "sequence"
-    )
-    return weights.effective_sample_size.item()
+def _effective_sample_size(
+    trainer: Tensor, engine: Tensor, is_counted: Tensor, level: Literal["token", "sequence"]
+) -> float:
+    """Effective number of tokens or sequences after weighting by trainer / engine."""
+    return importance_weights(trainer, engine, is_counted, level=level).effective_sample_size.item()
 
 
 def _largest(values: Tensor) -> float:

@@ -323,7 +323,8 @@ def linear_objective(
 
     Chunks may end anywhere. A loss in which a token's share depends on the terms of other tokens (for example on a
     sequence's likelihood ratio) cannot be computed in one pass: compute these values first (``token_statistics``, two
-    more matmuls) and let the objective index them. The same holds for the denominator of a mean.
+    more matmuls) and let the objective index them. Compute the denominator of a mean
+    first as well.
 
     Args:
         hidden_p: final hidden states under p, at the positions that predict the tokens.

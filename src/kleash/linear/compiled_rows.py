@@ -164,7 +164,7 @@ def kl_gradient_rows(
 def term_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
-    """The fields of TermRows; ``rows.term_rows``."""
+    """The fields of TermRows; ``rows.term_rows``. ``vocab_shards`` is not read: compiled rows are on one rank."""
     x = moments(exponentials(zp), exponentials(zq))
     token_logs = (
         z.gather(-1, tokens[:, None]) - log_sum for z, log_sum in ((zp, x.log_sum), (zq, x.log_sum_of_q))

@@ -33,7 +33,7 @@ class HeadInputs:
         return self.hidden, self.head.weight, self.head.bias
 
     def select(self, index: TokenIndex) -> "HeadInputs":
-        """The same model on some of the tokens."""
+        """This model on some of the tokens."""
         temperature = self.temperature
         temperature = temperature[index] if isinstance(temperature, Tensor) else temperature
         return replace(self, hidden=self.hidden[index], temperature=temperature)
@@ -45,7 +45,7 @@ class HeadInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadPair:
-    """The same tokens under p and under q."""
+    """Hidden states and heads of two models, p and q, for some tokens."""
 
     p: HeadInputs
     q: HeadInputs
@@ -107,7 +107,7 @@ class HeadPair:
         return self.p.hidden is self.q.hidden and self.p.head.weight is self.q.head.weight
 
     def select(self, index: TokenIndex) -> "HeadPair":
-        """The same two models on some of the tokens; hidden states of both models stay one tensor."""
+        """Both models on some of the tokens; hidden states that they share stay one tensor."""
         p, q = self.p.select(index), self.q.select(index)
         return replace(self, p=p, q=replace(q, hidden=p.hidden) if self.p.hidden is self.q.hidden else q)
 

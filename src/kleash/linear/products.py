@@ -88,9 +88,9 @@ def tiles(
 def multiply_(out: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int) -> None:
     """Write ``hidden W^T`` into ``out``, ``tile`` rows of the weight at a time."""
     hidden, weight = model.hidden, model.head.weight
-    if weight is None:
+    if weight is None:  # the hidden states are the logits
         out.copy_(hidden)
-    elif widens(hidden, weight, out):
+    elif widens(hidden, weight, out):  # the GPU sums in float32 without a copy
         torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
     elif tile >= len(weight) and weight.dtype == out.dtype and not uses_onednn(out.dtype, out.device):
         torch.mm(hidden.to(model.dtype), weight.T, out=out)

@@ -183,7 +183,10 @@ def side_gradient(
 def any_divergence_rows(
     record: Divergence, zp: Tensor, zq: Tensor, vocab_shards: LocalVocab
 ) -> tuple[Tensor]:
-    """D(p || q) of any rows, as a tuple of one column."""
+    """D(p || q) of rows whose logits may be infinite or NaN, as a tuple of one column.
+
+    ``divergence_rows`` is for finite logits only.
+    """
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     terms = contributions(record, zp - sum_p, zq - sum_q).sum(-1, keepdim=True)
     return (record.finish(vocab_shards.all_reduce_sum(terms)[0]),)

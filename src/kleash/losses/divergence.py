@@ -26,7 +26,7 @@ def divergence_loss(
         gradient in token_logp     weights * (f + f')(u)
         gradient in token_logq     -weights * f'(u)
 
-    For ``x ~ p`` value and gradients are those of the divergence in expectation, and likewise for samples of a
+    For ``x ~ p`` value and gradients are those of the divergence in expectation, and so they are for samples of a
     behaviour distribution with its importance weights. ``f`` is the non-negative generator, so "kl" has the value of k3
     and the gradient of ``kl_loss`` in ``token_logp``. A sample is a token, or a whole response whose log-probabilities
     were summed.
@@ -70,6 +70,7 @@ def _value_and_gradients(record: Divergence, u: Tensor) -> tuple[Tensor, Tensor,
     excess, deficit = (u - above).clamp(min=0), (u + below).clamp(max=0)
     edges = u.new_tensor([above, above - 1, -below, 1 - below])
     f, s = record.of(edges), record.score(edges)
+    # beyond the edges the slope is f' for the value, and the last nat's difference for the score
     value = value + _linear_term(s[0] - f[0], excess) + _linear_term(s[2] - f[2], deficit)
     score = score + _linear_term(s[0] - s[1], excess) + _linear_term(s[3] - s[2], deficit)
     q_is_zero, mass = u == torch.inf, record.where_q_is_zero

@@ -41,7 +41,7 @@ def kl_loss(
         gradient in token_logp     weights * u                (that of k2, whatever the estimator)
         gradient in token_logq     -weights                   (maximum likelihood on p's samples)
 
-    For ``x ~ p`` both gradients are those of KL(p || q) in expectation, and likewise for samples of a behaviour
+    For ``x ~ p`` both gradients are those of KL(p || q) in expectation, and so they are for samples of a behaviour
     distribution with its importance weights. The estimator determines the value only: backpropagating through k1 would
     train nothing, and through k3 the other direction.
 

@@ -97,7 +97,7 @@ def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tenso
 
     Args:
         token_logp: in at least float32.
-        cost: the weighted KL of each token, detached; 0 where ``is_counted`` is false.
+        cost: the weighted KL of each token, detached; 0 where it does not count.
         mask: false for tokens that get no gradient.
     """
     kl_to_go = cost.flip(-1).cumsum(-1).flip(-1)

@@ -109,10 +109,10 @@ def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> 
 
 
 def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, str], SwapPass]:
-    """The passes by grouping and group's name; those of ``CANDIDATE``, ``ALL`` and ``CONTROL`` have no grouping.
+    """The passes over the sequences (each swaps some groups of weights), by grouping and group's name.
 
-    Groups that are identical in both models need no pass; if all are, the candidate's own is the only one. Two groups
-    of the same modules share a pass.
+    The passes ``CANDIDATE``, ``ALL`` and ``CONTROL`` have no grouping (""). Groups that are identical in both models
+    need no pass; if all are, the candidate's own is the only one. Two groups of the same modules share a pass.
     """
     passes: dict[tuple[str, str], SwapPass] = {("", CANDIDATE): SwapPass(name=CANDIDATE, groups=())}
     by_weights: dict[tuple[tuple[str, ...], tuple[str, ...]], SwapPass] = {}
@@ -123,6 +123,7 @@ def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, 
             new = SwapPass(name=f"{grouping}-{number:03d}", groups=(group,))
             passes[grouping, group.name] = by_weights.setdefault((group.modules, group.tensors), new)
     if by_weights:
+        # the groups of any grouping are all weights
         passes["", ALL] = SwapPass(name=ALL, groups=tuple(next(iter(groups.values()))))
         passes["", CONTROL] = SwapPass(name=CONTROL, groups=())
     return passes

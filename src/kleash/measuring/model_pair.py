@@ -74,7 +74,10 @@ def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
 
 
 def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
-    """``load_models`` without its advice about the shipped models."""
+    """The pair of a job, without advice about the shipped models.
+
+    It is beside a server, beside base logits, beside a finished cache, or both models from their checkpoints.
+    """
     if job.endpoint_role is not None:
         return load_beside_server(job, job.endpoint_role)
     if job.has_base_logits:

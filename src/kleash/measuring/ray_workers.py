@@ -117,7 +117,7 @@ class RayEngine(Engine):
 
     @property
     def traits(self) -> EngineTraits:
-        """Those of a worker's engine."""
+        """The traits of a worker's engine."""
         return self.loaded.traits
 
     def results(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, ShardResult]]:

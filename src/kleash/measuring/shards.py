@@ -24,7 +24,7 @@ class ShardPlan:
     """The shards of a job."""
 
     shards: Iterator[Shard]
-    """The same shards in the same order for the same job."""
+    """The shards; the job alone determines them and their order."""
     sequences: int | None
     """Total number of sequences; None for text, whose windows are counted as they are read."""
     notes: tuple[str, ...]

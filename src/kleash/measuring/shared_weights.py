@@ -94,7 +94,7 @@ class MirroredEngine(Engine):
 
     @property
     def traits(self) -> EngineTraits:
-        """Those of this rank's engine."""
+        """The traits of this rank's engine."""
         return self.engine.traits
 
     def run(self, shard: Shard) -> ShardResult:

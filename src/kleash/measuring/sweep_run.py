@@ -69,7 +69,7 @@ def sweep(job: SweepJob, reporter: ProgressReporter | None = None) -> Sweep:
     that are kept in ``attribution/``.
 
     Any number of processes that call this with the same job share the work: one makes the cache, each scores shards
-    of a candidate that no other has, and passes of an attribution likewise.
+    of a candidate, or of a pass of an attribution, that no other has.
 
     Args:
         job: the candidates, the reference and the source.

@@ -72,11 +72,12 @@ def weight_groups(policy: Model, reference: Model, grouping: str) -> tuple[Weigh
     for unit in _units(policy.network, reference.network):
         name = _group_name(unit, policy, reference, layers, grouping)
         if grouping == "layers" and unit.path.startswith(f"{layers}."):
-            unit = _Unit(f"{layers}.{_layer_index(unit.path, layers)}")
+            unit = _Unit(f"{layers}.{_layer_index(unit.path, layers)}")  # a layer is swapped as one module
         units = units_by_name.setdefault(name, [])
         if unit not in units:
             units.append(unit)
     groups = [_group(name, units, policy, reference) for name, units in units_by_name.items()]
+    # groups of buffers alone only where they differ
     return tuple(group for group in groups if group.parameters or not group.is_identical)
 
 

@@ -129,7 +129,14 @@ def _draw_curve(
     zones: Sequence[ZoneRow],
     labels: tuple[str, str],
 ) -> None:
-    """Draw the measured and the correct curve, and a band over the log ratios of each zone."""
+    """Draw the measured and the correct curve, and a band over the log ratios of each zone.
+
+    Args:
+        axes: of Matplotlib.
+        points: (log ratio, measured, correct).
+        zones: the ranges of log ratios with a band.
+        labels: of the measured and of the correct curve.
+    """
     log_ratios, measured, correct = zip(*points, strict=True)
     low, high = log_ratios[0], log_ratios[-1]
     for zone in zones:
@@ -139,5 +146,6 @@ def _draw_curve(
     seen = [0.0, *(y for y in (*measured, *correct) if abs(y) <= Y_LIMIT)]
     margin = 0.06 * (max(seen) - min(seen))
     axes.set(xlim=(low, high), ylim=(min(seen) - margin, max(seen) + margin))
+    # only log ratios have values below 0
     x = "log p − log q, nats" if low < 0 else "log-odds of two tokens, nats"
     name_axes(axes, x, f"{labels[0]}, nats" if labels[0] == "value" else labels[0])

@@ -54,11 +54,6 @@ def format_with_interval(number: Estimate) -> str:
     return text.value if text.interval == UNKNOWN else f"{text.value} ({text.interval})"
 
 
-def nan_as_minimum(value: float) -> float:
-    """A sort key that puts NaN below all other numbers."""
-    return -math.inf if math.isnan(value) else value
-
-
 def typographic(text: str) -> str:
     """A formatted number with a minus sign, ∞, and powers of ten as superscripts."""
     if text.lstrip("-") in ("inf", "nan"):

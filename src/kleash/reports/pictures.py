@@ -26,7 +26,7 @@ MAX_NAME = 44
 def write_picture(path: Path, result: Measurement | Sweep) -> Path:
     """Write the picture of a result: of a measurement up to four charts, of a sweep its ranking and KL against size.
 
-    The same files give the same bytes with the same version of Matplotlib.
+    The bytes depend on the result and on the version of Matplotlib alone.
 
     Args:
         path: a file that ends in ".png" or ".svg", in a folder that exists.
@@ -59,18 +59,18 @@ def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:
         raise OptionError("no candidate of the sweep could be measured, so there is no picture of it")
     charts = picture_charts(result) if isinstance(result, Measurement) else sweep_charts(result)[:2]
     columns = min(2, len(charts))
-    lines = [charts[at : at + columns] for at in range(0, len(charts), columns)]
-    heights = [max(_panel_height(chart) for chart in line) for line in lines]
+    chart_rows = [charts[at : at + columns] for at in range(0, len(charts), columns)]
+    heights = [max(_panel_height(chart) for chart in row) for row in chart_rows]
     width = max(7.0, WIDTH * columns)
     figure = make_figure(figsize=(width, sum(heights) + 0.8), layout="constrained")
-    grid = figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
+    grid = figure.subplots(len(chart_rows), columns, squeeze=False, height_ratios=heights)
     for axes, chart in zip(grid.flat, charts, strict=False):
         axes.set_title(chart.title)
         draw_panel(axes, chart.panels[0])
     for axes in list(grid.flat)[len(charts) :]:
         axes.set_axis_off()
-    lines = [line for text in _title(result) for line in textwrap.wrap(text, int(7.5 * width))]
-    figure.suptitle("\n".join(lines), x=0.012, ha="left", fontsize=9.5)
+    title_lines = [line for text in _title(result) for line in textwrap.wrap(text, int(7.5 * width))]
+    figure.suptitle("\n".join(title_lines), x=0.012, ha="left", fontsize=9.5)
     return figure
 
 

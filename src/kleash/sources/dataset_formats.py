@@ -211,7 +211,10 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
 
 
 def _given_responses(record: SourceRecord) -> Iterator[SourceRecord]:
-    """The responses of a record with "response" or "response_token_ids": of a list of texts, each."""
+    """A record for each response in "response"; other records as they are.
+
+    In a list of texts each is one, in messages each turn of the assistant.
+    """
     fields = record.fields
     responses = fields.get("response")
     name = "prompt" if fields.get("messages") is None else "messages"

@@ -176,10 +176,11 @@ def group_for_padding(lengths: Sequence[int], max_padded_length: int | None) -> 
 
 
 def padding_length(token_ids: Sequence[int], columns: Sequence[np.ndarray]) -> int:
-    """The number of tokens at the end of a response that look like padding that no mask marks; 0 for fewer than 3.
+    """The number of tokens at the end of a response that look like padding that no mask marks.
 
-    At these tokens each column of log-probabilities has one value. Where all values are 0, which is also the
-    log-probability of a token that is certain, the tokens are one token as well.
+    0 for fewer than 3, and if all tokens look like it. At these tokens each column of log-probabilities has one value.
+    Where all values are 0, which is also the log-probability of a token that is certain, the tokens are one token as
+    well.
     """
     values = np.stack(columns)
     is_padding = (values == values[:, -1:]).all(axis=0)

@@ -141,7 +141,7 @@ class AccuracyRow:
     relative_error: float
     """Root mean square of the error over that of the right values."""
     unavoidable_error: float
-    """The same for an accurate formula evaluated in float32."""
+    """``relative_error`` of an accurate formula evaluated in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class Audit(Result):
     value_range: str = ""
     """The log ratios for which ``value`` is true, if it is clamped beyond; "" otherwise."""
     gradient_range: str = ""
-    """The same for ``gradient``."""
+    """The log ratios for which ``gradient`` is true, if it is clamped beyond; "" otherwise."""
     value_level: str = ""
     """Over responses of several tokens, the level at which the on-policy value is the quantity ``value``: "token" (the
     sum of that of each next token along sampled prefixes), "sequence" (that of the distributions over whole responses),

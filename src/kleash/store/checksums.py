@@ -75,12 +75,12 @@ class Checksums:
         """The names of the files that were written and not taken away since."""
         return self._files.keys()
 
-    def fingerprint(self, names: Callable[[str], bool]) -> str:
-        """The hash of the checksums of all files whose name is chosen."""
+    def fingerprint(self, is_chosen: Callable[[str], bool]) -> str:
+        """32 hex digits: the hash of the checksums of all files for whose name ``is_chosen`` is true."""
         lines = sorted(
             f"{name} {checksum.sha256}\n"
             for name in self._files
-            if names(name)
+            if is_chosen(name)
             for checksum in set(self._files[name])
         )
         return sha256("".join(lines).encode()).hexdigest()[:32]
@@ -113,7 +113,7 @@ class Checksums:
             kind: a dataclass; the default of its field ``schema``, if it has one, is the only schema that is read.
             path: a file in the folder.
             what: what the file is, for the error: "the header of a run".
-            advice: what to do where it is damaged, likewise.
+            advice: what to do where it is damaged, for the error.
 
         Raises:
             RunFolderError: if it is missing, is none, is of another schema, or is not what was written.

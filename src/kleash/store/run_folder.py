@@ -156,11 +156,6 @@ class RunFolder(JobFolder):
         """Record that the run ends after so many shards."""
         self._write(self.root / STOP, to_json(RunStop(shards=shards)))
 
-    @property
-    def has_other_writers(self) -> bool:
-        """Whether several processes have written the run."""
-        return next(self.root.glob(OTHER_CHECKSUMS), None) is not None
-
     def measurement_version(self) -> tuple[int, ...] | None:
         """What changes when another measurement is written; None if there is none."""
         try:

@@ -122,7 +122,7 @@ class TrainingFolder(JobFolder):
             raise cannot_write(path, error) from error
 
     def result(self) -> TrainingResult | None:
-        """What the run came to; None while it has not finished.
+        """The result of the run; None while it has not finished.
 
         Raises:
             RunFolderError: if that is damaged, or gone.

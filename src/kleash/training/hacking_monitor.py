@@ -78,6 +78,7 @@ class HackingMonitor:
         )
 
     def _far_from_target(self, history: Sequence[StepRecord]) -> str | None:
+        """The alert's sentence if the KL is more than ``far`` times its target; None otherwise."""
         now = self._last(history, KL_METRICS[self.target_per])
         if self.target_nats is None or not now > self.far * self.target_nats:
             return None
@@ -88,6 +89,7 @@ class HackingMonitor:
         )
 
     def _above_target(self, history: Sequence[StepRecord]) -> str | None:
+        """The alert's sentence if the KL has settled above ``above`` times its target; None otherwise."""
         if self.target_nats is None or len(history) < self.settled:
             return None
         name = KL_METRICS[self.target_per]
@@ -105,6 +107,7 @@ class HackingMonitor:
         )
 
     def _runaway(self, history: Sequence[StepRecord]) -> str | None:
+        """The alert's sentence if the reward and the KL per token rose together beyond the target; None otherwise."""
         window = max(self.steps, 5)
         if len(history) < 2 * window:
             return None
@@ -124,6 +127,7 @@ class HackingMonitor:
         )
 
     def _entropy_collapse(self, history: Sequence[StepRecord]) -> str | None:
+        """The alert's sentence if the entropy fell without a gain in reward; None otherwise."""
         first, now = _mean(history[: self.steps], "policy/entropy"), self._last(history, "policy/entropy")
         rise, noise = _reward_rise(history[: self.steps], history[-self.steps :])
         if not now < self.entropy_left * first or rise > noise:
@@ -134,6 +138,7 @@ class HackingMonitor:
         )
 
     def _repetition(self, history: Sequence[StepRecord]) -> str | None:
+        """The alert's sentence if responses repeat themselves or are all alike, other than at first; None otherwise."""
         name = "response/repetition"
         first, now = _mean(history[: self.steps], name), self._last(history, name)
         if now > self.repeated and now > 2 * first:
@@ -151,6 +156,7 @@ class HackingMonitor:
         return None
 
     def _heavy_tail(self, history: Sequence[StepRecord]) -> str | None:
+        """The alert's sentence if few tokens hold most of the KL; None otherwise."""
         share, worst = self._last(history, "kl/top_percent_share"), self._last(history, "kl/max_token")
         if not (share > self.tail_share and worst > self.tail_nats):
             return None

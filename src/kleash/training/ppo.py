@@ -219,7 +219,7 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     rewards = run.rewards.of(sequences)
     lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(job.max_new_tokens) < lengths[:, None]).to(run.accelerator.device)
-    columns: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}  # each [responses, max_new_tokens], 0 after the end
     minibatches: list[list[Batch]] = []
     for minibatch in range(job.minibatches):
         rows = [row for row, index in enumerate(indices) if index % job.minibatches == minibatch]

@@ -81,7 +81,9 @@ def controlled_total(
 
 
 def _fit_weight(u: FloatArray, c: FloatArray, num_sequences: FloatArray) -> tuple[float, int]:
-    """The weight a, and the number of parameters that were fitted for it (0 or 1).
+    """The weight a of ``U - a (U - C)`` with the least variance over clusters, and the number of fitted parameters.
+
+    The number is 0 or 1.
 
     Args:
         u: per cluster, the sum of U over its sequences.

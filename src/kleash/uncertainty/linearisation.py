@@ -108,7 +108,10 @@ def _is_rounding(influence: FloatArray, columns: Sequence[FloatArray]) -> bool:
 
 
 def _count_tied(signs: Sequence[float], columns: Sequence[FloatArray]) -> int:
-    """Number of clusters whose mean is the median, which is the most frequent mean if half of the clusters have it."""
+    """Number of clusters that share one mean, if it is at least half of them (then it is the median); 0 otherwise.
+
+    ``columns`` has sums and counts in turn.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.sum(
             [

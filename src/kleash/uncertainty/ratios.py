@@ -78,8 +78,8 @@ def ratio_of_many(
         sums: [cluster, column].
         counts: [cluster] if they are the same for all columns, or [cluster, column].
         unit: one for all columns, or one for each.
-        lower: likewise.
-        upper: likewise.
+        lower: the smallest possible value, one for all columns, or one for each.
+        upper: the largest possible value, one for all columns, or one for each.
         known_value: one for all columns.
 
     Raises:
@@ -157,8 +157,8 @@ def paired_difference(
     Args:
         sums_a: per cluster, the sum over its tokens in the first measurement.
         counts_a: per cluster, the number of its tokens.
-        sums_b: the same clusters in the second measurement.
-        counts_b: likewise.
+        sums_b: per cluster, the sum over its tokens in the second measurement.
+        counts_b: per cluster, the number of its tokens in the second measurement.
         unit: of both means.
         lower: the smallest possible difference (-1 for two probabilities).
         upper: the largest possible difference.

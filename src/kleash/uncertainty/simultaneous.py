@@ -83,7 +83,7 @@ def simultaneous_differences(
 
     Args:
         sums: per cluster and candidate, the sum over its tokens.
-        counts: likewise, the number of its tokens.
+        counts: per cluster and candidate, the number of its tokens.
         unit: of the means.
         known_values: of each candidate, the mean that every cluster has by construction, such as 0 for the KL of the
             reference itself; None if there is none. The difference of two such candidates is exact.
@@ -122,7 +122,7 @@ def differences_from_control(
 
     Args:
         sums: per cluster and candidate, the sum over its tokens.
-        counts: likewise, the number of its tokens.
+        counts: per cluster and candidate, the number of its tokens.
         unit: of the means.
         seed: of the draws that give the critical value.
 
@@ -221,8 +221,8 @@ def _critical_value(
     normal: R keeps also a difference that is many digits smaller than what the two candidates share.
 
     Args:
-        sums: of clusters of which each has a token.
-        counts: likewise.
+        sums: per cluster and candidate, the sum over its tokens; each cluster has a token.
+        counts: per cluster and candidate, the number of its tokens.
         indices: the pairs of candidates, of finite sums, whose difference has a standard error above 0.
         seed: of the draws.
     """

@@ -121,6 +121,7 @@ def _misplaced_values(audited: AuditedFunction) -> str:
     inputs, other = _batch_inputs(ROWS[:1]), _batch_inputs(ROWS[1:2])
     before = audited.parts(audited.call(inputs).double()).detach()[0]
     after = [audited.parts(audited.call(_with_step_of(inputs, other, step)).double())[0] for step in range(3)]
+    # changes[step][position]: whether the value at position changes with the token at step; responses have 3 tokens
     changes = [~torch.isclose(before, row.detach(), rtol=1e-6, equal_nan=True) for row in after]
     return " and ".join(
         f"the value at token {at + 1} is that of token {[bool(row[at]) for row in changes].index(True) + 1}"

@@ -59,11 +59,11 @@ GROUPS = 12
 
 
 def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling) -> Expectation:
-    """The expected value, and the expected gradient of training with the function in its place.
+    """The expected value, and the expected gradient of training with the function as its loss or reward.
 
     A loss is differentiated as it is; the sampling probabilities are not. A reward is detached, and the score of
-    each token is multiplied by the sum of the rewards from that token on. A random function is averaged over
-    repeated calls.
+    each token is multiplied by the sum of the rewards from that token on. A random function is evaluated GROUPS
+    times; the two errors are standard errors over these.
     """
     if audited.repeats == 1:
         return _expectation_of_one_pass(audited, toy, sampling)
@@ -110,12 +110,12 @@ def compute_expectations(audited: AuditedFunction) -> tuple[Expectation, ...]:
 
 
 def one_token(expectations: Sequence[Expectation], sampling: Sampling) -> list[Expectation]:
-    """Those over a single token."""
+    """The expectations over a single token."""
     return [e for e in expectations if e.sampling == sampling and e.toy.steps == 1]
 
 
 def several_tokens(expectations: Sequence[Expectation], sampling: Sampling) -> Expectation:
-    """The one over responses of three tokens."""
+    """The expectation over responses of three tokens."""
     return next(e for e in expectations if e.sampling == sampling and e.toy.steps > 1)
 
 

@@ -45,7 +45,7 @@ class Scan(NamedTuple):
     gradients: Float64[Tensor, " points"] | None
     """In the policy's log-probability of the token, or in its first logit; None for a value only."""
     claimed_gradients: Float64[Tensor, " points"] | None = None
-    """The same of the claimed divergence, for whole distributions; None for sampled tokens."""
+    """Of the claimed divergence in the policy's first logit, for whole distributions; None for sampled tokens."""
 
 
 Probe = Callable[[Tensor], Scan]
@@ -84,7 +84,11 @@ class LogRatios:
         ]
 
     def unclamped_range(self, of: Literal["value", "gradient"]) -> str:
-        """The range of log ratios in which the value, or the gradient, is not clamped; "" if it never is."""
+        """The clause "as long as log p - log q is between …" for the range in which value or gradient is not clamped.
+
+        "" if it never is.
+        """
+        # only a loss has a gradient of its own
         zones = self.reportable_zones(of if self.convention.place == "loss" else "value")
         if self.convention.claims not in UNBOUNDED or any(zone.low < 0 < zone.high for zone in zones):
             return ""
@@ -96,7 +100,11 @@ class LogRatios:
 
 
 def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
-    """The function along the log ratio, in float32."""
+    """Evaluate the function on a grid of log ratios in float32.
+
+    Returns:
+        The estimator that it matches, its clamped zones, and its curve.
+    """
     sees_tokens = audited.convention.sees == "tokens"
 
     def probe(log_ratios: Tensor) -> Scan:

@@ -108,13 +108,13 @@ def _returns_bfloat16(audited: AuditedFunction) -> bool:
 
 @cache
 def pair_with_kl(level: float) -> tuple[Tensor, Tensor]:
-    """Logits of a pair with this KL: q is a step from p along a fixed random direction."""
+    """Logits [1, VOCAB_SIZE] of a pair with KL(p || q) = level: q is a step from p along a fixed random direction."""
     generator = torch.Generator().manual_seed(7)
     p, direction = torch.randn(2, 1, VOCAB_SIZE, generator=generator, dtype=torch.float64)
     step = 1.0
     for _ in range(6):
         kl = divergence("kl", p.log_softmax(-1), (p + step * direction).log_softmax(-1)).item()
-        step *= (level / kl) ** 0.5
+        step *= (level / kl) ** 0.5  # KL grows about as step^2, so this converges
     return p, p + step * direction
 
 

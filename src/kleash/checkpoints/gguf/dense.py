@@ -52,7 +52,7 @@ LLAMA4_CHUNK, LLAMA4_ROPE_INTERVAL, MAVERICK_EXPERTS = 8192, 4, 128
 
 
 def adjust_ministral3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Queries are multiplied by 1 + beta log(1 + floor(position / original context))."""
+    """Set the factor of queries, 1 + beta log(1 + floor(position / original context)), and no sliding window."""
     scaling = attributes.pop("rope_scaling", {})
     if scaling.get("rope_type") != "yarn" or not scaling["original_max_position_embeddings"]:
         raise ModelError(
@@ -68,7 +68,7 @@ def adjust_ministral3(attributes: dict[str, Any], settings: Settings, tensors: T
 
 
 def adjust_llama4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Every fourth layer has neither chunks nor positions; experts and MLPs have different widths."""
+    """Set the attributes of Llama 4 that a file lacks or names otherwise: widths, chunks, layers without positions."""
     if settings.get("attention.sliding_window") == 0:
         raise ModelError("its attention.sliding_window is 0 (MobileLLM), which is not read of Llama 4")
     count = attributes["num_hidden_layers"]
@@ -77,7 +77,7 @@ def adjust_llama4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
         "intermediate_size": settings["expert_feed_forward_length"],
         "attention_chunk_size": LLAMA4_CHUNK,
         "floor_scale": LLAMA4_CHUNK,
-        "attn_scale": 0.1,
+        "attn_scale": 0.1,  # constant; not in the file
         "attn_temperature_tuning": True,
         "use_qk_norm": attributes["num_local_experts"] != MAVERICK_EXPERTS,
         "no_rope_layers": [int((number + 1) % LLAMA4_ROPE_INTERVAL != 0) for number in range(count)],
@@ -150,7 +150,7 @@ STABLELM_NAMES = {
 
 
 def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """A sliding window of 0 is none; two lists of factors scale the positions (LongRoPE)."""
+    """Set a sliding window of 0 to none, and the two lists of factors that scale the positions (LongRoPE)."""
     attributes["sliding_window"] = attributes.get("sliding_window") or None
     if tensors.long_rope is None:
         return
@@ -168,14 +168,14 @@ def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorS
 
 
 def adjust_gpt2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Positions are embeddings."""
+    """Set the MLP's width by its name in GPT-2, and remove the attributes of rotary positions."""
     attributes["n_inner"] = attributes.pop("intermediate_size")
     for name in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "partial_rotary_factor"):
         attributes.pop(name, None)
 
 
 def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Norms have no weights, and an epsilon that transformers does not let be set."""
+    """Set no epsilon of the norms, since transformers fixes it: remove it, and refuse another value."""
     epsilon = attributes.pop("layer_norm_eps")
     if abs(epsilon - OLMO_EPSILON) > OLMO_EPSILON / 1000:
         raise ModelError(
@@ -184,7 +184,7 @@ def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorS
 
 
 def adjust_olmo3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers with a sliding window do not scale positions."""
+    """Set which layers have a sliding window, and positions that these do not scale."""
     attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 4)
     local = settings.get("rope.freq_base_swa", attributes["rope_theta"])
     set_rope(attributes)
@@ -195,7 +195,7 @@ def adjust_olmo3(attributes: dict[str, Any], settings: Settings, tensors: Tensor
 
 
 def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Small models have no sliding window."""
+    """Set which layers have a sliding window; none in small models."""
     count = attributes["num_hidden_layers"]
     window = attributes.get("sliding_window") or None
     attributes["sliding_window"] = window
@@ -205,7 +205,7 @@ def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: Tens
 
 
 def adjust_cohere2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Every fourth layer has neither a sliding window nor positions."""
+    """Set which layers have a sliding window and positions: all but every fourth."""
     attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 4)
     if not attributes.get("sliding_window"):
         raise ModelError("it has no attention.sliding_window")

@@ -50,14 +50,14 @@ GEMMA4_SETTINGS = {
 
 
 def adjust_gemma2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Attention is scaled by the head's size, and in the 27B models by hidden size / heads."""
+    """Set the scale of attention: by the head's size, and in the 27B models by hidden size / heads."""
     is_27b = attributes["num_hidden_layers"] in (46, 62)
     per_head = attributes["hidden_size"] // attributes["num_attention_heads"]
     attributes["query_pre_attn_scalar"] = per_head if is_27b else attributes["head_dim"]
 
 
 def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers with a window have another base of the rotary embedding."""
+    """Set the base of the rotary embedding in layers with a window, and the attributes of Gemma 2."""
     adjust_gemma2(attributes, settings, tensors)
     attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
     attributes["rope_local_base_freq"] = settings.get("rope.freq_base_swa", 10_000.0)
@@ -66,7 +66,7 @@ def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 
 
 def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Sparse activations, the rank of the low-rank branch (LAuReL), and layers of two kinds."""
+    """Set sparse activations, the rank of the low-rank branch (LAuReL), and layers of two kinds."""
     count = attributes["num_hidden_layers"]
     attributes["layer_types"] = layer_types(settings, count, 5)
     attributes["laurel_rank"] = tensors.shapes["blk.0.laurel_l.weight"][0]
@@ -87,7 +87,7 @@ def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: Tens
 
 
 def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers with a window and without one, with heads of two sizes, shared keys and values, and experts."""
+    """Set layers with a window and without one, with heads of two sizes, shared keys and values, and experts."""
     count = attributes["num_hidden_layers"]
     attributes["layer_types"] = types = layer_types(settings, count, None)
     attributes["global_head_dim"] = attributes["head_dim"]

@@ -108,7 +108,7 @@ LFM2_EXPERTS = {
 
 
 def adjust_granite(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Attention is scaled by the size of a head unless a file says otherwise.
+    """Set the scale of attention by the size of a head, unless a file says otherwise.
 
     Raises:
         ModelError: if the file switches positions off, which transformers' Granite cannot.
@@ -121,7 +121,7 @@ def adjust_granite(attributes: dict[str, Any], settings: Settings, tensors: Tens
 
 
 def adjust_granite_hybrid(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers without heads of keys have Mamba 2; dense models have a shared MLP alone."""
+    """Set Mamba 2 in layers without heads of keys, and the shared MLP's width in dense models, which have it alone."""
     attributes["layer_types"] = _mixed_layers(attributes)
     attributes.setdefault("attention_multiplier", attributes["head_dim"] ** -0.5)
     _set_state_space(attributes, settings)
@@ -157,13 +157,13 @@ def restore_state_space(parameters: dict[str, Tensor], attributes: Mapping[str, 
 
 
 def adjust_falcon_h1(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Each layer has both attention and Mamba 2; multipliers are part of the weights."""
+    """Set the sizes of Mamba 2, which each layer has beside attention; multipliers are part of the weights."""
     _set_state_space(attributes, settings)
     attributes["mamba_d_ssm"] = settings["ssm.inner_size"]
 
 
 def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Each layer is one of Mamba 2, attention, an MLP and experts, as its tensors say."""
+    """Set the kind of each layer by its tensors: Mamba 2, attention, an MLP or experts."""
     kinds = {
         "ssm_in": "linear_attention",
         "attn_q": "full_attention",
@@ -204,14 +204,14 @@ def _mixed_layers(attributes: dict[str, Any]) -> list[str]:
 
 
 def adjust_lfm2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers without heads of keys have a convolution."""
+    """Set a convolution in layers without heads of keys."""
     kinds = _mixed_layers(attributes)
     attributes["layer_types"] = ["conv" if kind == "linear_attention" else kind for kind in kinds]
     attributes["block_auto_adjust_ff_dim"] = False
 
 
 def adjust_lfm2_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Experts are chosen by sigmoids with a bias."""
+    """Set the layers of LFM2; experts must be chosen by sigmoids, to which a bias is added."""
     check_gating(settings, SIGMOID)
     adjust_lfm2(attributes, settings, tensors)
 

@@ -55,7 +55,7 @@ QWEN3_NEXT_NAMES = {
 
 
 def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers of two kinds."""
+    """Set layers of two kinds, and positions in three sections."""
     _set_linear_attention(attributes, settings)
     if "rope_scaling" in attributes:
         raise ModelError("its positions are scaled, which is not read of Qwen 3.5")
@@ -69,7 +69,7 @@ def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 
 
 def adjust_qwen3_next(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Layers of two kinds."""
+    """Set layers of two kinds: with a gated delta net, and with attention."""
     _set_linear_attention(attributes, settings)
     set_rope(attributes)
 
@@ -96,6 +96,7 @@ def restore_linear_attention(parameters: dict[str, Tensor], attributes: Mapping[
     """Put the value heads of a gated delta net back into groups of a key head, and the convolution into its shape."""
     keys, values = attributes["linear_num_key_heads"], attributes["linear_num_value_heads"]
     key_rows = 2 * keys * attributes["linear_key_head_dim"]
+    # rows of queries and keys, which come first; the rows of values follow
     for name in [name for name in parameters if ".linear_attn." in name]:
         weight, part = parameters[name], name.split(".linear_attn.")[1]
         if part in ("in_proj_qkv.weight", "conv1d.weight"):

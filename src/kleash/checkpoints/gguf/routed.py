@@ -55,7 +55,7 @@ GPT_OSS_GATE = ".mlp.experts.gate_proj."
 
 
 def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Experts are chosen by sigmoids, and the first layers have none."""
+    """Set the number of first layers without experts, which must be chosen by sigmoids, and no sliding window."""
     check_gating(settings, SIGMOID)
     # Not by leading_dense_block_count, which is 0 in some files of GLM-4.7 Flash.
     layers = range(attributes["num_hidden_layers"])
@@ -65,13 +65,13 @@ def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensor
 
 
 def adjust_glm4_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Half of a head is rotated."""
+    """Set the part of a head that is rotated, and the layers with experts."""
     adjust_routed_experts(attributes, settings, tensors)
     adjust_partial_rope(attributes, settings, tensors)
 
 
 def adjust_deepseek2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Experts are chosen by a softmax, and keys and values come from a latent vector."""
+    """Set experts that are chosen by a softmax, and keys and values that come from a latent vector."""
     check_gating(settings, SOFTMAX)
     if settings.get("attention.temperature_scale"):
         raise ModelError(
@@ -84,7 +84,7 @@ def adjust_deepseek2(attributes: dict[str, Any], settings: Settings, tensors: Te
 
 
 def adjust_deepseek3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Experts are chosen by sigmoids with a bias, and keys and values come from a latent vector."""
+    """Set experts that are chosen by sigmoids with a bias, and keys and values that come from a latent vector."""
     adjust_routed_experts(attributes, settings, tensors)
     _set_latent_attention(attributes, settings)
 
@@ -128,12 +128,12 @@ def join_latent_projections(parameters: dict[str, Tensor], attributes: Mapping[s
 
 
 def adjust_ernie_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """All layers from the first on, or every second or third of them, have experts."""
+    """Set the last layer of all as the last that may have experts; not every layer before it need have them."""
     attributes["moe_layer_end_index"] = attributes["num_hidden_layers"] - 1
 
 
 def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Every second layer has a sliding window; the bounds of YaRN are not rounded."""
+    """Set a sliding window in every second layer, and bounds of YaRN that are not rounded."""
     if settings.get("rope.freq_base_swa", attributes["rope_theta"]) != attributes["rope_theta"]:
         raise ModelError(
             "its layers with a sliding window have another rope.freq_base_swa, which gpt-oss has not"

@@ -7,7 +7,7 @@ store each zero point less one, modulo 2^bits. ``g_idx`` is the group of each in
 inputs. With activation order it is a permutation that kernels sort by; the product is the same.
 
 AWQ ("gemm"): a word of ``qweight`` [inputs, outputs / 8] has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight, the first in
-the lowest bits, and ``qzeros`` likewise.
+the lowest bits; a word of ``qzeros`` [groups, outputs / 8] has the zero points of eight outputs in that order.
 
 Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py``; AutoAWQ,
 ``awq/modules/linear/gemm.py``.
@@ -74,7 +74,7 @@ def find_gptq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
 def find_auto_round_modules(checkpoint: Checkpoint) -> list[PackedModule]:
     """The packed modules of an AutoRound checkpoint, which are those of GPTQ or AWQ.
 
-    Source: auto-round, ``inference/backend.py``. Versions before 0.5 have no ``packing_format``.
+    Source: auto-round, ``inference/backend.py``. Versions before 0.5 have no ``packing_format`` and are refused.
 
     Raises:
         UnsupportedLayoutError: if its ``packing_format`` is of neither.
@@ -256,7 +256,7 @@ def _describe_awq_module(tensors: ModuleTensors, group_size: int) -> PackedModul
 
 
 def _decode_awq(tensors: ModuleTensors, columns: int, group_size: int, dtype: torch.dtype) -> Tensor:
-    """The matrix of a module of AWQ."""
+    """The matrix [outputs, inputs] of a module of AWQ, in ``dtype``; ``columns`` is the number of inputs."""
     qweight, qzeros, scales = tensors.read_parts(*AWQ_PARTS)
     groups = torch.arange(columns) // group_size
     return scale_groups(_awq_outputs(qweight), _awq_outputs(qzeros), scales.T.to(dtype), groups)

@@ -292,7 +292,7 @@ def scale_groups(
 
     Args:
         codes: [rows, columns], integers of 8 bits or floating-point numbers.
-        zeros: [rows, groups], likewise; None for 0.
+        zeros: [rows, groups], integers of 8 bits or floating-point numbers; None for 0.
         scales: [rows, groups] in the dtype of the result.
         groups: the group of each column.
     """

@@ -134,6 +134,7 @@ class EndpointEngine(Engine):
             self.endpoint.require_same_model()
             self.on_scored(len(sequences), len(columns["token_id"]))
         except BaseException:
+            # ends the retries of requests that are still waiting
             self.endpoint.client.is_closed.set()
             raise
         finally:

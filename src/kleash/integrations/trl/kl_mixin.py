@@ -248,6 +248,7 @@ class KLMixin(ForwardCapture):
     ) -> None:
         """Log the KL as it is trained, per token and per response, over all processes. A collective."""
         mask = self._response_mask(inputs)
+        # the weights divide by the micro-batches of an update, and TRL logs a mean over them
         trained = (token_weights * kl.per_token).sum() * micro_batches
         self._log_kl_means(kl.per_token, mask, trained)
         if kl.effective_share is not None:

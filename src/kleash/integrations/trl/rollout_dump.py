@@ -131,10 +131,11 @@ def _generation_columns(trainer: Any) -> Iterator[list[GenerationLogprobs]]:
     """Context in which transformers' ``generate`` keeps log-probabilities: a column for each call of it."""
     network = trainer.accelerator.unwrap_model(trainer.model)
     network = network.get_base_model() if hasattr(network, "get_base_model") else network
-    make, columns = network._get_logits_processor, list[GenerationLogprobs]()
+    make_processors, columns = network._get_logits_processor, list[GenerationLogprobs]()
 
     def with_column(*args: Any, **kwargs: Any) -> Any:
-        processors = make(*args, **kwargs)
+        """The processors that ``generate`` makes, and one that keeps log-probabilities."""
+        processors = make_processors(*args, **kwargs)
         columns.append(GenerationLogprobs())
         processors.append(columns[-1])
         return processors

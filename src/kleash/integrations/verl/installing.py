@@ -27,9 +27,9 @@ def install(*, exact: bool = False) -> None:
     - ``kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it is called: without clamp, otherwise the same
       numbers; and ``kl_penalty``, for the gradient of ``+``.
     - ``agg_loss`` and ``apply_kl_penalty`` multiply by the mask: they get 0 at masked tokens, which may be NaN.
-    - ``get_kl_controller``, which verl's trainers look up likewise: ``algorithm.kl_ctrl.type`` may be "pid", "dual" or
-      "ziegler" besides verl's "fixed" and "adaptive" (Ziegler's, here with bounds). The controller's state is saved
-      with verl's checkpoints.
+    - ``get_kl_controller``, which verl's trainers look up when they call it: ``algorithm.kl_ctrl.type`` may be "pid",
+      "dual" or "ziegler" besides verl's "fixed" and "adaptive" (Ziegler's, here with bounds). The controller's state
+      is saved with verl's checkpoints.
     - ``need_reference_policy``: a warning where the configuration trains no KL.
     - with ``exact``: the FSDP engine and ``ppo_loss``, for ``kl_loss_type=exact``. Every pass of the reference then
       outputs its final hidden states, ``[tokens, dim]``, which verl passes to the update with its data.

@@ -46,7 +46,10 @@ class KLController(StatefulController):
     def update(
         self, current_kl: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
     ) -> None:
-        """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token."""
+        """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token.
+
+        ``n_steps`` is verl's name for the number of responses; only the names differ from the base class.
+        """
         super().update(current_kl, n_steps, standard_error)
 
 

@@ -313,7 +313,13 @@ def parse_record(line: bytes) -> EngineRecord:
 
 
 def _sglang_record(record: dict[str, Any], meta: dict[str, Any]) -> EngineRecord:
-    """A response of SGLang's ``/generate``."""
+    """The tokens, hidden states and log-probabilities of a response of SGLang's ``/generate``.
+
+    Hidden states are [tokens, 1, dim]; log-probabilities are NaN where not listed, and () if none is.
+
+    Raises:
+        ValueError: if the response lacks a part, or its parts do not fit together.
+    """
     token_ids: tuple[int, ...] = ()
     logps: tuple[float, ...] = ()
     for side in ("input", "output"):
