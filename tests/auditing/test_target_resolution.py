@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kleash.auditing import audits_of, cases_of
+from kleash.auditing.quantities import LABELS
 from kleash.auditing.targets import Target, find_target, resolution, target_names
 from kleash.auditing.targets.cases import make_case
 from kleash.auditing.targets.packages import stand_ins
+from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
 
 OWN = """
@@ -202,3 +204,7 @@ def test_targets_import_no_package_until_they_are_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == "", done.stderr
+
+
+def test_every_divergence_has_a_label() -> None:
+    assert set(LABELS) == set(DIVERGENCES)

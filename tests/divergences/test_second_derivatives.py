@@ -8,6 +8,7 @@ from mpmath import mp, mpf
 from torch.autograd import forward_ad
 
 from kleash.divergences import (
+    DIVERGENCES,
     alpha_divergence,
     cross_entropy,
     divergence,
@@ -210,3 +211,7 @@ def test_the_hessian_vector_product_of_kl_at_equality_is_that_of_the_fisher_matr
     torch.testing.assert_close(
         product, p * (direction - (p * direction).sum(-1, keepdim=True)), rtol=1e-12, atol=1e-15
     )
+
+
+def test_every_divergence_has_a_case():
+    assert set(DIVERGENCES) <= set(CASES)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import vocabulary_ranks
 from linear_cases import REFERENCE, SMALL, head_case, peak
 
+from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError
 from kleash.linear import (
     Head,
@@ -169,3 +170,7 @@ def test_ranks_that_multiply_their_losses_by_different_factors_are_refused(monke
             storage.require_equal_factor(torch.tensor(factors[0]))
     else:
         storage.require_equal_factor(torch.tensor(factors[0]))
+
+
+def test_every_divergence_has_a_textbook_formula_on_ranks():
+    assert set(DIVERGENCES) <= set(rank_checks.TEXTBOOK)

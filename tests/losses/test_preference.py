@@ -203,3 +203,7 @@ ONE = torch.zeros(1, requires_grad=True)
 def test_invalid_preference_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_every_divergence_with_a_reward_has_a_generator():
+    assert set(DIVERGENCES) - set(NO_REWARD) <= set(GENERATORS)

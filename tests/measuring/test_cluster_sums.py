@@ -85,7 +85,7 @@ def part_of(rows: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
     columns |= {"top1_probability_reference": rng.random(rows).astype(np.float32)}
     columns |= {"prompt_id": np.arange(rows) // 40, "sample_id": np.arange(rows) // 20 % 2}
     columns |= {"position": rng.integers(0, 6000, rows)}
-    others = [name for name, kind in TOKEN_COLUMNS.items() if kind == "float32" and name not in columns]
+    others = [name for name, kind in TOKEN_COLUMNS.items() if kind != "string" and name not in columns]
     return columns | {name: rng.random(rows).astype(np.float32) for name in others}
 
 
