@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kleash.errors import CannotRunError
@@ -75,7 +75,7 @@ class LocalVocab:
         """Where this rank's tokens are among those of all ranks that move."""
         return slice(None)
 
-    def gather_tokens(self, local: Float[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
+    def gather_tokens(self, local: Shaped[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
         """The entries of all tokens that move, in the order of the ranks; ``counts`` says how many each rank has."""
         return local
 
@@ -187,7 +187,7 @@ class ShardedVocab(LocalVocab):
             return slice(None)
         return slice(sum(counts[: self.rank]), sum(counts[: self.rank + 1]))
 
-    def gather_tokens(self, local: Float[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
+    def gather_tokens(self, local: Shaped[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
         """The entries of all tokens that move, in the order of the ranks."""
         return gather_tokens(self.group, local, counts) if self.has_own_tokens else local
 
@@ -237,7 +237,7 @@ class ShardedVocab(LocalVocab):
             )
 
 
-def gather_tokens(group: Any, local: Float[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
+def gather_tokens(group: Any, local: Shaped[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
     """The entries of all ranks of a group, in their order; ``counts`` says how many each rank has."""
     max_count = max(counts)
     padded = local.new_zeros((max_count, *local.shape[1:]))
