@@ -209,6 +209,13 @@ def test_checkpoint_with_a_flipped_bit_is_refused(copied, name):
         train_ppo(copied)
 
 
+def test_an_earlier_checkpoint_that_a_kill_left_goes_when_the_run_goes_on(copied):
+    folder = Path(copied.out) / "checkpoints"
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-1")
+    train_ppo(replace(copied, steps=2))
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-2"]
+
+
 def test_a_checkpoint_without_checksums_is_refused(copied):
     (last_checkpoint(Path(copied.out)) / "checksums.jsonl").unlink()
     with pytest.raises(RunFolderError, match="has lost its checksums"):

@@ -57,10 +57,15 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
             (unfinished / PROGRESS).write_text(to_json(state), encoding="utf-8")
             seal_folder(unfinished)
     if accelerator.is_main_process:
-        remove_leftovers(folder)
-        for path in folder.iterdir():
-            if (checkpoint_number(path) or progress.step) < progress.step:
-                remove_folder(path)
+        remove_earlier(folder, progress.step)
+
+
+def remove_earlier(folder: Path, step: int) -> None:
+    """Remove the checkpoints before a step, and what killed processes left."""
+    remove_leftovers(folder)
+    for path in folder.iterdir():
+        if (checkpoint_number(path) or step) < step:
+            remove_folder(path)
 
 
 @contextmanager

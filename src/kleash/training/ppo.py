@@ -32,7 +32,7 @@ from kleash.models.scoring import pad_batch
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
 from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, last_checkpoint
-from kleash.training.checkpoints import TrainingState, replaced_folder, restore, save
+from kleash.training.checkpoints import TrainingState, remove_earlier, replaced_folder, restore, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
 from kleash.training.networks import ActorCritic, load_networks
 from kleash.training.ppo_loss import (
@@ -89,6 +89,8 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
         raise RunFolderError(f"the checkpoint in {root / CHECKPOINTS} has lost its checksums; {DAMAGED}")
     if checkpoint is not None:
         progress = restore(checkpoint, run.accelerator)
+        if run.accelerator.is_main_process:  # a kill may have left an earlier one
+            remove_earlier(root / CHECKPOINTS, progress.step)
         notes += [f"going on after step {progress.step}, from {checkpoint}"]
     if run_log is not None:
         run_log.begin(progress.step)
