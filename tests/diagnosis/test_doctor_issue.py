@@ -28,10 +28,7 @@ def pair() -> Pair:
 
 
 class Rollouts:
-    """Responses drawn token by token from the policy's logits after a processor, and the logits without it.
-
-    The prompts are the beginnings of shipped ones, all of one length.
-    """
+    """Responses drawn token by token from the policy's logits after a processor, and the logits without it."""
 
     def __init__(
         self,
@@ -41,39 +38,46 @@ class Rollouts:
         process: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: logits,
     ) -> None:
         self.pair, draw = pair, torch.Generator().manual_seed(0)
-        prompts = [prompt.token_ids for prompt in read_prompts("shipped:prompts", pair, limit=responses)]
-        self.start = min(map(len, prompts))
-        ids, cache, values = torch.tensor([prompt[: self.start] for prompt in prompts]), None, list[Tensor]()
-        for _ in range(tokens):
-            with torch.inference_mode():
-                new = ids if cache is None else ids[:, -1:]
-                output = pair.policy.network(input_ids=new, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            logp = process(ids, output.logits[:, -1].float().clone()).log_softmax(-1)
-            token = torch.multinomial(logp.exp(), 1, generator=draw)
-            values.append(logp.gather(-1, token))
-            ids = torch.cat([ids, token], dim=1)
-        self.ids, self.processed = ids, torch.cat(values, dim=1).double().numpy()
+        self.prompts = [prompt.token_ids for prompt in read_prompts("shipped:prompts", pair, limit=responses)]
+        self.responses: list[list[int]] = []
+        processed: list[list[float]] = []
+        for prompt in self.prompts:
+            ids, cache, values = torch.tensor([prompt]), None, list[float]()
+            for _ in range(tokens):
+                with torch.inference_mode():
+                    new = ids if cache is None else ids[:, -1:]
+                    output = pair.policy.network(input_ids=new, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                logp = process(ids, output.logits[:, -1].float().clone()).log_softmax(-1)
+                token = torch.multinomial(logp.exp(), 1, generator=draw)
+                values.append(float(logp[0, token]))
+                ids = torch.cat([ids, token], dim=1)
+            self.responses.append(ids[0, len(prompt) :].tolist())
+            processed.append(values)
+        self.processed = np.array(processed)
 
     def logits(self) -> Tensor:
         """Logits [responses, time, vocab] of the policy's network as it is now."""
-        with torch.no_grad():
-            return self.pair.policy.network(input_ids=self.ids[:, :-1]).logits[:, self.start - 1 :].float()
+        rows: list[Tensor] = []
+        for prompt, response in zip(self.prompts, self.responses, strict=True):
+            with torch.no_grad():
+                output = self.pair.policy.network(input_ids=torch.tensor([[*prompt, *response[:-1]]]))
+            rows.append(output.logits[0, len(prompt) - 1 :].float())
+        return torch.stack(rows)
 
     def scored(self, divisor: float = 1.0) -> Array:
         """Log-probabilities [responses, time] of the tokens under the policy's network as it is now."""
         logp = (self.logits() / divisor).log_softmax(-1)
-        return logp.gather(-1, self.ids[:, self.start :].unsqueeze(-1)).squeeze(-1).double().numpy()
+        return logp.gather(-1, torch.tensor(self.responses).unsqueeze(-1)).squeeze(-1).double().numpy()
 
     def records(self, trainer: Array, engine: Array, reference: Array | None = None) -> list[RolloutRecord]:
-        prompts, responses = self.ids[:, : self.start].tolist(), self.ids[:, self.start :].tolist()
-        return rollouts_of(prompts, responses, trainer, engine, reference)
+        return rollouts_of(self.prompts, self.responses, trainer, engine, reference)
 
 
 @pytest.fixture(scope="module")
 def penalised(pair: Pair) -> Rollouts:
     processor: Any = RepetitionPenaltyLogitsProcessor(1.1)
-    return Rollouts(pair, 32, 48, processor)
+    return Rollouts(pair, 24, 40, processor)
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +118,14 @@ def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
 def test_a_temperature_and_a_cut_at_once_name_no_other_cause(pair: Pair, trainer_at: float) -> None:
     """Divided, then cut, as by vLLM, which returns what it draws from; the trainer is plain or divides alone."""
     warper: Any = TopPLogitsWarper(0.8)
-    rollouts = Rollouts(pair, 32, 64, lambda ids, logits: warper(ids, logits / 0.7))
+    rollouts = Rollouts(pair, 24, 40, lambda ids, logits: warper(ids, logits / 0.7))
     records = rollouts.records(rollouts.scored(trainer_at), rollouts.processed)
     possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
     assert first_cause(records).cause in possible
     finding = first_cause(records, pair)
     assert finding.cause == "truncation"
     named = dict(re.findall(r"(top_p|temperature) ([\d.]+)", finding.evidence))
-    assert float(named["top_p"]) == pytest.approx(0.8, abs=1e-2 if trainer_at == 1 else 1e-3)
+    assert float(named["top_p"]) == pytest.approx(0.8, abs=5e-3)
     assert trainer_at != 1 or float(named["temperature"]) == pytest.approx(0.7, abs=0.02)
 
 
@@ -170,7 +174,7 @@ def test_dropout_of_the_trainer_is_named_and_not_other_weights(plain: Rollouts, 
     assert "dropout" in (alone.cause, *alone.alike), "without the models it looks like other weights"
     assert_weights_of_mean_1(columns[0], engine)
     correlation = np.corrcoef([(column - engine).ravel() for column in columns])[0, 1]
-    assert abs(correlation) < 0.25, "the mean effect of dropout alone; other weights have 1"
+    assert abs(correlation) < 0.1, "as the plant should be"
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def logits_and_limits(draw):
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(logits_and_limits())
 def test_truncate_agrees_with_the_logits_warpers_of_transformers(request):
     logits, temperature, top_k, top_p, min_p = request

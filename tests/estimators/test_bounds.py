@@ -31,7 +31,7 @@ def pairs_with_heads(draw, **options):
     return logp, logq, order[:k], order[k:]
 
 
-@settings(max_examples=100)
+@settings(max_examples=250)
 @given(cut=pairs_with_heads(spread=30.0), name=st.sampled_from(NAMES), known=st.booleans())
 def test_the_exact_value_is_within_the_bounds(cut, name, known):
     logp, logq, head, rest = cut
@@ -50,7 +50,7 @@ def test_the_exact_value_is_within_the_bounds(cut, name, known):
     torch.testing.assert_close(bounds.mass_q, logq[head].exp().sum())
 
 
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(cut=pairs_with_heads(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
 def test_the_lower_bound_is_the_value_with_the_tail_in_one_bucket(cut, name):
     logp, logq, head, rest = cut
@@ -60,7 +60,7 @@ def test_the_lower_bound_is_the_value_with_the_tail_in_one_bucket(cut, name):
     assert got.item() == pytest.approx(textbook(name, *coarse), rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(pair=pairs(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
 def test_bounds_over_the_whole_vocabulary_are_exact(pair, name):
     bounds = kl_bounds(*pair, divergence=name, tail=None)
@@ -104,7 +104,7 @@ def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
     assert upper["jensen_shannon"] == pytest.approx(textbook("jensen_shannon", *disjoint), rel=1e-7)
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(
     cut=pairs_with_heads(spread=8.0, zeros=False, max_vocab=30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -178,7 +178,7 @@ def test_custom_records_and_tails_per_position():
     assert all(x.dtype == torch.float64 and not x.requires_grad for x in single)
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(pair=pairs(spread=6.0, zeros=False), k=st.integers(1, 12), m=st.integers(1, 12))
 def test_shared_head_of_two_top_k_lists(pair, k, m):
     logp, logq = pair
@@ -228,7 +228,7 @@ def extreme_splits(draw):
     return *sides, size
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(
     name=st.sampled_from(["kl", "reverse_kl", "jensen_shannon", "chi_squared", "total_variation"]),
     split=extreme_splits(),

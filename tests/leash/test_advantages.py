@@ -41,7 +41,7 @@ def batches(draw):
 
 
 @given(batches())
-@settings(max_examples=50)
+@settings(max_examples=100)
 def test_gae_agrees_with_the_recursion(batch):
     rewards, values, mask, gamma, gae_lambda, shape = batch
     where = torch.tensor(mask, dtype=torch.bool).reshape(shape)

@@ -41,7 +41,7 @@ def steered(draw):
 
 
 @given(steered(), st.lists(st.tuples(MEASURED, SEQUENCES, ERROR), max_size=12))
-@settings(max_examples=100)
+@settings(max_examples=200)
 def test_beta_always_stays_within_its_bounds_and_survives_a_dict(record, history):
     controller = beta_from_dict(record)
     low, high = controller.beta_min, controller.beta_max
@@ -58,7 +58,7 @@ def test_beta_always_stays_within_its_bounds_and_survives_a_dict(record, history
 
 
 @given(steered(), MEASURED, st.integers(1, 4096))
-@settings(max_examples=100)
+@settings(max_examples=200)
 def test_one_step_has_the_right_sign_and_at_most_the_largest_step(record, measured, sequences):
     controller = beta_from_dict(record)
     after = controller.after(measured, sequences=sequences)

@@ -51,7 +51,7 @@ def ragged_groups(draw):
 
 
 @given(ragged_groups(), st.sampled_from(["none", "std"]), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=150)
 def test_group_advantages_agree_with_loops(batch, scale, corrected):
     rewards, groups, counts = batch
     tensors = (

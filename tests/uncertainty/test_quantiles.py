@@ -22,7 +22,7 @@ def by_sorting(values: np.ndarray, level: float) -> float:
     return float(ordered[np.flatnonzero(shares >= level - 1e-12)[0]])
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     hnp.arrays(
         np.float32, st.integers(1, 300), elements=st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0])
