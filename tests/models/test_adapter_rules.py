@@ -195,6 +195,24 @@ def test_a_changed_base_is_detected_without_a_rule(made, ids, truth, name, monke
         assert f"since the adapter {adapter} changes " in pair.notes[1]
 
 
+def test_a_changed_row_that_the_probe_does_not_read_is_detected(made, monkeypatch):
+    adapter, base = made("lora")
+    attach = shared_base.attach_adapter
+
+    def attach_and_change(network, wrapper, checkpoint):
+        wrapper = attach(network, wrapper, checkpoint)
+        probe = shared_base.make_probe(network)
+        embedding = network.get_input_embeddings().weight
+        row = next(row for row in range(len(embedding)) if row not in probe)
+        with torch.no_grad():
+            embedding[row, 0] *= -1.0
+        return wrapper
+
+    monkeypatch.setattr(shared_base, "attach_adapter", attach_and_change)
+    pair = load_pair(str(adapter), str(base))
+    assert any("in memory 2 times" in note and "embed_tokens" in note for note in pair.notes), pair.notes
+
+
 def test_two_adapters_share_one_base_in_either_order(made, ids, truth):
     names = ("lora", "dora", "pissa", "ia3")
     for ours, theirs in permutations(names, 2):

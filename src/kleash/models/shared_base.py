@@ -1,11 +1,12 @@
-"""Policy and reference over one base, which is shared if attaching adapters leaves its logits bit for bit unchanged."""
+"""Policy and reference over one base, which is shared if attaching adapters leaves it bit for bit unchanged."""
 
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from kleash.models.adapters import (
     trained_token_ids,
 )
 from kleash.precision import bitwise_equal
+
+CHUNK_BYTES = 1 << 25
+"""Bytes of a tensor per checksum step; a step takes four times this in memory."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,14 +63,22 @@ class _ChangedBaseError(Exception):
     """An adapter changes its base, or the output of another adapter on it."""
 
 
+class _TensorBefore(NamedTuple):
+    """A parameter or buffer of a base before adapters are attached; a reference, no copy."""
+
+    name: str
+    tensor: Tensor
+    checksum: int
+
+
 def load_over_one_base(
     checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], BaseNetwork]
 ) -> tuple[dict[str, LoadedNetwork], str]:
     """Load checkpoints that have the same base, with the base in memory once if it can be shared.
 
-    The base is shared if its logits for a probe with all adapters disabled are bit for bit the same before and after
-    attaching the adapters, and if no adapter changes the output of another. Otherwise the base is loaded once for each
-    distinct adapter.
+    The base is shared if every tensor of it, and its logits for a probe with all adapters disabled, are bit for bit
+    the same before and after attaching the adapters, and if no adapter changes the output of another. Otherwise the
+    base is loaded once for each distinct adapter.
 
     Args:
         checkpoints: by role.
@@ -145,8 +157,13 @@ def _load_on_one_base(
     network, is_tied = base.network, has_tied_embeddings(base.network)
     probe = make_probe(network, trained_token_ids(checkpoints.values()))
     logits: dict[str | None, Tensor] = {}
+    tensors: list[_TensorBefore] = []
     if len(roles_by_adapter) > 1:
         logits[None] = probe_logits(network, probe)
+        tensors += [
+            _TensorBefore(name, tensor, _checksum(tensor))
+            for name, tensor in (*network.named_parameters(), *network.named_buffers())
+        ]
     wrapper: Any = None
     networks: dict[str, LoadedNetwork] = {}
     for folder, (role, *other_roles) in roles_by_adapter.items():
@@ -164,7 +181,8 @@ def _load_on_one_base(
             wrapper.eval()
             check_acts_by_weights(wrapper, network, checkpoint, probe, tied=is_tied)
             if logits:
-                _check_unchanged(wrapper, network, probe, logits, checkpoint)
+                _check_tensors(network, tensors, checkpoint)
+                _check_logits(wrapper, network, probe, logits, checkpoint)
                 logits[role] = probe_logits(network, probe)
             loaded = replace(
                 loaded,
@@ -176,7 +194,37 @@ def _load_on_one_base(
     return {role: replace(networks[role], adapters=wrapper) for role in checkpoints}
 
 
-def _check_unchanged(
+def _check_tensors(network: Any, tensors: list[_TensorBefore], checkpoint: Checkpoint) -> None:
+    """Check that every tensor of a base is there as it was before the adapter of a checkpoint was attached.
+
+    Raises:
+        _ChangedBaseError: naming one that is not, or that is on the meta device and cannot be read.
+    """
+    present = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
+    for name, tensor, before in tensors:
+        if tensor.is_meta or id(tensor) not in present or _checksum(tensor) != before:
+            raise _ChangedBaseError(f"the adapter {checkpoint.name} changes {name} of its base")
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A 64-bit checksum of a tensor's bytes, computed on its device; 0 on the meta device.
+
+        sum over i of x_i (2 i + 1)   mod 2^64
+
+    x are the bytes as 64-bit integers. One changed integer always changes the checksum, and so do two that are swapped.
+    """
+    if tensor.is_meta:
+        return 0
+    flat, total = tensor.detach().reshape(-1).contiguous().view(torch.uint8), 0
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        part = flat[start : start + CHUNK_BYTES]
+        numbers = torch.nn.functional.pad(part, (0, -len(part) % 8)).clone().view(torch.int64)
+        places = torch.arange(start // 8, start // 8 + len(numbers), device=tensor.device)
+        total += int((numbers * (2 * places + 1)).sum())
+    return total % 2**64
+
+
+def _check_logits(
     wrapper: Any,
     network: Any,
     probe: Int[Tensor, "rows time"],
