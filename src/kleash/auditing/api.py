@@ -137,7 +137,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
     Raises:
         CannotRunError, ShapeError: if a call fails that all functions must allow.
     """
-    is_random, convention = bool(purity.noise), audited.convention
+    is_random = bool(purity.noise)
     audited = replace(audited, repeats=REPEATS if is_random else 1)
     evidence = gather_evidence(audited)
     log_ratios = evidence.log_ratios
@@ -146,19 +146,10 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
     truncated = truncated_ratio_zones(audited)
     accuracy = () if is_random else accuracy_rows(audited, log_ratios.estimator, is_claimed)
     masks, of_padding = ((), []) if is_random else check_padding(audited)
-    of_batches, of_nan = [], []
-    if not is_random and not purity.state:
-        of_nan = nan_input_findings(audited)
-        is_late_credit = convention.place == "reward" and evidence.gradient.is_right
-        of_batches = batch_findings(
-            audited,
-            ignores_padding=not (masks and masks[0].problem),
-            is_right_between_tokens=is_late_credit and evidence.gradient.positions.level != "neither",
-        )
+    ignores_padding = not (masks and masks[0].problem)
     findings = [
         *purity.findings,
-        *of_batches,
-        *of_nan,
+        *([] if is_random or purity.state else _mixing_findings(evidence, ignores_padding=ignores_padding)),
         *value_findings(evidence),
         *gradient_findings(evidence),
         *log_ratio_findings(log_ratios, is_claimed, evidence.gradient.is_right),
@@ -188,6 +179,18 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
         accuracy=accuracy,
         notes=BATCH_MEANS["" if is_random else batch_mean(audited)],
     )
+
+
+def _mixing_findings(evidence: Evidence, *, ignores_padding: bool) -> list[Finding]:
+    """Values that depend on other responses or on later tokens, and NaN that reaches other tokens."""
+    audited, gradient = evidence.audited, evidence.gradient
+    is_late_credit = audited.convention.place == "reward" and gradient.is_right
+    of_batches = batch_findings(
+        audited,
+        ignores_padding=ignores_padding,
+        is_right_between_tokens=is_late_credit and gradient.positions.level != "neither",
+    )
+    return [*of_batches, *nan_input_findings(audited)]
 
 
 def _describe_gradient(evidence: Evidence) -> str:

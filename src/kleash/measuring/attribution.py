@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -301,10 +302,7 @@ def attribution_of(
     everything = clusters.sum(sums.get(("", ALL), candidate).total)
     total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
 
-    def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:
-        known_value = 0.0 if is_0 else None
-        return paired_difference(first, counts, second, counts, known_value=known_value)
-
+    difference = partial(_difference, counts=counts)
     known_mean = 0.0 if models.pair.is_one_model else None
     mean = ratio_of_sums(candidate_sums, counts, unit="nats", lower=0.0, known_value=known_mean)
     is_repeatable = np.array_equal(candidate.total, again.total)
@@ -333,6 +331,11 @@ def attribution_of(
         critical_value=float("nan") if changes is None else changes.critical_value,
         warnings=tuple(dict.fromkeys(warnings)),
     )
+
+
+def _difference(first: Floats, second: Floats, *, counts: Floats, is_0: bool) -> Estimate:
+    """The difference of two ratios of sums over the same counts, by cluster; exactly 0 if that is known."""
+    return paired_difference(first, counts, second, counts, known_value=0.0 if is_0 else None)
 
 
 def _group_changes(

@@ -252,19 +252,7 @@ def _load_as(
                 packed, load, skeleton, dtype=dtype, device_map=device_map
             )
         else:
-            with torch.compiler.set_stance(
-                "force_eager"
-            ):  # some formats unpack weights by compiled functions
-                network, report = load(
-                    checkpoint.folder,
-                    config=skeleton.config,
-                    dtype=dtype,
-                    **_placement(device_map),
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # reported by check_complete instead
-                )
-            run_uncompiled(network)
+            network, report = _load_by_transformers(load, checkpoint, skeleton.config, dtype, device_map)
     if candidate.names:
         forget_renaming(network)
     check_complete(report, str(checkpoint), advice)
@@ -285,6 +273,28 @@ def _load_as(
         tensors=tuple(checkpoint.tensors.values()),
         packed=() if packed is None else packed.modules,
     )
+
+
+def _load_by_transformers(
+    load: Callable[..., Any],
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype | str,
+    device_map: str | None,
+) -> Any:
+    """A network and transformers' report of what was missing or unexpected; ``load`` is its ``from_pretrained``."""
+    with torch.compiler.set_stance("force_eager"):  # some formats unpack weights by compiled functions
+        network, report = load(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype,
+            **_placement(device_map),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by check_complete instead
+        )
+    run_uncompiled(network)
+    return network, report
 
 
 def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from kleash.extras import import_extra
 from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
-from kleash.store.training_folder import DAMAGED, POLICY, checkpoint_number
+from kleash.store.training_folder import DAMAGED, POLICY, checkpoint_number, last_checkpoint
 from kleash.training.networks import ActorCritic
 from kleash.training.response_metrics import gather_object
 
@@ -48,7 +48,7 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
     Raises:
         RunFolderError: if it cannot be written.
     """
-    with replaced_folder(folder / f"checkpoint-{progress.step}", accelerator) as unfinished:
+    with replaced_folder(checkpoint_of(folder, progress.step), accelerator) as unfinished:
         accelerator.save_state(str(unfinished))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -56,16 +56,21 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
             state = replace(progress, processes=accelerator.num_processes)
             (unfinished / PROGRESS).write_text(to_json(state), encoding="utf-8")
             seal_folder(unfinished)
-    if accelerator.is_main_process:
-        remove_earlier(folder, progress.step)
+    _remove_earlier(folder, progress.step, accelerator)
 
 
-def remove_earlier(folder: Path, step: int) -> None:
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """The checkpoint of a step, by the name that transformers gives it."""
+    return folder / f"checkpoint-{step}"
+
+
+def _remove_earlier(folder: Path, step: int, accelerator: Any) -> None:
     """Remove the checkpoints before a step, and what killed processes left."""
-    remove_leftovers(folder)
-    for path in folder.iterdir():
-        if (checkpoint_number(path) or step) < step:
-            remove_folder(path)
+    if accelerator.is_main_process:
+        remove_leftovers(folder)
+        for path in folder.iterdir():
+            if (checkpoint_number(path) or step) < step:
+                remove_folder(path)
 
 
 @contextmanager
@@ -92,6 +97,22 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise error if isinstance(error, RunFolderError) else cannot_write(final, error) from error
+
+
+def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:
+    """Restore the last checkpoint in a folder, and remove earlier ones that a kill left; None if there is none yet.
+
+    Raises:
+        RunFolderError: as ``restore``, or if no checkpoint has checksums: each is sealed before it has its name.
+    """
+    checkpoint = last_checkpoint(folder.parent)
+    if checkpoint is None:
+        if any(folder.glob("checkpoint-*/")):
+            raise RunFolderError(f"the checkpoint in {folder} has lost its checksums; {DAMAGED}")
+        return None
+    progress = restore(checkpoint, accelerator)
+    _remove_earlier(folder, progress.step, accelerator)
+    return progress
 
 
 def restore(checkpoint: Path, accelerator: Any) -> TrainingState:

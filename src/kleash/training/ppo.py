@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import CannotRunError, NonFiniteError, RunFolderError
+from kleash.errors import CannotRunError, NonFiniteError
 from kleash.extras import import_extra
 from kleash.jobs import PPOJob
 from kleash.launch_environment import launched_rank
@@ -31,8 +31,8 @@ from kleash.models.pair_loading import resolve_device
 from kleash.models.scoring import pad_batch
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
-from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, last_checkpoint
-from kleash.training.checkpoints import TrainingState, remove_earlier, replaced_folder, restore, save
+from kleash.store.training_folder import CHECKPOINTS, POLICY
+from kleash.training.checkpoints import TrainingState, checkpoint_of, replaced_folder, restore_last, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
 from kleash.training.networks import ActorCritic, load_networks
 from kleash.training.ppo_loss import (
@@ -83,15 +83,12 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     prompts = read_prompts(job.source, run.networks.pair, limit=job.limit, columns=True, reading=job)
     root, notes = Path(str(job.out)), [*run.networks.pair.notes]
     progress = TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate)
-    checkpoint = last_checkpoint(root) if job.resume else None
-    if job.resume and checkpoint is None and any((root / CHECKPOINTS).glob("checkpoint-*/")):
-        # It was sealed before it had its name.
-        raise RunFolderError(f"the checkpoint in {root / CHECKPOINTS} has lost its checksums; {DAMAGED}")
-    if checkpoint is not None:
-        progress = restore(checkpoint, run.accelerator)
-        if run.accelerator.is_main_process:  # a kill may have left an earlier one
-            remove_earlier(root / CHECKPOINTS, progress.step)
-        notes += [f"going on after step {progress.step}, from {checkpoint}"]
+    restored = restore_last(root / CHECKPOINTS, run.accelerator) if job.resume else None
+    if restored is not None:
+        progress = restored
+        notes += [
+            f"going on after step {progress.step}, from {checkpoint_of(root / CHECKPOINTS, progress.step)}"
+        ]
     if run_log is not None:
         run_log.begin(progress.step)
         for note in notes:
