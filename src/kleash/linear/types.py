@@ -44,7 +44,7 @@ class LinearOptions:
         look_up(IMPLS, self.impl, "implementation of the linear functions")
         if self.compile not in (True, False, None):
             raise OptionError(
-                f"compile is {self.compile!r}; give True, False or None, which decides by the call"
+                f"compile is {self.compile!r}; give True, False or None, which compiles on a GPU alone"
             )
         if self.buffer_bytes is not None and self.buffer_bytes <= 0:
             raise OptionError(f"buffer_bytes is {self.buffer_bytes}; give the chunks at least one byte")
