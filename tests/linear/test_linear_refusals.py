@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linear_cases import head_case
 
 from kleash.errors import (
     CannotRunError,
@@ -11,9 +12,7 @@ from kleash.errors import (
     UnknownNameError,
     VocabularyMismatchError,
 )
-from kleash.linear import Head, LinearOptions, linear_kl, log_probabilities, token_statistics
-from kleash.linear.checks import checked_pair
-from kleash.linear.chunked import should_compile
+from kleash.linear import Head, LinearOptions, chunked, linear_kl, log_probabilities, rows, token_statistics
 
 pytestmark = pytest.mark.usefixtures("unhooked")
 W = torch.randn(9, 4)
@@ -72,10 +71,25 @@ def test_invalid_token_ids_raise(tokens, error, says):
         token_statistics(H, Head(W), H, Head(W), tokens)
 
 
-def test_a_gpu_compiles_and_a_cpu_if_asked():
-    pair = checked_pair((H, Head(W)), (H, Head(W)), 1.0)
-    for chosen in (True, False, None):
-        assert should_compile(pair, LinearOptions(compile=chosen)) is bool(chosen)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pair), "device", property(lambda pair: torch.device("cuda", 0)))
-        assert should_compile(pair, LinearOptions())
+def test_compiling_without_a_compiler_raises_and_auto_does_not_compile(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    chunked.missing_for_compiling.cache_clear()
+    case = head_case(torch.float64)
+    with pytest.raises(CannotRunError, match="no-such-compiler is not there"):
+        case.kl(LinearOptions(compile=True))
+    monkeypatch.setattr(chunked, "PAYS_FROM", 1)
+    assert torch.equal(case.kl(), case.kl(LinearOptions(compile=False)))
+    chunked.missing_for_compiling.cache_clear()
+
+
+def test_auto_compiles_only_calls_that_save_time(monkeypatch):
+    case = head_case(torch.float64, tokens=(37,), vocab_size=101)
+    compiled = []
+    monkeypatch.setattr(chunked, "missing_for_compiling", lambda device: None)
+    monkeypatch.setattr(
+        "kleash.linear.chunked.compiled", lambda name: compiled.append(name) or getattr(rows, name)
+    )
+    for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
+        monkeypatch.setattr(chunked, "PAYS_FROM", work)
+        case.kl()
+        assert len(compiled) == times

@@ -4,9 +4,13 @@ Of ranks that store a head between them and have their own tokens, a chunk has s
 the rows, and this rank keeps the results of its own.
 """
 
+import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.errors import ShapeError
+from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import compiled_rows
 from kleash.linear import rows as row_functions
 from kleash.linear.gradient_sums import GradientSums
@@ -38,6 +42,8 @@ Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
 REVERSE_KL = DIVERGENCES["reverse_kl"]
 CPU_BYTES = 128 * 2**20
 """The default of ``buffer_bytes`` on a CPU, where larger chunks are no faster."""
+PAYS_FROM = 5 * 10**9
+"""Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
 ENOUGH_TOKENS = 1024
 """The most tokens in a chunk: a matmul gets no faster with more."""
 ROW_BLOCK = 2**17
@@ -206,10 +212,36 @@ def compute_rows(
 
 
 def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
-    """Whether torch compiles this call's row functions, which it cannot where they exchange sums between ranks."""
-    if pair.is_sharded:
+    """Whether torch compiles this call's row functions.
+
+    This depends on the call and the installation only, so that a number never depends on earlier calls.
+
+    Raises:
+        CannotRunError: if ``compile=True`` and something is missing.
+    """
+    if options.compile is False or (options.compile is None and pair.is_sharded):
         return False
-    return pair.device.type == "cuda" if options.compile is None else options.compile
+    if pair.is_sharded:
+        raise CannotRunError(
+            "compile=True cannot compile the collectives of a head on several ranks; leave compile out"
+        )
+    missing = missing_for_compiling(pair.device.type)
+    if options.compile and missing is not None:
+        raise CannotRunError(f"compile=True needs {missing}; install it, or leave compile out")
+    is_long = pair.device.type == "cuda" or pair.tokens * pair.local_vocab_size >= PAYS_FROM
+    return missing is None and (options.compile is True or is_long)
+
+
+@cache
+def missing_for_compiling(device: str) -> str | None:
+    """What torch's compiler needs for this type of device and is missing; None if nothing is."""
+    if device != "cpu":
+        return None
+    compiler = os.environ.get("CXX", "g++")
+    if which(compiler) is None:
+        return f"a C++ compiler, and {compiler} is not there"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.exists() else f"Python's headers, and {header} is not there"
 
 
 @cache
