@@ -46,11 +46,11 @@ PAYS_FROM = 5 * 10**9
 """Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
 ENOUGH_TOKENS = 1024
 """The most tokens in a chunk: a matmul gets no faster with more."""
-ROW_BLOCK = 2**17
+ROW_BLOCK = 2**16
 """Logits of one model whose elementwise work is done together on a CPU: 1 MiB of float64, half of a core's cache."""
 COMPILED_BLOCK = 2**20
 """Such logits where the work is compiled, and keeps few results."""
-ROW_BUFFERS = 10
+ROW_BUFFERS = 8
 """Tensors of a block's size in float64 that exist together."""
 SMALL_BLOCK = 2**14
 """Logits of one model that the functions for rows that are not finite take at once; they need many buffers."""
@@ -126,6 +126,15 @@ class Chunk:
             for model, z in zip(self.pair, (self.zp, self.zq), strict=True):
                 finish_logits_(z[rows], model.head, model.divisor(rows))
             yield rows, self.zp[rows], self.zq[rows]
+
+    def likeliest(self, number: int, *log_sums: Float[Tensor, "chunk 1"]) -> list[TopTokens]:
+        """The likeliest tokens of both models, whose logits are finished and have these log-sum-exps; a collective."""
+        shards = self.pair.vocab_shards
+        tops = [shards.largest(*row_functions.top_rows(z, number)) for z in (self.zp, self.zq)]
+        return [
+            TopTokens(ids, (logits - log_sum).exp_())
+            for (logits, ids), log_sum in zip(tops, log_sums, strict=True)
+        ]
 
     def row_blocks(self) -> Iterator[slice]:
         """A few rows at a time."""
@@ -465,28 +474,19 @@ def statistics(
     ]
     for chunk in chunks(pair, options, is_compiled):
         ids = chunk.spread(tokens[chunk.index])
-        blocks: list[tuple[Tensor, ...]] = []
-        tops: list[tuple[Tensor, ...]] = []
-        for rows, zp, zq in chunk.logit_blocks():
-            blocks.append(compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows]))
-            if exchanged:
-                tops.append(
-                    tuple(
-                        x
-                        for z in (zp, zq)
-                        for x in pair.vocab_shards.largest(*row_functions.top_rows(z, exchanged))
-                    )
-                )
-        for column, parts in zip(columns, zip(*blocks, strict=True), strict=True):
-            column[chunk.index] = torch.cat(parts)[chunk.local, 0].to(column.dtype)
-        for place, parts in enumerate(zip(*tops, strict=True)):
-            values_or_ids = torch.cat(parts)[chunk.local, :top]
-            model = likeliest[place // 2]
-            target = model.token_ids if place % 2 else model.probability
-            target[chunk.index] = values_or_ids.to(target.dtype)
-    for model, probability in zip(
-        likeliest, (columns.top1_probability_p, columns.top1_probability_q), strict=True
-    ):
-        logits = model.probability.clone()
-        model.probability.copy_((logits - logits[:, :1]).exp_().mul_(probability[:, None]) if top else logits)
+        blocks = [
+            compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows])
+            for rows, zp, zq in chunk.logit_blocks()
+        ]
+        sums = row_functions.StatisticRows(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+        log_sums = sums.log_sum_p, sums.log_sum_q
+        (id_p, probability_p), (id_q, probability_q) = chunk.likeliest(1, *log_sums)
+        listed = chunk.likeliest(exchanged, *log_sums)
+        ranks = row_functions.ranks_of(chunk.zq, ids, pair.vocab_shards, out=chunk.zp)
+        found = *sums[:8], id_p, id_q, probability_p, probability_q, ranks
+        for column, x in zip(columns, found, strict=True):
+            column[chunk.index] = x[chunk.local, 0].to(column.dtype)
+        for model, words in zip(likeliest, listed, strict=True):
+            for column, x in zip(model, words, strict=True):
+                column[chunk.index] = x[chunk.local, :top].to(column.dtype)
     return StatisticsAndTop(columns, *likeliest)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.linear.rows import TermRows, finished_statistics, nan_unless_finite
+from kleash.linear.rows import StatisticRows, TermRows, jensen_shannon_of, nan_unless_finite
 from kleash.linear.types import TokenTerms
 from kleash.linear.vocab_shards import LocalVocab
 
@@ -200,19 +200,26 @@ def objective_gradient_rows(
 def statistics_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
-    """The fields of TokenStatistics, as columns; ``rows.statistics_rows``."""
+    """The fields of StatisticRows; ``rows.statistics_rows``."""
     p, q = exponentials(zp), exponentials(zq)
     x, y = moments(p, q), moments(q, p)
     sum_of_both = p.masses / x.total.to(zp.dtype) + q.masses / y.total.to(zp.dtype)
     size = difference(zp, zq, x.shift).abs()
-    log_sums = x.log_sum, x.log_sum_of_q
-    token_logs = (
-        z.gather(-1, tokens[:, None]) - log_sum for z, log_sum in zip((zp, zq), log_sums, strict=True)
-    )
     distance = (sum_of_both * relative_difference(size)).sum(-1, keepdim=True).double() / 2
     jensen_shannon = (sum_of_both * entropy_gap(size)).sum(-1, keepdim=True).double() / 2
-    sums = *token_logs, x.kl, y.kl, jensen_shannon, distance, x.entropy, y.entropy
-    return finished_statistics(zp, zq, tokens, sums, log_sums, vocab_shards)
+    values = StatisticRows(
+        token_logp=zp.gather(-1, tokens[:, None]) - x.log_sum,
+        token_logq=zq.gather(-1, tokens[:, None]) - x.log_sum_of_q,
+        kl_pq=x.kl,
+        kl_qp=y.kl,
+        jensen_shannon=jensen_shannon_of(jensen_shannon, distance),
+        total_variation=distance,
+        entropy_p=x.entropy,
+        entropy_q=y.entropy,
+        log_sum_p=x.log_sum,
+        log_sum_q=x.log_sum_of_q,
+    )
+    return tuple(values)
 
 
 def entropy_gap(size: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kleash.divergences import Divergence
 from kleash.divergences.functions import contributions
 from kleash.divergences.table import DIVERGENCES, Side, weighted_generator
-from kleash.linear.types import TokenStatistics, TokenTerms
+from kleash.linear.types import TokenTerms
 from kleash.linear.vocab_shards import LocalVocab
 
 KL = DIVERGENCES["kl"]
@@ -27,16 +27,20 @@ BLOCK = 256
 """Logits of a block: the largest logits are searched among the maxima of blocks first, since argmax is slow."""
 
 
-class Distributions(NamedTuple):
-    """Two distributions of some rows over this rank's words, in float64."""
+class Masses(NamedTuple):
+    """Both models' logits minus the largest ones, and the exponentials of these, over this rank's words; in float64.
 
-    logp: Float[Tensor, "rows vocab"]
-    logq: Float[Tensor, "rows vocab"]
-    p: Float[Tensor, "rows vocab"]
-    q: Float[Tensor, "rows vocab"]
-    log_sum_p: Float[Tensor, "rows 1"]
-    """Log-sum-exp of p's logits over the whole vocabulary."""
-    log_sum_q: Float[Tensor, "rows 1"]
+    A probability is ``mass / total``. ``top`` and ``total`` are over the whole vocabulary.
+    """
+
+    below_p: Float[Tensor, "rows vocab"]
+    below_q: Float[Tensor, "rows vocab"]
+    mass_p: Float[Tensor, "rows vocab"]
+    mass_q: Float[Tensor, "rows vocab"]
+    top_p: Float[Tensor, "rows 1"]
+    top_q: Float[Tensor, "rows 1"]
+    total_p: Float[Tensor, "rows 1"]
+    total_q: Float[Tensor, "rows 1"]
 
 
 class TermRows(NamedTuple):
@@ -47,6 +51,21 @@ class TermRows(NamedTuple):
     kl: Float[Tensor, "rows 1"]
     entropy: Float[Tensor, "rows 1"]
     """Entropy of p."""
+    log_sum_p: Float[Tensor, "rows 1"]
+    log_sum_q: Float[Tensor, "rows 1"]
+
+
+class StatisticRows(NamedTuple):
+    """What the statistics of some rows need sums over the words for; columns in float64, as in TokenStatistics."""
+
+    token_logp: Float[Tensor, "rows 1"]
+    token_logq: Float[Tensor, "rows 1"]
+    kl_pq: Float[Tensor, "rows 1"]
+    kl_qp: Float[Tensor, "rows 1"]
+    jensen_shannon: Float[Tensor, "rows 1"]
+    total_variation: Float[Tensor, "rows 1"]
+    entropy_p: Float[Tensor, "rows 1"]
+    entropy_q: Float[Tensor, "rows 1"]
     log_sum_p: Float[Tensor, "rows 1"]
     log_sum_q: Float[Tensor, "rows 1"]
 
@@ -64,29 +83,29 @@ def nan_unless_finite(
     return torch.where(total.isfinite(), value, torch.nan)
 
 
+def minus(z: Float[Tensor, "rows vocab"], column: Float[Tensor, "rows 1"]) -> Float[Tensor, "rows vocab"]:
+    """The difference as a new tensor in float64; torch takes ten times as long for one of two dtypes."""
+    return z.to(torch.float64, copy=True).sub_(column)
+
+
 def log_sum_exps(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor, Tensor]:
     """The log-sum-exp of both models' logits over the whole vocabulary, as columns in float64."""
     tops = vocab_shards.all_reduce_max(largest(zp).double(), largest(zq).double())
     tops = tuple(torch.where(top.isfinite(), top, 0.0) for top in tops)
-    masses = ((z - top).exp_().sum(-1, keepdim=True) for z, top in zip((zp, zq), tops, strict=True))
+    masses = (minus(z, top).exp_().sum(-1, keepdim=True) for z, top in zip((zp, zq), tops, strict=True))
     sum_p, sum_q = (
         top + mass.log() for top, mass in zip(tops, vocab_shards.all_reduce_sum(*masses), strict=True)
     )
     return sum_p, sum_q
 
 
-def distributions(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> Distributions:
-    """Both distributions of rows of finite logits."""
+def masses_of(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> Masses:
+    """The masses of rows of finite logits."""
     tops = vocab_shards.all_reduce_max(largest(zp).double(), largest(zq).double())
-    logs = [z - top for z, top in zip((zp, zq), tops, strict=True)]
-    masses = [x.exp() for x in logs]
+    below = [minus(z, top) for z, top in zip((zp, zq), tops, strict=True)]
+    masses = [x.exp() for x in below]
     totals = vocab_shards.all_reduce_sum(*(mass.sum(-1, keepdim=True) for mass in masses))
-    log_totals = [total.log() for total in totals]
-    logp, logq = (x.sub_(total) for x, total in zip(logs, log_totals, strict=True))
-    p, q = (mass.div_(total) for mass, total in zip(masses, totals, strict=True))
-    return Distributions(
-        logp, logq, p, q, *(top + total for top, total in zip(tops, log_totals, strict=True))
-    )
+    return Masses(*below, *masses, *tops, *totals)
 
 
 def dot(a: Float[Tensor, "rows vocab"], b: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
@@ -96,9 +115,9 @@ def dot(a: Float[Tensor, "rows vocab"], b: Float[Tensor, "rows vocab"]) -> Float
 
 def kl_rows(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
     """KL(p || q) of rows of finite logits, as a tuple of one column; below 0 only by rounding, which is cut off."""
-    x = distributions(zp, zq, vocab_shards)
-    (kl,) = vocab_shards.all_reduce_sum(dot(x.p, x.logp - x.logq))
-    return (kl.clamp(min=0),)
+    x = masses_of(zp, zq, vocab_shards)
+    (total,) = vocab_shards.all_reduce_sum(dot(x.mass_p, x.below_p.sub_(x.below_q)))
+    return ((total / x.total_p + x.total_q.log() - x.total_p.log()).clamp(min=0),)
 
 
 def kl_gradient_rows(
@@ -113,19 +132,22 @@ def kl_gradient_rows(
 
     They are ``weight p (u - KL)`` with ``u = log p - log q``, and ``weight (q - p)``.
     """
-    x = distributions(zp, zq, vocab_shards)
-    log_ratio = x.logp.sub_(x.logq)
-    (kl,) = vocab_shards.all_reduce_sum(dot(x.p, log_ratio))
-    kl = kl.clamp(min=0)
-    in_q = x.q.sub_(x.p).mul_(weight) if needs[1] else None
-    in_p = log_ratio.sub_(kl).mul_(x.p).mul_(weight) if needs[0] else None
-    return kl, in_p, in_q
+    x = masses_of(zp, zq, vocab_shards)
+    ratio = x.below_p.sub_(x.below_q)
+    (total,) = vocab_shards.all_reduce_sum(dot(x.mass_p, ratio))
+    mean, weight_p = total / x.total_p, weight / x.total_p
+    in_p = in_q = None
+    if needs[1]:
+        in_q = x.mass_q.mul_(weight / x.total_q).addcmul_(x.mass_p, weight_p, value=-1)
+    if needs[0]:
+        in_p = ratio.sub_(mean).mul_(x.mass_p).mul_(weight_p)
+    return (mean + x.total_q.log() - x.total_p.log()).clamp(min=0), in_p, in_q
 
 
 def divergence_rows(record: Divergence, zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
     """D(p || q) of rows of finite logits, as a tuple of one column."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    value = record.finish(generator_sum(record, zp - sum_p, zq - sum_q, vocab_shards))
+    value = record.finish(generator_sum(record, minus(zp, sum_p), minus(zq, sum_q), vocab_shards))
     return (nan_unless_finite(value, zp, zq, vocab_shards),)
 
 
@@ -153,7 +175,7 @@ def divergence_gradient_rows(
     With the record's scores, they are ``finish' p (s_p - E_p s_p)`` and ``finish' q (s_q - E_q s_q)``.
     """
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    logp, logq = zp - sum_p, zq - sum_q
+    logp, logq = minus(zp, sum_p), minus(zq, sum_q)
     total = generator_sum(record, logp, logq, vocab_shards)
     value, slope = finish(record, total, weight)
     u = logp - logq
@@ -188,7 +210,7 @@ def any_divergence_rows(
     ``divergence_rows`` is for finite logits only.
     """
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    terms = contributions(record, zp - sum_p, zq - sum_q).sum(-1, keepdim=True)
+    terms = contributions(record, minus(zp, sum_p), minus(zq, sum_q)).sum(-1, keepdim=True)
     return (record.finish(vocab_shards.all_reduce_sum(terms)[0]),)
 
 
@@ -202,7 +224,7 @@ def any_divergence_gradient_rows(
     """D(p || q) of any rows, and the gradients of ``weight D`` in both logits."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     with torch.enable_grad():
-        logs = [(z - total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
+        logs = [minus(z, total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
         terms = contributions(record, *logs).sum(-1, keepdim=True)
     (total,) = vocab_shards.all_reduce_sum(terms.detach())
     value, slope = finish(record, total, weight)
@@ -222,13 +244,15 @@ def term_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
     """The fields of TermRows for rows of finite logits."""
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    logp, logq = zp - sum_p, zq - sum_q
-    picked = vocab_shards.gather_local(logp, tokens), vocab_shards.gather_local(logq, tokens)
-    p = logp.exp()
-    sums = *picked, dot(p, logq.neg_().add_(logp)), dot(p, logp).neg()
-    token_logp, token_logq, kl, entropies = vocab_shards.all_reduce_sum(*sums)
-    return token_logp, token_logq, kl.clamp(min=0), entropies, sum_p, sum_q
+    x = masses_of(zp, zq, vocab_shards)
+    log_p, log_q = x.total_p.log(), x.total_q.log()
+    picked = [vocab_shards.gather_local(below, tokens) for below in (x.below_p, x.below_q)]
+    below = dot(x.mass_p, x.below_p)
+    ratio = dot(x.mass_p, x.below_p.sub_(x.below_q))
+    token_p, token_q, below, ratio = vocab_shards.all_reduce_sum(*picked, below, ratio)
+    kl = (ratio / x.total_p + log_q - log_p).clamp(min=0)
+    entropy_p = log_p - below / x.total_p
+    return token_p - log_p, token_q - log_q, kl, entropy_p, x.top_p + log_p, x.top_q + log_q
 
 
 def any_term_rows(
@@ -236,7 +260,7 @@ def any_term_rows(
 ) -> tuple[Tensor, ...]:
     """The fields of TermRows for any rows."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    terms = local_terms(zp - sum_p, zq - sum_q, tokens, vocab_shards)
+    terms = local_terms(minus(zp, sum_p), minus(zq, sum_q), tokens, vocab_shards)
     return *vocab_shards.all_reduce_sum(*terms), sum_p, sum_q
 
 
@@ -263,14 +287,14 @@ def objective_gradient_rows(
 
     and in q's ``c_logq (1_x - q) + c_kl (q - p)``.
     """
-    logp = zp - known.log_sum_p
+    logp = minus(zp, known.log_sum_p)
     p, in_p, in_q = logp.exp(), None, None
     if needs[0]:
-        in_p = zq.double().neg().add_(known.log_sum_q).add_(logp).sub_(known.kl).mul_(c.kl)
+        in_p = minus(zq, known.log_sum_q).neg_().add_(logp).sub_(known.kl).mul_(c.kl)
         in_p.sub_(logp.add_(known.entropy).mul_(c.entropy)).sub_(c.token_logp).mul_(p)
         in_p = vocab_shards.scatter_add_local_(in_p, tokens, c.token_logp)
     if needs[1]:
-        q = (zq - known.log_sum_q).exp_()
+        q = minus(zq, known.log_sum_q).exp_()
         in_q = (q * (c.kl - c.token_logq)).sub_(p.mul_(c.kl))
         in_q = vocab_shards.scatter_add_local_(in_q, tokens, c.token_logq)
     return nan_unless_finite(known.kl, zp, zq, vocab_shards), in_p, in_q
@@ -282,7 +306,7 @@ def any_objective_gradient_rows(
     """The gradients of ``sum of c term`` in both logits of any rows; a term with coefficient 0 is not read."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     with torch.enable_grad():
-        logs = [(z - total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
+        logs = [minus(z, total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
         total = weighted_terms(local_terms(logs[0], logs[1], tokens, vocab_shards), c)
     return tuple(through_normalisers(logs, total, torch.ones_like(total), vocab_shards))
 
@@ -301,78 +325,84 @@ def weighted_terms(terms: TokenTerms, coefficients: TokenTerms) -> Tensor:
 def statistics_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
-    """The fields of TokenStatistics, as columns, for rows of finite logits."""
-    x = distributions(zp, zq, vocab_shards)
-    picked = [vocab_shards.gather_local(log_mass, tokens) for log_mass in (x.logp, x.logq)]
-    entropies = dot(x.p, x.logp).neg(), dot(x.q, x.logq).neg()
-    log_ratio = x.logp.sub_(x.logq)
-    kls = dot(x.p, log_ratio), dot(x.q, log_ratio).neg()
-    total_variation = (x.p - x.q).abs_().sum(-1, keepdim=True).mul_(0.5)
-    both = x.p.add_(x.q)
+    """The fields of StatisticRows for rows of finite logits.
+
+    Divergences are below 0 only by rounding, which is cut off.
+    """
+    x = masses_of(zp, zq, vocab_shards)
+    picked = [vocab_shards.gather_local(below, tokens) for below in (x.below_p, x.below_q)]
+    entropies = dot(x.mass_p, x.below_p), dot(x.mass_q, x.below_q)
+    ratio = x.below_p.sub_(x.below_q)
+    kls = dot(x.mass_p, ratio), dot(x.mass_q, ratio)
+    mass_q = x.mass_q.mul_(x.total_p / x.total_q)
+    distance = torch.sub(x.mass_p, mass_q, out=x.below_q).abs_().sum(-1, keepdim=True)
+    both = x.mass_p.add_(mass_q)
     # The logarithm of a positive float64 is above -746, and that of 0 is multiplied by 0.
-    mixture = dot(both, both.log().clamp_(min=-800).sub_(log(2)))
-    jensen_shannon = (entropies[0] + entropies[1] + mixture) / -2
-    sums = *picked, *kls, jensen_shannon, total_variation, *entropies
-    return finished_statistics(zp, zq, tokens, sums, (x.log_sum_p, x.log_sum_q), vocab_shards)
+    mixture = dot(both, torch.log(both, out=ratio).clamp_(min=-800))
+    token_p, token_q, sum_p, sum_q, ratio_p, ratio_q, distance, mixture = vocab_shards.all_reduce_sum(
+        *picked, *entropies, *kls, distance, mixture
+    )
+    log_p, log_q = x.total_p.log(), x.total_q.log()
+    entropy_p, entropy_q = log_p - sum_p / x.total_p, log_q - sum_q / x.total_q
+    mixture = mixture / x.total_p - 2 * (log_p + log(2))
+    values = StatisticRows(
+        token_logp=token_p - log_p,
+        token_logq=token_q - log_q,
+        kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
+        kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
+        jensen_shannon=jensen_shannon_of((entropy_p + entropy_q + mixture) / -2, distance),
+        total_variation=distance / x.total_p / 2,
+        entropy_p=entropy_p,
+        entropy_q=entropy_q,
+        log_sum_p=x.top_p + log_p,
+        log_sum_q=x.top_q + log_q,
+    )
+    return tuple(values)
+
+
+def jensen_shannon_of(value: Tensor, distance: Tensor) -> Tensor:
+    """The value without what rounding left below 0, or of equal distributions."""
+    return torch.where(distance == 0, 0.0, value.clamp(min=0))
 
 
 def any_statistics_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, ...]:
-    """The fields of TokenStatistics, as columns, for any rows."""
+    """The fields of StatisticRows for any rows."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    logp, logq = zp - sum_p, zq - sum_q
+    logp, logq = minus(zp, sum_p), minus(zq, sum_q)
     p, q = logp.exp(), logq.exp()
-    entropies = entropy(logp), entropy(logq)
-    mixture = torch.xlogy(p + q, (p + q) / 2).sum(-1, keepdim=True)
-    sums = (
+    sums = vocab_shards.all_reduce_sum(
         vocab_shards.gather_local(logp, tokens),
         vocab_shards.gather_local(logq, tokens),
         contributions(KL, logp, logq).sum(-1, keepdim=True),
         contributions(KL, logq, logp).sum(-1, keepdim=True),
-        (entropies[0] + entropies[1] + mixture) / -2,
+        torch.xlogy(p + q, (p + q) / 2).sum(-1, keepdim=True),
         (p - q).abs().sum(-1, keepdim=True) / 2,
-        *entropies,
+        entropy(logp),
+        entropy(logq),
     )
-    return finished_statistics(zp, zq, tokens, sums, (sum_p, sum_q), vocab_shards)
-
-
-def finished_statistics(
-    zp: Tensor,
-    zq: Tensor,
-    tokens: Tensor,
-    sums: tuple[Tensor, ...],
-    log_sums: tuple[Tensor, Tensor],
-    vocab_shards: LocalVocab,
-) -> tuple[Tensor, ...]:
-    """The fields of TokenStatistics from this rank's sums over its words, and the likeliest words and ranks.
-
-    The sums are the fields of TokenStatistics up to the entropies. Jensen-Shannon is 0 where the total variation is.
-    Divergences are below 0 only by rounding, which is cut off.
-    """
-    tops = [vocab_shards.largest(*top_rows(z, 1)) for z in (zp, zq)]
-    (token_zq,) = vocab_shards.all_reduce_sum(vocab_shards.gather_local(zq, tokens))
-    greater = torch.gt(zq, token_zq).sum(-1, keepdim=True).double()
-    logp, logq, kl_pq, kl_qp, jensen_shannon, distance, entropy_p, entropy_q, rank = (
-        vocab_shards.all_reduce_sum(*sums, greater)
-    )
-    top_p, top_q = ((top - log_sum).exp_() for (top, _), log_sum in zip(tops, log_sums, strict=True))
-    values = TokenStatistics(
-        token_logp=logp,
-        token_logq=logq,
-        kl_pq=kl_pq.clamp(min=0),
-        kl_qp=kl_qp.clamp(min=0),
-        jensen_shannon=torch.where(distance == 0, 0.0, jensen_shannon.clamp(min=0)),
-        total_variation=distance,
-        entropy_p=entropy_p,
-        entropy_q=entropy_q,
-        top1_p=tops[0][1],
-        top1_q=tops[1][1],
-        top1_probability_p=top_p,
-        top1_probability_q=top_q,
-        rank_q=rank.to(torch.int64),
+    token_logp, token_logq, kl_pq, kl_qp, mixture, distance, entropy_p, entropy_q = sums
+    jensen_shannon = jensen_shannon_of((entropy_p + entropy_q + mixture) / -2, distance)
+    values = StatisticRows(
+        *(token_logp, token_logq, kl_pq.clamp(min=0), kl_qp.clamp(min=0), jensen_shannon, distance),
+        *(entropy_p, entropy_q, sum_p, sum_q),
     )
     return tuple(values)
+
+
+def ranks_of(
+    z: Float[Tensor, "rows vocab"],
+    tokens: Int[Tensor, " rows"],
+    vocab_shards: LocalVocab,
+    *,
+    out: Float[Tensor, "rows vocab"],
+) -> Int[Tensor, "rows 1"]:
+    """The number of words with a larger logit than the token's; 0 in a row of NaNs. ``out`` is overwritten."""
+    (token_z,) = vocab_shards.all_reduce_sum(vocab_shards.gather_local(z, tokens))
+    # As numbers of the logits' dtype, since torch takes four times as long to make and sum booleans.
+    greater = torch.gt(z, token_z, out=out).sum(-1, keepdim=True)
+    return vocab_shards.all_reduce_sum(greater.double())[0].to(torch.int64)
 
 
 def top_rows(

@@ -148,6 +148,8 @@ class ShardedVocab(LocalVocab):
         Of equal logits, those of the smaller ids come first; NaN is larger than any number.
         """
         top = min(values.shape[-1], self.vocab_size)
+        if top == 0:
+            return values, ids
         all_values, all_ids = (
             torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
             for x in (values, ids + self.offset)
