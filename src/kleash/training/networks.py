@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.checkpoints.resolution import find_checkpoint
-from kleash.errors import ModelError, OptionError
+from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, load_pair
+from kleash.models.adapters import find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
+from kleash.training.library_fields import lora_fields
 
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
@@ -61,8 +64,13 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
         )
 
     pair = load(job.policy)
+    lora = lora_settings(job.lora_rank, pair.policy.network, lora_fields(job)) if job.lora_rank else None
+    rule = find_rule(lora.to_dict()) if lora is not None else None
+    if rule is not None and rule.treatment == "refused":
+        raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
     is_same = pair.policy.is_same_as(pair.reference)
-    shares_network = is_same and bool(job.lora_rank) and role == "reference"
+    has_own_base = rule is not None and rule.changes_base
+    shares_network = is_same and lora is not None and not has_own_base and role == "reference"
     second = load(frozen).policy if is_same else pair.reference
     policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
     if not job.lora_rank:
@@ -70,7 +78,7 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
     return Networks(
         policy=policy.train(),
         frozen=None if shares_network else skip_padding_in_positions(second.network),
-        lora=lora_settings(job.lora_rank, policy) if job.lora_rank else None,
+        lora=lora,
         pair=pair,
         dtypes={
             "policy": str(policy.dtype).removeprefix("torch."),
@@ -79,11 +87,16 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
     )
 
 
-def lora_settings(rank: int, network: Any) -> Any:
-    """The configuration of a LoRA adapter on every linear layer except the head and routers.
+def lora_settings(rank: int, network: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The configuration of a LoRA adapter, on every linear layer except the head and routers unless ``fields`` say so.
+
+    Args:
+        rank: of its matrices.
+        network: the policy.
+        fields: further fields of PEFT's LoraConfig, in place of those that are chosen here.
 
     Raises:
-        OptionError: if the rank is above the width of every matrix that it would be put on.
+        OptionError: if the rank is above the width of every matrix that it would be put on, or PEFT refuses a field.
     """
     widest = max((min(weight.shape) for weight in network.parameters() if weight.dim() == 2), default=0)
     if widest and rank > widest:
@@ -99,14 +112,17 @@ def lora_settings(rank: int, network: Any) -> Any:
         and type(module).forward is not torch.nn.Linear.forward
         and type(module).__module__.startswith("transformers.models.")
     ]
-    return import_extra("peft", "models").LoraConfig(
-        r=rank,
-        lora_alpha=LORA_SCALE * rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        exclude_modules=routers or None,
-        task_type="CAUSAL_LM",
-    )
+    chosen = {
+        "lora_alpha": LORA_SCALE * rank,
+        "target_modules": "all-linear",
+        "exclude_modules": routers or None,
+    }
+    try:
+        return import_extra("peft", "models").LoraConfig(
+            r=rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **fields}
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise OptionError(f"PEFT refuses the values of --set lora.…: {summarise_error(error)}") from error
 
 
 def disable_dropout(network: Any) -> Any:
