@@ -20,7 +20,7 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
         kind: what the entries are, for the error message: "divergence", "estimator".
 
     Raises:
-        UnknownNameError: if there is no entry of this name; it lists the names, if they are few, and suggests the nearest.
+        UnknownNameError: if there is no entry of this name; it suggests the nearest, and lists them if they are few.
     """
     if name in table:
         return table[name]

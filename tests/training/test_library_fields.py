@@ -1,6 +1,8 @@
-"""``--set FIELD=VALUE``: values by the types of TRL's and PEFT's own classes, refusals, and what a field does to a run."""
+"""``--set FIELD=VALUE``: values by the types of TRL's and PEFT's classes, refusals, and what a field does to a run."""
 
 import json
+import re
+import shlex
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from safetensors import safe_open
 from tiny_models import save_tiny
 
 from kleash.cli import main
+from kleash.cli.parsing import read_words
 from kleash.errors import KleashError, OptionError, UnknownNameError
 from kleash.records import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, read_samples, read_steps
 from kleash.training.library_fields import (
@@ -143,6 +146,30 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
     assert all(any(hasattr(kind, option) for kind in kinds) for names in OPTIONS.values() for option in names)
 
 
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    words
+    for page in ("algorithms.md", "train.md")
+    for words in re.findall(
+        r"(?:`|kleash train )((?:ppo|grpo|rloo|dpo|distill) (?!--help)[^`#\n]*--\w[^`#\n]*)",
+        (ROOT / "docs" / page).read_text(),
+    )
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_commands_of_the_pages_are_accepted(words: str) -> None:
+    """Of docs/train.md and of the table of algorithms by name; "…" stands for options that are left out."""
+    left_out = ["--pairs", "p"] if words.startswith("dpo") and "--pairs" not in words else []
+    job: Any = read_words(["train", *shlex.split(words.replace("…", "")), *left_out])
+    config_fields(job), lora_fields(job)
+
+
+def test_the_tests_that_the_table_of_algorithms_names_exist() -> None:
+    named = re.findall(r"\| `(test_\w+\.py)` \|", (ROOT / "docs" / "algorithms.md").read_text())
+    assert len(named) >= 15 and all(list(ROOT.glob(f"tests/*/{name}")) for name in named)
+
+
 def test_set_belongs_to_the_settings_that_resuming_compares() -> None:
     one, other = (GRPOJob(set=(text,)).settings() for text in ("epsilon=.1", "epsilon=.2"))
     assert one != other and one["set"] == ["epsilon=.1"]
@@ -237,7 +264,7 @@ def logged(out: Path, name: str) -> list[Any]:
 
 
 def test_schedule_and_checkpointing(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up of two steps, then linear to 0 at the fourth; checkpointing recomputes each layer and changes no number."""
+    """Warm-up of two steps, then linear to 0; checkpointing recomputes each layer and changes no number."""
     schedule = ("lr_scheduler_type=linear", "warmup_steps=2")
     kept = steps(*schedule, steps=4)
     assert [step["policy/learning_rate"] for step in kept] == pytest.approx([0, 5e-3, 1e-2, 5e-3])

@@ -95,10 +95,10 @@ LOST = {
     "--out in every array task, and the last one makes the measurement",
     "logits": "kleash logits is now kleash measure --policy MODEL --reference-cache FILE (with --format llama.cpp for "
     "its statistics alone); kleash cache --format llama.cpp --reference MODEL --text FILE --out FILE writes the file",
-    "measure --shard": "--shard is gone: start the same command with one --out in every array task, and each scores shards "
-    "that no other has",
+    "measure --shard": "--shard is gone: start the same command with one --out in every array task, and each scores "
+    "shards that no other has",
     **dict.fromkeys(
-        ("train grpo --clip-range", "train rloo --clip-range"),
+        (f"train {name} --clip-range" for name in ("grpo", "rloo")),
         "--clip-range is TRL's epsilon here: --set epsilon=0.2",
     ),
     **dict.fromkeys(

@@ -55,8 +55,8 @@ class TrainJob(SeedOption, LoadingOptions):
     lora_rank: int = 0
     """Rank of the LoRA adapter that is trained; 0 trains every weight."""
     set: tuple[str, ...] = ()
-    """Fields of the configuration of TRL's trainer, by its names, as FIELD=VALUE: loss_type=dr_grpo; and of the adapter's
-    (PEFT's LoraConfig), as lora.FIELD=VALUE: lora.lora_alpha=16. Lists and objects are JSON. For ppo, the latter only."""
+    """Fields of the configuration of TRL's trainer, by its names, as FIELD=VALUE: loss_type=dr_grpo; and of PEFT's
+    LoraConfig, as lora.FIELD=VALUE: lora.lora_alpha=16. Lists and objects are JSON. ppo takes only the latter."""
     checkpoint_every: int = 10
     """Steps from one checkpoint to the next; the last step has one too."""
     on_hacking: str = "warn"

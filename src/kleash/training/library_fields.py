@@ -122,8 +122,8 @@ def config_fields(job: TrainJob) -> dict[str, Any]:
         return {}
     if job.algorithm not in CONFIGURATIONS:
         raise OptionError(
-            f"--set {next(iter(assignments))} is a field of TRL, and {job.algorithm} is kleash's own; it takes fields of "
-            "its LoRA adapter, lora.FIELD=VALUE"
+            f"--set {next(iter(assignments))} is a field of TRL, and {job.algorithm} is kleash's own; it takes fields "
+            "of its LoRA adapter, lora.FIELD=VALUE"
         )
     return _values(job, assignments, _configuration(job), "")
 
@@ -146,13 +146,13 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
     Raises:
         OptionError, UnknownNameError: as ``config_fields``; OptionError also if TRL refuses the values.
     """
-    given = {**arguments, **config_fields(job)}
-    if given.get("eval_strategy", "no") != "no" and getattr(job, "eval_prompts", None) is None:
+    settings = {**arguments, **config_fields(job)}
+    if settings.get("eval_strategy", "no") != "no" and getattr(job, "eval_prompts", None) is None:
         raise OptionError(
             "--set eval_strategy needs prompts that are held out: --eval-prompts (grpo and rloo)"
         )
     try:
-        return _configuration(job)(**given)
+        return _configuration(job)(**settings)
     except (ValueError, TypeError, ImportError) as error:
         raise OptionError(f"TRL refuses the values of --set: {summarise_error(error)}") from error
 

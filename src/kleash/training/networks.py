@@ -11,17 +11,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.checkpoints.resolution import find_checkpoint
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, load_pair
-from kleash.models.adapters import find_rule
+from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
 from kleash.training.library_fields import lora_fields
 
+TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
+"""Algorithms whose policy and reference may be adapters."""
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
 
@@ -45,39 +47,56 @@ class Networks:
 def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "reference") -> Networks:
     """Load the policy and the model called ``frozen``, as separate networks.
 
+    An adapter that is the policy is trained further; its reference is that adapter as it is, unless another is given.
+
     Raises:
-        ModelError: if a model cannot be loaded, is an adapter, or the two cannot be compared.
+        ModelError: if a model cannot be loaded, the two cannot be compared, or one is an adapter that the algorithm
+            does not take.
         OptionError: if the dtype is float16, or the rank of the adapter too large.
         CannotRunError: if the device does not exist.
     """
     if job.dtype == "float16":
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
-    for who, name in (("policy", job.policy), (role, frozen)):
-        if find_checkpoint(name).adapter is not None:
-            raise ModelError(
-                f"the {who} {name} is an adapter; merge it into its base (PEFT's merge_and_unload) and give that folder"
-            )
+    checkpoints = {
+        who: find_checkpoint(name, role=who) for who, name in (("policy", job.policy), (role, frozen))
+    }
+    adapters = [who for who, checkpoint in checkpoints.items() if checkpoint.adapter is not None]
+    if adapters and job.algorithm not in TAKES_ADAPTERS:
+        raise ModelError(
+            f"the {adapters[0]} {checkpoints[adapters[0]].name} is an adapter; merge it into its base (PEFT's "
+            f"merge_and_unload) and give that folder, or take {', '.join(TAKES_ADAPTERS)}"
+        )
+    if "policy" in adapters and job.lora_rank:
+        raise OptionError(
+            f"the policy {job.policy} is an adapter, which is trained further; leave --lora-rank out"
+        )
+    bases = {who: str(each.folder) if who in adapters else each.name for who, each in checkpoints.items()}
 
     def load(policy: str) -> Pair:
         return load_pair(
-            policy, frozen, dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
+            policy, bases[role], dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
         )
 
-    pair = load(job.policy)
+    pair = load(bases["policy"])
     lora = lora_settings(job.lora_rank, pair.policy.network, lora_fields(job)) if job.lora_rank else None
     rule = find_rule(lora.to_dict()) if lora is not None else None
     if rule is not None and rule.treatment == "refused":
         raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
     is_same = pair.policy.is_same_as(pair.reference)
     has_own_base = rule is not None and rule.changes_base
-    shares_network = is_same and lora is not None and not has_own_base and role == "reference"
-    second = load(frozen).policy if is_same else pair.reference
-    policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
-    if not job.lora_rank:
+    shares_network = (
+        is_same and lora is not None and not has_own_base and role == "reference" and not adapters
+    )
+    second = load(bases[role]).policy if is_same else pair.reference
+    policy = skip_padding_in_positions(pair.policy.network.requires_grad_(True))
+    policy = disable_dropout(with_adapter(policy, checkpoints["policy"], is_trainable=True))
+    if not job.lora_rank and not adapters:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
     return Networks(
         policy=policy.train(),
-        frozen=None if shares_network else skip_padding_in_positions(second.network),
+        frozen=None
+        if shares_network
+        else with_adapter(skip_padding_in_positions(second.network), checkpoints[role]),
         lora=lora,
         pair=pair,
         dtypes={
@@ -85,6 +104,20 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
             role: str((policy if shares_network else second.network).dtype).removeprefix("torch."),
         },
     )
+
+
+def with_adapter(network: Any, checkpoint: Checkpoint, *, is_trainable: bool = False) -> Any:
+    """The network of a checkpoint's base with its adapter, if it has one: PEFT's model to train, its network otherwise.
+
+    Raises:
+        ModelError: if the adapter is not of a kind that acts through weights.
+    """
+    if checkpoint.adapter is None:
+        return network
+    check_adapter(checkpoint)
+    peft: Any = import_extra("peft", "models")
+    wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), is_trainable=is_trainable)
+    return wrapper if is_trainable else wrapper.get_base_model()
 
 
 def lora_settings(rank: int, network: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
