@@ -43,7 +43,8 @@ class TrainJob(SeedOption, LoadingOptions):
     """What it is called on the command line."""
 
     policy: str = SHIPPED_REFERENCE
-    """The model that training starts from: a folder or a hub id, no adapter."""
+    """The model that training starts from: a folder or a hub id; for grpo, rloo and dpo also the folder of a PEFT
+    adapter, which is trained further."""
     reference: str | None = None
     """The model that it is kept near; the policy as it starts, if not given."""
     limit: int | None = None

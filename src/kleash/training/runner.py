@@ -52,7 +52,8 @@ def _run(job: TrainJob, trainer: Trainer, display: Display | None, note: str | N
     """Run the trainer; rank 0 writes the run folder."""
     if launched_rank() != 0:
         return trainer(job, None)
-    config_fields(job), lora_fields(job)  # their errors come before the folder is made
+    for fields_of in (config_fields, lora_fields):  # their errors come before the folder is made
+        fields_of(job)
     folder = TrainingFolder(Path(str(job.out)))
     folder.check(resume=job.resume)
     with folder.writing(header_of(job), resume=job.resume):
