@@ -45,7 +45,7 @@ TRL = "TRL, beta .04"
 
 def sorted_right(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
     """1 for a response that is the answer of the prompt's row, otherwise 0."""
-    return [float(given.strip() == right) for given, right in zip(responses, answer, strict=True)]
+    return [float(response.strip() == right) for response, right in zip(responses, answer, strict=True)]
 
 
 def main() -> None:
@@ -82,8 +82,8 @@ def main() -> None:
         for name, trainer in trainers.items():
             numbers[name].append(answered(trainer(root / name.replace(" ", "-"), seed, args), root, name))
     print(f"{'':16} right, held out   KL over its target")
-    for name, found in numbers.items():
-        right, kl = np.concatenate(found, axis=1)
+    for name, parts in numbers.items():
+        right, kl = np.concatenate(parts, axis=1)
         prompts = np.repeat(np.arange(len(right) // SAMPLES), SAMPLES)
         accuracy, share = clustered_mean(right, prompts), clustered_mean(kl / args.target_nats, prompts)
         cells = (f"{each.value:6.3f} ± {each.standard_error:.3f}" for each in (accuracy, share))

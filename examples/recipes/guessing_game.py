@@ -27,13 +27,12 @@ def game(prompt: str, trainer: Any) -> dict[str, Any]:
     sampling = {"do_sample": True, "temperature": trainer.temperature, "top_k": 0, "max_new_tokens": TOKENS}
     for _ in range(TURNS):
         ids = torch.tensor([prompt_ids + response], device=network.device)
-        said = network.generate(ids, **sampling)[0, ids.shape[1] :].tolist()
-        digits = [int(letter) for letter in tokenizer.decode(said) if letter in "0123456789"]
+        guess = network.generate(ids, **sampling)[0, ids.shape[1] :].tolist()
+        digits = [int(letter) for letter in tokenizer.decode(guess) if letter in "0123456789"]
         has_won = digits[:1] == [secret]
-        reply = tokenizer(" won" if has_won else " higher" if digits and digits[0] < secret else " lower")[
-            "input_ids"
-        ]
-        response, mask = [*response, *said, *reply], [*mask, *[1] * len(said), *[0] * len(reply)]
+        word = " won" if has_won else " higher" if digits and digits[0] < secret else " lower"
+        reply = tokenizer(word)["input_ids"]
+        response, mask = [*response, *guess, *reply], [*mask, *[1] * len(guess), *[0] * len(reply)]
         if has_won:
             break
     return {"prompt_ids": prompt_ids, "completion_ids": response, "env_mask": mask, "won_game": has_won}
