@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from kleash.errors import UnknownNameError
 
 T = TypeVar("T")
+MOST_LISTED = 40
+"""Larger tables are not listed in an error."""
 
 
 def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
@@ -18,13 +20,14 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
         kind: what the entries are, for the error message: "divergence", "estimator".
 
     Raises:
-        UnknownNameError: if there is no entry of this name; it lists all names and suggests the nearest.
+        UnknownNameError: if there is no entry of this name; it suggests the nearest, and lists them if they are few.
     """
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=1)
+    listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UnknownNameError(f"no {kind} is called {name!r}; there are {', '.join(table)}{hint}")
+    raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

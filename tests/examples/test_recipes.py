@@ -7,11 +7,15 @@ Read at: prime-rl 559b447 (2026-08-21), slime 624b824 (2026-08-21), SkyRL a95645
 import json
 import math
 import sys
+import warnings
 from argparse import Namespace
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import guessing_game
 import prime_rl_loss
 import pytest
 import skyrl_rewards
@@ -23,6 +27,7 @@ import vllm_hidden_states
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.leash import PIDBeta
 from kleash.losses import KLTerm
+from kleash.training import load_rewards
 
 NAN = float("nan")
 VOCAB_SIZE = 6
@@ -325,3 +330,72 @@ def test_the_requests_for_vllm_are_the_sequences_of_the_source(tmp_path):
     source.write_text("\n".join(map(json.dumps, rows)))
     requests = vllm_hidden_states.token_requests("shipped:reference", responses=str(source))
     assert list(requests) == [[3, 4, 5, 6, 7], [3, 4, 5, 6, 8]]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A reward server: 1 where the response has the answer, and 500 for an empty batch."""
+
+    def do_POST(self):
+        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        rewards = [float(a in r) for a, r in zip(sent["answer"], sent["responses"], strict=True)]
+        self.send_response(200 if "".join(sent["responses"]) else 500)
+        self.end_headers()
+        self.wfile.write(json.dumps({"rewards": rewards}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_rewards_responses_by_a_column(monkeypatch):
+    server = HTTPServer(("127.0.0.1", 0), Judge)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("REWARD_SERVER", f"http://127.0.0.1:{server.server_port}")
+    try:
+        rewards = load_rewards(["2*reward_server:judged"])
+        answers = {"answer": ["4", "9"], "level": [1, None]}
+        scores = rewards.of_texts(["2 + 2 =", "3 + 3 ="], [" 4.", " 6."], answers)
+        assert scores.total.tolist() == [2.0, 0.0]
+        with pytest.raises(CannotRunError, match=r"reward_server:judged raises HTTPError: HTTP Error 500"):
+            rewards.of_texts(["2 + 2 ="], [""], {"answer": ["4"]})
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.peers("trl")
+@pytest.mark.filterwarnings("ignore:.*(rollout_func|gradient_checkpointing).*")
+def test_the_kl_of_a_game_leaves_out_what_the_game_says(tmp_path):
+    from tiny_models import save_tiny
+    from trl_batches import make, moved, whole_logp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl
+
+        from kleash.integrations.trl import LeashedGRPOTrainer
+    options = {"rollout_func": guessing_game.play, "reward_funcs": [guessing_game.won], "kl": "exact"}
+    settings = {"max_completion_length": 40, "max_steps": 1}
+    folder = str(save_tiny(tmp_path / "tiny"))
+    trainer = make(LeashedGRPOTrainer, trl.GRPOConfig, folder, tmp_path, config_of=settings, **options)
+    moved(trainer.model, 0.2)
+    output = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 2)
+    replies = {tuple(trainer.processing_class(word)["input_ids"]) for word in (" won", " higher", " lower")}
+    for ids, own, real in zip(
+        output["completion_ids"], output["tool_mask"], output["completion_mask"], strict=True
+    ):
+        said = "".join("o" if mine else "." for mine in own[real.bool()])
+        parts = [part for part in said.split("o") if part]
+        assert 1 <= len(parts) <= guessing_game.TURNS and said.startswith("o")
+        game_ids = [
+            token for token, mine in zip(ids[real.bool()].tolist(), own.tolist(), strict=False) if not mine
+        ]
+        while game_ids:
+            (reply,) = [each for each in replies if tuple(game_ids[: len(each)]) == each]
+            game_ids = game_ids[len(reply) :]
+    trainer._compute_loss(trainer.model, {**output, "num_items_in_batch": output["completion_mask"].sum()})
+    logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
+    mask = output["completion_mask"].bool() & output["tool_mask"].bool()
+    kl = (logp.exp() * (logp - logq)).sum(-1)[mask].mean().item()
+    assert trainer._metrics["train"]["kl/per_token"][-1] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
+    trainer.train()
+    assert trainer.state.global_step == 1

@@ -1,6 +1,7 @@
 """TRL's trainers with vLLM's server mode, which a stand-in server in a process of its own answers."""
 
 import io
+import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -185,3 +186,43 @@ def test_tokens_without_an_engines_value_are_left_out() -> None:
     assert metrics["mismatch/jensen_shannon"] == pytest.approx(expected.jensen_shannon.value, rel=1e-12)
     nothing = mismatch_metrics(trainer, torch.full_like(engine, torch.nan), mask, Accelerator(cpu=True))
     assert nothing == {"mismatch/tokens": 0.0}
+
+
+def test_kleash_train_takes_vllm_by_set(
+    trl: SimpleNamespace, server: str, folder: Path, tmp_path: Path
+) -> None:
+    """The engine answers every prompt of the run, and gets the weights of each update."""
+    from kleash.records import GRPOJob, read_steps
+    from kleash.training.run_log import RunLog
+    from kleash.training.with_trl.online import train_grpo
+
+    (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
+    vllm = ("use_vllm=true", "vllm_mode=server", f"vllm_server_base_url={server}/none")
+    small = {
+        "steps": 2,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_new_tokens": 6,
+        "learning_rate": 1e-2,
+    }
+    reward = ("kleash.training.example_rewards:kind_words", f"{__name__}:spread")
+    given = {
+        "policy": str(folder),
+        "prompts": str(tmp_path / "p.txt"),
+        "out": str(tmp_path),
+        "reward": reward,
+    }
+    job = GRPOJob(**given, **small, set=vllm)
+    train_grpo(job, RunLog(tmp_path, job))
+    states = sorted(tmp_path.glob("checkpoints/*/trainer_state.json"))
+    logged = [row for row in json.loads(states[-1].read_text())["log_history"] if "mismatch/tokens" in row]
+    assert len(logged) == 2 and all(0 <= row["mismatch/kl_engine_trainer"] < 1e-9 for row in logged)
+    first, second = (step.metrics["kl/exact_per_token"] for step in read_steps(tmp_path))
+    assert first == pytest.approx(0, abs=1e-8) and second > 1e-6, (
+        "the update was trained, and reached the engine"
+    )
+
+
+def spread(prompts: list[str], responses: list[str]) -> list[float]:
+    """A reward that differs between responses."""
+    return [len(set(response)) / 10 for response in responses]

@@ -4,12 +4,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kleash.cli import main
-from kleash.errors import CannotRunError, OptionError
+from kleash.errors import CannotRunError, KleashError, NonFiniteError, OptionError
 from kleash.training import load_rewards
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import RewardFunction, reward_values
@@ -231,6 +232,38 @@ def test_missing_column_is_refused_before_models_are_loaded(
         "kleash: the reward graded:needs_more needs 'solution', which p.jsonl does not have; the columns are "
         "'prompt', 'answer', 'tests', 'only'\n"
     )
+
+
+@pytest.mark.peers("trl")
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [
+        (
+            "[1.0, float('nan')]",
+            NonFiniteError,
+            "graded:bad is nan for prompt 2 (p.jsonl, line 7) and 1 of 2",
+        ),
+        (
+            "[1 / 0]",
+            CannotRunError,
+            "division by zero (given 2 responses, the first to prompt 1 (p.jsonl, line 4))",
+        ),
+    ],
+)
+def test_an_error_in_a_trainer_of_trl_names_the_row_and_the_line(
+    here: Path, returned: str, error: type[KleashError], said: str
+) -> None:
+    from kleash.training.with_trl.online import PROMPT_COLUMN, _reward_function
+
+    (here / "graded.py").write_text(f"def bad(prompts, responses):\n    return {returned}\n")
+    prompts: Any = [
+        SimpleNamespace(text="a", location=f"p.jsonl, line {line}", messages=None, columns={})
+        for line in (1, 4, 7)
+    ]
+    function = _reward_function(load_rewards(["graded:bad"]).rewards[0], prompts)
+    with pytest.raises(error) as caught:
+        function(completions=["x", "y"], completion_ids=[[1], [2]], **{PROMPT_COLUMN: [1, 2]})
+    assert said in str(caught.value)
 
 
 def test_of_texts_accepts_columns(here: Path) -> None:

@@ -29,6 +29,7 @@ JOBS = (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 TINY = (
     *("--prompts-per-step", "4", "--limit", "4", "--max-new-tokens", "4"),
     *("--minibatches", "1", "--epochs", "1", "--lora-rank", "2", "--learning-rate", "1e-2"),
+    *("--set", "lora.lora_alpha=6", 'lora.target_modules=["q_proj"]'),
 )
 DENY = """
 import sys
@@ -60,7 +61,8 @@ def test_run_writes_all_files(run: Path) -> None:
     result = json.loads((run / "training.json").read_text())
     assert (result["algorithm"], result["steps"], result["stopped"]) == ("ppo", 2, None)
     assert result["metrics"]["beta"] == result["beta"] == 0.05
-    assert Path(result["policy"]).is_dir()
+    adapter = json.loads((Path(result["policy"]) / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["target_modules"]) == (2, 6, ["q_proj"])
     assert "trained by PPO" in (run / "report.html").read_text(encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -288,8 +289,13 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
 def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, monkeypatch):
     job = GRPOJob(reward=(HEROINE,), **SMALL)
     adapter = tiny_adapter(tmp_path / "adapter", folder)
-    with pytest.raises(ModelError, match=r"the policy .* is an adapter"):
-        go(trl.train_grpo, replace(job, policy=str(adapter), prompts="shipped:prompts"), tmp_path / "a")
+    with pytest.raises(OptionError, match=r"the policy .* is an adapter, which is trained further"):
+        own = {"policy": str(adapter), "prompts": "shipped:prompts", "lora_rank": 2}
+        go(trl.train_grpo, replace(job, **own), tmp_path / "a")
+    with pytest.raises(
+        ModelError, match=r"the teacher .* is an adapter; merge it .* or take grpo, rloo, dpo"
+    ):
+        go(trl.train_distill, DistillJob(teacher=str(adapter), **SMALL), tmp_path / "t")
     with pytest.raises(OptionError, match="float16 loses gradients"):
         go(trl.train_grpo, replace(job, dtype="float16"), tmp_path / "b")
     ids = tmp_path / "ids.jsonl"
@@ -302,6 +308,38 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
     monkeypatch.setattr(accelerate, lambda **_: SimpleNamespace(num_processes=3))
     with pytest.raises(OptionError, match="4 rows a step cannot be divided evenly among 3 processes"):
         go(trl.train_grpo, job, tmp_path / "e")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_an_adapter_is_trained_further(trl, folder, tmp_path, algorithm):
+    """It starts at a KL of 0 to itself, leaves it, and is saved as an adapter over its unchanged base."""
+    adapter = tiny_adapter(tmp_path / "adapter", folder)
+    before = {path.name: path.read_bytes() for path in (*adapter.iterdir(), folder / "model.safetensors")}
+    common = {"policy": str(adapter), "steps": 2, "learning_rate": 1e-2, "checkpoint_every": 2}
+    if algorithm == "grpo":
+        (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
+        small = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_new_tokens": 8}
+        reward = (f"{__name__}:letters",)
+        job = GRPOJob(**common, **small, prompts=str(tmp_path / "p.txt"), reward=reward)
+        result, steps = go(trl.train_grpo, job, tmp_path / "run")
+    else:
+        (tmp_path / "p.jsonl").write_text(
+            '{"prompt": "the sea", "chosen": " was calm", "rejected": " ran"}\n'
+        )
+        job = DPOJob(**common, pairs=str(tmp_path / "p.jsonl"), pairs_per_step=1)
+        result, steps = go(trl.train_dpo, job, tmp_path / "run")
+    assert steps[0].metrics["kl/exact_per_token"] == pytest.approx(0, abs=1e-7)
+    assert steps[-1].metrics["kl/exact_per_token"] > 1e-6
+    pair = load_pair(result.policy, str(adapter))
+    assert pair.policy.adapter is not None and pair.policy.base == str(folder)
+    saved, given = (Path(root) / "adapter_model.safetensors" for root in (result.policy, adapter))
+    assert saved.read_bytes() != given.read_bytes()
+    assert all(path.read_bytes() == before[path.name] for path in (given, folder / "model.safetensors"))
+
+
+def letters(prompts, responses):
+    """A reward that differs between responses."""
+    return [len(set(response)) / 10 for response in responses]
 
 
 @given(st.integers(1, 400), st.integers(1, 500))

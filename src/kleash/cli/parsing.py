@@ -95,10 +95,18 @@ LOST = {
     "--out in every array task, and the last one makes the measurement",
     "logits": "kleash logits is now kleash measure --policy MODEL --reference-cache FILE (with --format llama.cpp for "
     "its statistics alone); kleash cache --format llama.cpp --reference MODEL --text FILE --out FILE writes the file",
-    "--shard": "--shard is gone: start the same command with one --out in every array task, and each scores shards "
-    "that no other has",
+    "measure --shard": "--shard is gone: start the same command with one --out in every array task, and each scores "
+    "shards that no other has",
+    **dict.fromkeys(
+        (f"train {name} --clip-range" for name in ("grpo", "rloo")),
+        "--clip-range is TRL's epsilon here: --set epsilon=0.2",
+    ),
+    **dict.fromkeys(
+        (f"train {name} --max-gradient-norm" for name in ("grpo", "rloo", "dpo", "distill")),
+        "--max-gradient-norm is TRL's max_grad_norm here: --set max_grad_norm=1",
+    ),
 }
-"""Former commands and options of measure, and what to use instead."""
+"""Former commands, and options with their command, and what to use instead."""
 COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
 """First line of a zsh script, which starts the completion system if it is not running."""
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -215,11 +223,14 @@ class CommandParser(ArgumentParser):
         """The message about an unknown option, with the nearest known one."""
         if self.name in SUBCOMMANDS:
             return f"there is no option {option} here; a command and its algorithm come first, and their options after"
-        if self.name == "measure" and option in LOST:
-            return LOST[option]
+        if f"{self.name} {option}" in LOST:
+            return LOST[f"{self.name} {option}"]
         synonym = SYNONYMS.get(option)
         nearest = synonym if synonym in self.options else _nearest(option, self.options)
-        return f"{self.name} has no option {option}" + (f"; did you mean {nearest}?" if nearest else "")
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        if not nearest and self.name.startswith("train "):
+            hint = f"; a field of TRL's configuration is given by --set {option[2:].replace('-', '_')}=VALUE"
+        return f"{self.name} has no option {option}{hint}"
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Write help to standard output; argparse's version ignores errors of writing."""

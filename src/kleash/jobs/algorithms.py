@@ -43,6 +43,8 @@ class PPOJob(RewardJob):
     """Of the entropy's bonus."""
     whiten: bool = True
     """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
+    max_gradient_norm: float = 1.0
+    """Longer gradients are scaled down to it."""
     early_stop_nats: float | None = None
     """A step's updates end once KL(before ‖ now) per token is above it."""
 
@@ -50,7 +52,7 @@ class PPOJob(RewardJob):
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._at_least_1("epochs", "minibatches")
-        self._above_0("clip_range", "clip_range_value", "early_stop_nats")
+        self._above_0("clip_range", "clip_range_value", "max_gradient_norm", "early_stop_nats")
         for name in ("gamma", "gae_lambda"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
@@ -74,16 +76,15 @@ class GroupJob(RewardJob):
     """Responses drawn for each prompt: the group that is compared, at least 2."""
     epochs: int = 1
     """Times that a step's responses are learned from."""
-    clip_range: float = 0.2
-    """A probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range: of a token in GRPO, of a response in
-    RLOO."""
+    eval_prompts: str | None = None
+    """Prompts that are held out, in any format of --prompts: every --checkpoint-every steps, and where --set eval_steps
+    says so, the policy answers them, is rewarded and its KL measured."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
         require_several_samples(self)
         self._at_least_1("epochs")
-        self._above_0("clip_range")
 
 
 @dataclass(frozen=True, kw_only=True)

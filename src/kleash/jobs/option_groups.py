@@ -41,7 +41,7 @@ POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy candidates reference teacher prompts text responses pairs reward steps rounding out",
     "what is read": "limit split dataset_config prompt_column response_column text_column chat_template "
-    "until_relative_error prompts_per_step pairs_per_step",
+    "until_relative_error prompts_per_step pairs_per_step eval_prompts",
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
     "beta_max early_stop_nats",
     "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",

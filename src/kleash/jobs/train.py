@@ -43,7 +43,8 @@ class TrainJob(SeedOption, LoadingOptions):
     """What it is called on the command line."""
 
     policy: str = SHIPPED_REFERENCE
-    """The model that training starts from: a folder or a hub id, no adapter."""
+    """The model that training starts from: a folder or a hub id; for grpo, rloo and dpo also the folder of a PEFT
+    adapter, which is trained further."""
     reference: str | None = None
     """The model that it is kept near; the policy as it starts, if not given."""
     limit: int | None = None
@@ -52,10 +53,11 @@ class TrainJob(SeedOption, LoadingOptions):
     """Steps in all: fresh data, and its updates. A finished run goes on with more of them and --resume."""
     learning_rate: float = 1e-5
     """Of AdamW."""
-    max_gradient_norm: float = 1.0
-    """Longer gradients are scaled down to it."""
     lora_rank: int = 0
     """Rank of the LoRA adapter that is trained; 0 trains every weight."""
+    set: tuple[str, ...] = ()
+    """Fields of the configuration of TRL's trainer, by its names, as FIELD=VALUE: loss_type=dr_grpo; and of PEFT's
+    LoraConfig, as lora.FIELD=VALUE: lora.lora_alpha=16. Lists and objects are JSON. ppo takes only the latter."""
     checkpoint_every: int = 10
     """Steps from one checkpoint to the next; the last step has one too."""
     on_hacking: str = "warn"
@@ -75,7 +77,7 @@ class TrainJob(SeedOption, LoadingOptions):
         """
         super().__post_init__()
         self._at_least_1("limit", "steps", "checkpoint_every")
-        self._above_0("learning_rate", "max_gradient_norm")
+        self._above_0("learning_rate")
         self._one_of("on_hacking", HACKING_RESPONSES)
         self._one_of("metric_names", METRIC_NAMES)
         require_trackers_known(self.report_to)

@@ -4,21 +4,26 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.checkpoints.resolution import find_checkpoint
-from kleash.errors import ModelError, OptionError
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
+from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, load_pair
+from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
+from kleash.training.library_fields import lora_fields
 
+TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
+"""Algorithms whose policy and reference may be adapters."""
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
 
@@ -42,35 +47,57 @@ class Networks:
 def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "reference") -> Networks:
     """Load the policy and the model called ``frozen``, as separate networks.
 
+    An adapter that is the policy is trained further; its reference is that adapter as it is, unless another is given.
+
     Raises:
-        ModelError: if a model cannot be loaded, is an adapter, or the two cannot be compared.
+        ModelError: if a model cannot be loaded, the two cannot be compared, or one is an adapter that the algorithm
+            does not take.
         OptionError: if the dtype is float16, or the rank of the adapter too large.
         CannotRunError: if the device does not exist.
     """
     if job.dtype == "float16":
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
-    for who, name in (("policy", job.policy), (role, frozen)):
-        if find_checkpoint(name).adapter is not None:
-            raise ModelError(
-                f"the {who} {name} is an adapter; merge it into its base (PEFT's merge_and_unload) and give that folder"
-            )
+    checkpoints = {
+        who: find_checkpoint(name, role=who) for who, name in (("policy", job.policy), (role, frozen))
+    }
+    adapters = [who for who, checkpoint in checkpoints.items() if checkpoint.adapter is not None]
+    if adapters and job.algorithm not in TAKES_ADAPTERS:
+        raise ModelError(
+            f"the {adapters[0]} {checkpoints[adapters[0]].name} is an adapter; merge it into its base (PEFT's "
+            f"merge_and_unload) and give that folder, or take {', '.join(TAKES_ADAPTERS)}"
+        )
+    if "policy" in adapters and job.lora_rank:
+        raise OptionError(
+            f"the policy {job.policy} is an adapter, which is trained further; leave --lora-rank out"
+        )
+    bases = {who: str(each.folder) if who in adapters else each.name for who, each in checkpoints.items()}
 
     def load(policy: str) -> Pair:
         return load_pair(
-            policy, frozen, dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
+            policy, bases[role], dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
         )
 
-    pair = load(job.policy)
+    pair = load(bases["policy"])
+    lora = lora_settings(job.lora_rank, pair.policy.network, lora_fields(job)) if job.lora_rank else None
+    rule = find_rule(lora.to_dict()) if lora is not None else None
+    if rule is not None and rule.treatment == "refused":
+        raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
     is_same = pair.policy.is_same_as(pair.reference)
-    shares_network = is_same and bool(job.lora_rank) and role == "reference"
-    second = load(frozen).policy if is_same else pair.reference
-    policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
-    if not job.lora_rank:
+    has_own_base = rule is not None and rule.changes_base
+    shares_network = (
+        is_same and lora is not None and not has_own_base and role == "reference" and not adapters
+    )
+    second = load(bases[role]).policy if is_same else pair.reference
+    policy = skip_padding_in_positions(pair.policy.network.requires_grad_(True))
+    policy = disable_dropout(with_adapter(policy, checkpoints["policy"], is_trainable=True))
+    if not job.lora_rank and not adapters:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
     return Networks(
         policy=policy.train(),
-        frozen=None if shares_network else skip_padding_in_positions(second.network),
-        lora=lora_settings(job.lora_rank, policy) if job.lora_rank else None,
+        frozen=None
+        if shares_network
+        else with_adapter(skip_padding_in_positions(second.network), checkpoints[role]),
+        lora=lora,
         pair=pair,
         dtypes={
             "policy": str(policy.dtype).removeprefix("torch."),
@@ -79,11 +106,30 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
     )
 
 
-def lora_settings(rank: int, network: Any) -> Any:
-    """The configuration of a LoRA adapter on every linear layer except the head and routers.
+def with_adapter(network: Any, checkpoint: Checkpoint, *, is_trainable: bool = False) -> Any:
+    """The network of a checkpoint's base with its adapter, if it has one: PEFT's model to train, its network otherwise.
 
     Raises:
-        OptionError: if the rank is above the width of every matrix that it would be put on.
+        ModelError: if the adapter is not of a kind that acts through weights.
+    """
+    if checkpoint.adapter is None:
+        return network
+    check_adapter(checkpoint)
+    peft: Any = import_extra("peft", "models")
+    wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), is_trainable=is_trainable)
+    return wrapper if is_trainable else wrapper.get_base_model()
+
+
+def lora_settings(rank: int, network: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The configuration of a LoRA adapter, on every linear layer except the head and routers unless ``fields`` say so.
+
+    Args:
+        rank: of its matrices.
+        network: the policy.
+        fields: further fields of PEFT's LoraConfig, in place of those that are chosen here.
+
+    Raises:
+        OptionError: if the rank is above the width of every matrix that it would be put on, or PEFT refuses a field.
     """
     widest = max((min(weight.shape) for weight in network.parameters() if weight.dim() == 2), default=0)
     if widest and rank > widest:
@@ -99,14 +145,17 @@ def lora_settings(rank: int, network: Any) -> Any:
         and type(module).forward is not torch.nn.Linear.forward
         and type(module).__module__.startswith("transformers.models.")
     ]
-    return import_extra("peft", "models").LoraConfig(
-        r=rank,
-        lora_alpha=LORA_SCALE * rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        exclude_modules=routers or None,
-        task_type="CAUSAL_LM",
-    )
+    chosen = {
+        "lora_alpha": LORA_SCALE * rank,
+        "target_modules": "all-linear",
+        "exclude_modules": routers or None,
+    }
+    try:
+        return import_extra("peft", "models").LoraConfig(
+            r=rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **fields}
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise OptionError(f"PEFT refuses the values of --set lora.…: {summarise_error(error)}") from error
 
 
 def disable_dropout(network: Any) -> Any:

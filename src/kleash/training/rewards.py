@@ -137,7 +137,10 @@ def reward_values(
         raise
     except Exception as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {summarise_error(error)}"
-        raise CannotRunError(f"the reward {spec} raises {reason}") from error
+        batch = (
+            f"{len(dialogues)} responses, the first to {dialogues[0].name}" if dialogues else "no response"
+        )
+        raise CannotRunError(f"the reward {spec} raises {reason} (given {batch})") from error
     if values.shape != (len(dialogues),):
         raise ShapeError(
             f"the reward {spec} returned numbers of shape {values.shape} for {len(dialogues)} responses; it must "

@@ -22,6 +22,7 @@ from kleash.reports import write_training_report
 from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
+from kleash.training.library_fields import config_fields, lora_fields
 from kleash.training.rewards import weight_of
 from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__
@@ -51,6 +52,8 @@ def _run(job: TrainJob, trainer: Trainer, display: Display | None, note: str | N
     """Run the trainer; rank 0 writes the run folder."""
     if launched_rank() != 0:
         return trainer(job, None)
+    for fields_of in (config_fields, lora_fields):  # their errors come before the folder is made
+        fields_of(job)
     folder = TrainingFolder(Path(str(job.out)))
     folder.check(resume=job.resume)
     with folder.writing(header_of(job), resume=job.resume):

@@ -7,6 +7,7 @@ from kleash.extras import import_extra
 from kleash.jobs import DistillJob
 from kleash.models import read_prompts
 from kleash.store import TrainingResult
+from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
@@ -71,7 +72,8 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
     trainer = trainer_class(
         model=networks.policy,
         teacher_model=networks.frozen,
-        args=trl.DistillationConfig(
+        args=trl_config(
+            job,
             **arguments,
             shuffle_dataset=False,
             beta=BETAS[job.divergence],

@@ -11,6 +11,7 @@ from kleash.jobs.train import OnlineJob
 from kleash.models import Prompt, read_prompts
 from kleash.store import TrainingResult
 from kleash.training.job_schedule import leash_of, prompt_indices
+from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
@@ -27,8 +28,8 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's GRPO with a KL term to its reference.
 
     TRL generates, computes advantages and updates; rewards, KL term, beta and run log are kleash's. The loss is TRL's
-    "dapo", a mean over all tokens. Advantages are divided by the standard deviation of their group, except with the KL
-    in the reward.
+    default, "dapo", a mean over all tokens, unless ``job.set`` names another. Advantages are divided by the standard
+    deviation of their group, except with the KL in the reward.
 
     Args:
         job: the training job; ``out`` is set.
@@ -46,8 +47,7 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
         "scale_rewards": "none" if job.kl_place == "reward" else "group",
         "use_bias_correction_kl": False,  # an option of TRL's own KL term, which is off
     }
-    config = import_extra("trl", "trl").GRPOConfig
-    return _train(job, run_log, with_measurement(LeashedGRPOTrainer), config, settings)
+    return _train(job, run_log, with_measurement(LeashedGRPOTrainer), settings)
 
 
 @silent_trainer
@@ -59,17 +59,18 @@ def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
     from kleash.integrations.trl import LeashedRLOOTrainer
     from kleash.training.with_trl.measured_trainer import with_measurement
 
-    return _train(
-        job, run_log, with_measurement(LeashedRLOOTrainer), import_extra("trl", "trl").RLOOConfig, {}
-    )
+    return _train(job, run_log, with_measurement(LeashedRLOOTrainer), {})
 
 
 def _train(
-    job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, config: Any, settings: dict[str, Any]
+    job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, settings: dict[str, Any]
 ) -> TrainingResult:
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
+    held_out: list[Prompt] = []
+    if job.eval_prompts is not None:
+        held_out = read_prompts(job.eval_prompts, networks.pair, columns=True, reading=job)
     rewards = load_rewards(
         job.rewards,
         tokenizer=networks.pair.tokenizer,
@@ -80,13 +81,15 @@ def _train(
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     trainer = trainer_class(
         model=networks.policy,
-        reward_funcs=[_reward_function(reward, prompts) for reward in rewards.rewards],
-        args=config(
-            **_arguments(job, prompts),
+        reward_funcs=[_reward_function(reward, [*prompts, *held_out]) for reward in rewards.rewards],
+        args=trl_config(
+            job,
+            **_arguments(job, [*prompts, *held_out]),
             **settings,
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
         train_dataset=data_set(prompts, job, networks),
+        eval_dataset=prompt_rows(held_out, networks, first=len(prompts)) if held_out else None,
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
         reference=networks.frozen,
@@ -118,8 +121,10 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
         "max_completion_length": job.max_new_tokens,
         "temperature": job.temperature,
         "num_iterations": job.epochs,
-        "epsilon": job.clip_range,
         "beta": job.beta,
+        "eval_strategy": "no" if job.eval_prompts is None else "steps",
+        "eval_steps": job.checkpoint_every * job.epochs,
+        "per_device_eval_batch_size": job.samples_per_prompt,
     }
 
 
@@ -129,8 +134,26 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
     One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
 
     Raises:
+        SourceError: as ``prompt_rows``.
+        OptionError: as ``prompt_rows``, or if the run is too long for one pass.
+    """
+    num_prompts = job.steps * job.prompts_per_step
+    if num_prompts * copies > MAX_ROWS:
+        raise OptionError(
+            f"--steps {job.steps} with --prompts-per-step {job.prompts_per_step} is {num_prompts * copies} rows "
+            f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
+            "continue with --resume"
+        )
+    order = prompt_indices(len(prompts), range(num_prompts), job.seed)
+    return prompt_rows(prompts, networks).select([index for index in order for _ in range(copies)])
+
+
+def prompt_rows(prompts: list[Prompt], networks: Networks, *, first: int = 0) -> Any:
+    """A data set with a row for each prompt, and its number, from ``first``, in ``PROMPT_COLUMN``.
+
+    Raises:
         SourceError: if TRL would tokenise a prompt differently.
-        OptionError: if some prompts are texts and some messages, or the run is too long for one pass.
+        OptionError: if some prompts are texts and some messages.
     """
     if len({prompt.messages is not None for prompt in prompts}) > 1:
         raise OptionError(
@@ -145,18 +168,9 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
             )
     rows = [
         {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), PROMPT_COLUMN: number}
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(prompts, first)
     ]
-    num_prompts = job.steps * job.prompts_per_step
-    if num_prompts * copies > MAX_ROWS:
-        raise OptionError(
-            f"--steps {job.steps} with --prompts-per-step {job.prompts_per_step} is {num_prompts * copies} rows "
-            f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
-            "continue with --resume"
-        )
-    order = prompt_indices(len(prompts), range(num_prompts), job.seed)
-    indices = [index for index in order for _ in range(copies)]
-    return import_extra("datasets", "trl").Dataset.from_list(rows).select(indices)
+    return import_extra("datasets", "trl").Dataset.from_list(rows)
 
 
 def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
@@ -173,7 +187,7 @@ def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
                 prompt=prompts[which].text,
                 response=completion if isinstance(completion, str) else completion[-1]["content"],
                 messages=prompts[which].messages,
-                name=f"prompt {which}",
+                name=f"prompt {which} ({prompts[which].location})",
                 columns=prompts[which].columns,
                 token_ids=tuple(ids),
             )

@@ -12,6 +12,7 @@ from kleash.jobs.reading import DatasetOptions
 from kleash.models import Sampling, find_source
 from kleash.sources.dataset_formats import parse_preference
 from kleash.store import TrainingResult
+from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import run_trainer, shared_arguments, silent_trainer
@@ -48,7 +49,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     trainer = trl.DPOTrainer(
         model=networks.policy,
         ref_model=networks.frozen,
-        args=trl.DPOConfig(**arguments, beta=job.beta, max_length=job.max_tokens),
+        args=trl_config(job, **arguments, beta=job.beta, max_length=job.max_tokens),
         train_dataset=import_extra("datasets", "trl").Dataset.from_list(rows),
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,

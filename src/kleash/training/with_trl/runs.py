@@ -139,7 +139,6 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "save_strategy": "steps",
         "save_steps": job.checkpoint_every * updates,
         "learning_rate": job.learning_rate,
-        "max_grad_norm": job.max_gradient_norm,
         "seed": job.seed % 2**32,
         "bf16": resolve_dtype(job.dtype, device) == torch.bfloat16,
         "use_cpu": device.type == "cpu",

@@ -1,0 +1,223 @@
+"""Fields of TRL's and PEFT's configurations that a job sets by name: ``--set FIELD=VALUE``."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kleash.errors import OptionError, summarise_error
+from kleash.extras import import_extra
+from kleash.jobs import TrainJob
+from kleash.jobs.option_groups import TYPE_NAMES, flag
+from kleash.registry import look_up
+
+CONFIGURATIONS: Mapping[str, str] = MappingProxyType(
+    {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "distill": "DistillationConfig"}
+)
+"""Algorithm -> the configuration class of TRL's trainer."""
+LORA = "lora."
+"""Prefix of the fields of PEFT's LoraConfig."""
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "output_dir": ("out",),
+        "per_device_train_batch_size": ("batch_tokens",),
+        "gradient_accumulation_steps": ("batch_tokens",),
+        "auto_find_batch_size": ("batch_tokens",),
+        "generation_batch_size": ("prompts_per_step",),
+        "steps_per_generation": ("prompts_per_step",),
+        "max_steps": ("steps",),
+        "num_train_epochs": ("steps",),
+        "num_iterations": ("epochs",),
+        "save_steps": ("checkpoint_every",),
+        "save_strategy": ("checkpoint_every",),
+        "learning_rate": ("learning_rate",),
+        "seed": ("seed",),
+        "shuffle_dataset": ("seed",),
+        "bf16": ("dtype",),
+        "fp16": ("dtype",),
+        "use_cpu": ("device",),
+        "model_init_kwargs": ("dtype",),
+        "trust_remote_code": ("trust_remote_code",),
+        "report_to": ("report_to",),
+        "disable_tqdm": ("quiet",),
+        "resume_from_checkpoint": ("resume",),
+        "beta": ("beta", "divergence"),
+        "temperature": ("temperature",),
+        "num_generations": ("samples_per_prompt",),
+        "max_completion_length": ("max_new_tokens",),
+        "max_length": ("max_tokens",),
+        "reward_weights": ("reward",),
+        "use_bias_correction_kl": ("kl",),
+        "teacher_model_name_or_path": ("teacher",),
+        "teacher_model_revision": ("teacher",),
+        "teacher_model_init_kwargs": ("teacher",),
+        "lora.r": ("lora_rank",),
+    }
+)
+"""Field -> the job's options that it would contradict; the first that a job has is to be used instead."""
+_LOGS = "a step of the run log is one log of the trainer"
+_RESUMED = "a run that is resumed would differ from one that was not interrupted"
+_TRUNCATED = "the responses would not be samples of the policy, whose KL is estimated from them"
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "sync_ref_model": "it moves the reference, to which the KL is measured and held; for a reference that moves, "
+        "take kleash.integrations.trl in a program of your own",
+        "use_liger_kernel": "it replaces layers of the policy and not of the reference, so that two equal models would "
+        "have a KL above 0",
+        "logging_steps": _LOGS,
+        "logging_strategy": _LOGS,
+        "logging_nan_inf_filter": "a loss that is NaN would be written as 0",
+        "remove_unused_columns": "rewards read the columns of the prompts",
+        "save_only_model": _RESUMED,
+        "ignore_data_skip": _RESUMED,
+        "lora.lora_dropout": "with dropout, the policy that is trained is not the one that generated",
+        "lora.task_type": "a policy is a causal language model",
+    }
+)
+"""Field -> why it cannot be set."""
+REFUSED_ONLINE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"), _TRUNCATED),
+        "vllm_structured_outputs_regex": _TRUNCATED,
+        "neftune_noise_alpha": "with noise, the policy that is trained is not the one that generated",
+    }
+)
+"""Field -> why it cannot be set in an algorithm whose KL is estimated from the responses of the policy."""
+
+
+def _of_type(kind: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = json.loads(text)
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return read
+
+
+READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType(
+    {
+        bool: lambda text: {"true": True, "false": False}[text.lower()],
+        int: int,
+        float: float,
+        list: _of_type(list),
+        tuple: lambda text: tuple(_of_type(list)(text)),
+        dict: _of_type(dict),
+    }
+)
+"""Type of a field -> the function that reads its value from text, in the order in which they are tried."""
+JSON_NAMES = {list: 'a list as JSON, such as ["a"]', tuple: "a list as JSON", dict: "an object as JSON"}
+
+
+def config_fields(job: TrainJob) -> dict[str, Any]:
+    """The fields of TRL's configuration that a job sets, with values of their types.
+
+    Raises:
+        OptionError: if a field contradicts an option of the job, would break the KL, or has a value of another type.
+        UnknownNameError: if the installed TRL has no such field.
+    """
+    assignments = {name: text for name, text in _assignments(job).items() if not name.startswith(LORA)}
+    if not assignments:
+        return {}
+    if job.algorithm not in CONFIGURATIONS:
+        raise OptionError(
+            f"--set {next(iter(assignments))} is a field of TRL, and {job.algorithm} is kleash's own; it takes fields "
+            "of its LoRA adapter, lora.FIELD=VALUE"
+        )
+    return _values(job, assignments, _configuration(job), "")
+
+
+def lora_fields(job: TrainJob) -> dict[str, Any]:
+    """The fields of PEFT's LoraConfig that a job sets; raises as ``config_fields`` does."""
+    assignments = {
+        name.removeprefix(LORA): text for name, text in _assignments(job).items() if name.startswith(LORA)
+    }
+    if not assignments:
+        return {}
+    if not job.lora_rank:
+        raise OptionError(f"--set {LORA}{next(iter(assignments))} needs an adapter: give --lora-rank")
+    return _values(job, assignments, import_extra("peft", "models").LoraConfig, LORA)
+
+
+def trl_config(job: TrainJob, **arguments: Any) -> Any:
+    """TRL's configuration of the job's algorithm: ``arguments``, and in their place what the job sets by name.
+
+    Raises:
+        OptionError, UnknownNameError: as ``config_fields``; OptionError also if TRL refuses the values.
+    """
+    settings = {**arguments, **config_fields(job)}
+    if settings.get("eval_strategy", "no") != "no" and getattr(job, "eval_prompts", None) is None:
+        raise OptionError(
+            "--set eval_strategy needs prompts that are held out: --eval-prompts (grpo and rloo)"
+        )
+    try:
+        return _configuration(job)(**settings)
+    except (ValueError, TypeError, ImportError) as error:
+        raise OptionError(f"TRL refuses the values of --set: {summarise_error(error)}") from error
+
+
+def _configuration(job: TrainJob) -> Any:
+    return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])
+
+
+def _assignments(job: TrainJob) -> dict[str, str]:
+    """Name -> value of each entry of ``job.set``, as texts."""
+    assignments: dict[str, str] = {}
+    for entry in job.set:
+        name, equals, text = (part.strip() for part in entry.partition("="))
+        if not (name and equals):
+            raise OptionError(f"--set takes FIELD=VALUE, such as loss_type=dr_grpo; it is {entry!r}")
+        if name in assignments:
+            raise OptionError(f"--set {name} is given twice: {assignments[name]} and {text}")
+        assignments[name] = text
+    return assignments
+
+
+def _values(
+    job: TrainJob, assignments: Mapping[str, str], configuration: type, prefix: str
+) -> dict[str, Any]:
+    """The values of the assignments by the types of the configuration's fields."""
+    hints = get_type_hints(configuration)
+    known = {field.name: hints[field.name] for field in fields(configuration) if field.init}
+    values: dict[str, Any] = {}
+    for name, text in assignments.items():
+        hint = look_up(known, name, f"field of {configuration.__name__}")
+        reason = _refusal(job, prefix + name)
+        if reason is not None:
+            raise OptionError(f"--set {prefix}{name}: {reason}")
+        values[name] = _value(prefix + name, text, hint)
+    return values
+
+
+def _refusal(job: TrainJob, name: str) -> str | None:
+    """Why a job does not take a field, and what to use instead; None if it does."""
+    for option in OPTIONS.get(name, ()):
+        if hasattr(job, option):
+            return f"{flag(option)} decides this; give that"
+    is_online = hasattr(job, "kl_place")
+    return REFUSED.get(name) or (REFUSED_ONLINE.get(name) if is_online else None)
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    """The value of a field as its type says; the first of several types that takes the text.
+
+    Raises:
+        OptionError: if none does.
+    """
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [get_origin(member) or member for member in members]
+    if text == "None" and NoneType in kinds:
+        return None
+    for kind, read in READERS.items():
+        if kind in kinds:
+            try:
+                return read(text)
+            except (ValueError, KeyError):
+                continue
+    words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
+    if str in kinds or text in words:
+        return text
+    names = [JSON_NAMES.get(kind, TYPE_NAMES.get(kind, "")) for kind in kinds]
+    expected = " or ".join(filter(None, [*dict.fromkeys(names), ", ".join(map(str, words))]))
+    raise OptionError(f"--set {name} takes {expected}; it is {text!r}")

@@ -1,0 +1,328 @@
+"""``--set FIELD=VALUE``: values by the types of TRL's and PEFT's classes, refusals, and what a field does to a run."""
+
+import json
+import re
+import shlex
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tiny_models import save_tiny
+
+from kleash.cli import main
+from kleash.cli.parsing import read_words
+from kleash.errors import KleashError, OptionError, UnknownNameError
+from kleash.records import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, read_samples, read_steps
+from kleash.training.library_fields import (
+    CONFIGURATIONS,
+    LORA,
+    OPTIONS,
+    REFUSED,
+    REFUSED_ONLINE,
+    config_fields,
+    lora_fields,
+)
+from kleash.training.run_log import RunLog
+
+pytestmark = [
+    pytest.mark.peers("trl"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+DPO = DPOJob(pairs="p.jsonl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trl() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+
+        from kleash.training.with_trl import online
+    return package, online
+
+
+@pytest.mark.parametrize(
+    ("job", "assignment", "value"),
+    [
+        (GRPOJob(), "loss_type=dr_grpo", "dr_grpo"),
+        (GRPOJob(), "scale_rewards=none", "none"),
+        (GRPOJob(), "epsilon=1e-2", 0.01),
+        (GRPOJob(), " epsilon_high = None", None),
+        (GRPOJob(), "warmup_steps=10", 10.0),
+        (GRPOJob(), "mask_truncated_completions=True", True),
+        (GRPOJob(), "gradient_checkpointing=false", False),
+        (GRPOJob(), "pad_to_multiple_of=8", 8),
+        (GRPOJob(), "pad_to_multiple_of=auto", "auto"),
+        (GRPOJob(), 'lr_scheduler_kwargs={"num_cycles": 2}', {"num_cycles": 2}),
+        (RLOOJob(), "weight_decay=.1", 0.1),
+        (DPO, 'loss_type=["hinge", "sft"]', ["hinge", "sft"]),
+        (DPO, "f_divergence_type=js_divergence", "js_divergence"),
+        (DistillJob(), "top_k=50", 50),
+    ],
+)
+def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any) -> None:
+    (found,) = config_fields(replace(job, set=(assignment,))).values()
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("lora_alpha=16", 16),
+        ("target_modules=all-linear", "all-linear"),
+        ('target_modules=["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
+        ("use_rslora=true", True),
+        ("init_lora_weights=false", False),
+        ("init_lora_weights=pissa", "pissa"),
+        ("bias=lora_only", "lora_only"),
+        ('rank_pattern={"q_proj": 4}', {"q_proj": 4}),
+    ],
+)
+def test_a_field_of_the_adapter_has_the_type_of_pefts(assignment: str, value: Any) -> None:
+    for job in (PPOJob(lora_rank=4), GRPOJob(lora_rank=4)):
+        (found,) = lora_fields(replace(job, set=(LORA + assignment,))).values()
+        assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("job", "assignment", "error", "said"),
+    [
+        (GRPOJob(), "loss_typ=x", UnknownNameError, "of GRPOConfig is called 'loss_typ'; did you mean 'loss_type'?"),
+        (RLOOJob(), "loss_type=grpo", UnknownNameError, "no field of RLOOConfig is called 'loss_type'"),
+        (GRPOJob(), "epsilon", OptionError, "takes FIELD=VALUE, such as loss_type=dr_grpo; it is 'epsilon'"),
+        (GRPOJob(), "epsilon=wide", OptionError, "--set epsilon takes a number; it is 'wide'"),
+        (GRPOJob(), "epsilon=None", OptionError, "--set epsilon takes a number; it is 'None'"),
+        (GRPOJob(), "top_entropy_quantile=[1]", OptionError, "takes a number; it is '[1]'"),
+        (GRPOJob(), "log_completions=2", OptionError, "takes True or False; it is '2'"),
+        (DPO, "loss_type=hinge", OptionError, "takes a list as JSON, such as [\"a\"]; it is 'hinge'"),
+        (GRPOJob(), "beta=1", OptionError, "--set beta: --beta decides this; give that"),
+        (DistillJob(), "beta=1", OptionError, "--set beta: --divergence decides this"),
+        (DPO, "max_length=9", OptionError, "--max-tokens decides this"),
+        (GRPOJob(), "num_iterations=2", OptionError, "--epochs decides this"),
+        (GRPOJob(), "sync_ref_model=true", OptionError, "it moves the reference"),
+        (GRPOJob(), "use_liger_kernel=true", OptionError, "replaces layers of the policy and not of the reference"),
+        (RLOOJob(), "top_p=.9", OptionError, "would not be samples of the policy"),
+        (PPOJob(), "epsilon=1", OptionError, "a field of TRL, and ppo is kleash's own; it takes fields of its LoRA"),
+        (GRPOJob(), "lora.lora_alpha=1", OptionError, "--set lora.lora_alpha needs an adapter: give --lora-rank"),
+        (GRPOJob(lora_rank=4), "lora.r=1", OptionError, "--set lora.r: --lora-rank decides this"),
+        (GRPOJob(lora_rank=4), "lora.alpha=1", UnknownNameError, "'alpha'; did you mean 'lora_alpha'?"),
+        (GRPOJob(lora_rank=4), "lora.lora_dropout=.1", OptionError, "with dropout, the policy that is trained is not"),
+        (GRPOJob(lora_rank=4), "lora.bias=some", OptionError, "takes none, all, lora_only; it is 'some'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_says_what_to_use(
+    job: Any, assignment: str, error: type[KleashError], said: str
+) -> None:
+    asked = replace(job, set=(assignment,))
+    with pytest.raises(error) as refused:
+        config_fields(asked), lora_fields(asked)
+    message = str(refused.value)
+    assert said in message and "\n" not in message and len(message) < 250
+
+
+def test_a_field_is_given_once() -> None:
+    with pytest.raises(OptionError, match=r"--set epsilon is given twice: \.1 and \.2"):
+        config_fields(GRPOJob(set=("epsilon=.1", "epsilon=.2")))
+
+
+def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) -> None:
+    """A field that kleash passes is a default, which --set replaces, or refused; no third."""
+    package, online = trl
+    defaults = {"lr_scheduler_type", "save_total_limit", "gradient_checkpointing"}
+    evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"}
+    refused = {*OPTIONS, *REFUSED}
+    job = GRPOJob(out="x")
+    prompts = [type("P", (), {"token_ids": (1, 2)})]
+    shared = set(online.shared_arguments(job, rows=16, row_tokens=8))
+    assert shared - refused == defaults
+    assert set(online._arguments(job, prompts)) - shared - refused == evaluation
+    known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(package, name))}
+    listed = {name for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
+    assert listed <= known, "a field that TRL does not have"
+    kinds = (PPOJob(), GRPOJob(), RLOOJob(), DPO, DistillJob())
+    assert all(any(hasattr(kind, option) for kind in kinds) for names in OPTIONS.values() for option in names)
+
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    words
+    for page in ("algorithms.md", "train.md")
+    for words in re.findall(
+        r"(?:`|kleash train )((?:ppo|grpo|rloo|dpo|distill) (?!--help)[^`#\n]*--\w[^`#\n]*)",
+        (ROOT / "docs" / page).read_text(),
+    )
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_commands_of_the_pages_are_accepted(words: str) -> None:
+    """Of docs/train.md and of the table of algorithms by name; "…" stands for options that are left out."""
+    left_out = ["--pairs", "p"] if words.startswith("dpo") and "--pairs" not in words else []
+    job: Any = read_words(["train", *shlex.split(words.replace("…", "")), *left_out])
+    config_fields(job), lora_fields(job)
+
+
+def test_the_tests_that_the_table_of_algorithms_names_exist() -> None:
+    named = re.findall(r"\| `(test_\w+\.py)` \|", (ROOT / "docs" / "algorithms.md").read_text())
+    assert len(named) >= 15 and all(list(ROOT.glob(f"tests/*/{name}")) for name in named)
+
+
+def test_set_belongs_to_the_settings_that_resuming_compares() -> None:
+    one, other = (GRPOJob(set=(text,)).settings() for text in ("epsilon=.1", "epsilon=.2"))
+    assert one != other and one["set"] == ["epsilon=.1"]
+
+
+def test_an_invalid_field_is_refused_before_the_folder_is_made(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "grpo", "--set", "epsilom=1", "--quiet", "--out", str(out)]) == 2
+    assert "did you mean 'epsilon'?" in capsys.readouterr().err and not out.exists()
+
+
+# ------------------------------------------------------------------ what fields do, by numbers that follow from them
+
+LONGEST = 96
+ONE_GROUP = {"limit": 1, "prompts_per_step": 1, "samples_per_prompt": 4, "max_new_tokens": 12, "beta": 0.0}
+
+
+def vowels(prompts: list[str], responses: list[str]) -> list[float]:
+    """A reward that differs between responses."""
+    return [sum(response.count(letter) for letter in "aeiou") / 10 for response in responses]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tiny")
+    (root / "p.jsonl").write_text('{"prompt": "the sea was"}\n{"prompt": "she counted"}\n')
+    return save_tiny(root)
+
+
+@pytest.fixture(scope="module")
+def steps(trl: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The metrics of each step of a run with fields of --set, and its folder as ``steps.out``."""
+
+    def run(*assignments: str, **more: Any) -> list[Any]:
+        out = run.out = tmp_path_factory.mktemp("run")
+        settings = {"learning_rate": 1e-2, "steps": 1, "reward": (f"{__name__}:vowels",), **ONE_GROUP}
+        settings |= {"policy": str(folder), "prompts": str(folder / "p.jsonl"), "seed": 3, **more}
+        job = GRPOJob(**settings, out=str(out), set=assignments)
+        trl[1].train_grpo(job, RunLog(out, job))
+        return [step.metrics for step in read_steps(out)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(steps: Any) -> Any:
+    """One step of GRPO as it is by default."""
+    (step,) = steps()
+    return step
+
+
+def test_dr_grpo_divides_by_the_longest_length_and_not_by_the_spread(steps: Any) -> None:
+    """Its gradient is TRL's "dapo" times the group's standard deviation, and tokens over responses times length."""
+    (plain,) = steps(max_new_tokens=LONGEST)
+    (step,) = steps("loss_type=dr_grpo", "scale_rewards=none", max_new_tokens=LONGEST)
+    assert step["reward/score_std"] == plain["reward/score_std"] > 0.01
+    share = plain["response/length"] / LONGEST
+    assert share < 0.99, "a response has ended by itself"
+    expected = plain["policy/gradient_norm"] * (plain["reward/score_std"] + 1e-4) * share
+    assert step["policy/gradient_norm"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_cispo_multiplies_by_its_capped_ratio(steps: Any, plain: Any) -> None:
+    """On-policy the ratio is 1, and a cap of a quarter makes the gradient a quarter."""
+    (step,) = steps("loss_type=cispo", "epsilon_high=0.25")
+    assert step["policy/gradient_norm"] == pytest.approx(plain["policy/gradient_norm"] / 4, rel=1e-4)
+
+
+def test_gspo_clips_whole_responses(steps: Any) -> None:
+    """With nearly no room, the clipped tokens of the second update are those of whole responses."""
+    (token,) = steps("epsilon=1e-6", epochs=2)
+    (whole,) = steps("importance_sampling_level=sequence", "loss_type=grpo", "epsilon=1e-6", epochs=2)
+    (entry,) = logged(steps.out, "loss")
+    shares = [
+        2 * entry[f"clip_ratio/{side}_mean"] for side in ("low", "high")
+    ]  # the mean of two updates, one on-policy
+    assert sum(shares) > 0 and all(4 * share == pytest.approx(round(4 * share)) for share in shares)
+    assert 0 < token["policy/clip_share"] != whole["policy/clip_share"]
+
+
+def test_clip_higher_leaves_the_good_responses_unclipped(steps: Any, plain: Any) -> None:
+    (both,) = steps("epsilon=1e-6", epochs=2)
+    (low,) = steps("epsilon_high=10", "epsilon=1e-6", epochs=2)
+    assert 0 < low["policy/clip_share"] < both["policy/clip_share"]
+    assert plain["policy/clip_share"] == 0
+
+
+def logged(out: Path, name: str) -> list[Any]:
+    """The entries with this number that TRL logged until the last checkpoint."""
+    states = sorted(out.glob("checkpoints/*/trainer_state.json"))
+    return [entry for entry in json.loads(states[-1].read_text())["log_history"] if name in entry]
+
+
+def test_schedule_and_checkpointing(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-up of two steps, then linear to 0; checkpointing recomputes each layer and changes no number."""
+    schedule = ("lr_scheduler_type=linear", "warmup_steps=2")
+    kept = steps(*schedule, steps=4)
+    assert [step["policy/learning_rate"] for step in kept] == pytest.approx([0, 5e-3, 1e-2, 5e-3])
+    from torch.utils import checkpoint
+
+    calls: list[int] = []
+    original = checkpoint.checkpoint
+    for place in ("transformers.modeling_utils.checkpoint", "torch.utils.checkpoint.checkpoint"):
+        monkeypatch.setattr(place, lambda *args, **more: (calls.append(1), original(*args, **more))[1])
+    recomputed = steps("gradient_checkpointing=true", *schedule, steps=4)
+    assert len(calls) >= 4
+    for one, other in zip(kept, recomputed, strict=True):
+        assert one["policy/gradient_norm"] == pytest.approx(other["policy/gradient_norm"], rel=1e-4)
+
+
+def test_lora_targets_and_alpha(steps: Any) -> None:
+    """The product starts at 0 by one factor, whose gradient is proportional to alpha over rank."""
+    targets = 'lora.target_modules=["q_proj"]'
+    (first,) = steps(targets, "lora.lora_alpha=4", lora_rank=2)
+    (second,) = steps("lora.lora_alpha=12", targets, lora_rank=2)
+    ratio = second["policy/gradient_norm"] / first["policy/gradient_norm"]
+    assert ratio == pytest.approx(3, rel=1e-4)
+    saved = steps.out / "policy"
+    assert json.loads((saved / "adapter_config.json").read_text())["lora_alpha"] == 12
+    with safe_open(saved / "adapter_model.safetensors", "pt") as tensors:
+        assert tensors.keys() and all(".q_proj.lora_" in name for name in tensors.keys())  # noqa: SIM118
+
+
+def test_an_initialisation_out_of_the_base_has_another_reference(steps: Any) -> None:
+    """PiSSA takes its matrices out of the base: the reference is the base before, from which a policy starts at 0."""
+    first, second = steps("lora.init_lora_weights=pissa", lora_rank=2, steps=2)
+    assert first["kl/exact_per_token"] == pytest.approx(0, abs=1e-8) and second["kl/exact_per_token"] > 1e-6
+    with pytest.raises(
+        OptionError, match=r"the adapter of --set lora\.… was trained over a base that its init"
+    ):
+        steps("lora.init_lora_weights=corda", lora_rank=2)
+
+
+def test_held_out_prompts_are_answered_and_measured(steps: Any, tmp_path: Path) -> None:
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text('{"prompt": "a long road"}\n')
+    more = {"eval_prompts": str(held_out), "steps": 2, "checkpoint_every": 1, "beta": 0.05}
+    trained = steps(**more)
+    first, second = logged(steps.out, "eval_reward")
+    assert (first["step"], second["step"]) == (1, 2) and first["eval_reward"] >= 0
+    assert 0 < first["eval_kl/per_token"] < second["eval_kl/per_token"]
+    assert trained[0]["kl/exact_per_token"] == 0, "evaluation is after the update, and changes no step"
+    assert {sample.sample.prompt for sample in read_samples(steps.out)} == {"the sea was"}
+    with pytest.raises(
+        OptionError, match=r"--set eval_strategy needs prompts that are held out: --eval-prompts"
+    ):
+        steps("eval_strategy=steps")
+
+
+def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:
+    with pytest.raises(OptionError, match=r"TRL refuses the values of --set: .*not a valid SchedulerType"):
+        steps("lr_scheduler_type=zigzag")
+    with pytest.raises(OptionError, match=r"PEFT refuses the values of --set lora\.…: .*loftq_config"):
+        steps("lora.init_lora_weights=loftq", lora_rank=2)
+    with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'ppo'; there are grpo"):
+        steps("loss_type=ppo")
