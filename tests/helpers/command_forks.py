@@ -19,7 +19,7 @@ from typing import Any
 
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-PRELOADED = ("kleash.cli.dispatch", "kleash.measuring", "transformers.models.llama.modeling_llama")
+PRELOADED = ("kleash.cli.dispatch", "kleash.measuring.run", "transformers.models.llama.modeling_llama")
 
 
 class CommandForks:
