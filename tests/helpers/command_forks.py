@@ -33,8 +33,11 @@ class CommandForks:
         """Where the streams of the programs are kept."""
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
-            ours.close()
-            serve(theirs)
+            try:
+                ours.close()
+                serve(theirs)
+            except BaseException:
+                traceback.print_exc()
             os._exit(0)
         self._server = ours.makefile("rw")
         ours.close()
@@ -137,8 +140,12 @@ def start_fork(words: list[str], stdout: str, stderr: str) -> int:
     import_what_commands_use()
     fork = os.fork()
     if fork == 0:
-        set_streams(stdout, stderr)
-        os._exit(exit_code_of(words))
+        code = 1
+        try:
+            set_streams(stdout, stderr)
+            code = exit_code_of(words)
+        finally:
+            os._exit(code)
     return fork
 
 
