@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -495,7 +496,8 @@ def main(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }  # which Accelerate asks for, and does not use
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    options = {"init_method": f"file://{store}", "timeout": timedelta(minutes=10)}
+    dist.init_process_group("gloo", rank=rank, world_size=2, **options)
     from accelerate import PartialState
 
     PartialState(cpu=True)
