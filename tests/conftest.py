@@ -7,11 +7,16 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jaxtyping
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from command_forks import CommandForks
+
+FORKS: pytest.StashKey["CommandForks"] = pytest.StashKey()
 
 CHROMIUM_FLAGS = (
     "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
@@ -28,6 +33,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ray's 15 leaves a worker a hundredth of a processor beside the other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+
+def leave_in_memory(descriptor: int) -> None:
+    """In the place of ``os.fsync``: no test cuts the power, and a measurement waits for the disk for .3 s in all."""
+    os.fstat(descriptor)
+
+
+os.fsync = leave_in_memory
+
 # The first example of a test pays for what torch loads lazily, which hypothesis' deadline calls flaky.
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("ci")
@@ -41,25 +54,28 @@ def skip_or_fail(variable: str, what: str) -> None:
 
 
 SLOWEST_FILES = (
-    "test_sharded_models.py",
     "test_detection_rate.py",
-    "test_doctor_issue.py",
+    "test_sharded_models.py",
     "test_zero3.py",
+    "test_verl_penalty.py",
     "test_text_towers.py",
     "test_gguf_models.py",
-    "test_docs.py",
-    "test_changed_inputs.py",
-    "test_linear_parallel.py",
-    "test_in_ray.py",
-    "test_ray_run.py",
-    "test_ppo_processes.py",
     "test_adapter_rules.py",
-    "test_trl_short_runs.py",
-    "test_trl_runs.py",
-    "test_linear_memory.py",
-    "test_ppo_resume.py",
+    "test_docs.py",
     "test_single_faults.py",
+    "test_trl_runs.py",
+    "test_ppo_processes.py",
+    "test_ppo_resume.py",
+    "test_ray_run.py",
+    "test_doctor_issue.py",
     "test_untrusted_checkpoints.py",
+    "test_model_generation.py",
+    "test_linear_memory.py",
+    "test_in_ray.py",
+    "test_target_verdicts.py",
+    "test_shared_runs.py",
+    "test_linear_parallel.py",
+    "test_trl_short_runs.py",
 )
 """Files of more than about 15 s, which several workers begin with: at the end, all but one would wait for them."""
 
@@ -74,6 +90,15 @@ def pytest_collection_finish() -> None:
     """Let the collector leave alone what was imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Before the first test: make the process whose forks run programs, while this one has no threads."""
+    if any("command_forks" in getattr(item, "fixturenames", ()) for item in session.items):
+        from command_forks import CommandForks
+
+        session.config.stash[FORKS] = CommandForks()
 
 
 def pytest_unconfigure() -> None:
@@ -167,6 +192,16 @@ def driver(chromium: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
         yield browser
     finally:
         browser.quit()
+
+
+@pytest.fixture(scope="session")
+def command_forks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["CommandForks"]:
+    """Runs ``kleash`` and other programs as processes of their own, without the time of their imports."""
+    with request.config.stash[FORKS] as forks:
+        forks.folder = tmp_path_factory.mktemp("streams")
+        yield forks
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,13 @@ def plain(pair: Pair) -> Rollouts:
     return Rollouts(pair, 16, 40)
 
 
+@pytest.fixture(scope="module")
+def divided_and_cut(pair: Pair) -> Rollouts:
+    """Divided, then cut, as by vLLM, which returns what it draws from."""
+    warper: Any = TopPLogitsWarper(0.8)
+    return Rollouts(pair, 24, 40, lambda ids, logits: warper(ids, logits / 0.7))
+
+
 def first_cause(rollouts: list[RolloutRecord], pair: Pair | None = None, **options: Any) -> Any:
     findings = diagnose(rollouts, pair=pair, **options).findings
     assert findings
@@ -115,10 +122,11 @@ def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
 
 
 @pytest.mark.parametrize("trainer_at", [1.0, 0.7])
-def test_a_temperature_and_a_cut_at_once_name_no_other_cause(pair: Pair, trainer_at: float) -> None:
-    """Divided, then cut, as by vLLM, which returns what it draws from; the trainer is plain or divides alone."""
-    warper: Any = TopPLogitsWarper(0.8)
-    rollouts = Rollouts(pair, 24, 40, lambda ids, logits: warper(ids, logits / 0.7))
+def test_a_temperature_and_a_cut_at_once_name_no_other_cause(
+    divided_and_cut: Rollouts, pair: Pair, trainer_at: float
+) -> None:
+    """The trainer is plain or divides alone."""
+    rollouts = divided_and_cut
     records = rollouts.records(rollouts.scored(trainer_at), rollouts.processed)
     possible = {"truncation", "unexplained"} | ({"temperature"} if trainer_at == 1 else set())
     assert first_cause(records).cause in possible

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -80,18 +81,11 @@ def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
     tiny_adapter(folder / "adapter", folder / "llama-policy")
 
 
-def run_two_ranks(script: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
-    """What each of two ranks of a script like this one reports of its checks."""
-    reported = [folder / f"rank-{rank}.json" for rank in range(2)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, str(folder / "store"), str(folder)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,  # of a machine with other work
-    )
-    assert all(out.exists() for out in reported), done.stderr[-4000:]
-    return [json.loads(out.read_text()) for out in reported]
+def reported(folder: Path, done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+    """What each of two ranks of a script like this one, which has ended, reports of its checks."""
+    files = [folder / f"rank-{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-4000:]
+    return [json.loads(file.read_text()) for file in files]
 
 
 class Ranks:
@@ -502,7 +496,8 @@ def main(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }  # which Accelerate asks for, and does not use
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    options = {"init_method": f"file://{store}", "timeout": timedelta(minutes=10)}
+    dist.init_process_group("gloo", rank=rank, world_size=2, **options)
     from accelerate import PartialState
 
     PartialState(cpu=True)

@@ -7,11 +7,12 @@ pytestmark = pytest.mark.peers("trl", "accelerate", "peft")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, command_forks):
     """The result of each check on both ranks; its traceback where it failed."""
     folder = tmp_path_factory.mktemp("sharded")
     sharded_ranks.make_models(folder)
-    return sharded_ranks.run_two_ranks(sharded_ranks.__file__, folder)
+    done = command_forks.run_python([sharded_ranks.__file__, str(folder / "store"), str(folder)])
+    return sharded_ranks.reported(folder, done)
 
 
 @pytest.mark.parametrize("name", sharded_ranks.CHECKS)

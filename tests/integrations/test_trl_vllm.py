@@ -14,6 +14,7 @@ import pytest
 import requests
 import torch
 from accelerate import Accelerator
+from command_forks import CommandForks
 from peft import LoraConfig
 from server_process import serving
 from tiny_models import save_tiny
@@ -48,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[str]:
-    with serving(SERVER, str(folder)) as address:
+def server(folder: Path, command_forks: CommandForks) -> Iterator[str]:
+    with serving(command_forks, SERVER, str(folder)) as address:
         yield address
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from math import nan
 from pathlib import Path
 
@@ -31,11 +29,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict[str, object]]:
+def results(tmp_path_factory, command_forks) -> list[dict[str, object]]:
     """The results of each check in each of four processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", vocabulary_ranks.__file__, str(folder / "store"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = command_forks.run_python([vocabulary_ranks.__file__, str(folder / "store"), str(folder)])
     reported = [folder / f"rank{rank}.json" for rank in range(4)]
     assert all(out.exists() for out in reported), done.stderr[-4000:]
     return [json.loads(out.read_text()) for out in reported]

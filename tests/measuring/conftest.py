@@ -1,20 +1,13 @@
 """Runs that several tests look at."""
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_forks import CommandForks
 
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="session")
-def command_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandForks]:
-    """Runs the command as a process of its own."""
-    with CommandForks(tmp_path_factory.mktemp("streams")) as forks:
-        yield forks
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
 
 def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    measured = measure(MeasureJob(**{**job, "batch_tokens": 32}, samples_per_prompt=2, out=str(out)))
+    measured = measure(MeasureJob(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=str(out)))
     assert measured.counts.shards > 3
     parts = list(RunFolder(out).token_parts(["prompt_id", "kl_policy_reference"]))
     prompt, kl = (

@@ -9,6 +9,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import repeat
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -29,14 +30,18 @@ def parse_json(text: str | bytes) -> Any:
 
 def encode(value: Any) -> Any:
     """``value`` as what ``json.dumps(…, allow_nan=False)`` takes."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): encode(part) for key, part in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (str, int)):  # nearly all values of a page: asked first
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, (list, tuple)):
         return [encode(part) for part in cast("list[Any]", value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): encode(part) for key, part in cast("Mapping[Any, Any]", value).items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     return value
 
 
@@ -51,8 +56,12 @@ def decode(kind: type[T], data: Any) -> T:
     Raises:
         TypeError, ValueError, KeyError, AttributeError: if ``data`` is something else.
     """
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)
     return kind(**{name: _value(hints[name], data[name]) for name in hints if name in data})
+
+
+_hints_of = cache(get_type_hints)
+"""The evaluated annotations of a record."""
 
 
 def _value(hint: Any, data: Any) -> Any:

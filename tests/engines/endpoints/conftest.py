@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_forks import CommandForks
 from server_process import serving
 
 from kleash.shipped import shipped_folder
@@ -15,9 +16,9 @@ SERVER = Path(__file__).parents[2] / "helpers" / "inference_server.py"
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[str]:
+def server(command_forks: CommandForks) -> Iterator[str]:
     """The address of the server."""
-    with serving(SERVER, str(shipped_folder("policy"))) as address:
+    with serving(command_forks, SERVER, str(shipped_folder("policy"))) as address:
         yield address
 
 
