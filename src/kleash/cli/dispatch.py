@@ -64,10 +64,9 @@ def run(command: RichCommand) -> int:
 
 def _measure(job: MeasureJob) -> int:
     """Run ``kleash measure`` and return its exit code: 0 if another process of the run makes the measurement."""
-    from kleash.measuring.run import default_out, measure_together, require_folder_of_all
+    from kleash.measuring.run import default_out, measure_together
 
     if job.out is None:
-        require_folder_of_all("the run")
         job = replace(job, out=default_out())
     shows_progress = launched_rank() == 0 and not job.quiet
     with Progress() if shows_progress else nullcontext() as progress:
@@ -88,12 +87,10 @@ def _sweep(job: SweepJob) -> int:
 
     It is 0 if another process makes the ranking.
     """
-    from kleash.measuring.run import require_folder_of_all
     from kleash.measuring.sweep_run import default_sweep, sweep_together
     from kleash.reports.sweep import PAGE
 
     if job.out is None:
-        require_folder_of_all("the sweep")
         job = replace(job, out=default_sweep())
     with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
         shared = sweep_together(job, progress)

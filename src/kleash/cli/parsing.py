@@ -52,7 +52,7 @@ RECORDS: Mapping[str, type[Command]] = {
     **{f"train {name}": job for name, job in ALGORITHMS.items()},
 }
 DESCRIPTIONS: Mapping[str, str] = {
-    **{name: inspect.getdoc(record) or "" for name, record in RECORDS.items()},
+    **{name: (inspect.getdoc(record) or "").partition("\n\n>>>")[0] for name, record in RECORDS.items()},
     "": "KL divergence between language models: measured exactly and with error bars.",
     "train": "Train a language model with a KL penalty to its reference.",
 }

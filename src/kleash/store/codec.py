@@ -14,6 +14,9 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 T = TypeVar("T")
 
+NOT_WRITTEN = {"written": False}
+"""Metadata of a field that is no part of the file."""
+
 
 def parse_json(text: str | bytes) -> Any:
     """The value that JSON text stands for.
@@ -30,7 +33,8 @@ def parse_json(text: str | bytes) -> Any:
 def encode(value: Any) -> Any:
     """``value`` as what ``json.dumps(…, allow_nan=False)`` takes."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        written = [field.name for field in fields(value) if field.metadata != NOT_WRITTEN]
+        return {name: encode(getattr(value, name)) for name in written}
     if isinstance(value, Mapping):
         return {str(key): encode(part) for key, part in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):
