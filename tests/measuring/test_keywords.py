@@ -115,7 +115,7 @@ def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, 
     ("options", "error", "word"),
     [
         ({"tokenizer": None}, OptionError, "tokenizer="),
-        ({"reference": None}, OptionError, "reference="),
+        ({"reference": None}, OptionError, "give a reference"),
         ({"resume": True}, OptionError, "resume"),
         ({"dtype": "bfloat16"}, OptionError, "dtype"),
         ({"reference_cache": "cache"}, OptionError, "reference_cache"),

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from kleash.errors import RunFolderError, SourceError
+from kleash.errors import RunFolderError
 from kleash.sources.in_memory import records_in_memory, write_source
 
 TEXTS = ["The sea was calm.", "A boat \ud83d went out."]
@@ -47,7 +47,7 @@ def test_a_frame_without_arrow_is_refused_and_not_read_as_the_names_of_its_colum
     class Frame(list[str]):
         columns = ("prompt",)
 
-    with pytest.raises(SourceError, match="Frame"):
+    with pytest.raises(TypeError, match="Arrow"):
         list(records_in_memory(Frame(["prompt"]), "prompts"))
 
 

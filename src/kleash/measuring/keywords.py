@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -10,16 +9,17 @@ from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, job_of
+from kleash.jobs.reading import SourceKind
 from kleash.launch_environment import require_one_process
-from kleash.models import Loading, Model, Pair, at_rest, live_model, pair_models
-from kleash.models.pair_loading import load_alone
-from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
+from kleash.measuring.live_pair import live_pair, load_beside_live
+from kleash.models import Model, Pair, at_rest
+from kleash.models.tokenizers import load_tokenizer
 from kleash.sources.in_memory import write_source
 from kleash.store.job_folder import SOURCE
 
 JobT = TypeVar("JobT", MeasureJob, SweepJob)
 
-KINDS = ("prompts", "text", "responses")
+KINDS: tuple[SourceKind, ...] = ("prompts", "text", "responses")
 ROLES = ("policy", "reference")
 OF_FILES = ("resume", "engine", "device", "device_map", "dtype", "reference_cache")
 """Options that a run has no use for if one of its models is in memory."""
@@ -48,7 +48,9 @@ def job_of_keywords(
                 f"{', '.join([type(job).__name__, *options])}"
             )
         return job
-    sources = {name: options[name] for name in KINDS if not _is_name(options.get(name))}
+    sources: dict[SourceKind, Any] = {
+        name: options[name] for name in KINDS if not _is_name(options.get(name))
+    }
     if not sources:
         return job_of(kind, options)
     out = str(options["out"] if options.get("out") is not None else default_out())
@@ -90,50 +92,22 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
             raise OptionError(
                 f"{name} is for models that are loaded from files; leave it out, one is in memory"
             )
-    with at_rest(*networks.values()):
-        pair = _pair(networks, options)
-        names = {role: getattr(pair, role).path for role in ROLES}
-        yield {name: value for name, value in options.items() if name != "tokenizer"} | names, pair
-
-
-def _pair(networks: Mapping[str, Any], options: Mapping[str, Any]) -> Pair:
-    """The pair of one or two networks in memory and perhaps a model that is loaded beside it."""
-    tokenizer, notes = options.get("tokenizer"), ()
+    tokenizer = options.get("tokenizer")
     if tokenizer is None:
         raise OptionError("a model in memory needs its tokenizer: give tokenizer=…, an object or a name")
     if _is_name(tokenizer):
         tokenizer = load_tokenizer(find_checkpoint(str(tokenizer), role="tokenizer"), trust_remote_code=False)
-    models = {role: _named(live_model(network, tokenizer, role=role)) for role, network in networks.items()}
-    if options.get("reference") is None:
-        if models["policy"].adapters is None:
-            raise OptionError(
-                "the policy in memory has no adapter whose base is the reference; give reference=…"
-            )
-        base = live_model(networks["policy"], tokenizer, role="reference", adapter=None)
-        models["reference"] = _named(base)
-    for role in ROLES:
-        if role not in models:
-            (live,) = models.values()
-            loaded = _loaded_beside(live, role, options)
-            models[role] = getattr(loaded, role)
-            notes = (*loaded.notes, *compare_tokenizers(tokenizer, loaded.tokenizer))
-    return pair_models(models["policy"], models["reference"], notes)
+    (other,) = [role for role in ROLES if role not in networks] or [None]
+    name = options.get(str(other)) or (SHIPPED_POLICY if other == "policy" else None)
 
+    def load(live: Model) -> Pair:
+        trusted = options.get("trust_remote_code", False)
+        return load_beside_live(live, str(other), str(name), options.get(f"revision_{other}"), trusted)
 
-def _loaded_beside(live: Model, role: str, options: Mapping[str, Any]) -> Pair:
-    """The other model, loaded with dtype and device of the one in memory, as both models of a pair."""
-    name, revision = options.get(role) or SHIPPED_POLICY, options.get(f"revision_{role}")
-    dtype = str(live.dtype).removeprefix("torch.")
-    loading = Loading(
-        dtype=dtype, device=str(live.device), trust_remote_code=options.get("trust_remote_code", False)
-    )
-    return load_alone(role, str(name), revision, loading)
-
-
-def _named(model: Model) -> Model:
-    """A model in memory, with a name that is not taken for that of its files, whose weights it may not have."""
-    adapter = f", adapter {model.adapter}" if model.adapter else ", without its adapters"
-    return replace(model, path=f"{model.path} in memory{adapter if model.adapters is not None else ''}")
+    with at_rest(*networks.values()):
+        pair = live_pair(networks, tokenizer, None if name is None else load)
+        names = {role: getattr(pair, role).path for role in ROLES}
+        yield {option: value for option, value in options.items() if option != "tokenizer"} | names, pair
 
 
 def _is_name(value: Any) -> bool:

@@ -9,8 +9,9 @@ from kleash.errors import RunFolderError, SourceError
 from kleash.extras import import_extra
 from kleash.jobs.reading import SourceKind
 from kleash.sources.records import is_message_list, show_value
-from kleash.store.atomic import cannot_write, write_atomically
-from kleash.store.job_folder import HEADER, SOURCE
+from kleash.store.atomic import write_atomically
+from kleash.store.job_folder import ADVICE_IF_LOCKED, HEADER, SOURCE
+from kleash.store.locks import folder_lock
 
 
 def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[str, Any]]:
@@ -26,12 +27,7 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
     """
     rows: Iterable[Any] = data
     if hasattr(data, "columns"):
-        try:
-            frame = import_extra("pyarrow", "models").RecordBatchReader.from_stream(data)
-        except TypeError as error:  # of pandas before 2.2
-            raise SourceError(
-                f"{kind} are a {type(data).__name__}, which cannot be read as Arrow; give a list of its rows"
-            ) from error
+        frame = import_extra("pyarrow", "models").RecordBatchReader.from_stream(data)
         rows = (row for batch in frame for row in batch.to_pylist())
     elif isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
         what = f"the keys {', '.join(map(str, data))}" if isinstance(data, Mapping) else show_value(data)
@@ -66,20 +62,15 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
         for record in records_in_memory(data, kind)
     )
     content = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
-    path = folder / SOURCE
     if not content:
         raise SourceError(f"there is no entry among the {kind} given; give at least one")
-    try:
-        is_there = path.exists()
-        if (folder / HEADER).exists() if not is_there else path.read_bytes() != content:
+    path = folder / SOURCE
+    with folder_lock(folder, ADVICE_IF_LOCKED, on_wait=lambda: None):
+        stored = path.read_bytes() if path.exists() else None
+        if stored is None and not (folder / HEADER).exists():
+            write_atomically(path, content)
+        elif stored != content:
             raise RunFolderError(f"{folder} holds a run of another source; give another folder as out")
-        folder.mkdir(parents=True, exist_ok=True)
-    except RunFolderError:
-        raise
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    if not is_there:
-        write_atomically(path, content)
 
 
 def _json_value(value: Any) -> Any:

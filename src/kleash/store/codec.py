@@ -33,7 +33,7 @@ def parse_json(text: str | bytes) -> Any:
 def encode(value: Any) -> Any:
     """``value`` as what ``json.dumps(…, allow_nan=False)`` takes."""
     if is_dataclass(value) and not isinstance(value, type):
-        written = [field.name for field in fields(value) if field.metadata != NOT_WRITTEN]
+        written = [field.name for field in fields(value) if field.metadata.get("written", True)]
         return {name: encode(getattr(value, name)) for name in written}
     if isinstance(value, Mapping):
         return {str(key): encode(part) for key, part in cast("Mapping[Any, Any]", value).items()}
