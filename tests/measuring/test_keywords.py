@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_models import tiny_adapter
@@ -163,7 +164,9 @@ def test_messages_and_responses_in_memory(pair, tmp_path):
     asked = kleash.measure(
         policy=pair[0], reference=pair[1], prompts=[MESSAGES, TEXTS[0]], max_new_tokens=4, out=tmp_path / "a"
     )
-    assert asked.to_pandas().sequences["prompt"][0].endswith("user: Count the birds\nassistant: ")
+    prompts = pq.read_table(tmp_path / "a" / "sequences")["prompt"].to_pylist()
+    assert prompts[0].endswith("user: Count the birds\nassistant: ")
+    assert asked.counts.prompts == 2
     answered = [
         {"prompt": "Two", "response": " men"},
         {"prompt_token_ids": [5, 6], "response_token_ids": [7]},

@@ -243,8 +243,6 @@ class Measurement(MeasuredResult):
     nats
     >>> 6 <= len(measurement.summary().splitlines()) <= 12  # print(measurement) has six
     True
-    >>> len(measurement.to_pandas().tokens) == measurement.counts.tokens
-    True
     """
 
     schema: int = SCHEMA
