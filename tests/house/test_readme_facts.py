@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import kleash
+
 ROOT = Path(__file__).resolve().parents[2]
+CITATION = re.compile(r"^version: (\S+)$", re.MULTILINE)
 NAMES = {"verl": "verl", "trl": "TRL", "liger-kernel": "Liger"}
 
 
@@ -49,3 +52,8 @@ def test_a_cell_of_the_table(package: str, module: str, path: str, patterns: tup
     for pattern in patterns:
         assert re.search(pattern, source), pattern
     assert f"| {NAMES[package]} {version(package)} |" in (ROOT / "README.md").read_text()
+
+
+def test_the_citation_has_the_version() -> None:
+    (cited,) = CITATION.findall((ROOT / "CITATION.cff").read_text())
+    assert cited == kleash.__version__
