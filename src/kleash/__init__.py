@@ -1,7 +1,7 @@
 """KL divergence in LLM post-training: measured exactly and with error bars.
 
 Names are imported on first access (PEP 562), so that ``import kleash`` is fast and commands that only read files do not
-import torch.
+import torch. The examples in docstrings assume ``import kleash, numpy as np, torch``.
 """
 
 from importlib import import_module
@@ -12,6 +12,7 @@ from kleash.version import __version__
 
 if TYPE_CHECKING:
     from kleash.auditing import audit as audit
+    from kleash.diagnosis import diagnose as diagnose
     from kleash.divergences import DIVERGENCES as DIVERGENCES
     from kleash.divergences import alpha_divergence as alpha_divergence
     from kleash.divergences import chi_squared as chi_squared
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from kleash.masking import Mean as Mean
     from kleash.measuring import compare as compare
     from kleash.measuring import measure as measure
+    from kleash.measuring import sweep as sweep
+    from kleash.reports.folder_report import open as open
     from kleash.store import Audit as Audit
     from kleash.store import Measurement as Measurement
     from kleash.uncertainty import Estimate as Estimate
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 
 HOMES = {
     "auditing": ("audit",),
+    "diagnosis": ("diagnose",),
     "divergences": (
         *(
             "DIVERGENCES",
@@ -76,8 +80,9 @@ HOMES = {
     ),
     "losses": ("future_kl_loss", "kl_loss"),
     "masking": ("Mean",),
-    "measuring": ("compare", "measure"),
+    "measuring": ("compare", "measure", "sweep"),
     "jobs": ("MeasureJob",),
+    "reports.folder_report": ("open",),
     "store": ("Audit", "Measurement"),
     "uncertainty": ("Estimate", "clustered_mean"),
 }

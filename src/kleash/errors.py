@@ -4,7 +4,14 @@ MAX_REASON_CHARACTERS = 300
 
 
 class KleashError(Exception):
-    """Base of all deliberate kleash errors; the message says what was wrong and what to do."""
+    """Base of all deliberate kleash errors; the message says what was wrong and what to do.
+
+    >>> try:
+    ...     kleash.kl(torch.zeros(3), torch.zeros(4))
+    ... except kleash.KleashError as error:
+    ...     print(error)
+    logp covers 3 tokens and logq 4; pad or project one onto the other's vocabulary first
+    """
 
 
 class ShapeError(KleashError, ValueError):

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """An estimated quantity with its standard error, 95 % interval and warnings."""
+    """An estimated quantity with its standard error, 95 % interval and warnings.
+
+    >>> print(kleash.Estimate(value=0.25, unit="nats", standard_error=0.01, ci95=(0.23, 0.27), clusters=96))
+    0.250 ± 0.010 nats over 96 clusters
+    """
 
     value: float
     """The estimate; may be infinite, and is NaN over no observations."""

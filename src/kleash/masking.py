@@ -53,6 +53,10 @@ class Mean:
 
     The mean of the means of micro-batches or ranks is not the mean over all tokens; sums and counts can be added. So
     micro-batches, ranks and loggers exchange this record.
+
+    >>> parts = [kleash.Mean(total=torch.tensor(6.0), count=torch.tensor(n)) for n in (1, 2)]
+    >>> (parts[0] + parts[1]).value
+    tensor(4.)
     """
 
     total: Float[Tensor, ""]

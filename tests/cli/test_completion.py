@@ -73,7 +73,7 @@ def test_a_beginning_is_completed(complete: Callable[[str], list[str]], line: st
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("kleash ", "audit cache compare doctor measure mismatch report sweep train"),
+        ("kleash ", "audit cache compare doctor env measure mismatch report sweep train"),
         ("kleash train ", "distill dpo grpo ppo rloo"),
         ("kleash measure --quiet --rev", "--revision-policy --revision-reference"),
     ],

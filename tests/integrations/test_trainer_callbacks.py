@@ -253,7 +253,7 @@ def test_invalid_monitor_options_are_refused(folder, asked, reason):
 
 def test_monitor_requires_reference_and_temperature(training, folder):
     trainer = training()
-    with pytest.raises(OptionError, match="the trainer has no reference"):
+    with pytest.raises(OptionError, match="give a reference"):
         monitor(folder, reference=None).attach(trainer).measure()
     with pytest.raises(OptionError, match="a temperature above 0"):
         monitor(folder, sampling=Sampling(temperature=0.0)).attach(trainer).measure()

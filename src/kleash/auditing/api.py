@@ -77,6 +77,10 @@ def audit(
         UnknownNameError: if no convention has this name.
         CannotRunError: if the function raises an error or returns no tensor.
         ShapeError: if its result does not have the shape of the convention.
+
+    >>> audit = kleash.audit(kleash.sampled_kl, "loss")
+    >>> audit.value, audit.gradient  # k3 in a loss
+    ('KL(p ‖ q)', 'KL(q ‖ p)')
     """
     if not callable(function):
         raise CannotRunError(f"{function!r} cannot be called; give the function that computes the KL")

@@ -64,11 +64,8 @@ def run(command: RichCommand) -> int:
 
 def _measure(job: MeasureJob) -> int:
     """Run ``kleash measure`` and return its exit code: 0 if another process of the run makes the measurement."""
-    from kleash.measuring.run import default_out, measure_together, require_folder_of_all
+    from kleash.measuring.run import measure_together
 
-    if job.out is None:
-        require_folder_of_all("the run")
-        job = replace(job, out=default_out())
     shows_progress = launched_rank() == 0 and not job.quiet
     with Progress() if shows_progress else nullcontext() as progress:
         is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
@@ -77,9 +74,9 @@ def _measure(job: MeasureJob) -> int:
         result = measure_together(job, progress)
     if not result.is_own:
         return 0
-    folder = Path(str(job.out))
-    _print_result(result.measurement, job, folder / "report.html", folder.expanduser())
-    return exit_code_of([result.measurement.gate])
+    measurement = result.measurement
+    _print_result(measurement, job, measurement.folder and measurement.folder / "report.html")
+    return exit_code_of([measurement.gate])
 
 
 def _sweep(job: SweepJob) -> int:
@@ -88,12 +85,10 @@ def _sweep(job: SweepJob) -> int:
 
     It is 0 if another process makes the ranking.
     """
-    from kleash.measuring.run import require_folder_of_all
     from kleash.measuring.sweep_run import default_sweep, sweep_together
     from kleash.reports.sweep import PAGE
 
     if job.out is None:
-        require_folder_of_all("the sweep")
         job = replace(job, out=default_sweep())
     with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
         shared = sweep_together(job, progress)
@@ -143,7 +138,7 @@ def _report(job: ReportJob) -> int:
         if is_printed:
             print(path)
     if job.output_format is not None:
-        print_formatted(result, job.output_format, folder)
+        print_formatted(result, job.output_format)
     elif job.at_most is not None:
         print_gates(result)
     failures = send_result(job.report_to, result, folder)
@@ -253,11 +248,9 @@ def _train(job: TrainJob) -> int:
     return 0 if result.stopped is None else 1
 
 
-def _print_result(
-    result: NumericResult, job: Any, page: Path | None = None, folder: Path | None = None
-) -> None:
+def _print_result(result: NumericResult, job: Any, page: Path | None = None) -> None:
     """Print a result in the format of a job, or, unless the job is quiet, its summary and the path of its page."""
     if job.output_format is not None:
-        print_formatted(result, job.output_format, folder)
+        print_formatted(result, job.output_format)
     elif not getattr(job, "quiet", False):
         print_summary(result, page)

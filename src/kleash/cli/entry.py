@@ -158,7 +158,7 @@ def _run(arguments: list[str]) -> int:
     """Parse and run the command; what it needs is imported only then."""
     from kleash.cli.parsing import SUBCOMMANDS, read_words
     from kleash.cli.requirements import require_packages
-    from kleash.jobs.reading_jobs import AuditJob
+    from kleash.jobs.reading_jobs import AuditJob, EnvJob
 
     try:
         command = read_words(arguments)
@@ -173,6 +173,11 @@ def _run(arguments: list[str]) -> int:
         from kleash.cli.audit_command import run_audit
 
         return run_audit(command)
+    if isinstance(command, EnvJob):
+        from kleash.cli.environment import environment
+
+        print("\n".join(f"{name}: {value}" for name, value in environment().items()))
+        return EXIT_SUCCESS
     from kleash.cli import dispatch
 
     return dispatch.run(command)

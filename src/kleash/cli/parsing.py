@@ -24,19 +24,19 @@ from kleash.jobs import (
     SweepJob,
     TrainJob,
 )
-from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, MismatchJob, ReportJob
+from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, EnvJob, MismatchJob, ReportJob
 from kleash.version import __version__
 
 RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
 """A command that prints with rich."""
-Command = RichCommand | AuditJob
+Command = RichCommand | AuditJob | EnvJob
 ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
         *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "audit"),
-        "train",
+        *("train", "env"),
     ),
     "train": tuple(ALGORITHMS),
 }
@@ -49,10 +49,11 @@ RECORDS: Mapping[str, type[Command]] = {
     "doctor": DoctorJob,
     "cache": CacheJob,
     "audit": AuditJob,
+    "env": EnvJob,
     **{f"train {name}": job for name, job in ALGORITHMS.items()},
 }
 DESCRIPTIONS: Mapping[str, str] = {
-    **{name: inspect.getdoc(record) or "" for name, record in RECORDS.items()},
+    **{name: (inspect.getdoc(record) or "").partition("\n\n>>>")[0] for name, record in RECORDS.items()},
     "": "KL divergence between language models: measured exactly and with error bars.",
     "train": "Train a language model with a KL penalty to its reference.",
 }

@@ -80,25 +80,24 @@ def _cell(text: str) -> str:
     return on_one_line(keep_end(text, MAX_NAME) if isinstance(text, Name) and len(text) > MAX_NAME else text)
 
 
-def print_formatted(result: NumericResult, output_format: str, folder: Path | None = None) -> None:
+def print_formatted(result: NumericResult, output_format: str) -> None:
     """Print a result on standard output, and the verdicts of gates on standard error where the format has none.
 
     Args:
         result: what is printed.
         output_format: one of those that the job of the result allows.
-        folder: the run folder of a measurement.
 
     Raises:
         OptionError: if the result lacks what the format needs.
         RunFolderError: if a file that the format needs is missing or damaged.
     """
-    sys.stdout.write(formatted(result, output_format, folder))
+    sys.stdout.write(formatted(result, output_format))
     if output_format not in ("json", "markdown"):
         for sentence in gate_sentences(result):
             print(f"kleash: {sentence}", file=sys.stderr)
 
 
-def formatted(result: NumericResult, output_format: str, folder: Path | None = None) -> str:
+def formatted(result: NumericResult, output_format: str) -> str:
     """A result in a format; arguments and errors as for ``print_formatted``."""
     match output_format:
         case "json":
@@ -110,10 +109,10 @@ def formatted(result: NumericResult, output_format: str, folder: Path | None = N
             return to_markdown(_summary_with_command(result), notes)
         case "model-card" if isinstance(result, Measurement):
             return model_card(result)
-        case "llama.cpp" if isinstance(result, Measurement) and folder is not None:
+        case "llama.cpp" if isinstance(result, Measurement) and result.folder is not None:
             from kleash.measuring.llama_cpp_summary import llama_cpp_text
 
-            return llama_cpp_text(folder)
+            return llama_cpp_text(result.folder)
         case _:
             raise OptionError(f"this result has no format {output_format}")
 

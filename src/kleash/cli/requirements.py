@@ -5,7 +5,7 @@ from pathlib import Path
 from kleash.cli.parsing import Command
 from kleash.extras import require_installed
 from kleash.jobs import PPOJob, TrainJob
-from kleash.jobs.reading_jobs import AuditJob, CompareJob, ReportJob
+from kleash.jobs.reading_jobs import AuditJob, CompareJob, EnvJob, ReportJob
 
 PAGES = ("jinja2", "matplotlib")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
@@ -16,12 +16,12 @@ DEVICE_MAPS = "accelerate"
 def require_packages(command: Command) -> None:
     """Check that the packages are installed that ``command`` needs with its options.
 
-    An audit takes no more than the base install, and without Jinja2 and Matplotlib makes no page.
+    An audit takes no more than the base install, and without Jinja2 and Matplotlib makes no page; env takes no more.
 
     Raises:
         MissingExtraError: with all that are missing.
     """
-    if isinstance(command, AuditJob):
+    if isinstance(command, AuditJob | EnvJob):
         return
     extra, packages = "models", ["rich", *MODELS]
     if isinstance(command, ReportJob | CompareJob):

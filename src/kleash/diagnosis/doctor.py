@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
+from kleash.jobs.option_groups import job_of
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with
@@ -48,6 +51,35 @@ has none; the last is the share of responses between the two with which the faul
 
 
 def diagnose(
+    rollouts: str | PurePath | Sequence[str | PurePath] | Sequence[RolloutRecord], **options: Any
+) -> Diagnosis:
+    """Rank the likely causes of a mismatch between trainer and engine.
+
+    >>> import json, pathlib
+    >>> sides = {f"{side}_logprobs": [-1.1, -2.2, -0.4] for side in ("trainer", "engine")}
+    >>> row = {"prompt_token_ids": [1], "response_token_ids": [5, 6, 7], **sides}
+    >>> _ = pathlib.Path("rollouts.json").write_text(json.dumps(20 * [row]))
+    >>> kleash.diagnose("rollouts.json").findings  # both sides agree
+    ()
+
+    Args:
+        rollouts: files, folders or patterns as for ``read_rollouts``, or rollouts that were read.
+        options: with files the fields of ``DoctorJob``, such as ``policy`` and ``reference``; with rollouts the
+            keyword arguments of ``diagnose_records``.
+
+    Raises:
+        SourceError: if a file cannot be read, no token counts, or the models cannot read a rollout.
+        ModelError, NonFiniteError, CannotRunError, MissingExtraError: if a model cannot be loaded, or cannot score.
+        ChangedInputError: if a file of the rollouts or a model is written to meanwhile.
+        UnknownNameError, OptionError: if an option is unknown, or its value is not allowed.
+    """
+    names = [rollouts] if isinstance(rollouts, str | PurePath) else list(rollouts)
+    if names and all(isinstance(name, str | PurePath) for name in names):
+        return diagnose_file(job_of(DoctorJob, {"rollouts": tuple(map(str, names)), **options}))
+    return diagnose_records(cast("list[RolloutRecord]", names), **options)
+
+
+def diagnose_records(
     rollouts: Sequence[RolloutRecord],
     *,
     pair: Pair | None = None,
@@ -55,7 +87,7 @@ def diagnose(
     file: str = "",
     batch_tokens: int = 4096,
 ) -> Diagnosis:
-    """Rank the likely causes of a mismatch between trainer and engine.
+    """``diagnose`` of rollouts that were read.
 
     Each cause predicts the differences of the two columns, and one mixture of scales is the model of what it leaves.
     The probability of a cause comes from its likelihood on responses that its mixture was not fitted to, against all
@@ -143,7 +175,7 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
     pair = None
     if job.policy is not None and job.reference is not None:
         pair = load_pair_with(job.policy, job.reference, job)
-    diagnosis = diagnose(
+    diagnosis = diagnose_records(
         read.rollouts, pair=pair, rounding=job.rounding, file=read.name, batch_tokens=job.batch_tokens
     )
     one_sided = note_on_one_sided_files(read.kl_by_file()) if diagnosis.examined else ()

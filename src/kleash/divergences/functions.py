@@ -116,6 +116,10 @@ def kl(logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"])
 
     References:
         Kullback & Leibler, "On Information and Sufficiency" (1951).
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.kl(logp, logq)
+    tensor(0.5108)
     """
     return divergence("kl", logp, logq)
 
@@ -128,6 +132,10 @@ def jeffreys(
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.jeffreys(logp, logq)
+    tensor(0.8789)
     """
     return divergence("jeffreys", logp, logq)
 
@@ -154,6 +162,10 @@ def jensen_shannon(
 
     References:
         Lin, "Divergence Measures Based on the Shannon Entropy" (1991).
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.jensen_shannon(logp, logq)
+    tensor(0.1017)
     """
     return divergence(jensen_shannon_record(weight, normalised), logp, logq)
 
@@ -173,6 +185,10 @@ def skew_kl(
     References:
         Ko et al., "DistiLLM: Towards Streamlined Distillation for Large Language Models" (2024),
         https://arxiv.org/abs/2402.03898
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.skew_kl(logp, logq, 0.1)
+    tensor(0.3653)
     """
     return divergence(skew_kl_record(mix), logp, logq)
 
@@ -190,6 +206,10 @@ def alpha_divergence(
     Raises:
         OptionError: if ``alpha`` is not finite.
         VocabularyMismatchError, ShapeError: as ``kl``.
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.alpha_divergence(logp, logq, 0.5)
+    tensor(0.4223)
     """
     return divergence(alpha_record(alpha), logp, logq)
 
@@ -218,6 +238,10 @@ def renyi(
     References:
         van Erven & Harremoës, "Rényi Divergence and Kullback-Leibler Divergence" (2014),
         https://arxiv.org/abs/1206.2459
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.renyi(logp, logq, 2.0)
+    tensor(1.0217)
     """
     if not 0 < order < inf:
         raise OptionError(f"order is {order}; give a finite number above 0")
@@ -248,6 +272,10 @@ def chi_squared(
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.chi_squared(logp, logq)
+    tensor(1.7778)
     """
     return divergence("chi_squared", logp, logq)
 
@@ -262,6 +290,10 @@ def total_variation(
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.total_variation(logp, logq)
+    tensor(0.4000)
     """
     return divergence("total_variation", logp, logq)
 
@@ -276,6 +308,10 @@ def hellinger(
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.hellinger(logp, logq)
+    tensor(0.3249)
     """
     return divergence("hellinger", logp, logq)
 
@@ -288,6 +324,9 @@ def entropy(logp: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
 
     Raises:
         ShapeError: if there is no axis, or the numbers are not floating-point.
+
+    >>> kleash.entropy(torch.tensor([0.5, 0.5]).log())
+    tensor(0.6931)
     """
     return cross_entropy(logp, logp)
 
@@ -306,6 +345,10 @@ def cross_entropy(
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.
+
+    >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    >>> kleash.cross_entropy(logp, logq)
+    tensor(1.2040)
     """
     logp, logq = promote_pair(logp, logq)
     in_p, in_q = logp != -torch.inf, logq != -torch.inf
@@ -333,6 +376,10 @@ def kl_gaussian(
 
     References:
         Kingma & Welling, "Auto-Encoding Variational Bayes" (2013), https://arxiv.org/abs/1312.6114
+
+    >>> mean, log_variance = torch.tensor([1.0, 0.0]), torch.zeros(2)
+    >>> kleash.kl_gaussian(mean, log_variance)  # from the standard normal
+    tensor(0.5000)
     """
     parameters = [
         torch.as_tensor(x, device=mean_p.device) for x in (mean_p, log_variance_p, mean_q, log_variance_q)

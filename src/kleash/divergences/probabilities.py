@@ -30,6 +30,9 @@ def kl_from_probs(p: Any, q: Any) -> Float64[Tensor, "*batch"]:
         VocabularyMismatchError: if the two have different numbers of outcomes.
         ShapeError: if their leading axes differ.
         CannotRunError: inside ``torch.func.vmap``, where values cannot be checked.
+
+    >>> kleash.kl_from_probs([0.5, 0.5], [0.9, 0.1])
+    tensor(0.5108, dtype=torch.float64)
     """
     return kl(_log_probs("p", p), _log_probs("q", q))
 

@@ -44,7 +44,7 @@ class LocalEngine(Engine):
         """The job's temperature, or 1 for greedy responses; a stored reference may lack it."""
         temperature = self.job.temperature if self.job.temperature > 0 else 1.0
         reference = self.pair.reference
-        is_loaded_here = reference.stored is None and reference.storage is None
+        is_loaded_here = reference.stored is None and reference.storage is None and not reference.is_in_memory
         return EngineTraits(
             temperature=temperature,
             float32_gap_reloads=is_loaded_here and reference.dtype not in (torch.float32, torch.float64),
@@ -100,12 +100,12 @@ class LocalEngine(Engine):
         """Token columns of the reference in its dtype compared with itself in float32; None if it runs in float32.
 
         For a stored reference as ``noise_floor_columns``. None also if FSDP stores the reference on several ranks,
-        which would all have to load it again.
+        which would all have to load it again, or if it was given in memory and there is no file to load.
         """
         stored = self.pair.reference.stored
         if stored is not None:
             return stored.rounding_columns("gap", self.traits.temperature)
-        if self.pair.reference.storage is not None:
+        if self.pair.reference.storage is not None or self.pair.reference.is_in_memory:
             return None
         columns = score_against_float32(
             self.pair.reference,

@@ -99,6 +99,10 @@ def kl_bounds(
 
     References:
         Liese & Vajda, "On Divergences and Informations in Statistics and Information Theory" (2006).
+
+    >>> listed_p, listed_q = torch.tensor([[0.6, 0.3], [0.5, 0.2]]).log()  # of a larger vocabulary
+    >>> kleash.kl_bounds(listed_p, listed_q).lower
+    tensor(0.1212, dtype=torch.float64)
     """
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
     with torch.no_grad():

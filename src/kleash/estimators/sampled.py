@@ -101,6 +101,10 @@ def sampled_kl(
 
     References:
         Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
+
+    >>> token_logp, token_logq = torch.tensor([-1.0]), torch.tensor([-2.0])
+    >>> kleash.sampled_kl(token_logp, token_logq, "k1")
+    tensor([1.])
     """
     record = look_up(ESTIMATORS, estimator, "estimator")
     log_ratio = at_least_float32(token_logp) - at_least_float32(token_logq)

@@ -75,6 +75,10 @@ def importance_weights(
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
         OptionError: if there is no such level, or ``cap`` is not above 0.
+
+    >>> token_logp, behaviour_logp = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
+    >>> kleash.importance_weights(token_logp, behaviour_logp, torch.ones(1, 2).bool()).values
+    tensor([[1.6487, 1.0000]])
     """
     if level not in LEVELS:
         raise OptionError(f"level is {level!r}; there are {', '.join(LEVELS)}")

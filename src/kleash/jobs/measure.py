@@ -49,6 +49,9 @@ class MeasureJob(
     """Measure how far one language model has drifted from another, and write a report.
 
     Without arguments: the small pair that ships with kleash, half a minute on an idle core.
+
+    >>> kleash.MeasureJob(policy="tuned/", reference="base/", prompts="prompts.jsonl").headline
+    'kl_policy_reference'
     """
 
     policy: str = SHIPPED_POLICY

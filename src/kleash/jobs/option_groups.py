@@ -4,16 +4,20 @@ A job is a frozen dataclass composed of these groups. The command line is made f
 the string under its field, and a job that gives an option another default repeats the field alone.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from operator import index
 from pathlib import PurePath
 from types import NoneType
-from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
 
 from kleash.errors import OptionError
 from kleash.jobs.reading import ReadOptions, check_read_options
+from kleash.registry import look_up
+
+JobT = TypeVar("JobT")
 
 SHIPPED_POLICY = "shipped:policy"
 SHIPPED_REFERENCE = "shipped:reference"
@@ -326,6 +330,19 @@ def require_limit(at_most: Any) -> None:
     is_number = isinstance(at_most, int | float) and not isinstance(at_most, bool)
     if at_most is not None and not (is_number and 0 <= at_most < math.inf):
         raise OptionError(f"--at-most must be a number of nats, at least 0; it is {at_most!r}")
+
+
+def job_of(kind: type[JobT], options: Mapping[str, Any]) -> JobT:
+    """The job of options that were given as keyword arguments.
+
+    Raises:
+        UnknownNameError: if there is no option of a name, with the nearest.
+        OptionError: if a value is not allowed.
+    """
+    names = dict.fromkeys(inspect.signature(kind).parameters)
+    for name in options:
+        look_up(names, name, "option")
+    return kind(**options)
 
 
 def changed_options(job: Any, names: Iterable[str]) -> list[str]:

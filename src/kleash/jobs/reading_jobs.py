@@ -169,6 +169,11 @@ class AuditJob:
     """Print only failures."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvJob:
+    """Print the versions and the machine that a report of a bug should name; no file is read."""
+
+
 def _as_files(names: Any) -> tuple[str, ...]:
     """The names of files; one name alone may be given as it is."""
     return (str(names),) if isinstance(names, str | PurePath) else tuple(map(str, names))

@@ -70,7 +70,11 @@ class Leash(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBeta(BetaRecord):
-    """A constant beta; 0 switches the KL term off."""
+    """A constant beta; 0 switches the KL term off.
+
+    >>> kleash.FixedBeta(beta=0.1).after(8.0).beta
+    0.1
+    """
 
     kind: ClassVar[str] = "fixed"
 
@@ -122,6 +126,9 @@ class ZieglerBeta(TargetController):
     References:
         Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2,
         https://arxiv.org/abs/1909.08593
+
+    >>> kleash.ZieglerBeta(beta=0.1, target_nats=4.0).after(8.0).beta > 0.1
+    True
     """
 
     kind: ClassVar[str] = "ziegler"
@@ -157,6 +164,9 @@ class DualBeta(TargetController):
     budget, which is ``target_nats``. The ascent is in log beta (mirror ascent), so ``rate`` has no unit and beta stays
     above 0. While the KL stays below the budget, beta falls until ``beta_min``: a constraint that does not bind costs
     nothing. The proportional term damps the oscillations of plain ascent, which ``proportional=0`` gives.
+
+    >>> kleash.DualBeta(beta=0.1, target_nats=4.0).after(8.0).beta > 0.1
+    True
     """
 
     kind: ClassVar[str] = "dual"
@@ -193,6 +203,9 @@ class PIDBeta(TargetController):
 
     With the default gains the KL is held within 5 % of its target if it responds to beta within 3 to 20 updates and is
     measured with errors of up to 50 % (docs/beta.md).
+
+    >>> kleash.PIDBeta(beta=0.1, target_nats=4.0).after(2.0).beta < 0.1
+    True
     """
 
     kind: ClassVar[str] = "pid"

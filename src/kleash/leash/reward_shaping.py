@@ -57,6 +57,10 @@ def shape_rewards(
     References:
         Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019),
         https://arxiv.org/abs/1909.08593
+
+    >>> scores, token_kl = torch.tensor([1.0]), torch.tensor([[0.5, 0.25, 0.25]])
+    >>> kleash.shape_rewards(scores, token_kl, torch.ones(1, 3).bool(), beta=0.1)
+    tensor([[-0.0500, -0.0250,  0.9750]])
     """
     _require_beta(beta)
     is_counted = as_mask(mask)

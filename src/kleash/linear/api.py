@@ -76,6 +76,11 @@ def linear_kl(
         OptionError: if the temperature is not a positive number.
         CannotRunError: if tensors are on different devices, an option is unsupported or its dependency missing, or
             a second or forward-mode derivative is taken.
+
+    >>> hidden = torch.tensor([[1.0, 0.0, 0.0]])
+    >>> head_p, head_q = kleash.Head(torch.eye(3)), kleash.Head(torch.zeros(3, 3))
+    >>> kleash.linear_kl(hidden, head_p, hidden, head_q)
+    tensor([0.1233])
     """
     return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
 
@@ -107,6 +112,11 @@ def linear_divergence(
     Raises:
         UnknownNameError: if there is no such divergence.
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl``.
+
+    >>> hidden = torch.tensor([[1.0, 0.0, 0.0]])
+    >>> head_p, head_q = kleash.Head(torch.eye(3)), kleash.Head(torch.zeros(3, 3))
+    >>> kleash.linear_divergence(hidden, head_p, hidden, head_q, divergence="total_variation")
+    tensor([0.2428])
     """
     record, options = as_divergence(divergence), options or LinearOptions()
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
@@ -150,6 +160,11 @@ def token_statistics(
     Raises:
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
         VocabularyMismatchError: also if an id is outside the vocabulary.
+
+    >>> hidden = torch.tensor([[1.0, 0.0, 0.0]])
+    >>> head_p, head_q = kleash.Head(torch.eye(3)), kleash.Head(torch.zeros(3, 3))
+    >>> kleash.token_statistics(hidden, head_p, hidden, head_q, torch.tensor([0])).total_variation
+    tensor([0.2428])
     """
     check_transforms("token_statistics", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     return statistics_of(
@@ -250,6 +265,13 @@ def linear_kl_loss(
     Raises:
         ShapeError, VocabularyMismatchError, OptionError: as ``linear_kl``.
         CannotRunError: as ``linear_kl``; if the weights require a gradient; in a second backward pass.
+
+    >>> hidden = torch.tensor([[1.0, 0.0, 0.0]])
+    >>> head_p, head_q = kleash.Head(torch.eye(3)), kleash.Head(torch.zeros(3, 3))
+    >>> trained = hidden.clone().requires_grad_()
+    >>> kleash.linear_kl_loss(trained, head_p, hidden, head_q, weights=torch.ones(1)).loss.backward()
+    >>> trained.grad
+    tensor([[ 0.2442, -0.1221, -0.1221]])
     """
     return linear_divergence_loss(
         hidden_p, head_p, hidden_q, head_q, weights=weights, temperature=temperature, options=options
@@ -284,6 +306,12 @@ def linear_divergence_loss(
     Raises:
         UnknownNameError: if there is no such divergence.
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss``.
+
+    >>> hidden = torch.tensor([[1.0, 0.0, 0.0]])
+    >>> head_p, head_q = kleash.Head(torch.eye(3)), kleash.Head(torch.zeros(3, 3))
+    >>> weights, name = torch.ones(1), "jensen_shannon"
+    >>> kleash.linear_divergence_loss(hidden, head_p, hidden, head_q, weights=weights, divergence=name).loss
+    tensor(0.0300)
     """
     record = as_divergence(divergence)
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
@@ -342,6 +370,14 @@ def linear_objective(
     Raises:
         ShapeError: also if the objective does not return one loss for each token.
         VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss`` and ``token_statistics``.
+
+    >>> hidden = torch.tensor([[1.0, 0.0, 0.0]])
+    >>> head_p, head_q = kleash.Head(torch.eye(3)), kleash.Head(torch.zeros(3, 3))
+    >>> def objective(terms, rows):
+    ...     return 0.1 * terms.kl - terms.token_logp
+    >>> loss, terms = kleash.linear_objective(hidden, head_p, torch.tensor([0]), hidden, head_q, objective)
+    >>> torch.allclose(loss, (0.1 * terms.kl - terms.token_logp).sum())
+    True
     """
     if not callable(objective):
         raise OptionError(f"objective is a {type(objective).__qualname__}; give a function of terms and rows")

@@ -32,6 +32,10 @@ class Head:
         ShapeError: if weight is not a matrix, bias not a vector, the two differ in length, or are not floating-point.
         OptionError: if the scale is not finite or the softcap not positive.
         CannotRunError: if this process is not in the ``vocabulary_group``.
+
+    >>> head = kleash.Head(torch.randn(1000, 64), softcap=30.0)  # 1000 tokens, 64 dimensions
+    >>> head.weight.shape
+    torch.Size([1000, 64])
     """
 
     weight: Float[Tensor, "vocab dim"] | None

@@ -26,6 +26,9 @@ class LinearOptions:
     Raises:
         UnknownNameError: if ``impl`` is not one of its values.
         OptionError: if ``buffer_bytes`` is not positive, or ``compile`` not a bool.
+
+    >>> kleash.LinearOptions(impl="chunked", buffer_bytes=64 * 2**20).impl
+    'chunked'
     """
 
     impl: str = "auto"

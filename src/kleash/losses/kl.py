@@ -73,6 +73,11 @@ def kl_loss(
         Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
         Tang & Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025),
         https://arxiv.org/abs/2506.09477
+
+    >>> token_logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> kleash.kl_loss(token_logp, torch.tensor([-2.0, -2.0]), torch.ones(2).bool()).sum().backward()
+    >>> token_logp.grad
+    tensor([1., 0.])
     """
     record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
     pair = sampled_pair(token_logp, token_logq, mask, weights)
@@ -109,6 +114,11 @@ def future_kl_loss(
     Raises:
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or have no axis of time.
+
+    >>> token_logp = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    >>> kleash.future_kl_loss(token_logp, torch.ones(1, 3), torch.ones(1, 3).bool()).sum().backward()
+    >>> token_logp.grad
+    tensor([[2., 1., 0.]])
     """
     require_gradient(token_logp)
     is_counted, weights = mask_and_weights(mask, weights)

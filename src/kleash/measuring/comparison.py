@@ -56,6 +56,12 @@ def compare(
     Raises:
         OptionError: if there are fewer than two, or the limit is not a number of at least 0.
         RunFolderError: if a run is not finished or damaged, or shares no prompt with the first.
+
+    >>> texts = ["The sea was calm.", "A boat went out."]
+    >>> for name in ("policy", "reference"):
+    ...     _ = kleash.measure(policy=f"shipped:{name}", text=texts, out=f"compared/{name}")
+    >>> kleash.compare(["compared/policy", "compared/reference"]).differences[0].shared_prompts
+    2
     """
     if isinstance(folders, str) or len(folders) < 2:
         count = 1 if isinstance(folders, str) else len(folders)

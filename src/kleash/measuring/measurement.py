@@ -163,6 +163,7 @@ def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelReco
         "source_sha256": run.source_sha256,
         "device": device_of(run.pair),
         "headline": run.job.headline,
+        "folder": run.folder.root,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from secrets import token_hex
 
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.engines import Engine, LocalEngine
@@ -281,8 +282,13 @@ def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256:
 
 def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     """The header of a measurement."""
-    fingerprints = {"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint}
-    if job.source[0] == "prompts":
+    models = (pair.policy, pair.reference)
+    # no other run has the fingerprint of a network in memory, whose weights can be any
+    fingerprints = {
+        role: model.fingerprint or f"in memory {token_hex(8)}"
+        for role, model in zip(("policy", "reference"), models, strict=True)
+    }
+    if job.source[0] == "prompts" and not pair.policy.is_in_memory:
         checkpoint = find_checkpoint(job.policy, job.revision_policy)
         fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.generation_fingerprint()
     cache = finished_cache(job)
@@ -295,13 +301,6 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
         fingerprints=fingerprints,
         sampler=SAMPLER,
         environment={f"the version of {name}": version(name) for name in PACKAGES}
-        | {
-            f"the {model.role}'s dtype": str(model.dtype).removeprefix("torch.")
-            for model in (pair.policy, pair.reference)
-        },
-        probes={
-            model.role: model.endpoint.probe_logps
-            for model in (pair.policy, pair.reference)
-            if isinstance(model, ServedModel)
-        },
+        | {f"the {model.role}'s dtype": str(model.dtype).removeprefix("torch.") for model in models},
+        probes={model.role: model.endpoint.probe_logps for model in models if isinstance(model, ServedModel)},
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
 from kleash.measuring.estimand import sampler_notes
+from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, header_of, load_models
@@ -24,7 +25,7 @@ from kleash.measuring.ray_workers import ray_engine
 from kleash.measuring.shard_scoring import OpenRun, ScoredSource, run_shards
 from kleash.measuring.shards import hash_source
 from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirrored, mirrored, process_group
-from kleash.models import describe_source, turns_of
+from kleash.models import Pair, describe_source, turns_of
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
@@ -34,7 +35,12 @@ from kleash.store.file_hashes import require_unchanged_files, watching_files
 
 
 def default_out() -> str:
-    """The folder of a run without ``--out``, named by date and time."""
+    """The folder of a run without ``--out``, named by date and time.
+
+    Raises:
+        OptionError: if a launcher started several processes, which would make up several names.
+    """
+    require_folder_of_all("the run")
     return str(Path("kleash-runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
@@ -46,7 +52,9 @@ class SharedMeasurement(NamedTuple):
     """Whether this process made it of the shards, rather than another one."""
 
 
-def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measurement:
+def measure(
+    job: MeasureJob | None = None, reporter: ProgressReporter | None = None, **options: Any
+) -> Measurement:
     """Measure how far a policy has drifted from its reference.
 
     Writes ``measurement.json``, ``tokens/``, ``sequences/``, ``alternatives.parquet`` and ``report.html`` into
@@ -56,9 +64,18 @@ def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measur
     Any number of processes that call this with the same job measure one run: each scores shards that no other has.
     All return the measurement, which one of them makes and writes.
 
+    >>> measurement = kleash.measure(prompts=["The sea was calm", "A boat"], max_new_tokens=4, out="drift")
+    >>> measurement.counts.prompts  # of the pair that ships with kleash; policy= and reference= name others
+    2
+
     Args:
-        job: what to measure, and how.
+        job: what to measure, and how; None for the options.
         reporter: receives the progress.
+        options: the fields of ``MeasureJob``. ``prompts``, ``text`` or ``responses`` may be a list of texts, messages
+            or records, a ``datasets.Dataset`` or a data frame, which is written into the run's folder as
+            ``source.jsonl``. ``policy`` and ``reference`` may be transformers or PEFT models in memory, with
+            ``tokenizer``; the reference of a PEFT model is its base if none is given. Such a run has one process and
+            cannot be resumed.
 
     Returns:
         The measurement, as in ``measurement.json``.
@@ -78,15 +95,24 @@ def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measur
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the measurement, which is on disk then.
     """
-    return measure_together(job, reporter).measurement
+    with pair_in_memory(options) as (names, pair):
+        job = job_of_keywords(MeasureJob, job, names, default_out)
+        return measure_together(job, reporter, pair).measurement
 
 
-def measure_together(job: MeasureJob, reporter: ProgressReporter | None = None) -> SharedMeasurement:
-    """``measure``, with whether this process made the measurement."""
+def measure_together(
+    job: MeasureJob, reporter: ProgressReporter | None = None, pair: Pair | None = None
+) -> SharedMeasurement:
+    """``measure``, with whether this process made the measurement.
+
+    Args:
+        job: what to measure, and how.
+        reporter: receives the progress.
+        pair: the models, of which one is in memory; None to load those of the job.
+    """
     if job.out is None:
-        require_folder_of_all("the run")
         job = replace(job, out=default_out())
-    result = _measure(job, reporter if reporter is not None else ProgressReporter())
+    result = _measure(job, reporter if reporter is not None else ProgressReporter(), pair)
     for sentence in send_result(job.report_to, result.measurement, folder_of(job)) if result.is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result
@@ -102,9 +128,9 @@ def require_folder_of_all(what: str) -> None:
         raise OptionError(f"several processes must agree on the folder of {what}; give --out")
 
 
-def _measure(job: MeasureJob, reporter: ProgressReporter) -> SharedMeasurement:
+def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> SharedMeasurement:
     """``measure_together`` without trackers."""
-    with opened_run(job, reporter) as run:
+    with opened_run(job, reporter, pair) as run:
         start = monotonic()
         with _engine(run) as local_engine:
             if is_mirrored(job) and not is_first_of_weights(job):
@@ -144,7 +170,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start:
 
 
 @contextmanager
-def opened_run(job: MeasureJob, reporter: ProgressReporter) -> Generator[OpenRun]:
+def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = None) -> Generator[OpenRun]:
     """Context in which this process takes part in a run: its models are loaded, and are those of the folder."""
     with ExitStack() as stack:
         stack.enter_context(watching_files())
@@ -156,7 +182,9 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter) -> Generator[OpenRun
             reporter.note(sentence)
         digest = hash_source(job)
         workers = stack.enter_context(ray_engine(job, reporter)) if job.engine == "ray" else None
-        pair = workers.pair if workers is not None else load_models(on_device_of_rank(job), digest)
+        is_resumable = pair is None
+        if pair is None:
+            pair = workers.pair if workers is not None else load_models(on_device_of_rank(job), digest)
         kind, name = job.source
         source_notes = (
             *(() if job.has_base_logits else describe_source(kind, name, job)),
@@ -172,7 +200,8 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter) -> Generator[OpenRun
             threads = stack.enter_context(threads_for_scoring(pair, local_world_size()))
             if threads is not None:
                 reporter.note(threads)
-        stack.enter_context(_resumable(folder.root))
+        if is_resumable:
+            stack.enter_context(_resumable(folder.root))
         yield OpenRun(
             job=job,
             pair=pair,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from kleash.checkpoints.resolution import find_checkpoint, repository_of
 from kleash.errors import Interrupted, KleashError, ModelError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
+from kleash.measuring.keywords import job_of_keywords
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import kept_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
@@ -33,7 +34,7 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import watched_files, watching_files
-from kleash.store.job_folder import require_same
+from kleash.store.job_folder import SOURCE, require_same
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.sweep import SWEEP, Attribution, Sweep, SweepCandidate
 from kleash.version import __version__
@@ -45,7 +46,8 @@ ADVICE_IF_LOCKED = "wait for it, or give another --out"
 
 
 def default_sweep() -> str:
-    """The folder of a sweep without ``--out``, named by date and time."""
+    """The folder of a sweep without ``--out``, named by date and time; errors as for ``default_out``."""
+    require_folder_of_all("the sweep")
     return str(Path("kleash-sweeps") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
@@ -57,7 +59,7 @@ class SharedSweep(NamedTuple):
     """Whether this process made it of the measurements, rather than another one."""
 
 
-def sweep(job: SweepJob, reporter: ProgressReporter | None = None) -> Sweep:
+def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None, **options: Any) -> Sweep:
     """Measure several candidates against one reference, and rank them.
 
     Writes into ``job.out``: ``reference-cache/`` as ``cache_reference`` does, ``candidates/NN-name/`` as ``measure``
@@ -71,9 +73,14 @@ def sweep(job: SweepJob, reporter: ProgressReporter | None = None) -> Sweep:
     Any number of processes that call this with the same job share the work: one makes the cache, each scores shards
     of a candidate, or of a pass of an attribution, that no other has.
 
+    >>> result = kleash.sweep(candidates=["shipped:policy"], text=["The sea was calm."], out="sweep")
+    >>> [candidate.name for candidate in result.ranking]
+    ['shipped:policy']
+
     Args:
-        job: the candidates, the reference and the source.
+        job: the candidates, the reference and the source; None for the options.
         reporter: receives the progress.
+        options: the fields of ``SweepJob``; ``text`` or ``responses`` may be in memory, as for ``measure``.
 
     Returns:
         The sweep, as in ``sweep.json``.
@@ -90,13 +97,11 @@ def sweep(job: SweepJob, reporter: ProgressReporter | None = None) -> Sweep:
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
-    return sweep_together(job, reporter).sweep
+    return sweep_together(job_of_keywords(SweepJob, job, options, default_sweep), reporter).sweep
 
 
 def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> SharedSweep:
     """``sweep``, with whether this process made it."""
-    if job.out is None:
-        require_folder_of_all("the sweep")
     out = Path(job.out if job.out is not None else default_sweep()).expanduser()
     reporter = reporter if reporter is not None else ProgressReporter()
     require_trackers(job.report_to)
@@ -131,7 +136,7 @@ def _check_folder(out: Path, *, resume: bool) -> None:
     if (
         not has_sweep
         and out.exists()
-        and (not out.is_dir() or any(path.name not in LOCK_FILES for path in out.iterdir()))
+        and (not out.is_dir() or any(path.name not in {*LOCK_FILES, SOURCE} for path in out.iterdir()))
     ):
         raise RunFolderError(f"{out} holds other files; give another --out")
 

@@ -45,7 +45,7 @@ class Model:
     """The rows of the whole head that are no tokens; None if neither model of the pair has any, or several ranks store
     the head."""
     fingerprint: str
-    """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``."""
+    """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``; "" for a network in memory."""
     weights: StoredWeights | None = None
     """How the checkpoint stores the weights; None for a network in memory."""
     base: str | None = None
@@ -114,6 +114,11 @@ class Model:
         if self.turns is not None and self.storage is not None:
             self.turns.wait_for(self.role, call)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it was given as a network in memory (``live_model``), whose files are unknown."""
+        return self.fingerprint == ""
+
     def is_same_as(self, other: "Model") -> bool:
         """Whether both are the same network with the same adapter, so that one forward pass serves both."""
         return self.network is other.network and self.adapter == other.adapter
@@ -151,7 +156,7 @@ class Pair:
     def is_one_model(self) -> bool:
         """Whether both are known to be the same model: the same network, or the same fingerprint and dtype."""
         policy, reference = self.policy, self.reference
-        has_same_files = policy.fingerprint != "" and policy.fingerprint == reference.fingerprint
+        has_same_files = not policy.is_in_memory and policy.fingerprint == reference.fingerprint
         return policy.is_same_as(reference) or (has_same_files and policy.dtype == reference.dtype)
 
     def wait_for_statistics(self, *, top: bool) -> None:

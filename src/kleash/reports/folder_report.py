@@ -8,10 +8,12 @@ from kleash.reports.gate_verdicts import gate_of_measurement, gate_of_sweep
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
+from kleash.store.audit import Audit, read_audits
 from kleash.store.job_folder import HEADER, read_header
 from kleash.store.measurement import Measurement
 from kleash.store.steps import STEPS
 from kleash.store.sweep import SWEEP, Sweep
+from kleash.store.training_folder import TrainingFolder, TrainingResult
 
 MEASUREMENT = "measurement.json"
 
@@ -63,6 +65,30 @@ def read_result(folder: Path) -> Measurement | Sweep:
         RunFolderError: if it is missing or damaged.
     """
     return Sweep.read(folder) if kind_of_folder(folder) == SWEEP else Measurement.read(folder)
+
+
+def open(path: Path | str) -> Measurement | Sweep | TrainingResult | tuple[Audit, ...]:
+    """The result in a folder: of a measurement, a sweep or a finished training run; or in the file of audits.
+
+    >>> measurement = kleash.measure(text=["The sea was calm."], out="opened")
+    >>> kleash.open("opened").to_json() == measurement.to_json()
+    True
+
+    Args:
+        path: the folder, or what ``kleash audit --json`` printed, as a file.
+
+    Raises:
+        RunFolderError: if there is no result, it is damaged, or its job has not finished.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        return read_audits(path)
+    if kind_of_folder(path) != STEPS:
+        return read_result(path)
+    result = TrainingFolder(path).result()
+    if result is None:
+        raise RunFolderError(f"the training run in {path} has not finished; go on with it with --resume")
+    return result
 
 
 def with_gate(

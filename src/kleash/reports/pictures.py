@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import OptionError
+from kleash.extras import import_extra
 from kleash.jobs.output_options import PICTURES
 from kleash.reports.drawing import WIDTH, Chart, draw_panel, matplotlib_style
 from kleash.reports.formatting import keep_end
@@ -51,6 +52,24 @@ def write_picture(path: Path, result: Measurement | Sweep) -> Path:
         )
     write_atomically(path, content.getvalue())
     return path
+
+
+def plot(result: object) -> Any:
+    """The Matplotlib figure of a result's picture.
+
+    Raises:
+        OptionError: if it is neither a measurement nor a sweep, or nothing in it can be drawn.
+        MissingExtraError: if Matplotlib is not installed.
+    """
+    if not isinstance(result, Measurement | Sweep):
+        raise OptionError(
+            f"there is no picture of a {type(result).__name__}; its page has charts where it has any"
+        )
+    import_extra("matplotlib.pyplot", "models")  # which tells a notebook how figures are shown
+    with matplotlib_style("kleash") as make_figure:
+        figure = picture_figure(make_figure, result)
+        figure.draw_without_rendering()  # makes the ticks in this style
+    return figure
 
 
 def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:

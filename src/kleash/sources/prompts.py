@@ -18,6 +18,7 @@ from kleash.sources.dataset_formats import (
     text_or_messages,
 )
 from kleash.sources.files import find_source
+from kleash.sources.in_memory import records_in_memory
 from kleash.sources.records import (
     SourceRecord,
     describe_fields,
@@ -77,17 +78,15 @@ def count_columns(name: str, limit: int | None = None, reading: DatasetOptions |
     return Counter(column for record in records for column in record.fields)
 
 
-def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: TokenLimits) -> list[Prompt]:
-    """Tokenise prompts in memory, texts or lists of messages, as ``read_prompts`` does.
+def tokenise_prompts(prompts: Iterable[Any], pair: TokenLimits) -> list[Prompt]:
+    """Tokenise prompts in memory as ``read_prompts`` does: texts, lists of messages, or records.
 
     Raises:
-        SourceError: as ``read_prompts``.
+        SourceError: as ``read_prompts`` and ``records_in_memory``.
     """
     records = [
-        SourceRecord(
-            location=f"prompt {number}", fields={"prompt" if isinstance(prompt, str) else "messages": prompt}
-        )
-        for number, prompt in enumerate(prompts, start=1)
+        SourceRecord(location=f"prompt {number}", fields=fields)
+        for number, fields in enumerate(records_in_memory(prompts, "prompts"), start=1)
     ]
     if not records:
         raise SourceError("there is no prompt among those given")

@@ -3,8 +3,11 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import isinf
+from pathlib import Path
 from typing import Literal
 
+from kleash.errors import RunFolderError
+from kleash.store.codec import decode, parse_json
 from kleash.store.summary import Result
 
 AUDIT_SCHEMA = 4
@@ -159,7 +162,11 @@ class CurveRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Result):
-    """What a KL implementation estimates and what it differentiates."""
+    """What a KL implementation estimates and what it differentiates.
+
+    >>> kleash.audit(kleash.sampled_kl, "metric").value
+    'KL(p ‖ q)'
+    """
 
     schema: int = AUDIT_SCHEMA
     target: str
@@ -228,3 +235,22 @@ class Audit(Result):
         """
         names = {*kinds, *(FAULTS if "fault" in kinds else ())}
         return tuple(f for f in self.findings if f.kind in names or f.severity in names)
+
+
+def read_audits(path: Path) -> tuple[Audit, ...]:
+    """The audits in a file that ``kleash audit --json`` or ``Audit.to_json`` made.
+
+    Raises:
+        RunFolderError: if it cannot be read, holds something else, or is of another schema.
+    """
+    try:
+        data = parse_json(path.read_bytes())
+        records = data.get("audits", [data])
+        schemas = {record["schema"] for record in records}
+        if schemas != {AUDIT_SCHEMA}:
+            raise ValueError(f"its schema is {schemas}, and this kleash reads {AUDIT_SCHEMA}")
+        return tuple(decode(Audit, record) for record in records)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path} cannot be read as audits ({error}); write it with kleash audit --json"
+        ) from error

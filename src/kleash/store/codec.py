@@ -15,6 +15,9 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 T = TypeVar("T")
 
+NOT_WRITTEN = {"written": False}
+"""Metadata of a field that is no part of the file."""
+
 
 def parse_json(text: str | bytes) -> Any:
     """The value that JSON text stands for.
@@ -41,7 +44,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): encode(part) for key, part in cast("Mapping[Any, Any]", value).items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        written = [field.name for field in fields(value) if field.metadata.get("written", True)]
+        return {name: encode(getattr(value, name)) for name in written}
     return value
 
 

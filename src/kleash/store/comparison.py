@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kleash.estimate import Estimate
 from kleash.store.measurement import Counts, Gate
-from kleash.store.summary import Result
+from kleash.store.summary import MeasuredResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RunDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Result):
+class Comparison(MeasuredResult):
     """Several measurements side by side, and their differences from the first."""
 
     kleash: str

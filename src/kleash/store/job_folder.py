@@ -18,6 +18,8 @@ from kleash.store.locks import folder_lock
 from kleash.store.measurement import SCHEMA
 
 HEADER = "run.json"
+SOURCE = "source.jsonl"
+"""The prompts, texts or responses of a run that were given in memory."""
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
 PROBE_NATS = 0.05
 """Largest median difference between two answers of one server to its probe; rounding in bfloat16 stays below it."""

@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
 from kleash.store.checksums import Checksums
+from kleash.store.codec import NOT_WRITTEN
 from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, from_fields
-from kleash.store.summary import Result
+from kleash.store.summary import MeasuredResult
 
 SCHEMA = 3
 """Raised when a field of a run folder is renamed or means something else; others are refused."""
@@ -117,7 +118,7 @@ class ModelRecord:
     """Rows of the head: tokens that can have a probability."""
     fingerprint: str
     """Hash of every byte of its weights, configuration, tokenizer and adapter; without "sha256:" before it an older
-    one, of samples of the weights."""
+    one, of samples of the weights; empty for a model in memory or behind a server."""
     weights: StoredWeights | None = None
     """How the weights are stored; None in older records, and for models in memory or behind a server."""
     base: str | None = None
@@ -125,9 +126,10 @@ class ModelRecord:
 
     @property
     def storage(self) -> str:
-        """How the weights are stored, in words: "an adapter over base, stored as F32"; empty where that is unknown."""
+        """How the weights are stored, in words: "an adapter over base, stored as F32", "in memory"; empty where that is
+        unknown."""
         if self.weights is None:
-            return ""
+            return "" if self.fingerprint or self.parameters is None else "in memory"
         adapter = "" if self.base is None else f"an adapter over {self.base}, "
         return f"{adapter}stored as {self.weights.types}"
 
@@ -232,9 +234,16 @@ class PromptDrift:
     kl_max: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement(Result):
-    """How far a policy has drifted from its reference."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Measurement(MeasuredResult):
+    """How far a policy has drifted from its reference.
+
+    >>> measurement = kleash.measure(text=["The sea was calm."], out="run")
+    >>> print(measurement.per_token["kl_policy_reference"].unit)
+    nats
+    >>> 6 <= len(measurement.summary().splitlines()) <= 12  # print(measurement) has six
+    True
+    """
 
     schema: int = SCHEMA
     kleash: str
@@ -291,6 +300,8 @@ class Measurement(Result):
     versions: Mapping[str, str]
     gate: Gate | None = None
     """The verdict of ``--at-most``; absent without that option."""
+    folder: Path | None = field(default=None, compare=False, metadata=NOT_WRITTEN)
+    """Where its files are; None if it was not read from them."""
 
     def statistics(self) -> dict[str, Estimate]:
         """Every reported statistic by its name in ``STATISTICS``: the headline or its bounds, then in that order."""
@@ -320,4 +331,5 @@ class Measurement(Result):
                 f"{path} cannot be read as a measurement: {error.strerror or error}"
             ) from error
         advice = "run again with --resume to make it anew"
-        return Checksums.read(folder).read_record(cls, path, "a measurement", advice)
+        measurement = Checksums.read(folder).read_record(cls, path, "a measurement", advice)
+        return replace(measurement, folder=folder)

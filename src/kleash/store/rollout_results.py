@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kleash.estimate import Estimate
 from kleash.store.measurement import Gate
-from kleash.store.summary import Result
+from kleash.store.summary import MeasuredResult
 
 LABELS: Mapping[str, str] = {
     "kl_engine_trainer": "KL(engine ‖ trainer)",
@@ -25,7 +25,7 @@ LABELS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MismatchRecord(Result):
+class MismatchRecord(MeasuredResult):
     """How far the trainer's log-probabilities are from those of the engine that drew the tokens."""
 
     kleash: str
@@ -72,7 +72,7 @@ class LikelyCause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis(Result):
+class Diagnosis(MeasuredResult):
     """The likely causes of a mismatch, the likeliest first; none if rounding explains the differences."""
 
     kleash: str

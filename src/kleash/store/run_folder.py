@@ -12,7 +12,15 @@ from kleash.errors import RunFolderError
 from kleash.store.atomic import cannot_write, remove_leftovers
 from kleash.store.checksums import CHECKSUMS, OTHER_CHECKSUMS, Checksums, write_checked
 from kleash.store.codec import to_json
-from kleash.store.job_folder import ADVICE_IF_LOCKED, HEADER, JobFolder, RunHeader, begin_header, require_same
+from kleash.store.job_folder import (
+    ADVICE_IF_LOCKED,
+    HEADER,
+    SOURCE,
+    JobFolder,
+    RunHeader,
+    begin_header,
+    require_same,
+)
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.measurement import Measurement
 from kleash.store.tables import (
@@ -62,7 +70,7 @@ class RunFolder(JobFolder):
 
     writer: str = ""
     """Names this process's file of checksums, where others may write as well."""
-    leftovers: ClassVar[frozenset[str]] = frozenset({*LOCK_FILES, *KINDS, CHECKSUMS, OTHER_CHECKSUMS})
+    leftovers: ClassVar[frozenset[str]] = frozenset({*LOCK_FILES, *KINDS, CHECKSUMS, OTHER_CHECKSUMS, SOURCE})
 
     @property
     def begun(self) -> bool:

@@ -2,9 +2,11 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from html import escape
+from importlib import import_module
 from typing import Any
 
 from kleash.errors import KleashError
@@ -15,6 +17,8 @@ NO_INTERVAL = "no interval: one cluster alone does not show how much clusters di
 UNKNOWN_INTERVAL = "unknown"
 NUMBER_HEADER = ("", "value", "95 % interval", "standard error", "unit")
 """Header of a table whose rows are numbers."""
+TEXT_ROWS, TEXT_WARNINGS, REPR_LINES = 5, 1, 6
+"""Rows of a table and warnings in a summary as text, and lines of a ``repr``."""
 MAX_WORDS = 40
 """Characters of a text that is a number or a few words, and no sentence."""
 LINE = "1px solid rgba(128,128,128,.4)"
@@ -137,6 +141,69 @@ class Result:
             return to_html(summarize(self))
         except KleashError:
             return None
+
+
+class MeasuredResult(Result):
+    """A result of numbers, which has a summary as text, data frames and perhaps a picture."""
+
+    def summary(self) -> str:
+        """What a person reads of it, as text of about ten lines: headline, facts, first numbers and warnings."""
+        return to_text(summarize(self))
+
+    def to_pandas(self) -> Any:
+        """Its numbers as a ``pandas.DataFrame``; of a measurement its tokens and sequences, as ``RunFrames``.
+
+        Raises:
+            RunFolderError: if a file of the measurement is missing or damaged.
+            MissingExtraError: if pandas is not installed.
+        """
+        return _function_of_reports("frames", "to_pandas")(self)
+
+    def plot(self) -> Any:
+        """A Matplotlib figure of it, as ``kleash report --picture`` writes it.
+
+        Raises:
+            OptionError: if it is neither a measurement nor a sweep, or nothing in it can be drawn.
+            MissingExtraError: if Matplotlib is not installed.
+        """
+        return _function_of_reports("pictures", "plot")(self)
+
+    def __repr__(self) -> str:
+        """The first lines of the summary, and what says more."""
+        try:
+            summary = summarize(self)
+        except KleashError:
+            return object.__repr__(self)
+        lines = to_text(summary).split("\n")[: REPR_LINES - 1]
+        notes = sum(label == "note" for label, _ in summary.facts)
+        more = f"{counted(len(summary.warnings), 'warning')}, {counted(notes, 'note')}"
+        return "\n".join([*lines, f"{more}; see .summary(), .to_pandas() and .plot()"])
+
+
+def _function_of_reports(module: str, name: str) -> Callable[[Any], Any]:
+    """A function of ``kleash.reports``, which stands above this floor and is imported at a call."""
+    return getattr(import_module(f"kleash.reports.{module}"), name)
+
+
+def to_text(summary: Summary) -> str:
+    """A summary as lines of text, without notes; of its tables, the first rows of the first."""
+    facts = [f"{label}: {text}" for label, text in summary.facts if label not in ("note", "left out")]
+    rows: list[str] = []
+    for table in summary.tables[:1]:
+        if table.header == NUMBER_HEADER:  # whose first row is the headline
+            rows = [f"{row[0]}: {row[1]} {row[4]} (95 % interval {row[2]})" for row in table.rows[1:2]]
+        else:
+            rows = ["  ".join(row) for row in (table.header, *table.rows[:TEXT_ROWS])]
+    warnings = [f"warning: {text}" for text in summary.warnings[:TEXT_WARNINGS]]
+    left_out = len(summary.warnings) - TEXT_WARNINGS
+    more = [f"and {counted(left_out, 'more warning')}"] if left_out > 0 else []
+    lines = [summary.headline, *rows, *facts, *warnings, *more]
+    return "\n".join(map(_printable, lines))
+
+
+def _printable(line: str) -> str:
+    """A line whose control characters and line breaks are escaped, which names of files can have."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
 
 
 def to_html(summary: Summary) -> str:

@@ -10,7 +10,7 @@ from kleash.estimate import Estimate
 from kleash.store.checksums import Checksums, require_sha256, write_checked
 from kleash.store.measurement import Gate, SweepGate
 from kleash.store.statistics import kl_directions
-from kleash.store.summary import Result
+from kleash.store.summary import MeasuredResult
 
 SWEEP = "sweep.json"
 QUANTILE = "99.9"
@@ -137,8 +137,8 @@ class Attribution:
         return 0.0 - group.change.value / value if value else float("nan")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep(Result):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sweep(MeasuredResult):
     """Several candidates measured against one reference."""
 
     kleash: str

@@ -11,7 +11,7 @@ from kleash.store.atomic import cannot_write, require_utf8
 from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
 from kleash.store.job_folder import JobFolder
 from kleash.store.steps import STEPS, StepRecord, read_steps
-from kleash.store.summary import Result
+from kleash.store.summary import MeasuredResult
 
 RESULT = "training.json"
 CHECKPOINTS = "checkpoints"
@@ -38,7 +38,7 @@ def last_checkpoint(root: Path) -> Path | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingResult(Result):
+class TrainingResult(MeasuredResult):
     """``training.json``: the result of a training run."""
 
     kleash: str

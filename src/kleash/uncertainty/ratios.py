@@ -123,6 +123,10 @@ def clustered_mean(
 
     Raises:
         ShapeError: if values and labels differ in length.
+
+    >>> print(kleash.clustered_mean(np.arange(6.0), np.array([0, 0, 1, 1, 2, 2])))
+    2.5 ± 1.2 nats over 3 clusters
+      warning: only 3 clusters; below 30 the error itself is uncertain
     """
     if values.ndim != 1 or values.shape != clusters.shape:
         raise ShapeError(

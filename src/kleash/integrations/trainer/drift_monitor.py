@@ -9,22 +9,18 @@ from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.measuring import Drift
 from kleash.measuring.drift import DriftPart, draw_drift, drift_of
+from kleash.measuring.live_pair import live_pair, load_beside_live
 from kleash.models import (
-    Loading,
     Model,
     Pair,
     Prompt,
     Sampling,
     at_rest,
     in_lockstep,
-    live_model,
-    load_reference,
     read_prompts,
     tokenise_prompts,
     turns_of,
 )
-from kleash.models.pair_loading import pair_models
-from kleash.models.tokenizers import compare_tokenizers
 
 LOG = logging.getLogger(__name__)
 
@@ -148,27 +144,15 @@ class DriftMonitor(AttachedCallback):
         return None if ref_model is None else self.trainer.accelerator.unwrap_model(ref_model)
 
     def _pair(self, network: Any, reference_network: Any) -> Pair:
-        tokenizer = _tokenizer(self.trainer)
-        policy = live_model(network, tokenizer)
-        if isinstance(self.reference, str):
-            reference = self._load(policy, self.reference).reference
-        elif reference_network is not None:
-            reference = live_model(reference_network, tokenizer, role="reference")
-        elif policy.adapters is not None:
-            adapter = "ref" if "ref" in policy.adapters.peft_config else None
-            reference = live_model(network, tokenizer, role="reference", adapter=adapter)
-        else:
-            raise OptionError(
-                "the trainer has no reference (no adapter, no ref_model); give DriftMonitor a reference: the "
-                "folder or hub id that training started from"
-            )
-        return in_lockstep(pair_models(policy, reference, ()))
+        networks = {"policy": network}
+        if reference_network is not None:
+            networks["reference"] = reference_network
+        load = self._load if isinstance(self.reference, str) else None
+        return in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
 
-    def _load(self, policy: Model, name: str) -> Pair:
+    def _load(self, policy: Model) -> Pair:
         if self._loaded_pair is None:
-            loading = Loading(dtype=str(policy.dtype).removeprefix("torch."), device=str(policy.device))
-            self._loaded_pair = load_reference(name, None, loading)
-            compare_tokenizers(policy.tokenizer, self._loaded_pair.tokenizer)
+            self._loaded_pair = load_beside_live(policy, "reference", self.reference)
         return self._loaded_pair
 
     def _read(self, pair: Pair) -> list[Prompt]:

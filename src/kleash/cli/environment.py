@@ -1,0 +1,46 @@
+"""What ``kleash env`` prints: versions and the machine, without names of people, folders or files."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from kleash.version import __version__
+
+PACKAGES = (
+    *(
+        "torch",
+        "numpy",
+        "jaxtyping",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "peft",
+        "accelerate",
+        "gguf",
+    ),
+    *("pyarrow", "jinja2", "matplotlib", "rich", "datasets", "pandas", "trl", "verl", "openrlhf"),
+    *("liger-kernel", "ray", "vllm", "deepspeed"),
+)
+"""Packages that kleash uses or works inside of."""
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
+"""Environment variables that change what is computed where."""
+
+
+def environment() -> dict[str, str]:
+    """What a report of a bug needs, by name; packages that are not installed are left out."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    values = {
+        "kleash": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": f"{os.cpu_count()}, of which torch uses {torch.get_num_threads()}",
+        "GPUs": f"{', '.join(gpus) or 'none'} (CUDA {torch.version.cuda})",
+    }
+    for name in PACKAGES:
+        try:
+            values[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return values | {name: os.environ[name] for name in VARIABLES if name in os.environ}

@@ -1,0 +1,115 @@
+"""A measurement or sweep from Python: its options as keywords, and sources and models that are in memory."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from kleash.checkpoints.resolution import find_checkpoint
+from kleash.errors import OptionError
+from kleash.jobs import MeasureJob, SweepJob
+from kleash.jobs.option_groups import SHIPPED_POLICY, job_of
+from kleash.jobs.reading import SourceKind
+from kleash.launch_environment import require_one_process
+from kleash.measuring.live_pair import live_pair, load_beside_live
+from kleash.models import Model, Pair, at_rest
+from kleash.models.tokenizers import load_tokenizer
+from kleash.sources.in_memory import write_source
+from kleash.store.job_folder import SOURCE
+
+JobT = TypeVar("JobT", MeasureJob, SweepJob)
+
+KINDS: tuple[SourceKind, ...] = ("prompts", "text", "responses")
+ROLES = ("policy", "reference")
+OF_FILES = ("resume", "engine", "device", "device_map", "dtype", "reference_cache")
+"""Options that a run has no use for if one of its models is in memory."""
+
+
+def job_of_keywords(
+    kind: type[JobT], job: JobT | None, options: Mapping[str, Any], default_out: Callable[[], str]
+) -> JobT:
+    """The job that was given, or that of the options; a source in memory is written into its folder.
+
+    Args:
+        kind: of the job.
+        job: the job; None for one of the options.
+        options: fields of the job; its source may be data that ``records_in_memory`` reads.
+        default_out: makes the name of a folder.
+
+    Raises:
+        OptionError: if both or neither is given, or the job is of another kind.
+        UnknownNameError, OptionError: as ``job_of``.
+        SourceError, RunFolderError: as ``write_source``.
+    """
+    if job is not None:
+        if options or not isinstance(job, kind):
+            raise OptionError(
+                f"give a {kind.__name__} alone, or its options by keyword (text=…, out=…); these are "
+                f"{', '.join([type(job).__name__, *options])}"
+            )
+        return job
+    sources: dict[SourceKind, Any] = {
+        name: options[name] for name in KINDS if not _is_name(options.get(name))
+    }
+    if not sources:
+        return job_of(kind, options)
+    out = str(options["out"] if options.get("out") is not None else default_out())
+    paths = {name: str(Path(out) / SOURCE) for name in sources}
+    made = job_of(kind, {**options, **paths, "out": out})
+    for name, data in sources.items():
+        write_source(data, name, Path(out).expanduser())
+    return made
+
+
+@contextmanager
+def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any], Pair | None]]:
+    """Context with the pair of options of which a model is in memory, at rest, and the options with its name.
+
+    Args:
+        options: those of ``measure``: ``policy`` and ``reference`` are names or networks, ``tokenizer`` is the one of
+            the networks. A network of PEFT without a reference is compared with its base.
+
+    Returns:
+        The options with names alone, and the pair; the options as they are, and None, if both models are names.
+
+    Raises:
+        OptionError: if an option is for models in files, or the tokenizer or the reference is missing.
+        ModelError: if a network cannot be measured, or the two cannot be compared.
+        RankError: if a launcher started several processes.
+    """
+    networks = {role: options[role] for role in ROLES if not _is_name(options.get(role))}
+    if not networks:
+        yield dict(options), None
+        return
+    require_one_process("a measurement of a model in memory")
+    for role, network in networks.items():
+        if not hasattr(network, "get_input_embeddings"):
+            raise OptionError(
+                f"{role} is a name or a transformers model; it is of type {type(network).__name__}"
+            )
+    for name in OF_FILES:
+        if options.get(name) not in (None, False, "auto", "local"):
+            raise OptionError(
+                f"{name} is for models that are loaded from files; leave it out, one is in memory"
+            )
+    tokenizer = options.get("tokenizer")
+    if tokenizer is None:
+        raise OptionError("a model in memory needs its tokenizer: give tokenizer=…, an object or a name")
+    if _is_name(tokenizer):
+        tokenizer = load_tokenizer(find_checkpoint(str(tokenizer), role="tokenizer"), trust_remote_code=False)
+    (other,) = [role for role in ROLES if role not in networks] or [None]
+    name = options.get(str(other)) or (SHIPPED_POLICY if other == "policy" else None)
+
+    def load(live: Model) -> Pair:
+        trusted = options.get("trust_remote_code", False)
+        return load_beside_live(live, str(other), str(name), options.get(f"revision_{other}"), trusted)
+
+    with at_rest(*networks.values()):
+        pair = live_pair(networks, tokenizer, None if name is None else load)
+        names = {role: getattr(pair, role).path for role in ROLES}
+        yield {option: value for option, value in options.items() if option != "tokenizer"} | names, pair
+
+
+def _is_name(value: Any) -> bool:
+    """Whether an option names a file, a folder or something on the hub, or is not given."""
+    return value is None or isinstance(value, str | PurePath)

@@ -1,0 +1,78 @@
+"""Sources in memory: lists, data sets and data frames as records, and as the file of a run that holds them."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError, SourceError
+from kleash.extras import import_extra
+from kleash.jobs.reading import SourceKind
+from kleash.sources.records import is_message_list, show_value
+from kleash.store.atomic import write_atomically
+from kleash.store.job_folder import ADVICE_IF_LOCKED, HEADER, SOURCE
+from kleash.store.locks import folder_lock
+
+
+def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[str, Any]]:
+    """Iterate over the records of a source in memory, with the fields of a JSONL file.
+
+    Args:
+        data: texts, lists of messages, or records by column, such as the rows of a ``datasets.Dataset``; or a data
+            frame of pandas, Polars or Arrow.
+        kind: what the source is read for: a text is the field "text" of a document, otherwise "prompt".
+
+    Raises:
+        SourceError: if an entry is none of these, or ``data`` is a dictionary, such as one of splits.
+    """
+    rows: Iterable[Any] = data
+    if hasattr(data, "columns"):
+        frame = import_extra("pyarrow", "models").RecordBatchReader.from_stream(data)
+        rows = (row for batch in frame for row in batch.to_pylist())
+    elif isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
+        what = f"the keys {', '.join(map(str, data))}" if isinstance(data, Mapping) else show_value(data)
+        raise SourceError(
+            f"{kind} are a file's name, a list, a data set's split or a data frame, and not {what}"
+        )
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, str):
+            yield {"text" if kind == "text" else "prompt": row}
+        elif isinstance(row, Mapping):
+            yield dict(row)
+        elif is_message_list(row):
+            yield {"messages": row}
+        else:
+            raise SourceError(
+                f"{kind}, entry {number}: expected a text, a list of messages or a record and found {show_value(row)}"
+            )
+
+
+def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
+    """Write a source in memory into the folder of a run, as ``source.jsonl``, which the run then reads.
+
+    So a run of a list is hashed, resumed and repeated as one of a file. Values that JSON has no word for, such as
+    dates, become texts; arrays become lists.
+
+    Raises:
+        SourceError: as ``records_in_memory``, or if there is no record.
+        RunFolderError: if the folder holds the run of another source, or cannot be written.
+    """
+    lines = (
+        json.dumps(record, ensure_ascii=False, default=_json_value)
+        for record in records_in_memory(data, kind)
+    )
+    content = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+    if not content:
+        raise SourceError(f"there is no entry among the {kind} given; give at least one")
+    path = folder / SOURCE
+    with folder_lock(folder, ADVICE_IF_LOCKED, on_wait=lambda: None):
+        stored = path.read_bytes() if path.exists() else None
+        if stored is None and not (folder / HEADER).exists():
+            write_atomically(path, content)
+        elif stored != content:
+            raise RunFolderError(f"{folder} holds a run of another source; give another folder as out")
+
+
+def _json_value(value: Any) -> Any:
+    """An array as a list, and anything else that JSON has no word for as a text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

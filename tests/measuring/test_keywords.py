@@ -1,0 +1,237 @@
+"""Measurements from Python: options as keywords, sources in memory, and models in memory."""
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny_models import tiny_adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kleash
+from kleash.errors import KleashError, OptionError, RankError, RunFolderError, SourceError, UnknownNameError
+
+TEXTS = ["The sea was calm and the boat went out.", "A long road leads out of the town."]
+MESSAGES = [{"role": "user", "content": "Count the birds"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair):
+    return AutoTokenizer.from_pretrained(pair[0])
+
+
+@pytest.fixture
+def policy(pair):
+    """The policy with weights that no file has, in training mode."""
+    network = AutoModelForCausalLM.from_pretrained(pair[0])
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    return network.train()
+
+
+def mean_kl(policy, reference, tokenizer, texts, *, backward=False):
+    """The mean over all positions but the first of KL(policy ‖ reference), from logits in float64."""
+    sums = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            p, q = (net(ids).logits[0, :-1].double().log_softmax(-1) for net in (policy, reference))
+        p, q = (q, p) if backward else (p, q)
+        sums.append((p.exp() * (p - q)).sum(-1))
+    return torch.cat(sums).mean().item()
+
+
+def test_a_model_in_memory_is_measured_as_it_is_and_left_as_it_was(policy, pair, tokenizer, tmp_path):
+    state = random.getstate(), torch.random.get_rng_state()
+    measured = kleash.measure(
+        policy=policy, reference=pair[1], tokenizer=tokenizer, text=TEXTS, out=tmp_path / "run"
+    )
+    assert policy.training and random.getstate() == state[0]
+    assert torch.equal(torch.random.get_rng_state(), state[1])
+    reference = AutoModelForCausalLM.from_pretrained(pair[1])
+    for name, backward in (("kl_policy_reference", False), ("kl_reference_policy", True)):
+        expected = mean_kl(policy.eval(), reference.eval(), tokenizer, TEXTS, backward=backward)
+        assert measured.per_token[name].value == pytest.approx(expected, rel=1e-5), name
+    assert measured.models["policy"].path == f"{pair[0]} in memory"
+    assert measured.estimand.endswith("policy in memory; reference stored as F32")
+    assert measured.dtype_gap is None and measured.noise_floor is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft reads it
+def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_path):
+    from peft import PeftModel
+
+    adapter = tiny_adapter(tmp_path / "adapter", pair[1])
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pair[1]), adapter).eval()
+    run = tmp_path / "run"
+    measured = kleash.measure(policy=adapted, tokenizer=str(pair[1]), text=TEXTS, out=run)
+    base = AutoModelForCausalLM.from_pretrained(pair[1]).eval()
+    expected = mean_kl(adapted, base, tokenizer, TEXTS)
+    assert measured.per_token["kl_policy_reference"].value == pytest.approx(expected, rel=1e-5)
+    assert [model.path.split("in memory")[1] for model in measured.models.values()] == [
+        ", adapter default",
+        ", without its adapters",
+    ]
+
+
+def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pair, tokenizer, tmp_path):
+    reference = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.bfloat16)
+    measured = kleash.measure(
+        policy=pair[0], reference=reference, tokenizer=tokenizer, prompts=TEXTS, max_new_tokens=4,
+        out=tmp_path / "run",
+    )  # fmt: skip
+    assert {model.dtype for model in measured.models.values()} == {"bfloat16"}
+    assert measured.models["policy"].fingerprint.startswith("sha256:")
+    assert measured.dtype_gap is None  # there are no files to load it from in float32
+
+
+def test_models_in_memory_are_one_pair_whatever_their_names(policy, pair, tokenizer, tmp_path):
+    measured = kleash.measure(
+        policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS, out=tmp_path / "same"
+    )
+    assert measured.per_token["kl_policy_reference"].value == 0
+    with pytest.raises(RunFolderError, match="holds a run already"):
+        kleash.measure(
+            policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS, out=tmp_path / "same"
+        )
+
+
+def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, tokenizer, tmp_path):
+    from kleash.measuring.keywords import pair_in_memory
+    from kleash.measuring.model_pair import header_of
+
+    job = kleash.MeasureJob(policy="p", text="t")
+    headers = []
+    for _ in range(2):
+        with pair_in_memory({"policy": policy, "reference": policy, "tokenizer": tokenizer}) as (_, pair):
+            headers.append(header_of(job, pair, "digest"))
+    assert any("fingerprint" in clause for clause in headers[0].differences(headers[1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"tokenizer": None}, OptionError, "tokenizer="),
+        ({"reference": None}, OptionError, "give a reference"),
+        ({"resume": True}, OptionError, "resume"),
+        ({"dtype": "bfloat16"}, OptionError, "dtype"),
+        ({"reference_cache": "cache"}, OptionError, "reference_cache"),
+        ({"engine": "ray"}, OptionError, "engine"),
+        ({"policy": 3}, OptionError, "transformers model"),
+        ({"reference": "http://127.0.0.1:1/v1"}, KleashError, "server"),
+    ],
+)
+def test_what_cannot_be_with_a_model_in_memory_is_refused(
+    options, error, word, policy, pair, tokenizer, tmp_path
+):
+    given = {"policy": policy, "reference": str(pair[1]), "tokenizer": tokenizer, "text": TEXTS}
+    with pytest.raises(error, match=word):
+        kleash.measure(**{**given, "out": tmp_path / "run", **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_in_memory_has_one_process(policy, tokenizer, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RankError, match="in memory"):
+        kleash.measure(policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS)
+
+
+def numbers(measurement):
+    return {name: number.value for name, number in measurement.statistics().items()}
+
+
+def test_prompts_in_memory_give_the_numbers_of_a_file(pair, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    of_file, of_list = (
+        kleash.measure(
+            policy=pair[0],
+            reference=pair[1],
+            prompts=prompts,
+            max_new_tokens=4,
+            out=tmp_path / f"run-{place}",
+        )
+        for place, prompts in enumerate([path, TEXTS])
+    )
+    assert numbers(of_list) == pytest.approx(numbers(of_file), nan_ok=True)
+
+
+def test_messages_and_responses_in_memory(pair, tmp_path):
+    asked = kleash.measure(
+        policy=pair[0], reference=pair[1], prompts=[MESSAGES, TEXTS[0]], max_new_tokens=4, out=tmp_path / "a"
+    )
+    prompts = pq.read_table(tmp_path / "a" / "sequences")["prompt"].to_pylist()
+    assert prompts[0].endswith("user: Count the birds\nassistant: ")
+    assert asked.counts.prompts == 2
+    answered = [
+        {"prompt": "Two", "response": " men"},
+        {"prompt_token_ids": [5, 6], "response_token_ids": [7]},
+    ]
+    given = kleash.measure(policy=pair[0], reference=pair[1], responses=answered, out=tmp_path / "b")
+    assert given.counts.sequences == 2
+    lines = (tmp_path / "b" / "source.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == answered
+
+
+def test_a_run_of_a_list_is_resumed_and_its_list_is_not_written_over(pair, tmp_path):
+    out = tmp_path / "run"
+    options = {"policy": pair[0], "reference": pair[1], "text": TEXTS, "out": out}
+    first = kleash.measure(**options)
+    (out / "measurement.json").unlink()
+    with pytest.raises(RunFolderError, match="another source"):
+        kleash.measure(**{**options, "text": TEXTS[:1]}, resume=True)
+    assert numbers(kleash.measure(**options, resume=True)) == pytest.approx(numbers(first), nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"polcy": "a"}, UnknownNameError, "did you mean 'policy'"),
+        ({"prompts": TEXTS, "text": TEXTS}, OptionError, "--prompts and --text"),
+        ({"prompts": []}, SourceError, "no entry"),
+        ({"prompts": [1]}, SourceError, "entry 1"),
+        ({"prompts": {"train": TEXTS}}, SourceError, "train"),
+        ({"prompts": 3}, SourceError, "3"),
+        ({"prompts": TEXTS, "limit": 0}, OptionError, "--limit"),
+    ],
+)
+def test_wrong_keywords_are_refused_before_anything_is_written(options, error, word, tmp_path):
+    with pytest.raises(error, match=word):
+        kleash.measure(out=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_job_is_given_alone():
+    for arguments, options in ((("drift/",), {}), ((kleash.MeasureJob(),), {"out": "a"})):
+        with pytest.raises(OptionError, match="MeasureJob"):
+            kleash.measure(*arguments, **options)
+
+
+def test_a_sweep_of_a_list(pair, tmp_path):
+    swept = kleash.sweep(
+        candidates=list(map(str, pair)), reference=pair[1], text=TEXTS, out=tmp_path / "sweep"
+    )
+    assert [candidate.name for candidate in swept.ranking] == [str(pair[1]), str(pair[0])]
+    assert Path(tmp_path / "sweep" / "source.jsonl").exists()
+    again = kleash.sweep(
+        candidates=list(map(str, pair)), reference=pair[1], text=TEXTS, out=tmp_path / "sweep", resume=True
+    )
+    assert again.to_dict()["candidates"] == swept.to_dict()["candidates"]
+
+
+def test_a_diagnosis_takes_files_and_rollouts(tmp_path):
+    from kleash.diagnosis import read_rollouts
+
+    row = {"prompt_token_ids": [1], "response_token_ids": [5, 6, 7], "trainer_logprobs": [-1.0, -2.0, -0.5]}
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(30 * (json.dumps({**row, "engine_logprobs": [-1.0, -2.0, -0.5]}) + "\n"))
+    of_file = kleash.diagnose(path, limit=20, rounding="float32")
+    assert of_file.sequences == 20 and of_file.findings == ()
+    assert kleash.diagnose([str(path)]).sequences == 30
+    assert kleash.diagnose(read_rollouts(path), rounding="float32").tokens == 90
+    with pytest.raises(UnknownNameError, match="rounding"):
+        kleash.diagnose(path, runding="float32")

@@ -1,0 +1,115 @@
+"""A result in Python: its summary, its data frames, its picture, and reading it back."""
+
+import json
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+from synthetic_audit import plain_audit
+from synthetic_run import HOSTILE, synthetic_comparison, synthetic_sweep, write_sweep_folder
+from synthetic_training import write_hostile_run
+
+import kleash
+from kleash.errors import OptionError, RunFolderError
+from kleash.store.codec import encode
+
+pandas = pytest.importorskip("pandas")
+
+
+def test_the_summary_has_up_to_twelve_lines_and_the_repr_six(run):
+    measurement = run[1]
+    lines = measurement.summary().split("\n")
+    assert 6 <= len(lines) <= 12
+    assert lines[0].startswith("KL(policy ‖ reference) per token: ")
+    other = measurement.per_token["kl_reference_policy"]
+    assert lines[1].startswith(f"KL(reference ‖ policy): {other.rounded} nats (95 % interval ")
+    assert len(repr(measurement).split("\n")) == 6 and str(measurement) == repr(measurement)
+    assert repr(measurement).endswith("1 warning, 1 note; see .summary(), .to_pandas() and .plot()")
+
+
+def test_names_cannot_break_a_line_or_reach_the_terminal(run):
+    hostile = "a\nwarning: \x1b[2J\u202e"
+    models = {role: replace(model, path=hostile) for role, model in run[1].models.items()}
+    text = replace(run[1], models=models).summary()
+    assert "policy: a\\nwarning: \\x1b[2J\\u202e\n" in text
+    assert all(character == "\n" or character.isprintable() for character in text)
+
+
+def test_a_record_without_a_headline_still_has_a_repr(run):
+    assert repr(replace(run[1], per_token={})).startswith("<kleash.store.measurement.Measurement object")
+
+
+def test_the_ranking_of_a_sweep_is_in_its_summary():
+    lines = synthetic_sweep(("q8", "q6", "q4"), ()).summary().split("\n")
+    assert [line.split()[0] for line in lines[2:5]] == ["q8", "q6", "q4"]
+
+
+def test_the_tables_of_a_run_are_data_frames(run):
+    folder, measurement = run
+    frames = kleash.open(folder).to_pandas()
+    for name, frame in zip(("tokens", "sequences"), frames, strict=True):
+        table = pq.read_table(folder / name)
+        assert set(frame.columns) == set(table.column_names) and list(frame.index) == list(
+            range(table.num_rows)
+        )
+    assert len(frames.tokens) == measurement.counts.tokens
+    expected = pq.read_table(folder / "tokens")["kl_policy_reference"].to_numpy().astype(float).mean()
+    assert frames.tokens["kl_policy_reference"].astype(float).mean() == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(RunFolderError, match=r"kleash\.open"):
+        replace(measurement, folder=None).to_pandas()
+
+
+def test_other_results_are_a_frame_of_their_numbers(tmp_path):
+    frame = synthetic_comparison().to_pandas()
+    assert {"run", "name", "value", "ci95"} <= set(frame.columns) and len(frame) > 10
+    training = kleash.open(write_hostile_run(tmp_path / "training"))
+    with pytest.raises(OptionError, match="steps"):
+        training.to_pandas()
+    with pytest.raises(OptionError, match="no picture of a TrainingResult"):
+        training.plot()
+
+
+def test_a_figure_is_the_picture(run):
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    before = dict(rcParams)
+    figure = run[1].plot()
+    assert isinstance(figure, Figure) and dict(rcParams) == before
+    titles = [axes.get_title("left").split("\n")[0] for axes in figure.axes if axes.axison]
+    assert titles[0] == "KL and one-sample estimators" and 2 <= len(titles) <= 4
+    assert run[1].per_token["kl_policy_reference"].rounded in figure.get_suptitle()
+    assert synthetic_sweep().plot().axes
+
+
+def test_any_result_is_read_back(run, tmp_path):
+    folder, measurement = run
+    assert encode(kleash.open(str(folder))) == encode(measurement)
+    sweep = write_sweep_folder(tmp_path / "sweep", synthetic_sweep(HOSTILE[:3]))
+    assert encode(kleash.open(tmp_path / "sweep")) == encode(sweep)
+    trained = kleash.open(write_hostile_run(tmp_path / "training"))
+    assert trained.algorithm == "ppo"
+    audits = tmp_path / "audits.json"
+    audits.write_text(json.dumps({"audits": encode([plain_audit(), plain_audit()])}))
+    assert encode(kleash.open(audits)) == encode([plain_audit(), plain_audit()])
+    audits.write_text(plain_audit().to_json())
+    assert encode(kleash.open(audits)) == encode([plain_audit()])
+
+
+def test_what_is_no_result_is_refused(run, tmp_path):
+    unfinished = write_hostile_run(tmp_path / "training")
+    (unfinished / "training.json").unlink()
+    checksums = unfinished / "checksums.jsonl"
+    lines = checksums.read_text().splitlines(keepends=True)
+    checksums.write_text("".join(line for line in lines if '"training.json"' not in line))
+    (tmp_path / "old.json").write_text('{"audits": [{"schema": 1}]}')
+    (tmp_path / "other.json").write_text("[]")
+    for path, word in (
+        (tmp_path, "measurement.json"),
+        (tmp_path / "nothing", "measurement.json"),
+        (unfinished, "not finished"),
+        (tmp_path / "old.json", "schema"),
+        (tmp_path / "other.json", "cannot be read as audits"),
+    ):
+        with pytest.raises(RunFolderError, match=word):
+            kleash.open(path)
