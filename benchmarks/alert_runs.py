@@ -6,9 +6,10 @@ python benchmarks/alert_runs.py --runs leashes/good  # what the alerts say of re
 
 Three tasks, each with 8 to 128 responses a step and 40 to 200 steps. ``verifiable``: a binary reward rises while the
 entropy falls, with a target KL. ``preference``: a reward grows with the root of the KL, which a controller brings to
-its target. ``fixed``: either reward, with a constant beta and no target. Beta is moved by kleash's controllers in closed
-loop. The metrics of a step are computed from drawn responses, so that their errors are as noisy as a trainer's: binary
-or normal scores, lognormal KL and entropy, each with a part of the prompt; one response in 500 has ten times its KL.
+its target. ``fixed``: either reward, with a constant beta and no target. Beta is moved by kleash's controllers in
+closed loop. The metrics of a step are computed from drawn responses, so that their errors are as noisy as a
+trainer's: binary or normal scores, lognormal KL and entropy, each with a part of the prompt; one response in 500 has
+ten times its KL.
 
 A plant begins at a random step and grows with every step by 1 to 10 standard errors of the step's metric (of its
 logarithm for positive quantities without a bound). It *exceeds* at the first step at which the true value is beyond the
@@ -313,12 +314,13 @@ def plant(
             return (now.kl - 2 * target) / (kl_error * now.kl)
         case "runaway":
             rise = min(0.1 + 0.3 * kl_error * size, 0.7)
-            now.kl = before.kl * math.exp(min(rise * age, 4.0))
-            now.reward = before.reward + min(grown, 30) * score_error(
-                setting, before.reward, setting.prompts * setting.samples
-            )
+            share = min(rise * age / 4.0, 1.0)  # of the whole rise, of KL and reward
+            now.kl = before.kl * math.exp(4.0 * share)
+            error = score_error(setting, before.reward, setting.prompts * setting.samples)
+            highest = 0.999 if setting.is_binary else math.inf
+            now.reward += share * (min(before.reward + 4.0 / rise * size * error, highest) - now.reward)
             per_token = now.kl / setting.length
-            return (per_token - 0.5) / (kl_error * per_token)
+            return min((per_token - 0.5) / (kl_error * per_token), (now.reward - before.reward) / error)
         case "held_out_fell":
             error = math.sqrt(2) * score_error(setting, before.held_out, setting.eval_prompts)
             lowest = 0.02 if setting.is_binary else -math.inf
