@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from kleash.leash import PIDBeta
 from kleash.records import StepRecord
 
 
 def healthy(steps: int = 60, *, seed: int = 0, target: float | None = 6.0) -> list[StepRecord]:
-    """Reward rises and levels off, KL settles at the target, entropy loses a quarter; all of it noisy."""
+    """Reward rises and levels off, KL settles at the target, entropy loses a quarter; beta answers the noisy KL."""
     noise = np.random.default_rng(seed).normal(size=(steps, 8))
-    records = []
+    records, leash = [], PIDBeta(beta=0.1, target_nats=6.0)
     for at in range(steps):
         done = 1 - np.exp(-at / 12)
         z = noise[at]
@@ -18,6 +19,7 @@ def healthy(steps: int = 60, *, seed: int = 0, target: float | None = 6.0) -> li
         metrics = {
             "reward/score": 0.5 + 2.5 * done + 0.3 * z[1],
             "reward/score_error": 0.3,
+            "reward/score_std": 0.8,
             "reward/adjusted": 0.5 + 2.5 * done + 0.3 * z[1] - 0.2 * kl,
             "kl/exact_per_sequence": kl,
             "kl/exact_per_sequence_error": 0.05 * kl,
@@ -27,10 +29,11 @@ def healthy(steps: int = 60, *, seed: int = 0, target: float | None = 6.0) -> li
             "kl/k3": kl / 64 * (1 + 0.1 * z[3]),
             "kl/top_percent_share": 0.12 + 0.02 * abs(z[4]),
             "kl/max_token": 1.5 + 0.3 * abs(z[5]),
-            "beta": 0.1 * (1 + 2 * done),
+            "beta": leash.beta,
             "policy/entropy": 3.2 - 0.8 * done + 0.05 * z[6],
             "policy/clip_share": 0.05,
             "response/length": 60.0 + z[7],
+            "response/prompts": 16.0,
             "response/repetition": 0.01 + 0.003 * abs(z[0]),
             "response/distinct": 0.97 - 0.01 * abs(z[1]),
             **({} if target is None else {"kl/target": target}),
@@ -38,6 +41,7 @@ def healthy(steps: int = 60, *, seed: int = 0, target: float | None = 6.0) -> li
         records.append(
             StepRecord(step=at + 1, metrics={name: float(value) for name, value in metrics.items()})
         )
+        leash = leash.after(kl, standard_error=0.05 * kl)
     return records
 
 

@@ -109,7 +109,10 @@ class HackingMonitor:
         )
         alerts: dict[str, HackingAlert] = {}
         for kind, sentence_of, acts in checks:
-            sentence = None if kind in recent or kind in alerts else sentence_of(history)
+            said = {*recent, *alerts}
+            if kind in said or (kind == "far_from_target" and "update_too_large" in said):
+                continue  # a larger beta, which is the advice about the KL, does not help against large updates
+            sentence = sentence_of(history)
             if sentence is not None:
                 alerts[kind] = HackingAlert(kind=kind, sentence=sentence, acts=acts)
         return tuple(alerts.values())
