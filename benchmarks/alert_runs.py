@@ -387,7 +387,7 @@ def simulate(task: str, seed: int, kind: str | None = None) -> Run:
     return Run(records, setting, starts, exceeds)
 
 
-def said(
+def alerts_of(
     records: Sequence[StepRecord], target: float | None, per: str = "sequence"
 ) -> list[tuple[int, str, str]]:
     """Step, kind and sentence of all alerts as a run goes on."""
@@ -413,21 +413,19 @@ def judge_plants(kind: str, seeds: range, verbose: bool) -> dict[str, Any]:
             run = simulate(task, seed, kind)
             starts, exceeds = run.starts or 0, run.exceeds
             deadline = max(DEADLINE, 2 * run.setting.eval_every if kind == "held_out_fell" else 0)
-            alerts = said(run.records, run.setting.target)
+            alerts = alerts_of(run.records, run.setting.target)
             figures["runs"] += 1
-            figures["false"].update(found for step, found, _ in alerts if step < starts)
+            figures["false"].update(alert for step, alert, _ in alerts if step < starts)
             if exceeds is None or exceeds + deadline > run.setting.steps:
                 continue
             named = "repetition" if kind == "alike" else kind
-            steps = [step for step, found, _ in alerts if found == named and step >= starts]
+            steps = [step for step, alert, _ in alerts if alert == named and step >= starts]
             figures["exceeded"] += 1
             figures["found"] += bool(steps) and steps[0] <= exceeds + deadline
             figures["delays"] += [steps[0] - exceeds] if steps else []
             if verbose and not (steps and steps[0] <= exceeds + deadline):
-                others = [(step, found) for step, found, _ in alerts]
-                print(
-                    f"missed: {task} {seed} {kind}, {starts=} {exceeds=} {steps=} {others=}\n  {run.setting}"
-                )
+                seen = [(step, alert) for step, alert, _ in alerts]
+                print(f"missed: {task} {seed} {kind}, {starts=} {exceeds=} {steps=} {seen=}\n  {run.setting}")
     return figures
 
 
@@ -436,7 +434,7 @@ def judge_good(task: str, seeds: range, verbose: bool) -> tuple[int, Counter[str
     runs, kinds = 0, Counter[str]()
     for seed in seeds:
         run = simulate(task, seed)
-        alerts = said(run.records, run.setting.target)
+        alerts = alerts_of(run.records, run.setting.target)
         runs += bool(alerts)
         kinds.update(kind for _, kind, _ in alerts)
         if verbose:
@@ -463,7 +461,7 @@ def main(arguments: list[str] | None = None) -> None:
         records = read_steps(folder)
         target = records[-1].metrics.get("kl/target")
         print(f"{folder}: {len(records)} steps")
-        for step, kind, sentence in said(records, target):
+        for step, kind, sentence in alerts_of(records, target):
             print(f"  step {step}: {kind}: {sentence}")
     if options.runs:
         return

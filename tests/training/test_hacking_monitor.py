@@ -160,13 +160,30 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
                 "kl/max_prompt": (10 if at > 40 and at % 3 else 2) * now["kl/exact_per_sequence"]
             },
         ),
-        ("held_out_fell", 40, lambda at, now: {"eval/reward": 3.0 - 0.05 * at, "eval/reward_error": 0.3}),
+        (
+            "held_out_fell",
+            40,
+            lambda at, now: {
+                "eval/reward": 3.0 - 0.05 * at,
+                "eval/reward_error": 0.3,
+                "kl/exact_per_sequence": 6.0 + at,
+            },
+        ),
+        (
+            "far_from_target",
+            40,
+            lambda at, now: {
+                "kl/exact_per_sequence": 12.5,
+                "kl/exact_per_sequence_error": 2.0,
+                "beta": 2 * 1.1**at,
+            },
+        ),
     ],
 )
 def test_what_looks_like_a_fault_and_is_none(
     kind: str, after: int, change: Callable[[int, Metrics], Metrics]
 ) -> None:
-    """Two of three steps; a controller that answers, or damps a growing KL; a solved task; a fall within its error."""
+    """Two of three steps; a controller that answers, or damps a growing KL; a solved task; what is within its error."""
     assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
 
 

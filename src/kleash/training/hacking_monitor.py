@@ -109,8 +109,8 @@ class HackingMonitor:
         )
         alerts: dict[str, HackingAlert] = {}
         for kind, sentence_of, acts in checks:
-            said = {*recent, *alerts}
-            if kind in said or (kind == "far_from_target" and "update_too_large" in said):
+            raised = {*recent, *alerts}
+            if kind in raised or (kind == "far_from_target" and "update_too_large" in raised):
                 continue  # a larger beta, which is the advice about the KL, does not help against large updates
             sentence = sentence_of(history)
             if sentence is not None:
@@ -174,9 +174,8 @@ class HackingMonitor:
             return None
         filtered = self._filtered_kl(history[-20 * window :])
         now, growth = fmean(filtered[-window:]), math.log(filtered[-2] / filtered[-2 - half])
-        explained = PIDBeta.proportional * max(
-            0.0, growth
-        )  # no controller of kleash answers growth more strongly
+        # no controller of kleash answers the growth of a KL below its target more strongly
+        explained = PIDBeta.proportional * max(0.0, growth)
         is_below = max(now, filtered[-1]) < self.below * target
         if not (is_below and math.log(betas[-1] / betas[-1 - half]) > explained + self.beta_slack):
             return None
@@ -341,8 +340,8 @@ def _excess_of_worst_prompt(record: StepRecord) -> float:
         record.metrics.get(name, math.nan)
         for name in ("kl/max_prompt", "kl/exact_per_sequence", "response/prompts")
     )
-    others = prompts * mean - worst
-    return worst * (prompts - 1) / others if others > 0 else math.nan
+    remainder = prompts * mean - worst
+    return worst * (prompts - 1) / remainder if remainder > 0 else math.nan
 
 
 def level(records: History, name: str) -> Level:
