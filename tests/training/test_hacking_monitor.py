@@ -306,6 +306,18 @@ def test_missing_metric_raises_no_alert() -> None:
     assert said(history) and said(holes) == []
 
 
+def test_beta_of_0_below_a_target_raises_no_alert() -> None:
+    history = bent(healthy(30), 0, lambda at, now: {"kl/exact_per_sequence": 1.0, "beta": 0.0})
+    assert said(history) == []
+
+
+def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:
+    def fall(at: int, now: Metrics) -> Metrics:
+        return {"policy/entropy": math.nan if at == 1 else 2.0 if at < 31 else 0.5, "reward/score": 0.4}
+
+    assert (33, "entropy_collapse") in said(bent(healthy(40), 0, fall))
+
+
 def test_absent_metrics_raise_no_alert() -> None:
     bare = [StepRecord(step=at, metrics={"pairs/accuracy": 0.5}) for at in range(1, 30)]
     assert said(bare) == []

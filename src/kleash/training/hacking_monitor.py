@@ -123,15 +123,14 @@ class HackingMonitor:
         updates = _values(last, "kl/update")
         if self.target_per == "sequence":
             updates = [kl * n for kl, n in zip(updates, _values(last, "response/length"), strict=True)]
-        if self.target_nats is None or not min(updates) > self.update_share * self.target_nats:
+        target = self.target_nats
+        if target is None or not all(kl > self.update_share * target for kl in updates):
             return None
         kl, rate = fmean(updates), history[-1].metrics.get("policy/learning_rate")
-        shrink = math.sqrt(
-            kl / (self.target_nats / 10)
-        )  # the KL of an update grows with the square of its length
+        shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
         return (
             f"the updates of one step move the policy by {kl:.3g} nats per {self.target_per}, "
-            f"{kl / self.target_nats:.2g} of the target of {self.target_nats:g}: the learning rate is too large, and a "
+            f"{kl / target:.2g} of the target of {target:g}: the learning rate is too large, and a "
             f"larger beta does not help; divide --learning-rate by about {shrink:.0f}"
             + ("" if rate is None else f" (it is {rate:.2g})")
         )
@@ -152,11 +151,11 @@ class HackingMonitor:
         if self.target_nats is None or len(history) < self.settled:
             return None
         now, last = self._kl(history[-self.settled :]), self._kl(history[-self.steps :])
-        bound, (first, *_, beta) = self.above * self.target_nats, _values(history[-self.settled :], "beta")
+        bound, betas = self.above * self.target_nats, _values(history[-self.settled :], "beta")
         is_above = now.value - self.sure * now.error > bound and last.value > bound
-        if not is_above or beta > self.beta_growth * first:
+        if not is_above or betas[-1] > self.beta_growth * betas[0]:
             return None
-        under = "" if math.isnan(beta) else f", under a beta of {beta:.3g} that does not rise"
+        under = "" if math.isnan(betas[-1]) else f", under a beta of {betas[-1]:.3g} that does not rise"
         return (
             f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.settled} steps, "
             f"{now.value / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: raise --beta, or "
@@ -177,7 +176,7 @@ class HackingMonitor:
         # no controller of kleash answers the growth of a KL below its target more strongly
         explained = PIDBeta.proportional * max(0.0, growth)
         is_below = max(now, filtered[-1]) < self.below * target
-        if not (is_below and math.log(betas[-1] / betas[-1 - half]) > explained + self.beta_slack):
+        if not (is_below and betas[-1] > betas[-1 - half] * math.exp(explained + self.beta_slack)):
             return None
         return (
             f"KL(policy ‖ reference), filtered, is {now:.3g} nats per {self.target_per} over the last {window} steps, "
@@ -257,7 +256,7 @@ class HackingMonitor:
         """The sentence if the entropy fell and the reward did not rise meanwhile; None otherwise."""
         entropies = _values(history, "policy/entropy")
         now, steps = fmean(entropies[-self.steps :]), self.steps
-        if len(history) < 2 * self.window or not now < self.entropy_left * max(entropies):
+        if len(history) < 2 * self.window or not any(now < self.entropy_left * then for then in entropies):
             return None
         ends = range(len(history) - steps, steps - 1, -1)
         end = next(
@@ -284,7 +283,7 @@ class HackingMonitor:
     def _prompt_runaway(self, history: History) -> str | None:
         """The sentence if the KL of the worst prompt outgrows that of the others; None otherwise."""
         last = [_excess_of_worst_prompt(record) for record in history[-self.steps :]]
-        if not min(last) > self.prompt_growth:  # before the whole history is read
+        if not all(excess > self.prompt_growth for excess in last):  # before the whole history is read
             return None
         earlier = [
             excess for record in history[: -self.steps] if (excess := _excess_of_worst_prompt(record)) > 0
