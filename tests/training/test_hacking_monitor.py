@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
         r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)",
     ),
     "far_from_target": (
-        lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at},
+        lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
         r"times its target of 6: .* raise --beta, or take --controller pid",
     ),
     "below_target": (
