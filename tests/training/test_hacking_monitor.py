@@ -3,29 +3,36 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from histories import bent, healthy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.records import StepRecord
-from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
+from kleash.training.hacking_monitor import HackingMonitor, distinct, level, repetition
 
 MONITOR = HackingMonitor(target_nats=6.0)
 Metrics = Mapping[str, float]
 
 
-def said(history: list[StepRecord], monitor: HackingMonitor = MONITOR) -> list[tuple[int, str]]:
-    """Step and kind of all that is said as a run goes on."""
+def played(history: list[StepRecord], monitor: HackingMonitor = MONITOR) -> list[StepRecord]:
+    """The records with the alerts that are raised as a run goes on."""
     seen: list[StepRecord] = []
     for record in history:
         seen.append(record)
         seen[-1] = replace(record, alerts=monitor.check(seen))
-    return [(record.step, alert.kind) for record in seen for alert in record.alerts]
+    return seen
+
+
+def said(history: list[StepRecord], monitor: HackingMonitor = MONITOR) -> list[tuple[int, str]]:
+    """Step and kind of all that is said as a run goes on."""
+    return [(record.step, alert.kind) for record in played(history, monitor) for alert in record.alerts]
 
 
 def recorded(name: str) -> list[StepRecord]:
@@ -51,54 +58,174 @@ def test_recorded_run_with_beta_0_raises_its_alerts_during_the_collapse() -> Non
     assert first["repetition"] <= 13
 
 
-CASES: dict[str, Callable[[int, Metrics], Metrics]] = {
-    "far_from_target": lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at},
-    "runaway": lambda at, now: {
-        "reward/score": now["reward/score"] + 0.6 * at,
-        "kl/exact_per_token": 0.1 * 1.3**at,
-        "kl/exact_per_sequence": 6.4 * 1.3**at,
-    },
-    "entropy_collapse": lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
-    "repetition": lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
-    "heavy_tail": lambda at, now: {"kl/top_percent_share": 0.6, "kl/max_token": 9.0},
+CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
+    "update_too_large": (
+        lambda at, now: {"kl/update": 0.05, "policy/learning_rate": 3e-4},
+        r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)",
+    ),
+    "far_from_target": (
+        lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
+        r"times its target of 6: .* raise --beta, or take --controller pid",
+    ),
+    "below_target": (
+        lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 1.1**at},
+        r"0\.\d+ of its target of 6, and beta rose from .* compare --target-per",
+    ),
+    "runaway": (
+        lambda at, now: {
+            "reward/score": now["reward/score"] + 0.6 * at,
+            "kl/exact_per_token": 0.1 * 1.3**at,
+            "kl/exact_per_sequence": 6.4 * 1.3**at,
+        },
+        r"the reward rose by .* nats: .* set --target-nats with --controller pid, or raise --beta",
+    ),
+    "held_out_fell": (
+        lambda at, now: {"eval/reward": 3.0 - 0.1 * at, "eval/reward_error": 0.05} if at % 5 == 0 else {},
+        r"is 2, and was 2.5 in step 45, its best: a fall by 7.1 standard errors .* take the checkpoint",
+    ),
+    "no_signal": (
+        lambda at, now: {"reward/zero_std_share": 0.98},
+        r"98% of the prompts .* \(mean reward .*more --samples-per-prompt",
+    ),
+    "entropy_collapse": (
+        lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
+        r"entropy fell from 2.56 to 1.02 nats per token since .* did not rise .* lower --learning-rate",
+    ),
+    "prompt_runaway": (
+        lambda at, now: {"kl/max_prompt": 10 * now["kl/exact_per_sequence"]},
+        r"25 times the mean of the others over the last 3 steps, and 2 times before: .* --prompts",
+    ),
+    "repetition": (
+        lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
+        r"have occurred in it before, and 1% had .* correct the --reward",
+    ),
 }
+"""Kind -> what its metrics are after a step, and what the sentence says."""
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_each_kind_of_hacking_raises_its_alert(kind: str) -> None:
-    target = 6.0 if kind == "far_from_target" else None
-    history = bent(healthy(60), 40, CASES[kind])
-    steps = [step for step, found in said(history, HackingMonitor(target_nats=target)) if found == kind]
-    assert steps and 40 < steps[0] <= 56
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_each_kind_of_hacking_raises_no_other_alert(kind: str) -> None:
-    target = 6.0 if kind == "far_from_target" else None
-    assert {
-        found for _, found in said(bent(healthy(60), 40, CASES[kind]), HackingMonitor(target_nats=target))
-    } == {kind}
-
-
-@pytest.mark.parametrize(("reward", "alerts"), [(0.9, 0), (0.32, 1), (0.1, 1), (None, 1)])
-def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | None, alerts: int) -> None:
-    """A task with one right answer: a policy that gives it at last has no entropy, and is right."""
-    history = [
-        StepRecord(
-            step=at,
-            metrics={
-                "policy/entropy": 2.0 * 0.85**at,
-                **(
-                    {}
-                    if reward is None
-                    else {"reward/score": 0.3 if at < 9 else reward, "reward/score_error": 0.05}
-                ),
-            },
-        )
-        for at in range(1, 16)
+def test_each_fault_is_named_alone_with_its_number_and_what_to_change(kind: str) -> None:
+    change, words = CASES[kind]
+    target = 6.0 if "target" in kind or "update" in kind else None
+    history = bent(
+        healthy(60), 0, lambda at, now: {"kl/max_prompt": 2 * now["kl/exact_per_sequence"] / 17 * 16}
+    )
+    alerts = [
+        (record.step, alert)
+        for record in played(bent(history, 40, change), HackingMonitor(target_nats=target))
+        for alert in record.alerts
     ]
-    steps = [step for step, kind in said(history, HackingMonitor()) if kind == "entropy_collapse"]
-    assert len(steps) == alerts and all(9 <= step <= 12 for step in steps)
+    assert {alert.kind for _, alert in alerts} == {kind}
+    step, first = alerts[0]
+    assert 40 < step <= 56
+    assert re.search(words, first.sentence), first.sentence
+    assert first.acts is (kind not in ("below_target", "no_signal"))
+
+
+@pytest.mark.parametrize(("reward", "alerts"), [(0.9, 0), (0.3, 1), (0.1, 1), (None, 0)])
+def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | None, alerts: int) -> None:
+    """A task with one right answer: a policy that gives it at last has no entropy, and is right. Without rewards, as in
+    distillation, nothing is known."""
+
+    def fall(at: int, now: Metrics) -> Metrics:
+        scores = {"reward/score": 0.3 if at < 21 else reward or 0.0, "reward/score_error": 0.05}
+        return {"policy/entropy": 2.0 if at < 21 else 0.5, **({} if reward is None else scores)}
+
+    blank = [StepRecord(step=at, metrics={}) for at in range(1, 36)]
+    steps = [
+        step for step, kind in said(bent(blank, 0, fall), HackingMonitor()) if kind == "entropy_collapse"
+    ]
+    assert bool(steps) == bool(alerts) and all(21 < step <= 35 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "change"),
+    [
+        ("update_too_large", 40, lambda at, now: {"kl/update": 0.05 if at % 3 else 0.01}),
+        ("below_target", 40, lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 0.9**at}),
+        (
+            "below_target",
+            0,
+            lambda at, now: {
+                "kl/exact_per_sequence": 0.05 * 1.08**at,
+                "kl/exact_per_sequence_error": 0.001 * 1.08**at,
+                "beta": 1.08**at,
+            },
+        ),
+        ("no_signal", 40, lambda at, now: {"reward/zero_std_share": 0.98, "reward/score_std": 0.1}),
+        (
+            "prompt_runaway",
+            0,
+            lambda at, now: {
+                "kl/max_prompt": (10 if at > 40 and at % 3 else 2) * now["kl/exact_per_sequence"]
+            },
+        ),
+        (
+            "held_out_fell",
+            40,
+            lambda at, now: {
+                "eval/reward": 3.0 - 0.05 * at,
+                "eval/reward_error": 0.3,
+                "kl/exact_per_sequence": 6.0 + at,
+            },
+        ),
+        (
+            "far_from_target",
+            40,
+            lambda at, now: {
+                "kl/exact_per_sequence": 12.5,
+                "kl/exact_per_sequence_error": 2.0,
+                "beta": 2 * 1.1**at,
+            },
+        ),
+    ],
+)
+def test_what_looks_like_a_fault_and_is_none(
+    kind: str, after: int, change: Callable[[int, Metrics], Metrics]
+) -> None:
+    """Two of three steps; a controller that answers, or damps a growing KL; a solved task; what is within its error."""
+    assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
+
+
+@pytest.mark.parametrize(("kl", "falls"), [(1.0, True), (0.5, False)])
+def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_alert(
+    kl: float, falls: bool
+) -> None:
+    """A policy that overshot its target goes back, and pays for it; the paired error counts where it is logged."""
+
+    def change(at: int, now: Metrics) -> Metrics:
+        done = at >= 10
+        return {
+            "kl/exact_per_sequence": (2 if done else 1) if falls else kl / (2 if done else 1),
+            "kl/exact_per_sequence_error": 0.01,
+            "reward/score": 1.0 if done else 2.0,
+            "eval/reward": 1.0 if done else 2.0,
+            "eval/reward_error": 5.0,
+            "eval/reward_change": -1.0 if done else 0.0,
+            "eval/reward_change_error": 0.1,
+        }
+
+    history = bent([StepRecord(step=at, metrics={}) for at in range(1, 21)], 0, change)
+    assert ("held_out_fell" in {kind for _, kind in said(history, HackingMonitor())}) is falls
+
+
+def test_large_updates_silence_the_advice_of_a_larger_beta() -> None:
+    far = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
+    both = bent(far, 40, lambda at, now: {"kl/update": 0.5})
+    assert "far_from_target" in {kind for _, kind in said(far)}
+    assert {kind for step, kind in said(both) if step > 42} == {"update_too_large"}
+
+
+def test_error_of_a_level_is_that_of_the_mean() -> None:
+    """Of the logged errors; without them, of the differences of successive steps, on average over many draws."""
+    noise = np.random.default_rng(0).normal(size=(400, 5))
+    logged = [StepRecord(step=at, metrics={"x": 1.0, "x_error": e}) for at, e in enumerate((3.0, 4.0), 1)]
+    assert level(logged, "x") == (1.0, 2.5)
+    squares = [
+        level([StepRecord(step=at, metrics={"x": x}) for at, x in enumerate(row, 1)], "x").error ** 2
+        for row in noise
+    ]
+    assert np.mean(squares) == pytest.approx(noise.mean(1).var(), rel=0.15)
 
 
 def test_identical_responses_raise_repetition() -> None:
@@ -116,7 +243,7 @@ def test_alert_sentence_states_kl_target_and_steps() -> None:
     (alert,) = MONITOR.check(history)
     assert alert.sentence == (
         "KL(policy ‖ reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
-        "beta does not keep it near its target"
+        "beta is too small or moves too slowly; raise --beta, or take --controller pid"
     )
 
 
@@ -168,15 +295,6 @@ def test_constant_kl_is_not_runaway() -> None:
     assert said(history, HackingMonitor()) == []
 
 
-def test_uneven_kl_without_extreme_token_is_no_heavy_tail() -> None:
-    uneven = bent(
-        healthy(60), 0, lambda at, now: {"kl/top_percent_share": 0.9}
-    )  # as of a policy that just began
-    assert said(uneven) == []
-    far = bent(healthy(60), 0, lambda at, now: {"kl/max_token": 9.0})
-    assert said(far) == []
-
-
 def test_missing_metric_raises_no_alert() -> None:
     history = bent(healthy(44), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
     holes = [
@@ -186,6 +304,18 @@ def test_missing_metric_raises_no_alert() -> None:
         for record in history
     ]
     assert said(history) and said(holes) == []
+
+
+def test_beta_of_0_below_a_target_raises_no_alert() -> None:
+    history = bent(healthy(30), 0, lambda at, now: {"kl/exact_per_sequence": 1.0, "beta": 0.0})
+    assert said(history) == []
+
+
+def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:
+    def fall(at: int, now: Metrics) -> Metrics:
+        return {"policy/entropy": math.nan if at == 1 else 2.0 if at < 31 else 0.5, "reward/score": 0.4}
+
+    assert (33, "entropy_collapse") in said(bent(healthy(40), 0, fall))
 
 
 def test_absent_metrics_raise_no_alert() -> None:

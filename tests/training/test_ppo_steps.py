@@ -129,6 +129,7 @@ def test_step_metrics_match_plain_sums_over_response_tokens(folder):
         "kl/k2": (u**2).mean() / 2,
         "kl/k3": (np.exp(-u) - 1 + u).mean(),
         "kl/max_token": flat.max(),
+        "kl/max_prompt": max(by_prompt) / 2,
         "kl/top_percent_share": flat.max() / flat.sum(),
         "response/length": np.mean(lengths),
         "response/cut_share": np.mean([one.finish_reason == "length" for one in rollout.sequences]),

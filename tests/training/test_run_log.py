@@ -86,7 +86,8 @@ def test_kl_above_1_2_times_target_raises_alert_after_eight_steps(
     tmp_path: Path, controller: str, per: str, name: str, share: float, warns: bool
 ) -> None:
     run_log = run_log_of(tmp_path, controller=controller, target_nats=0.5, target_per=per)
-    history = bent(healthy(12, target=None), 0, lambda at, now: {"beta": 0.25, name: share * 0.5})
+    kl = {name: share * 0.5, f"{name}_error": 1e-6}
+    history = bent(healthy(12, target=None), 0, lambda at, now: {"beta": 0.25, **kl})
     found = [(at, alert) for at, advice in enumerate(play(run_log, history), 1) for alert in advice.alerts]
     assert [(at, alert.kind, alert.acts) for at, alert in found] == [(8, "far_from_target", False)] * warns
     for _, alert in found:

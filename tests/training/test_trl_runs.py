@@ -1,6 +1,7 @@
 """``kleash train grpo|rloo|dpo|distill``: real short runs on the shipped models and on tiny ones."""
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -269,7 +270,12 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
         seed=2,
         **SMALL,
     )
-    result, steps = go(trl.train_grpo, job, tmp_path / "run", monitor=HackingMonitor(steps=1))
+    result, steps = go(
+        trl.train_grpo,
+        job,
+        tmp_path / "run",
+        monitor=HackingMonitor(steps=1, sure=0.0, update_share=math.inf),
+    )
     said = [step.step for step in steps if step.alerts]
     assert said == [2] and "times its target" in steps[1].alerts[0].sentence
     rates = [step.metrics["policy/learning_rate"] for step in steps]

@@ -40,6 +40,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "reward/score_std": Metric(
             unit="reward", meaning="standard deviation of the score over responses", trl="reward_std"
         ),
+        "reward/zero_std_share": Metric(
+            unit="probability",
+            meaning="share of prompts whose responses all have the same score, and so no advantage within their group",
+            trl="frac_reward_zero_std",
+        ),
         "reward/adjusted": Metric(
             unit="reward",
             meaning="mean over responses of score − beta · KL(policy ‖ reference) summed over the response",
@@ -75,6 +80,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="share of the total KL(policy ‖ reference) that is in the 1 % of tokens with the largest KL",
         ),
         "kl/max_token": Metric(unit="nats", meaning="the largest exact KL(policy ‖ reference) of one token"),
+        "kl/max_prompt": Metric(
+            unit="nats",
+            meaning="the largest KL(policy ‖ reference) of one prompt: exact, summed over a response, mean over the "
+            f"responses to the prompt; {_BEFORE}",
+        ),
         "kl/target": Metric(
             unit="nats", meaning="target KL of the beta controller, per sequence or per token"
         ),
@@ -175,6 +185,29 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "teacher/divergence": Metric(
             unit="nats",
             meaning="exact divergence from the teacher that is minimised, mean over the tokens of all responses",
+        ),
+        "eval/reward": Metric(
+            unit="reward",
+            meaning="mean reward of a response to the held-out prompts, without a KL penalty, after the step",
+        ),
+        "eval/reward_error": Metric(
+            unit="reward", meaning="standard error of eval/reward, clustered by prompt"
+        ),
+        "eval/reward_change": Metric(
+            unit="reward",
+            meaning="eval/reward minus that of the best evaluation before: mean over the held-out prompts of the "
+            "differences between their own mean rewards",
+        ),
+        "eval/reward_change_error": Metric(
+            unit="reward", meaning="standard error of eval/reward_change, over the differences of the prompts"
+        ),
+        "eval/kl_per_sequence": Metric(
+            unit="nats",
+            meaning="KL(policy ‖ reference) between responses to the held-out prompts: exact, summed over a response, "
+            "mean over responses",
+        ),
+        "eval/kl_per_sequence_error": Metric(
+            unit="nats", meaning="standard error of eval/kl_per_sequence, clustered by prompt"
         ),
         "time/rollout": Metric(
             unit="seconds", meaning="generating, rewarding and scoring the step's responses"

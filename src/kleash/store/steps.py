@@ -24,9 +24,10 @@ class HackingAlert:
     """Something in a run that looks like reward hacking."""
 
     kind: str
-    """A word for it: "far_from_target", "runaway", "entropy_collapse", "repetition", "heavy_tail"."""
+    """A word for it: "update_too_large", "far_from_target", "below_target", "runaway", "held_out_fell", "no_signal",
+    "entropy_collapse", "prompt_runaway", "repetition"."""
     sentence: str
-    """What was seen, with its numbers."""
+    """What was seen, with its numbers; what is likely; and the option to change."""
     acts: bool = True
     """Whether the job's ``on_hacking`` response applies to it; if not, it is only reported."""
 

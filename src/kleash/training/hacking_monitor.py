@@ -1,23 +1,42 @@
-"""Alerts of reward hacking, from the metrics of a training run."""
+"""Alerts of a training run: what its metrics show, what is likely, and which option to change.
+
+The thresholds were chosen on simulated runs and judged on others: ``benchmarks/alert_runs.py``.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple
 
+from kleash.leash import PIDBeta
 from kleash.store import HackingAlert, StepRecord
 
 CHARACTERS_IN_A_WORD = 20
 """Average length of words above which a text is taken to be written without spaces."""
 KL_METRICS = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
+History = Sequence[StepRecord]
+
+
+class Level(NamedTuple):
+    """The mean of a metric over some steps, and its standard error."""
+
+    value: float
+    """NaN, for which no condition holds, if a step lacks the metric."""
+    error: float
+
+    def minus(self, other: "Level") -> "Level":
+        """The difference from the level of other steps."""
+        return Level(self.value - other.value, math.hypot(self.error, other.error))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HackingMonitor:
-    """Thresholds of the reward hacking alerts.
+    """Thresholds of the alerts.
 
-    All conditions use means over the last ``steps`` steps, where possible relative to the run's first steps. An
-    alert is not repeated for ``silence`` steps.
+    Conditions hold for ``steps`` or ``window`` steps, and by ``sure`` standard errors where a metric has them. An alert
+    is not repeated for ``silence`` steps.
     """
 
     target_nats: float | None = None
@@ -25,34 +44,49 @@ class HackingMonitor:
     target_per: str = "sequence"
     """"sequence" or "token"."""
     steps: int = 3
-    """Steps in the mean."""
+    """Steps in which a value must be seen, or over which it is averaged."""
+    window: int = 10
+    """Steps over which a KL below its target, entropy and rewards are averaged."""
     silence: int = 10
     """Steps until an alert is repeated."""
+    sure: float = 3.0
+    """Standard errors by which a condition must hold."""
+    update_share: float = 1 / 3
+    """Share of the target from which the KL of one step's updates is too large."""
     far: float = 2.0
     """Multiple of the target above which the KL is far from it."""
     above: float = 1.2
-    """Multiple of the target above which a settled KL is reported; this alert only informs."""
+    """Multiple of the target above which a settled KL is reported unless beta rises; this alert only informs."""
     settled: int = 8
     """Steps in the mean of a settled KL."""
+    beta_growth: float = 1.05
+    """Growth factor of beta within ``settled`` steps from which a controller works on the KL."""
+    below: float = 0.8
+    """Multiple of the target below which a KL should not make beta rise."""
+    beta_slack: float = 0.04
+    """Rise of log beta within half a ``window``, beyond what a growing KL explains, which is not reported."""
     runaway_nats: float = 0.5
     """KL per token below which no runaway is reported."""
     runaway_growth: float = 1.5
-    """Growth factor of the KL per token that counts as a runaway."""
-    sure: float = 3.0
-    """Standard errors by which the reward must have risen meanwhile."""
-    entropy_left: float = 1 / 3
-    """Fraction of the initial entropy below which it has collapsed, unless the reward rose meanwhile by more than a
-    standard error: a policy that finds the one right answer has no entropy left either."""
+    """Growth factor of the KL per token within half a ``window`` that counts as a runaway."""
+    held_out_sure: float = 4.0
+    """Standard errors by which a held-out reward must be below its best, which is the luckiest of several."""
+    no_signal: float = 0.85
+    """Share of prompts without a spread of rewards above which a step has too little signal."""
+    solved: float = 0.7
+    """Fraction of its first level below which the spread of all rewards says that a task is solved."""
+    entropy_left: float = 0.4
+    """Fraction of an earlier level below which the entropy has collapsed, unless the reward rose meanwhile."""
+    no_rise: float = 0.5
+    """Standard errors below which a reward has not risen."""
+    prompt_growth: float = 3.0
+    """Growth factor of the worst prompt's KL, relative to that of the others, which counts as a runaway."""
     repeated: float = 0.3
     """Share of repeated three-word runs from which responses are repetitive, if it also doubled."""
     distinct: float = 0.3
     """Share of different three-word runs below which responses are all alike, if it also halved."""
-    tail_share: float = 0.5
-    """Share of the KL that the top 1 % of tokens hold from which its tail is heavy."""
-    tail_nats: float = 4.0
-    """KL of the worst token below which no tail is heavy."""
 
-    def check(self, history: Sequence[StepRecord]) -> tuple[HackingAlert, ...]:
+    def check(self, history: History) -> tuple[HackingAlert, ...]:
         """The alerts after the last step of ``history``; none with fewer than ``steps`` steps.
 
         Args:
@@ -61,138 +95,266 @@ class HackingMonitor:
         if len(history) < self.steps:
             return ()
         recent = {alert.kind for record in history[-self.silence - 1 : -1] for alert in record.alerts}
-        far = self._far_from_target(history)
-        above = self._above_target(history) if far is None else None
-        candidates = (
-            ("far_from_target", far),
-            ("far_from_target", above),
-            ("runaway", self._runaway(history)),
-            ("entropy_collapse", self._entropy_collapse(history)),
-            ("repetition", self._repetition(history)),
-            ("heavy_tail", self._heavy_tail(history)),
+        checks: tuple[tuple[str, Callable[[History], str | None], bool], ...] = (
+            ("update_too_large", self._update_too_large, True),
+            ("far_from_target", self._far_from_target, True),
+            ("far_from_target", self._above_target, False),
+            ("below_target", self._below_target, False),
+            ("runaway", self._runaway, True),
+            ("held_out_fell", self._held_out_fell, True),
+            ("no_signal", self._no_signal, False),
+            ("entropy_collapse", self._entropy_collapse, True),
+            ("prompt_runaway", self._prompt_runaway, True),
+            ("repetition", self._repetition, True),
         )
-        return tuple(
-            HackingAlert(kind=kind, sentence=sentence, acts=sentence is not above)
-            for kind, sentence in candidates
-            if sentence is not None and kind not in recent
+        alerts: dict[str, HackingAlert] = {}
+        for kind, sentence_of, acts in checks:
+            raised = {*recent, *alerts}
+            if kind in raised or (kind == "far_from_target" and "update_too_large" in raised):
+                continue  # a larger beta, which is the advice about the KL, does not help against large updates
+            sentence = sentence_of(history)
+            if sentence is not None:
+                alerts[kind] = HackingAlert(kind=kind, sentence=sentence, acts=acts)
+        return tuple(alerts.values())
+
+    def _update_too_large(self, history: History) -> str | None:
+        """The sentence if one step's updates move the policy by a large share of the target; None otherwise."""
+        last = history[-self.steps :]
+        updates = _values(last, "kl/update")
+        if self.target_per == "sequence":
+            updates = [kl * n for kl, n in zip(updates, _values(last, "response/length"), strict=True)]
+        target = self.target_nats
+        if target is None or not all(kl > self.update_share * target for kl in updates):
+            return None
+        kl, rate = fmean(updates), history[-1].metrics.get("policy/learning_rate")
+        shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
+        return (
+            f"the updates of one step move the policy by {kl:.3g} nats per {self.target_per}, "
+            f"{kl / target:.2g} of the target of {target:g}: the learning rate is too large, and a "
+            f"larger beta does not help; divide --learning-rate by about {shrink:.0f}"
+            + ("" if rate is None else f" (it is {rate:.2g})")
         )
 
-    def _far_from_target(self, history: Sequence[StepRecord]) -> str | None:
-        """The alert's sentence if the KL is more than ``far`` times its target; None otherwise."""
-        now = self._last(history, KL_METRICS[self.target_per])
-        if self.target_nats is None or not now > self.far * self.target_nats:
+    def _far_from_target(self, history: History) -> str | None:
+        """The sentence if the KL is more than ``far`` times its target; None otherwise."""
+        now = self._kl(history[-self.steps :])
+        if self.target_nats is None or not now.value - self.sure * now.error > self.far * self.target_nats:
             return None
         return (
-            f"KL(policy ‖ reference) is {now:.3g} nats per {self.target_per} over the last {self.steps} steps, "
-            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}: "
-            "beta does not keep it near its target"
+            f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.steps} steps, "
+            f"{now.value / self.target_nats:.1f} times its target of {self.target_nats:g}: beta is too small or moves "
+            "too slowly; raise --beta, or take --controller pid"
         )
 
-    def _above_target(self, history: Sequence[StepRecord]) -> str | None:
-        """The alert's sentence if the KL has settled above ``above`` times its target; None otherwise."""
+    def _above_target(self, history: History) -> str | None:
+        """The sentence if the KL has settled above ``above`` times its target; None otherwise."""
         if self.target_nats is None or len(history) < self.settled:
             return None
-        name = KL_METRICS[self.target_per]
-        now = _mean(history[-self.settled :], name)
-        if not (
-            now > self.above * self.target_nats and self._last(history, name) > self.above * self.target_nats
-        ):
+        now, last = self._kl(history[-self.settled :]), self._kl(history[-self.steps :])
+        bound, betas = self.above * self.target_nats, _values(history[-self.settled :], "beta")
+        is_above = now.value - self.sure * now.error > bound and last.value > bound
+        if not is_above or betas[-1] > self.beta_growth * betas[0]:
             return None
-        beta = history[-1].metrics.get("beta")
-        under = "" if beta is None else f", under a beta of {beta:.3g}"
+        under = "" if math.isnan(betas[-1]) else f", under a beta of {betas[-1]:.3g} that does not rise"
         return (
-            f"KL(policy ‖ reference) is {now:.3g} nats per {self.target_per} over the last {self.settled} steps, "
-            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: give it "
-            "more steps, or begin with a larger beta"
+            f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.settled} steps, "
+            f"{now.value / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: raise --beta, or "
+            "with a controller --beta-max"
         )
 
-    def _runaway(self, history: Sequence[StepRecord]) -> str | None:
-        """The alert's sentence if the reward and the KL per token rose together beyond the target; None otherwise."""
-        window = max(self.steps, 5)
-        if len(history) < 2 * window:
+    def _below_target(self, history: History) -> str | None:
+        """The sentence if beta rises by more than a growing KL explains, while the KL is below its target."""
+        window, half, target = self.window, self.window // 2, self.target_nats
+        if target is None or len(history) < window + 2:
             return None
-        before, after = history[-2 * window : -window], history[-window:]
-        kl_before, kl_after = (_mean(part, "kl/exact_per_token") for part in (before, after))
+        betas = _values(history, "beta")
+        is_highest = betas[-1] == max(betas[-window:])
+        if not is_highest or not self._kl(history[-window:]).value < target:
+            return None
+        filtered = self._filtered_kl(history[-20 * window :])
+        now, growth = fmean(filtered[-window:]), math.log(filtered[-2] / filtered[-2 - half])
+        # no controller of kleash answers the growth of a KL below its target more strongly
+        explained = PIDBeta.proportional * max(0.0, growth)
+        is_below = max(now, filtered[-1]) < self.below * target
+        if not (is_below and betas[-1] > betas[-1 - half] * math.exp(explained + self.beta_slack)):
+            return None
+        return (
+            f"KL(policy ‖ reference), filtered, is {now:.3g} nats per {self.target_per} over the last {window} steps, "
+            f"{now / target:.2g} of its target of {target:g}, and beta rose from {betas[-1 - half]:.3g} to "
+            f"{betas[-1]:.3g} in {half} steps: what moves beta follows another KL, or another target; compare "
+            "--target-per with the KL that the controller is given, and do not raise beta by hand"
+        )
+
+    def _runaway(self, history: History) -> str | None:
+        """The sentence if, without a target, reward and KL per token rise together; None otherwise."""
+        half = self.window // 2
+        if self.target_nats is not None or len(history) < 2 * half:
+            return None
+        before, after = history[-2 * half : -half], history[-half:]
+        kl_before, kl_after = (level(part, "kl/exact_per_token").value for part in (before, after))
         if not (kl_after > self.runaway_nats and kl_after > self.runaway_growth * kl_before):
             return None
-        if self.target_nats is not None and _mean(after, KL_METRICS[self.target_per]) <= self.target_nats:
-            return None
-        rise, noise = _reward_rise(before, after)
-        if not rise > self.sure * noise:
+        rise = level(after, "reward/score").minus(level(before, "reward/score"))
+        if not rise.value > self.sure * rise.error:
             return None
         return (
-            f"the reward rose by {rise:.3g} within {2 * window} steps while KL(policy ‖ reference) per token ran from "
-            f"{kl_before:.3g} to {kl_after:.3g} nats: what is gained is gained by leaving the reference; read the "
-            "samples, and tighten the leash"
+            f"the reward rose by {rise.value:.3g} within {2 * half} steps while KL(policy ‖ reference) per token ran "
+            f"from {kl_before:.3g} to {kl_after:.3g} nats: what is gained is gained by leaving the reference; read the "
+            "samples, and set --target-nats with --controller pid, or raise --beta"
         )
 
-    def _entropy_collapse(self, history: Sequence[StepRecord]) -> str | None:
-        """The alert's sentence if the entropy fell without a gain in reward; None otherwise."""
-        first, now = _mean(history[: self.steps], "policy/entropy"), self._last(history, "policy/entropy")
-        rise, noise = _reward_rise(history[: self.steps], history[-self.steps :])
-        if not now < self.entropy_left * first or rise > noise:
+    def _held_out_fell(self, history: History) -> str | None:
+        """The sentence if the held-out reward is below its best, and a smaller KL is not the reason; None otherwise."""
+        if "eval/reward" not in history[-1].metrics:
+            return None
+        earlier = [at for at, record in enumerate(history[:-1]) if "eval/reward" in record.metrics]
+        if not earlier:
+            return None
+        at = max(earlier, key=lambda at: history[at].metrics["eval/reward"])
+        now, best, paired = (
+            level([record], name)
+            for record, name in (
+                (history[-1], "eval/reward"),
+                (history[at], "eval/reward"),
+                (history[-1], "eval/reward_change"),
+            )
+        )
+        change = now.minus(best) if math.isnan(paired.value) else paired
+        if not change.value < -self.held_out_sure * change.error:
+            return None
+        half = self.window // 2
+        then, last = history[max(0, at + 1 - half) : at + 1], history[-half:]
+        kl = self._kl(last).minus(self._kl(then))
+        beyond = change.minus(level(last, "reward/score").minus(level(then, "reward/score")))
+        if kl.value <= self.sure * kl.error and not beyond.value < -self.held_out_sure * beyond.error:
+            return None  # a policy that went back towards the reference, and lost as much on the training prompts
+        return (
+            f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[at].step}, its best: "
+            f"a fall by {-change.value / change.error:.1f} standard errors of the difference; the policy is "
+            "over-optimised: take the checkpoint near that step, and for another run a smaller --target-nats or more "
+            "--prompts"
+        )
+
+    def _no_signal(self, history: History) -> str | None:
+        """The sentence if hardly a prompt has a spread of rewards, and the task is not solved; None otherwise."""
+        last = history[-(self.window // 2) :]
+        if len(history) < self.window:
+            return None
+        share, prompts = (level(last, name).value for name in ("reward/zero_std_share", "response/prompts"))
+        error = math.sqrt(max(share * (1 - share), 0.0) / (prompts * len(last)))
+        spread, first = (level(part, "reward/score_std").value for part in (last, history[: self.window]))
+        if not share - self.sure * error > self.no_signal or spread < self.solved * first:
             return None
         return (
-            f"the policy's entropy is {now:.3g} nats per token over the last {self.steps} steps, and was {first:.3g} "
-            "in the first ones, and the reward did not rise meanwhile: it hardly chooses any more"
+            f"the responses to {share:.0%} of the prompts all have one reward over the last {len(last)} steps, so that "
+            f"these prompts move nothing (mean reward {level(last, 'reward/score').value:.3g}): take --prompts of "
+            "which some answers are right and some wrong, more --samples-per-prompt, a higher --temperature, or a "
+            "finer --reward"
         )
 
-    def _repetition(self, history: Sequence[StepRecord]) -> str | None:
-        """The alert's sentence if responses repeat themselves or are all alike, other than at first; None otherwise."""
-        name = "response/repetition"
-        first, now = _mean(history[: self.steps], name), self._last(history, name)
+    def _entropy_collapse(self, history: History) -> str | None:
+        """The sentence if the entropy fell and the reward did not rise meanwhile; None otherwise."""
+        entropies = _values(history, "policy/entropy")
+        now, steps = fmean(entropies[-self.steps :]), self.steps
+        if len(history) < 2 * self.window or not any(now < self.entropy_left * then for then in entropies):
+            return None
+        ends = range(len(history) - steps, steps - 1, -1)
+        end = next(
+            (end for end in ends if now < self.entropy_left * fmean(entropies[end - steps : end])), None
+        )
+        if end is None:
+            return None
+        period = len(history) - end  # a slow fall is compared over more steps
+        before = history[max(0, end - max(self.window, period)) : end]
+        after = history[-max(self.window, period // 3) :]
+        then, rewards = (
+            fmean(entropies[end - steps : end]),
+            [level(part, "reward/score") for part in (before, after)],
+        )
+        rise = rewards[1].minus(rewards[0])
+        if not rise.value < self.no_rise * rise.error:
+            return None
+        return (
+            f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step {history[end - 1].step} "
+            f"and the reward did not rise ({rewards[0].value:.3g} before, {rewards[1].value:.3g} now): it explores "
+            "less and gains nothing by it; lower --learning-rate, or raise --beta"
+        )
+
+    def _prompt_runaway(self, history: History) -> str | None:
+        """The sentence if the KL of the worst prompt outgrows that of the others; None otherwise."""
+        last = [_excess_of_worst_prompt(record) for record in history[-self.steps :]]
+        if not all(excess > self.prompt_growth for excess in last):  # before the whole history is read
+            return None
+        earlier = [
+            excess for record in history[: -self.steps] if (excess := _excess_of_worst_prompt(record)) > 0
+        ]
+        if len(earlier) < self.settled or not min(last) > self.prompt_growth * median(earlier):
+            return None
+        return (
+            f"the prompt with the largest KL(policy ‖ reference) has {history[-1].metrics['kl/max_prompt']:.3g} nats "
+            f"per response, {median(last):.2g} times the mean of the others over the last {self.steps} steps, and "
+            f"{median(earlier):.2g} times before: the policy leaves the reference on single prompts; read the samples "
+            "with the largest KL, take these out of --prompts, or raise --beta"
+        )
+
+    def _repetition(self, history: History) -> str | None:
+        """The sentence if responses repeat themselves or are all alike, other than at first; None otherwise."""
+        advice = "the reward pays for it; correct the --reward, or raise --beta"
+        first, now = (level(part, "response/repetition").value for part in self._ends(history))
         if now > self.repeated and now > 2 * first:
             return (
                 f"{now:.0%} of the three-word runs in a response have occurred in it before, and {first:.0%} had in "
-                "the first steps: responses repeat themselves"
+                f"the first steps: responses repeat themselves, and {advice}"
             )
-        name = "response/distinct"
-        first, now = _mean(history[: self.steps], name), self._last(history, name)
+        first, now = (level(part, "response/distinct").value for part in self._ends(history))
         if now < self.distinct and now < first / 2:
             return (
                 f"only {now:.0%} of the three-word runs of a step's responses are different ones, and {first:.0%} were "
-                "in the first steps: responses are all alike"
+                f"in the first steps: responses are all alike, and {advice}"
             )
         return None
 
-    def _heavy_tail(self, history: Sequence[StepRecord]) -> str | None:
-        """The alert's sentence if few tokens hold most of the KL; None otherwise."""
-        share, worst = self._last(history, "kl/top_percent_share"), self._last(history, "kl/max_token")
-        if not (share > self.tail_share and worst > self.tail_nats):
-            return None
-        return (
-            f"1 % of the tokens hold {share:.0%} of the KL(policy ‖ reference), up to {worst:.3g} nats on one: "
-            "its mean says little, and single tokens carry the updates"
-        )
+    def _ends(self, history: History) -> tuple[History, History]:
+        """The first and the last steps."""
+        return history[: self.steps], history[-self.steps :]
 
-    def _last(self, history: Sequence[StepRecord], name: str) -> float:
-        return _mean(history[-self.steps :], name)
+    def _kl(self, records: History) -> Level:
+        """The KL in the unit of the target."""
+        return level(records, KL_METRICS[self.target_per])
 
-
-def _values(records: Sequence[StepRecord], name: str) -> list[float]:
-    return [record.metrics[name] for record in records if name in record.metrics]
-
-
-def _mean(records: Sequence[StepRecord], name: str) -> float:
-    """The mean of a metric; NaN, for which no condition holds, if a step lacks it."""
-    values = _values(records, name)
-    return sum(values) / len(values) if len(values) == len(records) else math.nan
+    def _filtered_kl(self, history: History) -> list[float]:
+        """The KL after each step by the filter of the beta controllers; NaN where it was not measured."""
+        name, filtered = KL_METRICS[self.target_per], []
+        controller = PIDBeta(beta=1.0, target_nats=self.target_nats or math.nan)
+        for record in history:
+            kl = record.metrics.get(name, math.nan)
+            controller = controller.after(kl, standard_error=record.metrics.get(f"{name}_error"))
+            filtered.append(math.nan if math.isnan(kl) else math.exp(controller.levels[0]))
+        return filtered
 
 
-def _reward_rise(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> tuple[float, float]:
-    """By how much the mean reward rose, and the standard error of that; NaN where a step has no reward."""
-    rise = _mean(after, "reward/score") - _mean(before, "reward/score")
-    return rise, math.sqrt(sum(_variance_of_mean(part) for part in (before, after)))
+def _excess_of_worst_prompt(record: StepRecord) -> float:
+    """The KL of the worst prompt of a step over the mean of the other prompts; NaN without others, or a KL."""
+    worst, mean, prompts = (
+        record.metrics.get(name, math.nan)
+        for name in ("kl/max_prompt", "kl/exact_per_sequence", "response/prompts")
+    )
+    remainder = prompts * mean - worst
+    return worst * (prompts - 1) / remainder if remainder > 0 else math.nan
 
 
-def _variance_of_mean(records: Sequence[StepRecord]) -> float:
-    """The variance of the mean reward: from the steps' standard errors, or from differences of successive steps."""
-    errors = _values(records, "reward/score_error")
-    if len(errors) == len(records) and all(error > 0 for error in errors):
-        return sum(error**2 for error in errors) / len(errors) ** 2
-    values = _values(records, "reward/score")
-    squares = [(later - earlier) ** 2 for earlier, later in pairwise(values)]
-    return sum(squares) / (2 * len(squares) * len(values)) if squares else math.nan
+def level(records: History, name: str) -> Level:
+    """The mean of a metric over some steps, with its logged errors, or the differences of successive steps."""
+    values, errors = (_values(records, metric) for metric in (name, f"{name}_error"))
+    squares, weight = [error**2 for error in errors], len(values)
+    if not sum(squares) > 0:  # none are logged, or the scores of each step are all equal
+        squares, weight = [(after - before) ** 2 / 2 for before, after in pairwise(values)], len(values) - 1
+    return Level(fmean(values), math.sqrt(sum(squares) / weight / len(values)) if weight else math.nan)
+
+
+def _values(records: History, name: str) -> list[float]:
+    """The values of a metric; NaN where a step lacks it."""
+    return [record.metrics.get(name, math.nan) for record in records]
 
 
 def repetition(responses: Sequence[str]) -> float:

@@ -86,6 +86,7 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         },
         "kl/top_percent_share": top_share(token_kl),
         "kl/max_token": float(token_kl.max()),
+        "kl/max_prompt": max_prompt_kl(sums, clusters),
         "policy/entropy": float(column_of(responses, "entropy").mean()),
         "response/length": float(lengths.mean()),
         "response/prompts": float(score.clusters),
@@ -119,6 +120,17 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
     count = max(1, round(TOP_SHARE * len(token_kl)))
     total = token_kl.sum()
     return float(np.sort(token_kl)[-count:].sum() / total) if 0 < total < np.inf else float("nan")
+
+
+def max_prompt_kl(sums: Float[np.ndarray, " responses"], prompt_hashes: np.ndarray) -> float:
+    """The largest mean over the responses to one prompt of their KL.
+
+    Args:
+        sums: KL of each response, in nats.
+        prompt_hashes: of each response's prompt, ``[responses]``.
+    """
+    _, label = np.unique(prompt_hashes, return_inverse=True)
+    return float((np.bincount(label, weights=sums) / np.bincount(label)).max())
 
 
 def to_samples(responses: Sequence[Response]) -> list[Sample]:

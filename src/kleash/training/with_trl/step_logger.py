@@ -22,6 +22,7 @@ TRL_METRICS = {
     "grad_norm": "policy/gradient_norm",
     "learning_rate": "policy/learning_rate",
     "clip_ratio/region_mean": "policy/clip_share",
+    "frac_reward_zero_std": "reward/zero_std_share",
     "rewards/accuracies": "pairs/accuracy",
     "rewards/margins": "pairs/margin",
     "step_time": "time/step",
