@@ -15,7 +15,7 @@ from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Model, Pair, load_pair
+from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
 
@@ -30,7 +30,7 @@ class Networks:
     policy: Any
     """The trained network."""
     frozen: Any
-    """The reference or teacher; None if it is the policy with its adapter disabled."""
+    """The reference or teacher; None if it is the policy with its adapter disabled, or is not loaded."""
     lora: Any
     """Configuration of the adapter that is put on the policy; None to train all weights."""
     pair: Pair
@@ -39,8 +39,22 @@ class Networks:
     """Role -> dtype of the weights in memory."""
 
 
-def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "reference") -> Networks:
+def load_networks(
+    job: TrainJob,
+    frozen: str | None,
+    *,
+    device: str,
+    role: str = "reference",
+    stored: StoredReference | None = None,
+) -> Networks:
     """Load the policy and the model called ``frozen``, as separate networks.
+
+    Args:
+        job: its policy, and how models are loaded.
+        frozen: the reference or teacher; None if ``stored`` has its hidden states, or it is not needed.
+        device: for both.
+        role: "reference" or "teacher".
+        stored: the cache of the frozen model, which is then not loaded.
 
     Raises:
         ModelError: if a model cannot be loaded, is an adapter, or the two cannot be compared.
@@ -49,33 +63,38 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
     """
     if job.dtype == "float16":
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
-    for who, name in (("policy", job.policy), (role, frozen)):
+    for who, name in (("policy", job.policy), (role, frozen or job.policy)):
         if find_checkpoint(name).adapter is not None:
             raise ModelError(
                 f"the {who} {name} is an adapter; merge it into its base (PEFT's merge_and_unload) and give that folder"
             )
-
-    def load(policy: str) -> Pair:
-        return load_pair(
-            policy, frozen, dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
+    loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
+    if stored is None:
+        pair = load_pair(job.policy, frozen or job.policy, **vars(loading))
+    else:
+        pair = load_beside(
+            stored,
+            job.policy,
+            str(stored.folder),
+            revision_policy=None,
+            revision_reference=None,
+            loading=loading,
         )
-
-    pair = load(job.policy)
     is_same = pair.policy.is_same_as(pair.reference)
-    shares_network = is_same and bool(job.lora_rank) and role == "reference"
-    second = load(frozen).policy if is_same else pair.reference
+    shares_network = frozen is None or (is_same and bool(job.lora_rank) and role == "reference")
     policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
     if not job.lora_rank:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
+    second = None
+    if not shares_network:
+        second = load_pair(frozen, frozen, **vars(loading)).policy if is_same else pair.reference
+    dtypes = {"policy": policy.dtype, role: pair.reference.dtype}
     return Networks(
         policy=policy.train(),
-        frozen=None if shares_network else skip_padding_in_positions(second.network),
+        frozen=None if second is None else skip_padding_in_positions(second.network),
         lora=lora_settings(job.lora_rank, policy) if job.lora_rank else None,
         pair=pair,
-        dtypes={
-            "policy": str(policy.dtype).removeprefix("torch."),
-            role: str((policy if shares_network else second.network).dtype).removeprefix("torch."),
-        },
+        dtypes={who: str(dtype).removeprefix("torch.") for who, dtype in dtypes.items()},
     )
 
 

@@ -147,6 +147,15 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
         {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), PROMPT_COLUMN: number}
         for number, prompt in enumerate(prompts)
     ]
+    return in_step_order(rows, job, copies=copies)
+
+
+def in_step_order(rows: list[dict[str, Any]], job: OnlineJob, *, copies: int = 1) -> Any:
+    """A data set of ``rows`` as the steps of a run read them, ``copies`` times each.
+
+    Raises:
+        OptionError: if the run is too long for one pass.
+    """
     num_prompts = job.steps * job.prompts_per_step
     if num_prompts * copies > MAX_ROWS:
         raise OptionError(
@@ -154,7 +163,7 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
             f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
             "continue with --resume"
         )
-    order = prompt_indices(len(prompts), range(num_prompts), job.seed)
+    order = prompt_indices(len(rows), range(num_prompts), job.seed)
     indices = [index for index in order for _ in range(copies)]
     return import_extra("datasets", "trl").Dataset.from_list(rows).select(indices)
 
