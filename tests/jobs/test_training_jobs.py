@@ -91,7 +91,7 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
         (lambda: DPOJob(pairs="p", beta=0.0), "--beta must be a number above 0; it is 0.0"),
         (
             lambda: DistillJob(divergence="k3"),
-            "--divergence must be one of policy_teacher, teacher_policy, jensen_sh",
+            "--divergence must be one of policy_teacher, teacher_policy, kl, rev",
         ),
         (lambda: DistillJob(policy="mine", prompts="p"), "say which model mine learns from: --teacher"),
         (lambda: DistillJob(on_hacking="tighten"), "distill has no beta that could be tightened"),
