@@ -239,7 +239,12 @@ def test_lists_of_all_tokens_train_as_the_cache_and_shorter_ones_bound_it(distil
 
 def test_heads_of_different_sizes_are_cut_to_the_tokens(distill, root, tmp_path):
     for options in ({}, {"teacher": str(root / "padded"), "teacher_cache": None}):
-        cache = {"teacher_cache": str(root / "cache-padded"), "steps": 1, "prompts_per_step": 4}
+        cache = {
+            "teacher_cache": str(root / "cache-padded"),
+            "steps": 1,
+            "prompts_per_step": 4,
+            "lora_rank": 2,
+        }
         (step,), _ = run(distill, root, tmp_path / str(len(options)), **{**cache, **options})
         nats, tokens = 0.0, 0
         for record in records(root):
