@@ -81,12 +81,12 @@ def load_networks(
             loading=loading,
         )
     is_same = pair.policy.is_same_as(pair.reference)
-    shares_network = frozen is None or (is_same and bool(job.lora_rank) and role == "reference")
+    shares_network = is_same and bool(job.lora_rank) and role == "reference"
     policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
     if not job.lora_rank:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
     second = None
-    if not shares_network:
+    if frozen is not None and not shares_network:
         second = load_pair(frozen, frozen, **vars(loading)).policy if is_same else pair.reference
     dtypes = {"policy": policy.dtype, role: pair.reference.dtype}
     return Networks(

@@ -103,14 +103,13 @@ def loss_of_lists(
     The tokens outside a list are taken for one ("bucket": a lower bound), or the drawn token stands for them
     ("sampled": unbiased). The logits of some tokens exist together; the backward pass computes them again.
     """
-
     hidden, head = policy
 
     def losses(states: Tensor, ids: Tensor, listed: Tensor, *drawn: Tensor) -> tuple[Tensor, Tensor]:
         logp = log_probabilities(states, head, temperature=temperature)
         counted = ids[:, 0] >= 0
         per_token = top_k_distillation_loss(
-            ids, listed, logp, counted, divergence=record, drawn=drawn or None
+            ids, listed, logp, counted, divergence=record, drawn=(drawn[0], drawn[1]) if drawn else None
         )
         return per_token, entropy(logp.detach())
 
@@ -230,22 +229,22 @@ def read_given(job: DistillJob, networks: Networks, stored: StoredReference | No
         SourceError: if they cannot be read, or lack what the teacher's lists need.
         ModelError: if the teacher's cache lacks some of them.
     """
-    found = list(
+    responses = list(
         read_responses(job.source, networks.pair, limit=job.limit, reading=job, with_lists=job.reads_lists)
     )
-    missing, total, first = (0, 0, "") if stored is None else stored.count_missing(found)
+    missing, total, first = (0, 0, "") if stored is None else stored.count_missing(responses)
     if missing:
         raise ModelError(
             f"{job.teacher_cache} lacks {missing} of the {total} responses of {job.source}, the first being {first}; "
             "make another with kleash cache"
         )
-    for response in found if job.tail == "sampled" else ():
+    for response in responses if job.tail == "sampled" else ():
         if response.logp_sampled is None or response.temperature not in (None, job.temperature):
             raise SourceError(
                 f"{response.location}: expected 'logprobs', with which the teacher drew the response at temperature "
                 f"{job.temperature}; give them, or --tail bucket"
             )
-    return found
+    return responses
 
 
 @silent_trainer
