@@ -52,14 +52,12 @@ def read_responses(
     numbers, in order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under the
     distribution that it was drawn from) and ``temperature``. The text of a response is tokenised separately from the
     prompt; the end token is appended only if ``finish_reason`` is "stop": that of the chat template where the prompt is
-    rendered by it. TRL's formats are read too: ``completion`` is
-    a response, a preference pair is two responses (chosen, rejected), and messages that end with one of the assistant
-    are a prompt and its response. A response of messages is the text that the chat template adds to the prompt, up to
-    the end token.
+    rendered by it. TRL's formats are read too: ``completion`` is a response, a preference pair is two responses
+    (chosen, rejected), and messages that end with one of the assistant are a prompt and its response. A response of
+    messages is the text that the chat template adds to the prompt, up to the end token.
 
     Args:
-        name: the file, of JSONL, a JSON array, CSV, Parquet or Arrow; "-" for standard input; or a data set, as
-            ``find_source`` takes it.
+        name: the file, "-" for standard input, or a data set, as ``find_source`` takes it.
         pair: the models, whose tokenizer, vocabulary and context length are used.
         limit: largest number of responses to read; None for all.
         reading: split, columns and chat template, such as a job; None for the defaults.

@@ -69,17 +69,7 @@ def load_networks(
                 f"the {who} {name} is an adapter; merge it into its base (PEFT's merge_and_unload) and give that folder"
             )
     loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
-    if stored is None:
-        pair = load_pair(job.policy, frozen or job.policy, **vars(loading))
-    else:
-        pair = load_beside(
-            stored,
-            job.policy,
-            str(stored.folder),
-            revision_policy=None,
-            revision_reference=None,
-            loading=loading,
-        )
+    pair = _load_pair(job.policy, frozen, stored, loading)
     is_same = pair.policy.is_same_as(pair.reference)
     shares_network = is_same and bool(job.lora_rank) and role == "reference"
     policy = skip_padding_in_positions(disable_dropout(pair.policy.network.requires_grad_(True)))
@@ -88,7 +78,9 @@ def load_networks(
     second = None
     if frozen is not None and not shares_network:
         second = load_pair(frozen, frozen, **vars(loading)).policy if is_same else pair.reference
-    dtypes = {"policy": policy.dtype, role: pair.reference.dtype}
+    dtypes = {"policy": policy.dtype}
+    if frozen is not None or stored is not None:
+        dtypes[role] = pair.reference.dtype
     return Networks(
         policy=policy.train(),
         frozen=None if second is None else skip_padding_in_positions(second.network),
@@ -96,6 +88,14 @@ def load_networks(
         pair=pair,
         dtypes={who: str(dtype).removeprefix("torch.") for who, dtype in dtypes.items()},
     )
+
+
+def _load_pair(policy: str, frozen: str | None, stored: StoredReference | None, loading: Loading) -> Pair:
+    """The policy beside the frozen model, beside its cache, or beside itself."""
+    if stored is None:
+        return load_pair(policy, frozen or policy, **vars(loading))
+    name = str(stored.folder)
+    return load_beside(stored, policy, name, revision_policy=None, revision_reference=None, loading=loading)
 
 
 def lora_settings(rank: int, network: Any) -> Any:

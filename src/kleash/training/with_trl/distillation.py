@@ -251,8 +251,7 @@ def read_given(job: DistillJob, networks: Networks, stored: StoredReference | No
 def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy to imitate a teacher, by TRL's distillation trainer with kleash's divergences.
 
-    They are exact, over the whole vocabulary, without holding all logits; of top-k lists, a lower bound or unbiased.
-    The divergence per token, its error clustered by prompt and the entropy are those of the loss's own pass.
+    They are exact, over the whole vocabulary, without holding all logits; from top-k lists, lower bounds or unbiased.
 
     Args:
         job: the training job; ``out`` is set.
@@ -279,8 +278,8 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
         items, mixin = read_given(job, networks, stored), GivenResponsesMixin
         rows = in_step_order([{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))], job)
         longest = max(response.num_input_tokens for response in items) + 1
-    rows_of_step = job.prompts_per_step * job.samples_per_prompt
-    arguments = shared_arguments(job, rows=rows_of_step, row_tokens=longest)
+    responses = job.prompts_per_step * job.samples_per_prompt
+    arguments = shared_arguments(job, rows=responses, row_tokens=longest)
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
     trainer = trainer_class(
