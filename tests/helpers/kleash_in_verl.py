@@ -18,6 +18,7 @@ WRAPPED = {
     "verl.trainer.ppo.ray_trainer": "apply_kl_penalty",
     "verl.trainer.ppo.utils": "need_reference_policy",
     "verl.workers.utils.losses": "ppo_loss",
+    "verl.trainer.distillation.fsdp.losses": "compute_forward_kl_topk",
 }
 
 

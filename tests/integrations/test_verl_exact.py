@@ -1,7 +1,9 @@
 """The exact KL on the real functions of verl's FSDP engine, against sums over the vocabulary done apart."""
 
+import inspect
 import warnings
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +12,12 @@ from kleash_in_verl import kleash_in_verl
 from verl_engines import (
     PROMPTS,
     batch,
+    counted,
     engine_of,
     expected_update,
     gradients,
     kl_and_logp,
+    logp_of,
     loss_of,
     nested,
     on_policy,
@@ -32,6 +36,7 @@ def parts(tmp_path_factory):
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         pytest.importorskip("verl.trainer.ppo.core_algos")
+        import verl.trainer.distillation.fsdp.losses as top_k_losses
         import verl.trainer.distillation.losses as distillation
         import verl.workers.engine.fsdp.transformer_impl as fsdp
         import verl.workers.utils.losses as losses
@@ -48,7 +53,9 @@ def parts(tmp_path_factory):
         place = tmp_path_factory.mktemp("gloo") / "store"
         dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
         with kleash_in_verl(exact=True) as core:
-            yield SimpleNamespace(core=core, fsdp=fsdp, losses=losses, distillation=distillation)
+            yield SimpleNamespace(
+                core=core, fsdp=fsdp, losses=losses, distillation=distillation, top_k_losses=top_k_losses
+            )
         dist.destroy_process_group()
 
 
@@ -277,3 +284,92 @@ def test_second_install_has_no_effect(parts):
     policy, data = tiny(0), with_reference(parts, tiny(1), batch())
     out = engine_of(parts.fsdp, policy).forward_backward_batch(data, loss_of(parts.losses))
     assert out["metrics"]["kl_loss"].aggregate() > 0.2
+
+
+K = 3
+
+
+def with_teacher(teacher, data):
+    """The data with the teacher's 3 likeliest tokens at each position; the last, which predicts nothing, is padding."""
+    from verl.utils.tensordict_utils import assign_non_tensor
+
+    lists = [logp_of(teacher, ids).detach().topk(K) for ids in data["input_ids"].unbind()]
+    for top in lists:
+        top.values[-1], top.indices[-1] = 0.0, 5
+    data["teacher_logprobs"] = nested([top.values for top in lists])
+    data["teacher_ids"] = nested([top.indices for top in lists])
+    assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)
+    return data
+
+
+def distillation_loss_of(parts):
+    """verl's loss of a distillation without rewards, as its actor binds it."""
+    from verl.workers.config import ActorConfig
+
+    settings = {
+        "loss_mode": "forward_kl_topk",
+        "topk": K,
+        "loss_max_clamp": None,
+        "log_prob_min_clamp": -10.0,
+    }
+    flags = {"use_task_rewards": False, "use_policy_gradient": False, "use_chunked_topk": False}
+    return partial(
+        parts.distillation.distillation_ppo_loss,
+        config=ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2),
+        distillation_config=SimpleNamespace(distillation_loss=SimpleNamespace(**settings, **flags)),
+    )
+
+
+def coarse_terms(name, policy, data):
+    """D(teacher || student) of the coarse distributions at each counted token, and the sum over the lists alone."""
+    lists = zip(data["teacher_logprobs"].unbind(), data["teacher_ids"].unbind(), strict=True)
+    values, listed_only = [], []
+    for (ids, prompt, response, mask), (logp, top) in zip(counted(data), lists, strict=True):
+        rows = slice(prompt - 1, prompt + response - 1)
+        q, p = logp_of(policy, ids).exp().gather(-1, top)[rows], logp.exp()[rows]
+        listed_only.append((p * (p / q).log()).sum(-1)[mask.bool()])
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+        terms = {"kl": p * (p / q).log(), "reverse_kl": q * (q / p).log()}[name].sum(-1)
+        values.append(terms[mask.bool()])
+    return torch.cat(values), torch.cat(listed_only)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_remove_padding": False}], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl"])
+def test_top_k_distillation_has_the_gradient_of_the_coarse_divergence(parts, monkeypatch, name, settings):
+    own = inspect.unwrap(parts.top_k_losses.compute_forward_kl_topk)
+    monkeypatch.setattr(parts.top_k_losses, "compute_forward_kl_topk", own)
+    install(top_k_distillation=name)
+    policy, data = tiny(0), with_teacher(tiny(1), batch(**settings))
+    values, _ = coarse_terms(name, policy, data)
+    values.mean().backward()
+    expected = gradients(policy)
+    policy.zero_grad()
+    out = engine_of(parts.fsdp, policy).forward_backward_batch(data, distillation_loss_of(parts))
+    assert out["metrics"]["distillation/loss"].aggregate() == pytest.approx(values.mean().item(), rel=1e-6)
+    for weight, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, expected[weight], rtol=1e-6, atol=1e-9)
+
+
+def test_verls_own_top_k_loss_is_cut_off_at_0_where_the_student_has_more_mass(parts, monkeypatch):
+    """The sum over the list alone can be below 0, where verl's loss is 0 without a gradient: it is above the sum."""
+    own = inspect.unwrap(parts.top_k_losses.compute_forward_kl_topk)
+    monkeypatch.setattr(parts.top_k_losses, "compute_forward_kl_topk", own)
+    policy, data = tiny(1), with_teacher(tiny(1), batch())
+    with torch.no_grad():
+        noise = torch.randn(policy.lm_head.weight.shape, generator=torch.Generator().manual_seed(5))
+        policy.lm_head.weight.mul_(1.1).add_(
+            0.2 * noise
+        )  # more mass on the likeliest tokens, at most positions
+    whole, listed_only = coarse_terms("kl", policy, data)
+    is_cut = listed_only < 0
+    assert 0.2 < is_cut.double().mean() < 1 and (whole > 0).all()
+    expected = listed_only.clamp(min=0).mean()
+    assert listed_only.mean() < expected < whole.mean()
+    expected.backward()
+    right = gradients(policy)
+    policy.zero_grad()
+    out = engine_of(parts.fsdp, policy).forward_backward_batch(data, distillation_loss_of(parts))
+    assert out["metrics"]["distillation/loss"].aggregate() == pytest.approx(expected.item(), rel=1e-6)
+    for weight, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, right[weight], rtol=1e-5, atol=1e-7)

@@ -90,8 +90,8 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
         (lambda: DPOJob(pairs="p", on_hacking="tighten"), "dpo has no beta that could be tightened"),
         (lambda: DPOJob(pairs="p", beta=0.0), "--beta must be a number above 0; it is 0.0"),
         (
-            lambda: DistillJob(divergence="kl"),
-            "--divergence must be one of policy_teacher, teacher_policy, jensen_sh",
+            lambda: DistillJob(divergence="k3"),
+            "--divergence must be one of policy_teacher, teacher_policy, kl, rev",
         ),
         (lambda: DistillJob(policy="mine", prompts="p"), "say which model mine learns from: --teacher"),
         (lambda: DistillJob(on_hacking="tighten"), "distill has no beta that could be tightened"),

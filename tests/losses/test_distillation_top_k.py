@@ -79,3 +79,37 @@ def test_invalid_top_k_arguments_are_errors(pair):
     ids, logp = head(teacher)
     with pytest.raises(DetachedError, match="carries no gradient"):
         top_k_distillation_loss(ids, logp, student.detach(), ALL)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
+def test_rest_of_drawn_tokens_is_unbiased(pair, name):
+    """The mean over all tokens that the teacher may draw is the whole divergence, with its gradient."""
+    teacher, student = pair
+    ids, logp = head(teacher)
+    log_teacher = (teacher / TEMPERATURE).log_softmax(-1)
+    mean = torch.zeros(2, 2, dtype=torch.float64)
+    for token in range(VOCAB):
+        drawn = torch.full((2, 2), token), log_teacher[..., token]
+        loss = top_k_distillation_loss(
+            ids, logp, student, ALL, divergence=name, temperature=TEMPERATURE, drawn=drawn
+        )
+        mean = mean + log_teacher[..., token].exp() * loss
+    p, q = log_teacher.exp(), (student / TEMPERATURE).softmax(-1)
+    middle = (p + q) / 2
+    whole = {
+        "kl": p * (p / q).log(),
+        "reverse_kl": q * (q / p).log(),
+        "jensen_shannon": (p * (p / middle).log() + q * (q / middle).log()) / 2,
+    }[name].sum(-1)
+    torch.testing.assert_close(mean, whole, rtol=1e-9, atol=1e-12)
+    found, exact = (torch.autograd.grad(x.sum(), student, retain_graph=True)[0] for x in (mean, whole))
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
+
+
+def test_masked_drawn_tokens_are_not_read(pair):
+    teacher, student = pair
+    ids, logp = head(teacher)
+    drawn = torch.where(MASK, 0, -1), torch.where(MASK, -1.0, torch.nan).double()
+    loss = top_k_distillation_loss(ids, logp, student, MASK, temperature=TEMPERATURE, drawn=drawn)
+    assert loss[1, 1] == 0 and loss.isfinite().all()
+    assert torch.autograd.grad(loss.sum(), student)[0][1, 1].eq(0).all()

@@ -26,13 +26,13 @@ SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "
 def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from kleash.training.with_trl import measured_trainer, on_policy_distillation, online, preferences
+        from kleash.training.with_trl import distillation, measured_trainer, online, preferences
     return SimpleNamespace(
         train_grpo=online.train_grpo,
         train_rloo=online.train_rloo,
         train_dpo=preferences.train_dpo,
-        train_distill=on_policy_distillation.train_distill,
-        distillation=on_policy_distillation,
+        train_distill=distillation.train_distill,
+        distillation=distillation,
         measured=measured_trainer,
     )
 
@@ -110,13 +110,13 @@ def test_policy_as_its_own_reference_has_kl_0(trl, pair, tmp_path):
 
 def test_distillation_averages_over_tokens_and_not_micro_batches(trl, pair, tmp_path, monkeypatch):
     seen = []
-    compute = trl.distillation.EntropyMixin._compute_loss
+    compute = trl.distillation.DistillationMixin._compute_loss
 
     def spy(self, model, inputs, *more):
         seen.append(inputs)
         return compute(self, model, inputs, *more)
 
-    monkeypatch.setattr(trl.distillation.EntropyMixin, "_compute_loss", spy)
+    monkeypatch.setattr(trl.distillation.DistillationMixin, "_compute_loss", spy)
     job = {"teacher": str(pair / "reference"), "batch_tokens": 70}
     step = step_of(trl.train_distill, DistillJob, pair, tmp_path / "run", **job)
     nats, entropy, tokens = sums_of(pair / "policy", pair / "reference", seen)

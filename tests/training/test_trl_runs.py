@@ -47,13 +47,13 @@ def trl():
         import trl as package
 
         from kleash.integrations.trl import LeashedGRPOTrainer
-        from kleash.training.with_trl import on_policy_distillation, online, preferences
+        from kleash.training.with_trl import distillation, online, preferences
         from kleash.training.with_trl.measured_trainer import with_measurement
     return SimpleNamespace(
         train_grpo=online.train_grpo,
         train_rloo=online.train_rloo,
         train_dpo=preferences.train_dpo,
-        train_distill=on_policy_distillation.train_distill,
+        train_distill=distillation.train_distill,
         GRPOConfig=package.GRPOConfig,
         Leashed=LeashedGRPOTrainer,
         with_measurement=with_measurement,
@@ -197,20 +197,21 @@ def test_invalid_preference_pairs_name_their_line(trl, tmp_path, row, reason):
 
 
 @pytest.mark.parametrize(
-    ("divergence", "known"),
-    [("policy_teacher", "kl"), ("teacher_policy", "reverse_kl"), ("jensen_shannon", "jensen_shannon")],
+    ("divergence", "beta"), [("policy_teacher", 1.0), ("teacher_policy", 0.0), ("jensen_shannon", 0.5)]
 )
-def test_distillation_divergences_match_trl(trl, divergence, known):
-    """TRL's own kernel, which the trainer calls with the student first, against ours, which calls it p."""
+def test_distillation_divergences_match_trl(trl, divergence, beta):
+    """TRL's own kernel, which the trainer calls with the student first, against the loss that replaces it."""
     from kleash.auditing.targets.trl import chunked_divergence
-    from kleash.linear import Head, linear_divergence
-    from kleash.training.with_trl.on_policy_distillation import BETAS
+    from kleash.linear import Head
+    from kleash.training.with_trl.distillation import divergence_of, loss_of_states
 
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 6, 8, generator=draw)
     weights = torch.randn(2, 30, 8, generator=draw)
-    theirs = chunked_divergence(hidden[0], weights[0], hidden[1], weights[1], beta=BETAS[divergence])
-    ours = linear_divergence(hidden[0], Head(weights[0]), hidden[1], Head(weights[1]), divergence=known)
+    theirs = chunked_divergence(hidden[0], weights[0], hidden[1], weights[1], beta=beta)
+    student, teacher = ((x, Head(weight)) for x, weight in zip(hidden, weights, strict=True))
+    record = divergence_of(DistillJob(divergence=divergence))
+    ours = loss_of_states(student, teacher, torch.tensor(1.0), record, 1.0)[1]
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 

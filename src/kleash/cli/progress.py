@@ -33,7 +33,7 @@ COLUMNS = (
     ("length", "response/length", None),
     ("accuracy", "pairs/accuracy", None),
     ("margin", "pairs/margin", None),
-    ("divergence", "teacher/divergence", None),
+    ("divergence", "teacher/divergence", "teacher/divergence_error"),
     ("repeated", "response/repetition", None),
 )
 """Heading, metric, and metric of its standard error; columns that a run does not have are left out."""

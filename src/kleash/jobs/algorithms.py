@@ -4,12 +4,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, flag
-from kleash.jobs.reading import DatasetOptions, check_read_options
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, changed_options, flag
+from kleash.jobs.reading import DatasetOptions, SourceKind, check_read_options
 from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
 
 SHIPPED_TEACHER = SHIPPED_POLICY
-DISTILLATION_DIVERGENCES = ("policy_teacher", "teacher_policy", "jensen_shannon")
+MIXTURE_DIVERGENCES = ("jensen_shannon", "skew_kl", "skew_reverse_kl")
+"""The divergences of distillation that have a parameter, ``mix``."""
+DISTILLATION_DIVERGENCES = (
+    *("policy_teacher", "teacher_policy", "kl", "reverse_kl", "jeffreys", "chi_squared", "total_variation"),
+    *("hellinger", *MIXTURE_DIVERGENCES),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,31 +150,100 @@ class DPOJob(TrainJob, DatasetOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillJob(OnlineJob):
-    """Train a policy to say what a teacher would: it answers, and learns from the teacher's distributions.
+    """Train a policy to say what a teacher would, by the teacher's distributions over whole vocabularies.
 
-    Without arguments: the two models that ship with kleash.
+    On its own responses to --prompts, with a --teacher in memory; or on the responses of a file, --responses, with a
+    --teacher in memory, with its hidden states of them (--teacher-cache), or with the lists of its likeliest tokens
+    that the file has. Without arguments: the two models that ship with kleash.
     """
 
     algorithm: ClassVar[str] = "distill"
 
     teacher: str | None = None
     """The model to learn from: a folder or a hub id, with the policy's tokenizer."""
+    responses: str | None = None
+    """Learn from given responses instead of the policy's own: JSONL, a JSON array, CSV, Parquet or Arrow with prompt
+    and response, as of kleash measure. Without a teacher, each record has "teacher_ids" and "teacher_logprobs": for
+    each token of the response, k tokens and the teacher's log-probabilities of them at --temperature."""
+    response_column: str | None = None
+    """Column with the responses, for --responses; if not given, the first usual name that is there."""
+    teacher_cache: str | None = None
+    """Folder of kleash cache with the teacher's hidden states of --responses; the teacher is not loaded."""
     divergence: str = "policy_teacher"
-    """What is made small at each token: policy_teacher, KL(policy ‖ teacher), which settles on a mode;
-    teacher_policy, KL(teacher ‖ policy), which covers them all; or jensen_shannon."""
+    """What is made small at each token: reverse_kl or policy_teacher, KL(policy ‖ teacher), which settles on a mode;
+    kl or teacher_policy, KL(teacher ‖ policy), which covers them all; jensen_shannon; skew_kl, KL(teacher ‖ mix ·
+    teacher + (1 - mix) · policy); skew_reverse_kl, KL(policy ‖ mix · policy + (1 - mix) · teacher); or jeffreys,
+    chi_squared, total_variation, hellinger, from the teacher to the policy."""
+    mix: float | None = None
+    """Share of the first distribution in the mixture: of the teacher in jensen_shannon (0.5 if not given) and skew_kl
+    (0.1), of the policy in skew_reverse_kl (0.1)."""
+    tail: str = "bucket"
+    """Tokens that the teacher's lists leave out: bucket, one token with all their probability, a lower bound; or
+    sampled, unbiased, for responses that the teacher drew, with its "logprobs" of their tokens."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._one_of("divergence", DISTILLATION_DIVERGENCES)
-        if self.teacher is None and self.policy != SHIPPED_REFERENCE:
-            raise OptionError(f"say which model {self.policy} learns from: --teacher")
+        self._one_of("tail", ("bucket", "sampled"))
+        if self.mix is not None and not 0 < self.mix < 1:
+            raise OptionError(f"--mix must lie between 0 and 1; it is {self.mix}")
+        if self.teacher is not None and self.teacher_cache is not None:
+            raise OptionError(
+                "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out"
+            )
+        if self.responses is None:
+            self._check_on_policy()
+        else:
+            unused = changed_options(self, ("prompts", "samples_per_prompt", "max_new_tokens"))
+            if unused:
+                raise OptionError(
+                    f"{flag(unused[0])} is for responses that the policy draws, and --responses are given; leave it out"
+                )
+        if self.tail == "sampled" and not self.reads_lists:
+            raise OptionError(
+                "--tail sampled is for lists of the teacher's likeliest tokens; its distributions are whole here"
+            )
         refuse_tighten_on_hacking(self)
 
+    def _check_on_policy(self) -> None:
+        """Check the options without ``responses``; raises OptionError."""
+        if self.teacher_cache is not None:
+            raise OptionError(
+                "--teacher-cache holds hidden states of responses that were given, and the policy draws new ones; give "
+                "those as --responses, or a --teacher"
+            )
+        if self.teacher is None and self.policy != SHIPPED_REFERENCE:
+            raise OptionError(f"say which model {self.policy} learns from: --teacher")
+
     @property
-    def teacher_name(self) -> str:
-        """The model to learn from."""
+    def given_source(self) -> str | None:
+        """Where prompts or responses lie, if it was said."""
+        return self.prompts if self.responses is None else self.responses
+
+    @property
+    def source_kind(self) -> SourceKind:
+        """What lies there."""
+        return "prompts" if self.responses is None else "responses"
+
+    @property
+    def reads_lists(self) -> bool:
+        """Whether the source has lists of the teacher's likeliest tokens in place of a teacher."""
+        return self.responses is not None and self.teacher is None and self.teacher_cache is None
+
+    @property
+    def teacher_name(self) -> str | None:
+        """The model to learn from that is loaded; None if there is none."""
+        if self.teacher_cache is not None or self.reads_lists:
+            return None
         return SHIPPED_TEACHER if self.teacher is None else self.teacher
+
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each option that is set and does nothing in this job."""
+        sentences = super().without_effect()
+        if self.mix is None or self.divergence in MIXTURE_DIVERGENCES:
+            return sentences
+        return (*sentences, f"--mix does nothing with --divergence {self.divergence}, which has no mixture")
 
 
 def require_several_samples(job: RewardJob) -> None:

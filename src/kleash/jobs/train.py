@@ -16,7 +16,7 @@ from kleash.jobs.option_groups import (
     flag,
 )
 from kleash.jobs.output_options import require_trackers_known
-from kleash.jobs.reading import PromptOptions, check_read_options
+from kleash.jobs.reading import PromptOptions, SourceKind, check_read_options
 from kleash.kl_rules import CONTRACTS, VALUES, command_line, default_scope, refusal, term_spec
 from kleash.store.codec import encode
 
@@ -125,13 +125,23 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
             raise OptionError(
                 f"--temperature must be at least {1 / LARGEST_TEMPERATURE:g}; it is {self.temperature}"
             )
-        if self.prompts is None and self.policy != SHIPPED_REFERENCE:
+        if self.given_source is None and self.policy != SHIPPED_REFERENCE:
             raise OptionError(f"say what {self.policy} should answer: --prompts")
+
+    @property
+    def given_source(self) -> str | None:
+        """Where the prompts lie, if it was said."""
+        return self.prompts
 
     @property
     def source(self) -> str:
         """Where the prompts lie."""
-        return SHIPPED_PROMPTS if self.prompts is None else self.prompts
+        return SHIPPED_PROMPTS if self.given_source is None else self.given_source
+
+    @property
+    def source_kind(self) -> SourceKind:
+        """What lies there."""
+        return "prompts"
 
 
 @dataclass(frozen=True, kw_only=True)

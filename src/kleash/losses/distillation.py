@@ -9,7 +9,7 @@ from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_s
 from kleash.divergences.functions import divergence as exact_divergence
 from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
-from kleash.losses.top_k import tail_bucket_loss, top_k_from, top_k_of
+from kleash.losses.top_k import Drawn, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
 from kleash.masking import as_mask
 
 
@@ -77,11 +77,13 @@ def top_k_distillation_loss(
     *,
     divergence: str | Divergence = "kl",
     temperature: float = 1.0,
+    drawn: tuple[Int[Tensor, "*tokens"], Float[Tensor, "*tokens"]] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """A lower bound of D(teacher || student) per token, in nats, from the teacher's k likeliest tokens.
+    """D(teacher || student) per token, in nats, from the teacher's k likeliest tokens: from below, or unbiased.
 
     ``tail_bucket_loss`` of the teacher's tokens and the same tokens of the student: never above ``distillation_loss``,
-    and above 0 while the student has mass elsewhere. ``temperature`` must be the temperature of the teacher's
+    and above 0 while the student has mass elsewhere. With ``drawn``, ``sampled_tail_loss``: unbiased in value and
+    gradient where the teacher drew the tokens. ``temperature`` must be the temperature of the teacher's
     log-probabilities, which were normalised over its whole vocabulary; a list of the likeliest tokens cannot be
     converted to another temperature.
 
@@ -92,10 +94,11 @@ def top_k_distillation_loss(
         mask: true (or 1) for the positions that count; elsewhere value and gradient are 0.
         divergence: a name of ``DIVERGENCES``, or a record.
         temperature: of the teacher's log-probabilities; divides the student's logits.
+        drawn: the token that the teacher drew at each position, and its log-probability; masked ones are not read.
 
     Raises:
         ShapeError: if the shapes do not fit together.
-        OptionError: if ``temperature`` is not a finite number above 0.
+        OptionError: if ``temperature`` is not a finite number above 0; for "hellinger" with ``drawn``.
         UnknownNameError: if there is no such divergence.
         DetachedError: if gradients are enabled and neither side carries one.
     """
@@ -104,7 +107,12 @@ def top_k_distillation_loss(
     ids = torch.where(is_token_counted, teacher_ids, 0)
     student = at_temperature(torch.where(is_token_counted, student_logits, 0.0), temperature)
     teacher = top_k_from(ids, torch.where(is_token_counted, teacher_logp, -torch.inf))
-    return tail_bucket_loss(teacher, top_k_of(student, ids), is_counted, divergence=divergence)
+    listed = top_k_of(student, ids)
+    if drawn is None:
+        return tail_bucket_loss(teacher, listed, is_counted, divergence=divergence)
+    tokens = torch.where(is_counted, drawn[0], 0)
+    sample = Drawn(tokens, drawn[1], student.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+    return sampled_tail_loss(teacher, listed, sample, is_counted, divergence=divergence)
 
 
 @validated

@@ -86,7 +86,7 @@ def summary_cards(
         ("Beta", "beta", None),
         ("Entropy per token", "policy/entropy", None),
         ("Preference accuracy", "pairs/accuracy", None),
-        ("Divergence from the teacher", "teacher/divergence", None),
+        ("Divergence from the teacher", "teacher/divergence", "teacher/divergence_error"),
     ):
         if name not in last:
             continue

@@ -97,7 +97,7 @@ CHARTS: tuple[tuple[str, str, str, tuple[MetricLine, ...]], ...] = (
         "teacher",
         "Divergence from the teacher",
         "nats per token",
-        (MetricLine(metric="teacher/divergence", label="exact"),),
+        (MetricLine(metric="teacher/divergence", label="policy", error="teacher/divergence_error"),),
     ),
 )
 """Name, title, title of the y axis, and curves of each chart."""

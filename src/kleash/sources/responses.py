@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
@@ -31,12 +31,19 @@ from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt, is
 MAX_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
+LISTS = ("teacher_ids", "teacher_logprobs")
+"""Fields with the k likeliest tokens of a teacher for each token of a response, and their log-probabilities."""
 IMPOSSIBLE_NATS = 80.0
 """An event of probability below exp(-80) = 2e-35 is taken for an error in the data."""
 
 
 def read_responses(
-    name: str, pair: TokenLimits, *, limit: int | None = None, reading: DatasetOptions | None = None
+    name: str,
+    pair: TokenLimits,
+    *,
+    limit: int | None = None,
+    reading: DatasetOptions | None = None,
+    with_lists: bool = False,
 ) -> Iterator[TokenSequence]:
     """Read responses with their prompts from a source of records, one record at a time.
 
@@ -45,17 +52,16 @@ def read_responses(
     numbers, in order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under the
     distribution that it was drawn from) and ``temperature``. The text of a response is tokenised separately from the
     prompt; the end token is appended only if ``finish_reason`` is "stop": that of the chat template where the prompt is
-    rendered by it. TRL's formats are read too: ``completion`` is
-    a response, a preference pair is two responses (chosen, rejected), and messages that end with one of the assistant
-    are a prompt and its response. A response of messages is the text that the chat template adds to the prompt, up to
-    the end token.
+    rendered by it. TRL's formats are read too: ``completion`` is a response, a preference pair is two responses
+    (chosen, rejected), and messages that end with one of the assistant are a prompt and its response. A response of
+    messages is the text that the chat template adds to the prompt, up to the end token.
 
     Args:
-        name: the file, of JSONL, a JSON array, CSV, Parquet or Arrow; "-" for standard input; or a data set, as
-            ``find_source`` takes it.
+        name: the file, "-" for standard input, or a data set, as ``find_source`` takes it.
         pair: the models, whose tokenizer, vocabulary and context length are used.
         limit: largest number of responses to read; None for all.
         reading: split, columns and chat template, such as a job; None for the defaults.
+        with_lists: whether each record must have the fields of ``LISTS``, which become ``columns``.
 
     Raises:
         SourceError: at the first record that is not a response, with what was expected; after the last, if many
@@ -72,7 +78,7 @@ def read_responses(
         if sequence.logp_sampled is not None and sequence.response_ids[-1] in ends:
             length = padding_length(sequence.response_ids, [sequence.logp_sampled])
             padded += [(record.location, length, float(sequence.logp_sampled[-1]))] if length else []
-        yield sequence
+        yield replace(sequence, columns=_lists(record, sequence, pair)) if with_lists else sequence
     if not read:
         raise SourceError(f"{name} holds no response")
     if is_padded(len(padded), read):
@@ -266,6 +272,27 @@ def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray 
             "log-probabilities of the tokens that were drawn, under the distribution they were drawn from"
         )
     return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
+
+
+def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> dict[str, np.ndarray]:
+    """The fields of ``LISTS`` as arrays [response, k], int64 and float32.
+
+    Raises:
+        SourceError: if they are not lists of one length, for each token of the response, of different tokens.
+    """
+    length = len(sequence.response_ids)
+    try:
+        ids, logp = (np.array(get_field(record, name, list, "a list of lists")) for name in LISTS)
+    except ValueError:  # of lists of several lengths
+        ids, logp = np.empty(0), np.empty(0)
+    is_list = ids.dtype == np.int64 and ids.ndim == 2 and ids.shape == logp.shape and len(ids) == length
+    is_distinct = is_list and bool((np.diff(np.sort(ids)) > 0).all())
+    if not (is_distinct and ids.min() >= 0 and ids.max() < pair.vocab_size and (logp <= 0).all()):
+        raise record.error(
+            f"expected {' and '.join(map(repr, LISTS))} with as many different tokens, and their log-probabilities, "
+            f"for each of the {length} tokens of the response"
+        )
+    return dict(zip(LISTS, (ids, logp.astype(np.float32)), strict=True))
 
 
 def _temperature(record: SourceRecord) -> float | None:

@@ -93,7 +93,7 @@ class TokenSequence:
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The messages that the prompt was rendered from; only of generated responses."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The prompt's columns; only of generated responses."""
+    """The prompt's columns of generated responses; of those of a source, lists of a teacher that were requested."""
 
     @property
     def num_input_tokens(self) -> int:

@@ -184,7 +184,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "teacher/divergence": Metric(
             unit="nats",
-            meaning="exact divergence from the teacher that is minimised, mean over the tokens of all responses",
+            meaning="divergence from the teacher that is minimised, exact or from the teacher's top-k lists, mean over "
+            "the tokens of all responses, before the step's update",
+        ),
+        "teacher/divergence_error": Metric(
+            unit="nats", meaning="standard error of teacher/divergence, clustered by prompt"
         ),
         "eval/reward": Metric(
             unit="reward",

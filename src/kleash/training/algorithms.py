@@ -53,7 +53,7 @@ def trainer_of(job: TrainJob) -> Trainer:
 
             return train_dpo
         case DistillJob():
-            from kleash.training.with_trl.on_policy_distillation import train_distill
+            from kleash.training.with_trl.distillation import train_distill
 
             return train_distill
         case _:

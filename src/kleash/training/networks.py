@@ -16,7 +16,7 @@ from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Model, Pair, load_pair
+from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.heads import first_rows
@@ -35,7 +35,7 @@ class Networks:
     policy: Any
     """The trained network."""
     frozen: Any
-    """The reference or teacher; None if it is the policy with its adapter disabled."""
+    """The reference or teacher; None if it is the policy with its adapter disabled, or is not loaded."""
     lora: Any
     """Configuration of the adapter that is put on the policy; None to train all weights."""
     pair: Pair
@@ -44,22 +44,73 @@ class Networks:
     """Role -> dtype of the weights in memory."""
 
 
-def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "reference") -> Networks:
+def load_networks(
+    job: TrainJob,
+    frozen: str | None,
+    *,
+    device: str,
+    role: str = "reference",
+    stored: StoredReference | None = None,
+) -> Networks:
     """Load the policy and the model called ``frozen``, as separate networks.
 
     An adapter that is the policy is trained further; its reference is that adapter as it is, unless another is given.
 
+    Args:
+        job: its policy, and how models are loaded.
+        frozen: the reference or teacher; None if ``stored`` has its hidden states, or it is not needed.
+        device: for both.
+        role: "reference" or "teacher".
+        stored: the cache of the frozen model, which is then not loaded.
+
     Raises:
         ModelError: if a model cannot be loaded, the two cannot be compared, or one is an adapter that the algorithm
             does not take.
-        OptionError: if the dtype is float16, or the rank of the adapter too large.
+        OptionError: if the dtype is float16, or the adapter that is to be made has too large a rank or is refused.
         CannotRunError: if the device does not exist.
     """
     if job.dtype == "float16":
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
-    checkpoints = {
-        who: find_checkpoint(name, role=who) for who, name in (("policy", job.policy), (role, frozen))
+    names = {"policy": job.policy, **({} if frozen is None else {role: frozen})}
+    checkpoints = {who: find_checkpoint(name, role=who) for who, name in names.items()}
+    has_adapters = _check_adapters(job, checkpoints)
+    bases = {
+        who: each.name if each.adapter is None else str(each.folder) for who, each in checkpoints.items()
     }
+    loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
+    pair = _load_pair(bases["policy"], bases.get(role), stored, loading)
+    lora = lora_settings(job.lora_rank, pair.policy.network, lora_fields(job)) if job.lora_rank else None
+    has_whole_base = lora is not None and not _changes_base(lora)
+    is_same = pair.policy.is_same_as(pair.reference)
+    shares_network = is_same and role == "reference" and has_whole_base and not has_adapters
+    second = None
+    if frozen is not None and not shares_network:
+        second = load_pair(bases[role], bases[role], **vars(loading)).policy if is_same else pair.reference
+    policy = skip_padding_in_positions(pair.policy.network.requires_grad_(True))
+    policy = disable_dropout(with_adapter(policy, checkpoints["policy"], is_trainable=True))
+    if not job.lora_rank and not has_adapters:
+        policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
+    dtypes = {"policy": policy.dtype}
+    if frozen is not None or stored is not None:
+        dtypes[role] = pair.reference.dtype
+    return Networks(
+        policy=policy.train(),
+        frozen=None
+        if second is None
+        else with_adapter(skip_padding_in_positions(second.network), checkpoints[role]),
+        lora=lora,
+        pair=pair,
+        dtypes={who: str(dtype).removeprefix("torch.") for who, dtype in dtypes.items()},
+    )
+
+
+def _check_adapters(job: TrainJob, checkpoints: Mapping[str, Checkpoint]) -> bool:
+    """Whether a model is an adapter.
+
+    Raises:
+        ModelError: if the algorithm takes none.
+        OptionError: if the policy is one, and another is to be put on it.
+    """
     adapters = [who for who, checkpoint in checkpoints.items() if checkpoint.adapter is not None]
     if adapters and job.algorithm not in TAKES_ADAPTERS:
         raise ModelError(
@@ -70,40 +121,27 @@ def load_networks(job: TrainJob, frozen: str, *, device: str, role: str = "refer
         raise OptionError(
             f"the policy {job.policy} is an adapter, which is trained further; leave --lora-rank out"
         )
-    bases = {who: str(each.folder) if who in adapters else each.name for who, each in checkpoints.items()}
+    return bool(adapters)
 
-    def load(policy: str) -> Pair:
-        return load_pair(
-            policy, bases[role], dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
-        )
 
-    pair = load(bases["policy"])
-    lora = lora_settings(job.lora_rank, pair.policy.network, lora_fields(job)) if job.lora_rank else None
-    rule = find_rule(lora.to_dict()) if lora is not None else None
+def _load_pair(policy: str, frozen: str | None, stored: StoredReference | None, loading: Loading) -> Pair:
+    """The policy beside the frozen model, beside its cache, or beside itself."""
+    if stored is None:
+        return load_pair(policy, frozen or policy, **vars(loading))
+    name = str(stored.folder)
+    return load_beside(stored, policy, name, revision_policy=None, revision_reference=None, loading=loading)
+
+
+def _changes_base(lora: Any) -> bool:
+    """Whether an adapter of this configuration changes the weights that it is put on.
+
+    Raises:
+        OptionError: if such an adapter is refused.
+    """
+    rule = find_rule(lora.to_dict())
     if rule is not None and rule.treatment == "refused":
         raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
-    is_same = pair.policy.is_same_as(pair.reference)
-    has_own_base = rule is not None and rule.changes_base
-    shares_network = (
-        is_same and lora is not None and not has_own_base and role == "reference" and not adapters
-    )
-    second = load(bases[role]).policy if is_same else pair.reference
-    policy = skip_padding_in_positions(pair.policy.network.requires_grad_(True))
-    policy = disable_dropout(with_adapter(policy, checkpoints["policy"], is_trainable=True))
-    if not job.lora_rank and not adapters:
-        policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
-    return Networks(
-        policy=policy.train(),
-        frozen=None
-        if shares_network
-        else with_adapter(skip_padding_in_positions(second.network), checkpoints[role]),
-        lora=lora,
-        pair=pair,
-        dtypes={
-            "policy": str(policy.dtype).removeprefix("torch."),
-            role: str((policy if shares_network else second.network).dtype).removeprefix("torch."),
-        },
-    )
+    return rule is not None and rule.changes_base
 
 
 def with_adapter(network: Any, checkpoint: Checkpoint, *, is_trainable: bool = False) -> Any:

@@ -64,7 +64,7 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         clustered_mean(scores, clusters, unit="none"),
         clustered_mean(sums, clusters, lower=0.0),
     )
-    per_token = _per_token(sums, lengths, clusters)
+    per_token = mean_per_token(sums, lengths, clusters)
     token_kl = column_of(responses, "token_kl")
     return {
         "reward/score": score.value,
@@ -147,7 +147,7 @@ def _mean(responses: Sequence[Response], part: str) -> float:
     return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else float("nan")
 
 
-def _per_token(sums: np.ndarray, lengths: np.ndarray, clusters: np.ndarray) -> Estimate:
+def mean_per_token(sums: np.ndarray, lengths: np.ndarray, clusters: np.ndarray) -> Estimate:
     """The mean over tokens with its standard error, clustered by prompt."""
     _, label = np.unique(clusters, return_inverse=True)
     totals, counts = (np.bincount(label, weights=x).astype(np.float64) for x in (sums, lengths))

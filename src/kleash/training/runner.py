@@ -20,6 +20,7 @@ from kleash.models.keyed_draws import SAMPLER
 from kleash.models.threads import threads_for
 from kleash.reports import write_training_report
 from kleash.store import TrainingFolder, TrainingResult
+from kleash.store.cache import cache_fingerprint
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.training.library_fields import config_fields, lora_fields
@@ -84,7 +85,7 @@ def interrupted(root: Path, step: int) -> str:
 def models_of(job: TrainJob) -> dict[str, str]:
     """The models of a job by role."""
     names = {"policy": job.policy, "reference": job.reference_name}
-    if isinstance(job, DistillJob):
+    if isinstance(job, DistillJob) and job.teacher_name is not None:
         names["teacher"] = job.teacher_name
     return names
 
@@ -98,7 +99,7 @@ def header_of(job: TrainJob) -> RunHeader:
         OptionError, UnknownNameError, MissingExtraError, CannotRunError: if a reward function cannot be imported.
     """
     if isinstance(job, OnlineJob):
-        source = find_source(job.source, "prompts", job)
+        source = find_source(job.source, job.source_kind, job)
     else:
         options = job if isinstance(job, DatasetOptions) else None
         source = find_source(str(getattr(job, "pairs", "")), "pairs", options)
@@ -106,6 +107,8 @@ def header_of(job: TrainJob) -> RunHeader:
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
         fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
+    if isinstance(job, DistillJob) and job.teacher_cache is not None:
+        fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
     for _, reward in map(weight_of, getattr(job, "rewards", ())):
         if Path(reward).is_dir() or ":" not in reward:
             fingerprints[f"reward model {reward}"] = find_checkpoint(reward).fingerprint()

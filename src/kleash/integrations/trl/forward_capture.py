@@ -86,12 +86,7 @@ class ForwardCapture:
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
-        if getattr(self, "is_deepspeed_enabled", False):
-            self.ref_model = prepare_deepspeed(reference, self.accelerator)
-        elif getattr(self, "is_fsdp_enabled", False):
-            self.ref_model = prepare_fsdp(reference, self.accelerator)
-        else:
-            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.ref_model = prepare_frozen(self, reference)
 
     def _check_base(self) -> None:
         """Check that TRL's reference, the policy with its adapters disabled, is the policy's base.
@@ -198,6 +193,15 @@ class ForwardCapture:
             current_head(self._unwrap(self.model), policy_head, requires_grad=True),
             current_head(self._unwrap(reference), reference_head, requires_grad=False),
         )
+
+
+def prepare_frozen(trainer: Any, network: Any) -> Any:
+    """A network that is not trained, placed or sharded as the trainer's policy is."""
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        return prepare_deepspeed(network, trainer.accelerator)
+    if getattr(trainer, "is_fsdp_enabled", False):
+        return prepare_fsdp(network, trainer.accelerator)
+    return trainer.accelerator.prepare_model(network, evaluation_mode=True)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ raises AttributeError.
 | ``FSDPEngine.disable_adapter``, ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
 | ``workers.utils.losses.ppo_loss`` and every module that imported it by name | the exact KL |
 | ``workers.utils.padding.no_padding_2_padding`` | the positions of responses |
+| ``trainer.distillation.fsdp.losses.compute_forward_kl_topk`` | the top-k distillation loss |
+| ``utils.ulysses``: ``slice_input_tensor``, ``get_ulysses_sequence_parallel_world_size`` | a rank's positions |
 """
 
 import sys
@@ -36,6 +38,8 @@ from kleash.extras import (
 CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 LOSSES = "verl.workers.utils.losses"
+TOP_K_LOSSES = "verl.trainer.distillation.fsdp.losses"
+ULYSSES = "verl.utils.ulysses"
 PADDING = "verl.workers.utils.padding"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 UTILS = "verl.trainer.ppo.utils"
@@ -59,6 +63,13 @@ ENGINE_ATTRIBUTES = {
     f"{PADDING}:no_padding_2_padding": ("tensor", "data"),
 }
 LOSS_ATTRIBUTES = {f"{LOSSES}:ppo_loss": ("config", "model_output", "data", "dp_group")}
+TOP_K_ATTRIBUTES = {
+    f"{TOP_K_LOSSES}:compute_forward_kl_topk": (
+        *("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format"),
+    ),
+    f"{ULYSSES}:slice_input_tensor": ("x", "dim"),
+    f"{ULYSSES}:get_ulysses_sequence_parallel_world_size": (),
+}
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -103,6 +114,16 @@ def wrap_ppo_loss(wrapper: Wrapper) -> None:
         replace_everywhere(module, "ppo_loss", wrapper(module.ppo_loss))
 
     call_after_import(LOSSES, wrap)
+
+
+def wrap_top_k_loss(wrapper: Wrapper) -> None:
+    """Wrap the function that computes the top-k distillation loss of FSDP, as soon as its module is imported."""
+
+    def wrap(module: Any) -> None:
+        require_attributes("verl", TOP_K_ATTRIBUTES)
+        wrap_once(module, "compute_forward_kl_topk", wrapper)
+
+    call_after_import(TOP_K_LOSSES, wrap)
 
 
 def select_in_rewards() -> None:
@@ -186,3 +207,10 @@ def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[A
 def response_rows(packed: Tensor, data: Any) -> Tensor:
     """The rows of a packed tensor that predict responses, ``[batch, time, …]``, by verl's own function."""
     return import_module(PADDING).no_padding_2_padding(packed, data)
+
+
+def packed_positions(nested: Tensor) -> Tensor:
+    """The positions of a nested tensor, one sequence after the other, ``[1, tokens, …]``: this rank's under Ulysses."""
+    ulysses, packed = import_module(ULYSSES), nested.values().unsqueeze(0)
+    is_split = ulysses.get_ulysses_sequence_parallel_world_size() > 1
+    return ulysses.slice_input_tensor(packed, dim=1) if is_split else packed

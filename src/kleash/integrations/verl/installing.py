@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kleash.divergences import DIVERGENCES
 from kleash.extras import replace_everywhere, wrap_once
 from kleash.integrations.verl import penalty
 from kleash.integrations.verl.compat import (
@@ -13,15 +14,18 @@ from kleash.integrations.verl.compat import (
     warn_without_kl,
     wrap_engine,
     wrap_ppo_loss,
+    wrap_top_k_loss,
 )
+from kleash.integrations.verl.distillation import with_tail
 from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import KLController, get_kl_controller, save_with_checkpoints
 from kleash.masking import selecting
+from kleash.registry import look_up
 
 __all__ = ["install"]
 
 
-def install(*, exact: bool = False) -> None:
+def install(*, exact: bool = False, top_k_distillation: str | None = None) -> None:
     """Replace verl's KL penalty and controllers in this process and, with ``exact``, add the exact KL to its loss.
 
     - ``kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it is called: without clamp, otherwise the same
@@ -33,18 +37,26 @@ def install(*, exact: bool = False) -> None:
     - ``need_reference_policy``: a warning where the configuration trains no KL.
     - with ``exact``: the FSDP engine and ``ppo_loss``, for ``kl_loss_type=exact``. Every pass of the reference then
       outputs its final hidden states, ``[tokens, dim]``, which verl passes to the update with its data.
+    - with ``top_k_distillation``: the loss of ``distillation_loss.loss_mode=forward_kl_topk`` under FSDP, with the rest
+      of the vocabulary as one token and in the direction that is named.
 
     Each process of verl needs it: put the call into a module that ``VERL_USE_EXTERNAL_MODULES`` names. A second call
     changes nothing.
 
     Args:
         exact: whether to wrap the engine for the exact KL.
+        top_k_distillation: a name of ``DIVERGENCES``, of D(teacher || student): "kl", or "reverse_kl" for KL(student ||
+            teacher); None for verl's own loss.
 
     Raises:
+        UnknownNameError: if there is no such divergence.
         MissingExtraError: if verl, or something that it imports, is not installed.
         CannotRunError: if this verl lacks a function or argument that is replaced; the message names it.
     """
     core = import_core()
+    if top_k_distillation is not None:
+        look_up(DIVERGENCES, top_k_distillation, "divergence")
+        wrap_top_k_loss(partial(with_tail, divergence=top_k_distillation))
     exact_kl: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
     if exact and exact_kl is None:
         exact_kl = _install_exact()

@@ -134,8 +134,16 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
     One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
 
     Raises:
-        SourceError: as ``prompt_rows``.
-        OptionError: as ``prompt_rows``, or if the run is too long for one pass.
+        SourceError, OptionError: as ``prompt_rows`` and ``in_step_order``.
+    """
+    return in_step_order(prompt_rows(prompts, networks), job, copies=copies)
+
+
+def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
+    """The rows of a data set as the steps of a run read them, ``copies`` times each.
+
+    Raises:
+        OptionError: if the run is too long for one pass.
     """
     num_prompts = job.steps * job.prompts_per_step
     if num_prompts * copies > MAX_ROWS:
@@ -144,8 +152,8 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
             f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
             "continue with --resume"
         )
-    order = prompt_indices(len(prompts), range(num_prompts), job.seed)
-    return prompt_rows(prompts, networks).select([index for index in order for _ in range(copies)])
+    order = prompt_indices(len(rows), range(num_prompts), job.seed)
+    return rows.select([index for index in order for _ in range(copies)])
 
 
 def prompt_rows(prompts: list[Prompt], networks: Networks, *, first: int = 0) -> Any:

@@ -1,0 +1,303 @@
+"""Distillation by TRL's trainer: a policy learns from a teacher's distributions, on its own or on given responses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kleash.divergences import (
+    DIVERGENCES,
+    Divergence,
+    entropy,
+    jensen_shannon_record,
+    skew_kl_record,
+)
+from kleash.errors import ModelError, SourceError
+from kleash.extras import import_extra
+from kleash.jobs import DistillJob
+from kleash.linear import (
+    Head,
+    linear_divergence_loss,
+    linear_objective,
+    log_probabilities,
+    token_statistics,
+)
+from kleash.losses import top_k_distillation_loss
+from kleash.models import (
+    Prompt,
+    StoredReference,
+    TokenizerMismatchError,
+    TokenSequence,
+    read_prompts,
+    read_responses,
+)
+from kleash.sources.responses import LISTS
+from kleash.store import TrainingResult
+from kleash.training.library_fields import trl_config
+from kleash.training.networks import Networks, load_networks
+from kleash.training.response_metrics import gather_object, mean_per_token
+from kleash.training.run_log import RunLog
+from kleash.training.with_trl.online import data_set, in_step_order
+from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
+from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
+
+REVERSE_KL = DIVERGENCES["reverse_kl"]
+LISTED_LOGITS = 2**25
+"""Logits of the policy that exist together where the teacher's are lists: 128 MiB in float32."""
+Side: TypeAlias = tuple[Float[Tensor, "tokens dim"], Head]
+"""Final hidden states at the positions that predict some tokens, and the head for them."""
+Losses: TypeAlias = tuple[Float[Tensor, ""], Float[Tensor, " tokens"], Float[Tensor, " tokens"]]
+"""A loss, the divergence of each token that it is made of, and the policy's entropy there; the last two detached."""
+
+
+def divergence_of(job: DistillJob) -> Divergence:
+    """The divergence of a job, D(teacher || policy)."""
+    mix = (0.5 if job.divergence == "jensen_shannon" else 0.1) if job.mix is None else job.mix
+    records = {
+        **DIVERGENCES,
+        "policy_teacher": REVERSE_KL,
+        "teacher_policy": DIVERGENCES["kl"],
+        "jensen_shannon": jensen_shannon_record(mix),
+        "skew_kl": skew_kl_record(mix),
+        "skew_reverse_kl": skew_kl_record(mix).swapped,
+    }
+    return records[job.divergence]
+
+
+def loss_of_states(
+    policy: Side, teacher: Side, weight: Float[Tensor, ""], record: Divergence, temperature: float
+) -> Losses:
+    """``weight`` times the sum of D(teacher || policy), from hidden states and heads of both.
+
+    The entropy comes from the same pass over the vocabulary for KL(policy || teacher); with another divergence it takes
+    one more product of the policy's head.
+    """
+    tokens = torch.zeros(len(policy[0]), dtype=torch.int64, device=policy[0].device)  # any: none is read
+    if record == REVERSE_KL:
+        loss, terms = linear_objective(
+            *policy, tokens, *teacher, lambda terms, _: weight * terms.kl, temperature=temperature
+        )
+        return loss, terms.kl, terms.entropy
+    weights = weight.expand(len(tokens))
+    loss, per_token = linear_divergence_loss(
+        *teacher, *policy, weights=weights, divergence=record, temperature=temperature
+    )
+    return loss, per_token, token_statistics(*policy, *policy, tokens, temperature=temperature).entropy_p
+
+
+def loss_of_lists(
+    policy: Side,
+    responses: Sequence[TokenSequence],
+    weight: Float[Tensor, ""],
+    record: Divergence,
+    temperature: float,
+    *,
+    tail: str = "bucket",
+) -> Losses:
+    """``weight`` times the sum of D(teacher || policy), from the teacher's lists for the tokens of ``responses``.
+
+    The tokens outside a list are taken for one ("bucket": a lower bound), or the drawn token stands for them
+    ("sampled": unbiased). The logits of some tokens exist together; the backward pass computes them again.
+    """
+    hidden, head = policy
+
+    def losses(states: Tensor, ids: Tensor, listed: Tensor, *drawn: Tensor) -> tuple[Tensor, Tensor]:
+        logp = log_probabilities(states, head, temperature=temperature)
+        counted = ids[:, 0] >= 0
+        per_token = top_k_distillation_loss(
+            ids, listed, logp, counted, divergence=record, drawn=(drawn[0], drawn[1]) if drawn else None
+        )
+        return per_token, entropy(logp.detach())
+
+    size, parts = max(1, LISTED_LOGITS // head.vocabulary(hidden)), list[tuple[Tensor, Tensor]]()
+    lengths = [len(response.response_ids) for response in responses]
+    for states, response in zip(hidden.split(lengths), responses, strict=True):
+        arrays = [response.columns[name] for name in LISTS]
+        if tail == "sampled":
+            arrays += [np.array(response.response_ids), response.logp_sampled]
+        columns = states, *(torch.from_numpy(array).to(hidden.device) for array in arrays)
+        for rows in zip(*(column.split(size) for column in columns), strict=True):
+            parts.append(checkpoint(losses, *rows, use_reentrant=False))
+    per_token, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return weight * per_token.sum(), per_token.detach(), entropies
+
+
+class DistillationMixin:
+    """Mixin before TRL's trainer, made without a teacher: kleash's divergence from the teacher as its loss."""
+
+    accelerator: Any
+    model: Any
+    temperature: float
+    teacher_model: Any
+    _get_last_hidden_state: Any
+    _forward_redirection: Any
+
+    def set_teacher(
+        self, job: DistillJob, networks: Networks, items: Sequence[Prompt] | Sequence[TokenSequence]
+    ) -> None:
+        """Set what is learned from; ``items`` are the prompts or responses that ``PROMPT_COLUMN`` indexes."""
+        from kleash.integrations.trl.forward_capture import prepare_frozen
+
+        self._job, self._pair, self._items, self._record = job, networks.pair, items, divergence_of(job)
+        self._measured: list[tuple[str, float, int, float]] = []
+        if networks.frozen is not None:
+            self.teacher_model = prepare_frozen(self, networks.frozen)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        parent: Any = super()
+        self._batch = [self._items[row[PROMPT_COLUMN]] for row in inputs]
+        output = parent._generate_and_score_completions(inputs)
+        return output | {PROMPT_COLUMN: torch.tensor([row[PROMPT_COLUMN] for row in inputs])}
+
+    def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        from kleash.integrations.trl.forward_capture import current_head
+
+        mask: Bool[Tensor, "batch time"] = inputs["completion_mask"].bool()
+        items: list[Any] = [self._items[index] for index in inputs[PROMPT_COLUMN].tolist()]
+        head = current_head(student, self._pair.policy.head, requires_grad=True)
+        policy = self._hidden_states(student, inputs)[mask], head
+        weight = 1 / (mask.sum() if num_items_in_batch is None else num_items_in_batch.to(mask.device))
+        options = weight, self._record, self.temperature
+        if self._job.reads_lists:
+            result = loss_of_lists(policy, items, *options, tail=self._job.tail)
+        else:
+            result = loss_of_states(policy, self._teacher_side(inputs, items, mask), *options)
+        loss, *columns = result
+        if self.model.training:
+            lengths = mask.sum(-1).tolist()
+            nats, entropies = ([float(x.sum()) for x in column.double().split(lengths)] for column in columns)
+            hashes = [item.prompt_hash for item in items]
+            self._measured += zip(hashes, nats, lengths, entropies, strict=True)
+        return loss, columns[1].sum(), mask.sum()
+
+    def _hidden_states(self, network: Any, inputs: dict[str, Any]) -> Float[Tensor, "batch time dim"]:
+        """The final hidden states at the positions that predict the responses."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
+            for name in ("ids", "mask")
+        )
+        return self._get_last_hidden_state(network, ids, mask, inputs["completion_ids"].shape[1])
+
+    def _teacher_side(self, inputs: dict[str, Any], items: list[Any], mask: Tensor) -> Side:
+        """The teacher's side, from its cache or its own pass."""
+        from kleash.integrations.trl.forward_capture import current_head
+
+        teacher, network = self._pair.reference, self.teacher_model
+        if teacher.stored is not None:
+            return teacher.stored.read(items), teacher.head
+        network.eval()
+        whole = self.accelerator.unwrap_model(network)
+        with torch.no_grad():
+            hidden = self._forward_redirection(network, whole, self._hidden_states, whole, inputs)
+        return hidden[mask], current_head(whole, teacher.head, requires_grad=False)
+
+    def pop_measurement(self) -> StepMeasurement:
+        """The divergence and the entropy of the policy since the last call, before the update. A collective."""
+        local, self._measured = self._measured, []
+        hashes, *columns = zip(*gather_object(local), strict=True)
+        nats, tokens, entropies = map(np.array, columns)
+        divergence = mean_per_token(nats, tokens, np.array(hashes))
+        return StepMeasurement(
+            metrics={
+                "teacher/divergence": divergence.value,
+                "teacher/divergence_error": divergence.standard_error,
+                "policy/entropy": entropies.sum() / tokens.sum(),
+                "response/length": tokens.mean(),
+                "response/prompts": float(divergence.clusters),
+            }
+        )
+
+
+class GivenResponsesMixin(DistillationMixin):
+    """``DistillationMixin`` with given responses in place of those that TRL would generate."""
+
+    def _tokenize_prompts(self, _: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return [list(sequence.prompt_ids) for sequence in self._batch], None, {}
+
+    def _generate_single_turn(self, *_: Any) -> list[list[int]]:
+        return [list(sequence.response_ids) for sequence in self._batch]
+
+
+def read_given(job: DistillJob, networks: Networks, stored: StoredReference | None) -> list[TokenSequence]:
+    """The responses of a job that draws none.
+
+    Raises:
+        SourceError: if they cannot be read, or lack what the teacher's lists need.
+        ModelError: if the teacher's cache lacks some of them.
+    """
+    responses = list(
+        read_responses(job.source, networks.pair, limit=job.limit, reading=job, with_lists=job.reads_lists)
+    )
+    missing, total, first = (0, 0, "") if stored is None else stored.count_missing(responses)
+    if missing:
+        raise ModelError(
+            f"{job.teacher_cache} lacks {missing} of the {total} responses of {job.source}, the first being {first}; "
+            "make another with kleash cache"
+        )
+    for response in responses if job.tail == "sampled" else ():
+        if response.logp_sampled is None or response.temperature not in (None, job.temperature):
+            raise SourceError(
+                f"{response.location}: expected 'logprobs', with which the teacher drew the response at temperature "
+                f"{job.temperature}; give them, or --tail bucket"
+            )
+    return responses
+
+
+@silent_trainer
+def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingResult:
+    """Train a policy to imitate a teacher, by TRL's distillation trainer with kleash's divergences.
+
+    They are exact, over the whole vocabulary, without holding all logits; from top-k lists, lower bounds or unbiased.
+
+    Args:
+        job: the training job; ``out`` is set.
+        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
+
+    Raises:
+        SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
+        NonFiniteError: if a loss is NaN or infinite.
+        CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
+    """
+    trl = import_extra("trl", "trl")
+    import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
+
+    stored = None if job.teacher_cache is None else StoredReference(Path(job.teacher_cache))
+    try:
+        networks = load_networks(job, job.teacher_name, device=job.device, role="teacher", stored=stored)
+    except TokenizerMismatchError as error:
+        raise TokenizerMismatchError(f"{error}; TRL's GOLDTrainer distils between tokenizers") from error
+    if job.responses is None:
+        items = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
+        rows, mixin = data_set(items, job, networks, copies=job.samples_per_prompt), DistillationMixin
+        longest = max(len(prompt.token_ids) for prompt in items) + job.max_new_tokens
+    else:
+        items, mixin = read_given(job, networks, stored), GivenResponsesMixin
+        rows = [{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))]
+        rows = in_step_order(import_extra("datasets", "trl").Dataset.from_list(rows), job)
+        longest = max(response.num_input_tokens for response in items) + 1
+    responses = job.prompts_per_step * job.samples_per_prompt
+    arguments = shared_arguments(job, rows=responses, row_tokens=longest)
+    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
+    trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
+    trainer = trainer_class(
+        model=networks.policy,
+        args=trl_config(
+            job,
+            **arguments,
+            shuffle_dataset=False,
+            temperature=job.temperature,
+            max_completion_length=job.max_new_tokens,
+        ),
+        train_dataset=rows,
+        processing_class=networks.pair.tokenizer,
+        peft_config=networks.lora,
+    )
+    trainer.set_teacher(job, networks, items)
+    step_logger = StepLogger(job, run_log, pop_measurement=trainer.pop_measurement, notes=networks.pair.notes)
+    step_logger.attach(trainer)
+    return run_trainer(trainer, step_logger, job, networks.dtypes)
