@@ -1,7 +1,7 @@
 """Parts of transformers and PEFT beyond their documented interface: what kleash reads, switches and replaces.
 
 Every private or undocumented attribute that the models floor relies on is in this module. transformers:
-``config._name_or_path``, ``integrations.deepspeed._hf_deepspeed_config_weak_ref``. PEFT:
+``config._name_or_path``, ``integrations.deepspeed._hf_deepspeed_config_weak_ref``, ``modeling_utils.safe_open``. PEFT:
 ``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
 torch: the dictionaries of hooks, parameters and children of a module, and FSDP2's ``_get_fsdp_state()._mp_policy``,
 FSDP1's ``_is_flat_param``, and ``_orig_mod`` and ``_compiled_call_impl`` of what ``torch.compile`` makes.
@@ -47,6 +47,28 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*positional, **keywords)
 
     return run
+
+
+@contextmanager
+def without_mapped_files() -> Iterator[None]:
+    """Context in which transformers and PEFT read safetensors and do not map them, as ``open_safetensors``.
+
+    Tensors of the file's dtype would otherwise stay mapped on a CPU, and change with the file.
+    """
+    opened = import_extra("safetensors", "models").safe_open
+    modules = [import_extra(name, "models") for name in ("transformers.modeling_utils", "safetensors.torch")]
+
+    def open_unmapped(path: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> Any:
+        return opened(path, framework=framework, device=device, backend="pread")
+
+    before = [module.safe_open for module in modules]
+    for module in modules:
+        module.safe_open = open_unmapped
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            module.safe_open = function
 
 
 @contextmanager
