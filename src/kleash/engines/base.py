@@ -7,8 +7,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
 
-from kleash.models import Pair, Prompt, TokenSequence
+from kleash.models import Model, Pair, Prompt, TokenSequence
 from kleash.models.scoring import columns_of_sequences
 from kleash.store.tables import TOKEN_COLUMNS
 
@@ -89,6 +92,13 @@ def begin_columns(sequences: Sequence[TokenSequence], further: Mapping[str, str]
         if name not in columns and kind != "string":
             columns[name] = np.full(sum(counts), np.nan if kind == "float32" else -1, dtype=np.dtype(kind))
     return columns
+
+
+def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
+    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
+    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
+    is_padding[list(model.tokenizer.get_vocab().values())] = False
+    return is_padding if bool(is_padding.any()) else None
 
 
 def round_outwards(name: str, values: np.ndarray) -> np.ndarray:

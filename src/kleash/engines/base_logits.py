@@ -19,6 +19,7 @@ from kleash.engines.base import (
     Shard,
     ShardResult,
     begin_columns,
+    find_padding,
     round_outwards,
     sequence_columns,
 )
@@ -181,13 +182,6 @@ def logit_tiles(model: Model, hidden: Tensor, name: str) -> Iterator[tuple[int, 
                 "--dtype float32, or look at the checkpoint"
             )
         yield start, logits
-
-
-def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
-    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
-    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
-    is_padding[list(model.tokenizer.get_vocab().values())] = False
-    return is_padding if bool(is_padding.any()) else None
 
 
 @dataclass(frozen=True, kw_only=True)

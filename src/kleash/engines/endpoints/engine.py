@@ -14,6 +14,7 @@ from kleash.engines.base import (
     Shard,
     ShardResult,
     begin_columns,
+    find_padding,
     round_outwards,
     sequence_columns,
 )
@@ -165,7 +166,7 @@ class EndpointEngine(Engine):
         counts = [len(sequence.response_ids) for sequence in sequences]
         ends = np.cumsum(counts, dtype=np.int64)
         columns = begin_columns(sequences, BOUND_COLUMNS)
-        read = checked_reader(self.local_model)
+        read, is_padding = checked_reader(self.local_model), find_padding(self.local_model)
         lengths = [sequence.num_input_tokens for sequence in sequences]
         for batch in batch_by_length(lengths, self.job.batch_tokens):
             hidden = read([sequences[index] for index in batch])
@@ -173,20 +174,24 @@ class EndpointEngine(Engine):
             rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
             tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
             with suppress_library_output(), torch.inference_mode():
-                batch_columns = self._columns_of_batch(hidden, tokens, answer)
+                batch_columns = self._columns_of_batch(hidden, tokens, answer, is_padding)
             if np.isnan(batch_columns["kl_policy_reference_lower"]).any():
                 raise EndpointError(
                     f"{self.endpoint.client.subject} gives probabilities for some of the sequences from "
                     f"{sequences[batch[0]].name} on that no distribution over {self.local_model.vocab_size} tokens has"
                 )
             for name, values in batch_columns.items():
-                columns[name][rows] = values
+                columns.setdefault(name, np.empty(int(ends[-1]), dtype=np.float32))[rows] = values
         for name in ("rank_reference", f"top1_{self.endpoint_role}"):
             columns[name] = np.ma.masked_less(columns[name], 0)
         return columns
 
     def _columns_of_batch(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, answer: ListedLogprobs
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        answer: ListedLogprobs,
+        is_padding: torch.Tensor | None,
     ) -> dict[str, np.ndarray]:
         """The columns of both models for the positions of a batch."""
         served = self.endpoint_role
@@ -207,6 +212,7 @@ class EndpointEngine(Engine):
             answer,
             endpoint_role=served,
             buffer_bytes=buffer_bytes,
+            is_padding=is_padding,
         )
         rows, top1 = np.arange(len(tokens)), answer.listed_logp.argmax(-1)
         rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank
