@@ -126,21 +126,16 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         """The number of tensors."""
         return len(self._tensors)
 
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, in the dtype that it is stored in.
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows, on the CPU, in the dtype that it is stored in.
 
         Raises:
             ModelError, ChangedInputError: if the file has become shorter.
         """
         path = self._tensors[name].path
         with _reading(path):
-            return self._files[path].get_tensor(name)
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop - 1`` of a tensor, as ``read``."""
-        path = self._tensors[name].path
-        with _reading(path):
-            return self._files[path].get_slice(name)[start:stop]
+            file = self._files[path]
+            return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
 
 def _stored_tensor(name: str, path: Path, part: Any) -> StoredTensor:

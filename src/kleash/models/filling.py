@@ -40,12 +40,13 @@ REMEDY = (
 
 
 @contextmanager
-def loading(checkpoint: Checkpoint, advice: str = "") -> Iterator[None]:
-    """Context in which transformers maps no file, and its errors, of any type, become one that names the checkpoint.
+def loading(subject: object, advice: str = "", action: str = "loaded") -> Iterator[None]:
+    """Context in which transformers and PEFT map no file, and their errors, of any type, become one about the subject.
 
     Args:
-        checkpoint: that is loaded.
+        subject: the checkpoint that is loaded.
         advice: what to do; "" for what follows from the error.
+        action: what cannot be done with it, after "cannot be".
 
     Raises:
         ChangedInputError: if there was an error, and a file has changed since it was found.
@@ -58,9 +59,7 @@ def loading(checkpoint: Checkpoint, advice: str = "") -> Iterator[None]:
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
         require_unchanged_files()
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(
-            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
-        ) from error
+        raise ModelError(f"{subject} cannot be {action}: {summarise_error(error)}{advice or hint}") from error
 
 
 def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_quantised: bool = False) -> Any:

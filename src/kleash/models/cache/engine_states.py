@@ -151,7 +151,7 @@ class EngineStates:
                 filled.
         """
         if request.line is None:
-            rows = SafetensorsFiles([request.path]).read_rows(STATES, start, stop)[:, -1]
+            rows = SafetensorsFiles([request.path]).read(STATES, slice(start, stop))[:, -1]
         else:
             states = self._read_record(request).states
             assert states is not None, "a request has states"

@@ -77,7 +77,7 @@ class HiddenStateStore:
         number, start = entry >> START_BITS, entry & ((1 << START_BITS) - 1)
         if self._open_file is None or self._open_file[0] != number:
             self._open_file = number, SafetensorsFiles([self._paths[number]])
-        return self._open_file[1].read_rows("hidden", start, start + length)
+        return self._open_file[1].read("hidden", slice(start, start + length))
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
         """Write the hidden states of sequences to one new file, atomically.
