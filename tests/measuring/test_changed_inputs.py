@@ -197,7 +197,7 @@ def test_a_worker_scores_nothing_with_changed_weights(
     with pytest.raises(ChangedInputError, match=r"reference/model\.safetensors"):
         worker.run(shards[1])
     with pytest.raises(ChangedInputError, match=r"reference/model\.safetensors"):
-        worker.call("noise_floor_columns", shards[0].sequences)
+        worker.rounding_columns("noise", shards[0].sequences)
 
 
 @pytest.mark.parametrize("file", ["text.txt", "reference/model.safetensors"])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.precision import bitwise_equal
+from kleash.store.file_hashes import require_unchanged_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -60,24 +62,32 @@ class StoredTensor:
 def open_safetensors(path: Path) -> Any:
     """Open a safetensors file, whose header the library checks: dtypes, shapes, and offsets without gaps or overlaps.
 
+    Its tensors are read and not mapped: the kernel ends a process that reads a mapped file beyond its end (SIGBUS).
+
     Raises:
         ModelError: if it is damaged or cannot be read.
+        ChangedInputError: if it was written to since it was found.
     """
-    safetensors = import_extra("safetensors", "models")
-    try:
+    with _reading(path):
         if path.exists() and not path.is_file():
             raise ModelError(f"{path} is not a regular file; fetch or make it again")
-        return safetensors.safe_open(path, framework="pt")
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {summarise_error(error)}") from error
-    except safetensors.SafetensorError as error:
+        return import_extra("safetensors", "models").safe_open(path, framework="pt", backend="pread")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Context in which a safetensors file is read, with errors that say whether it has changed since it was found."""
+    try:
+        yield
+    except (OSError, import_extra("safetensors", "models").SafetensorError) as error:
+        require_unchanged_files()
         raise ModelError(
             f"{path} is not a whole safetensors file ({summarise_error(error)}); fetch or make it again"
         ) from error
 
 
 class SafetensorsFiles(Mapping[str, StoredTensor]):
-    """The tensors of several safetensors files by name, each read from its mapped file when it is asked for."""
+    """The tensors of several safetensors files by name, each read when it is asked for."""
 
     def __init__(self, paths: Iterable[Path], beside: Iterable[Path] = ()) -> None:
         """Read the headers of the files.
@@ -116,9 +126,16 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         """The number of tensors."""
         return len(self._tensors)
 
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, in the dtype that it is stored in."""
-        return self._files[self._tensors[name].path].get_tensor(name)
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows, on the CPU, in the dtype that it is stored in.
+
+        Raises:
+            ModelError, ChangedInputError: if the file has become shorter.
+        """
+        path = self._tensors[name].path
+        with _reading(path):
+            file = self._files[path]
+            return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
 
 def _stored_tensor(name: str, path: Path, part: Any) -> StoredTensor:

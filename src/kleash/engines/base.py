@@ -7,9 +7,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
 
-from kleash.models import Pair, Prompt, TokenSequence
-from kleash.models.scoring import columns_of_sequences
+from kleash.models import Model, Pair, Prompt, TokenSequence
+from kleash.models.scoring import RoundingKind
 from kleash.store.tables import TOKEN_COLUMNS
 
 
@@ -43,9 +46,9 @@ class EngineTraits(NamedTuple):
     unknown_columns: Mapping[str, str] = MappingProxyType({})
     """The columns of ``tokens/`` that the engine leaves null, each with the reason."""
     float32_gap_reloads: bool = False
-    """Whether ``float32_gap`` loads a model a second time."""
+    """Whether the gap to float32 loads a model a second time."""
     no_noise_floor: str = ""
-    """The reason why ``noise_floor_columns`` is None, and what to do, in words."""
+    """The reason why there is no noise floor, and what to do, in words."""
 
 
 class Engine(ABC):
@@ -67,28 +70,40 @@ class Engine(ABC):
         """Iterate over shards with their results, in the order in which they are scored."""
         return ((shard, self.run(shard)) for shard in shards)
 
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself in another batch layout; None if it cannot be had."""
+    def rounding_columns(
+        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
+    ) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself; None if they cannot be had, or it runs in float32.
+
+        Args:
+            kind: "noise" for another batch layout, "gap" for float32.
+            sequences: that are scored again.
+        """
         return None
 
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself in float32; None if it runs in float32."""
-        return None
 
-
-def begin_columns(sequences: Sequence[TokenSequence], further: Mapping[str, str]) -> dict[str, Any]:
-    """The columns of ``tokens/`` of a shard but the text, in which everything that needs a model is unknown.
+def with_unknown(columns: Mapping[str, np.ndarray], further: Mapping[str, str]) -> dict[str, Any]:
+    """The columns of ``tokens/`` of a shard but the text, in which what is not known is NaN, or null of whole numbers.
 
     Args:
-        sequences: of the shard.
-        further: columns beside ``TOKEN_COLUMNS`` and their types; an unknown number is NaN, or -1 of whole ones.
+        columns: those that are known; an unknown token or rank in them is -1.
+        further: columns beside ``TOKEN_COLUMNS`` and their types.
     """
-    counts = [len(sequence.response_ids) for sequence in sequences]
-    columns: dict[str, Any] = columns_of_sequences(sequences, counts)
+    known: dict[str, Any] = dict(columns)
     for name, kind in {**TOKEN_COLUMNS, **further}.items():
-        if name not in columns and kind != "string":
-            columns[name] = np.full(sum(counts), np.nan if kind == "float32" else -1, dtype=np.dtype(kind))
-    return columns
+        if name not in known and kind != "string":
+            unknown = np.nan if kind == "float32" else -1
+            known[name] = np.full(len(known["token_id"]), unknown, dtype=np.dtype(kind))
+    for name in ("top1_policy", "top1_reference", "rank_reference"):
+        known[name] = np.ma.masked_less(known[name], 0)
+    return known
+
+
+def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
+    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
+    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
+    is_padding[list(model.tokenizer.get_vocab().values())] = False
+    return is_padding if bool(is_padding.any()) else None
 
 
 def round_outwards(name: str, values: np.ndarray) -> np.ndarray:

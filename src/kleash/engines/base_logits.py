@@ -18,9 +18,10 @@ from kleash.engines.base import (
     EngineTraits,
     Shard,
     ShardResult,
-    begin_columns,
+    find_padding,
     round_outwards,
     sequence_columns,
+    with_unknown,
 )
 from kleash.engines.local import ignore
 from kleash.errors import ModelError, NonFiniteError, SourceError
@@ -36,9 +37,9 @@ from kleash.models.base_logit_bounds import (
 )
 from kleash.models.base_logits import BaseLogitsFile, BaseLogitsRows
 from kleash.models.heads import head_logits
-from kleash.models.scoring import checked_reader, head_on_device
+from kleash.models.scoring import checked_reader, columns_in_batches, head_on_device
 from kleash.models.tokenizers import token_count, token_texts
-from kleash.sources.sequences import batch_by_length, hash_tokens
+from kleash.sources.sequences import hash_tokens
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import KL_BOUND_COLUMNS, LLAMA_CPP_COLUMNS
@@ -183,13 +184,6 @@ def logit_tiles(model: Model, hidden: Tensor, name: str) -> Iterator[tuple[int, 
         yield start, logits
 
 
-def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
-    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
-    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
-    is_padding[list(model.tokenizer.get_vocab().values())] = False
-    return is_padding if bool(is_padding.any()) else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class BaseLogitsEngine(Engine):
     """Scores the chunks of a file of base logits by the policy, whose logits are compared with the stored ones."""
@@ -199,7 +193,7 @@ class BaseLogitsEngine(Engine):
     reference: BaseLogits
     """That of the pair."""
     on_scored: Callable[[int, int], None] = ignore
-    """Called after each shard with the number of its sequences and of their tokens."""
+    """Called after each batch with the number of its sequences and of their tokens."""
 
     @property
     def traits(self) -> EngineTraits:
@@ -217,28 +211,32 @@ class BaseLogitsEngine(Engine):
             SourceError: if a part of the file is damaged.
         """
         sequences = shard.sequences
-        counts = [len(sequence.response_ids) for sequence in sequences]
-        starts = np.cumsum([0, *counts])
-        columns = begin_columns(sequences, LLAMA_CPP_COLUMNS)
         read, is_padding = checked_reader(self.pair.policy), find_padding(self.pair.policy)
-        lengths = [sequence.num_input_tokens for sequence in sequences]
-        for batch in batch_by_length(lengths, self.job.batch_tokens):
-            hidden = read([sequences[index] for index in batch])
-            for index, states in zip(batch, hidden.split([counts[index] for index in batch]), strict=True):
-                for row, part in self._columns_of_chunk(sequences[index], states, is_padding):
-                    first = int(starts[index]) + row
-                    for name, values in part.items():
-                        column = columns.setdefault(name, np.empty(int(starts[-1]), dtype=np.float32))
-                        column[first : first + len(values)] = round_outwards(name, values)
-        columns["rank_reference"] = np.ma.masked_less(columns["rank_reference"], 0)
+
+        def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
+            chunks = [sequences[index] for index in batch]
+            states = read(chunks).split([len(chunk.response_ids) for chunk in chunks])
+            parts = [
+                part
+                for chunk, hidden in zip(chunks, states, strict=True)
+                for part in self._columns_of_chunk(chunk, hidden, is_padding)
+            ]
+            return {
+                name: round_outwards(name, np.concatenate([part[name] for part in parts]))
+                for name in parts[0]
+            }
+
+        columns = with_unknown(
+            columns_in_batches(sequences, self.job.batch_tokens, columns_of_batch, self.on_scored),
+            LLAMA_CPP_COLUMNS,
+        )
         columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
-        self.on_scored(len(sequences), len(columns["token_id"]))
         return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
 
     def _columns_of_chunk(
         self, sequence: TokenSequence, hidden: Tensor, is_padding: Tensor | None
-    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """The columns of a few rows of a chunk at a time, with the number of the first row."""
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """The columns of a few rows of a chunk at a time."""
         file = self.reference.file
         chunk = sequence.prompt_id  # the number of its chunk in the file
         for start, tile in logit_tiles(self.pair.policy, hidden, sequence.name):
@@ -249,7 +247,7 @@ class BaseLogitsEngine(Engine):
                 part = slice(row, row + step)
                 base = logp_intervals(rows[part])
                 self._check_sums(base, chunk, start + row)
-                yield start + row, columns_of_rows(tile[part], rows[part], base, targets[part], is_padding)
+                yield columns_of_rows(tile[part], rows[part], base, targets[part], is_padding)
 
     def _check_sums(self, base: LogpIntervals, chunk: int, start: int) -> None:
         """Check that the probabilities of each row can sum to 1.

@@ -11,7 +11,7 @@ from kleash.engines.base import Engine, EngineTraits, Shard, ShardResult, sequen
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
-from kleash.models.scoring import score_against_float32, score_against_itself
+from kleash.models.scoring import ROUNDING, RoundingKind
 from kleash.models.tokenizers import token_texts
 from kleash.store.file_hashes import WatchedFiles, watched_files
 
@@ -79,39 +79,22 @@ class LocalEngine(Engine):
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
         return ShardResult(tokens=tokens, sequences=sequence_columns(sequences), likeliest=likeliest)
 
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
-        """Token columns of the reference in batches compared with the reference with one sequence at a time.
+    def rounding_columns(
+        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
+    ) -> dict[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself, in another batch layout or in float32.
 
-        For a stored reference, the columns that were computed when it was stored; None if its temperature differs.
+        For a stored reference, the columns that were computed when it was stored; None if its temperature differs. None
+        also for the gap of a reference that FSDP stores on several ranks, which would all have to load it again, or
+        that was given in memory, and has no file to load.
         """
-        stored = self.pair.reference.stored
-        if stored is not None:
-            return stored.rounding_columns("noise", self.traits.temperature)
-        columns = score_against_itself(
-            self.pair.reference,
-            sequences,
-            temperature=self.traits.temperature,
-            batch_tokens=self.job.batch_tokens,
-        )
-        self.files.require_unchanged()
-        return columns
-
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
-        """Token columns of the reference in its dtype compared with itself in float32; None if it runs in float32.
-
-        For a stored reference as ``noise_floor_columns``. None also if FSDP stores the reference on several ranks,
-        which would all have to load it again, or if it was given in memory and there is no file to load.
-        """
-        stored = self.pair.reference.stored
-        if stored is not None:
-            return stored.rounding_columns("gap", self.traits.temperature)
-        if self.pair.reference.storage is not None or self.pair.reference.is_in_memory:
+        reference = self.pair.reference
+        if reference.stored is not None:
+            return reference.stored.rounding_columns(kind, self.traits.temperature)
+        if kind == "gap" and (reference.storage is not None or reference.is_in_memory):
             return None
-        columns = score_against_float32(
-            self.pair.reference,
-            sequences,
-            temperature=self.traits.temperature,
-            batch_tokens=self.job.batch_tokens,
+        columns = ROUNDING[kind](
+            reference, sequences, temperature=self.traits.temperature, batch_tokens=self.job.batch_tokens
         )
         self.files.require_unchanged()
         return columns

@@ -159,35 +159,46 @@ def _description(job: MeasureJob, vocabulary: str) -> str:
     )
 
 
-def padding_note(probabilities: Mapping[str, float]) -> str:
-    """The probability, by role, of rows of a head that are no tokens."""
-    values = " and ".join(f"{value:.3g} of the {role}'s" for role, value in probabilities.items())
+def padding_note(probabilities: Mapping[str, float], served: str | None = None) -> str:
+    """The probability, by role, of rows of a head that are no tokens; of the ``served`` model, of those listed."""
+    values = " and ".join(
+        f"at least {value:.3g} (the rows that its server lists) of the {role}'s"
+        if role == served
+        else f"{value:.3g} of the {role}'s"
+        for role, value in probabilities.items()
+    )
     return f"rows of a head that are no tokens have {values} probability".replace(
         "nan of", "an unknown part of"
     )
 
 
-def measured_padding(numbers: Mapping[str, Estimate], tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def measured_padding(
+    numbers: Mapping[str, Estimate], tokens: int, served: str | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The note and the warning about rows of the heads that are no tokens, from the statistics of a run.
 
     Args:
         numbers: the statistics, by name.
         tokens: number of scored tokens.
+        served: role of the model behind a server, of which the rows that it lists are known; None if both are local.
     """
     if "is_padding" not in numbers:
         return (), ()
     roles = ("policy", "reference")
     probabilities = {role: numbers[f"padding_probability_{role}"].value for role in roles}
     scored = round(tokens * numbers["is_padding"].value)
-    note = f"{padding_note(probabilities)}; {scored:,} of the {tokens:,} scored tokens are such rows"
+    shares = padding_note(probabilities, served)
+    note = f"{shares}; {scored:,} of the {tokens:,} scored tokens are such rows"
     if max(probabilities.values()) <= MAX_PADDING_PROBABILITY:
         return (note,), ()
+    if served is not None:
+        return (note,), (f"{shares}, and the bounds of the divergences are over all rows",)
     values = [
         f"{label_of(name)} is {_value_or_bounds(numbers, f'{name}_over_rows')} over all rows and "
         f"{_value_or_bounds(numbers, f'{name}_over_tokens')} over the tokens"
         for name in ("kl_policy_reference", "kl_reference_policy")
     ]
-    return (note,), (f"{padding_note(probabilities)}: {', and '.join(values)}, in nats per token",)
+    return (note,), (f"{shares}: {', and '.join(values)}, in nats per token",)
 
 
 def _value_or_bounds(numbers: Mapping[str, Estimate], name: str) -> str:

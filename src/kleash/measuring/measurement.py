@@ -174,7 +174,7 @@ def _numbers(
 ) -> tuple[dict[str, Estimate], tuple[str, ...], tuple[str, ...]]:
     """The statistics by name, and the notes and warnings about rows of the heads that are no tokens."""
     numbers = with_reasons({name: statistic_estimate(sums, name) for name in statistics})
-    notes, warnings = measured_padding(numbers, int(sums[TOKENS].sum()))
+    notes, warnings = measured_padding(numbers, int(sums[TOKENS].sum()), run.job.endpoint_role)
     for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warnings else ():
         numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *warnings))
     return numbers, notes, warnings

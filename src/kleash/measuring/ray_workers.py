@@ -32,6 +32,7 @@ from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.model_pair import PACKAGES, finished_cache, header_of, load_models
 from kleash.measuring.progress import ProgressReporter
 from kleash.models import Model, Pair, StoredReference, TokenSequence
+from kleash.models.scoring import RoundingKind
 from kleash.models.tokenizers import load_tokenizers
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import RunHeader
@@ -98,9 +99,9 @@ class ShardWorker:
         """Score a shard; raises KleashError as ``LocalEngine.run``."""
         return WorkerResult(self._header, self._engine.run(shard))
 
-    def call(self, method: str, sequences: Sequence[TokenSequence]) -> Any:
-        """The result of a method of the engine."""
-        return getattr(self._engine, method)(sequences)
+    def rounding_columns(self, kind: RoundingKind, sequences: Sequence[TokenSequence]) -> Any:
+        """As ``LocalEngine.rounding_columns``."""
+        return self._engine.rounding_columns(kind, sequences)
 
 
 @dataclass(kw_only=True)
@@ -157,16 +158,9 @@ class RayEngine(Engine):
         """Run one shard in any worker. A run uses ``results``."""
         return next(self.results(iter([shard])))[1]
 
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Any:
-        """Token columns of the reference compared with itself in another batch layout, of the first worker."""
-        return self._call("noise_floor_columns", sequences)
-
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Any:
-        """Token columns of the reference compared with itself in float32, of the first worker."""
-        return self._call("float32_gap", sequences)
-
-    def _call(self, method: str, sequences: Sequence[TokenSequence]) -> Any:
-        return _get(self.ray, self.actors[0].call.remote(method, list(sequences)))
+    def rounding_columns(self, kind: RoundingKind, sequences: Sequence[TokenSequence]) -> Any:
+        """Token columns of the reference compared with itself, of the first worker."""
+        return _get(self.ray, self.actors[0].rounding_columns.remote(kind, list(sequences)))
 
 
 def _require_same(first: RunHeader, other: RunHeader, where: str) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine
+from kleash.engines.base import find_padding
 from kleash.engines.base_logits import (
     begin_token_of,
     chunk_sequence,
-    find_padding,
     logit_tiles,
     require_context,
 )
@@ -176,7 +176,7 @@ def _cache(
     engine = LocalEngine(pair=pair, job=measure_job)
     sequences = noise_sequences(source_sequences(measure_job, pair), num_scored)
     if imported is None:
-        noise, notes = engine.noise_floor_columns(sequences), pair.notes
+        noise, notes = engine.rounding_columns("noise", sequences), pair.notes
     else:
         noise, notes = imported.noise_columns(engine.traits.temperature), (*pair.notes, *imported.summary())
     if noise is not None and "padding_probability_reference" in noise:
@@ -184,7 +184,7 @@ def _cache(
         note = f"{padding_note({'reference': probability})} on the tokens of the noise floor"
         reporter.note(note)
         notes = (*notes, note)
-    _store_rounding(engine, folder, {"noise": noise, "gap": engine.float32_gap(sequences)})
+    _store_rounding(engine, folder, {"noise": noise, "gap": engine.rounding_columns("gap", sequences)})
     contents = replace(_contents(pair, cache), notes=notes)
     require_unchanged_files()
     finish_cache(folder, pair.reference, contents)

@@ -96,10 +96,10 @@ class Rounding:
 def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored: int) -> Rounding:
     """The noise floor and the dtype gap, on a share of the run's ``scored`` tokens."""
     sequences = noise_sequences(first_sequences(job, engine.pair, folder), scored)
-    noise = engine.noise_floor_columns(sequences)
+    noise = engine.rounding_columns("noise", sequences)
     return Rounding(
         noise_floor=_mean_kl(noise, sequences),
-        dtype_gap=_mean_kl(engine.float32_gap(sequences), sequences),
+        dtype_gap=_mean_kl(engine.rounding_columns("gap", sequences), sequences),
         warnings=() if noise is not None else (f"no noise floor: {engine.traits.no_noise_floor}",),
     )
 

@@ -22,6 +22,7 @@ from kleash.launch_environment import launched_world_size
 from kleash.models import TokenSequence
 from kleash.models.network_loading import PARALLEL_MAPS
 from kleash.models.pair_loading import resolve_device
+from kleash.models.scoring import RoundingKind
 
 dist: Any = torch.distributed
 END = "end"
@@ -101,22 +102,20 @@ class MirroredEngine(Engine):
         """Generate and score a shard on all ranks."""
         return self._call("run", shard)
 
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself in another batch layout, computed by all ranks."""
-        return self._call("noise_floor_columns", sequences)
+    def rounding_columns(
+        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
+    ) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself, computed by all ranks."""
+        return self._call("rounding_columns", kind, sequences)
 
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself in float32, computed by all ranks."""
-        return self._call("float32_gap", sequences)
-
-    def _call(self, name: str, argument: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         """The result of one of the engine's methods, which all ranks call.
 
         If it raises, it does so on all ranks, and ``is_in_call`` stays set, since none waits for another call.
         """
-        _send(name, argument)
+        _send(name, *arguments)
         self.is_in_call = True
-        result = getattr(self.engine, name)(argument)
+        result = getattr(self.engine, name)(*arguments)
         self.is_in_call = False
         return result
 
@@ -132,23 +131,19 @@ def mirrored(engine: Engine, job: MeasureJob) -> Generator[Engine]:
         yield mirror
     finally:
         if not mirror.is_in_call:
-            _send(END, None)
+            _send(END)
 
 
 def follow(engine: Engine) -> None:
     """Repeat the calls of the first rank's engine until its context has ended."""
     while True:
-        name, argument = _receive()
+        message: list[Any] = [None, None]
+        dist.broadcast_object_list(message, src=0)
+        name, arguments = message
         if name == END:
             return
-        getattr(engine, name)(argument)
+        getattr(engine, name)(*arguments)
 
 
-def _send(name: str, argument: Any) -> None:
-    dist.broadcast_object_list([name, argument], src=0)
-
-
-def _receive() -> tuple[str, Any]:
-    message: list[Any] = [None, None]
-    dist.broadcast_object_list(message, src=0)
-    return message[0], message[1]
+def _send(name: str, *arguments: Any) -> None:
+    dist.broadcast_object_list([name, arguments], src=0)

@@ -15,6 +15,7 @@ from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.models.compat import has_adapter_on_one_embedding
+from kleash.models.filling import loading
 from kleash.precision import bitwise_equal
 
 MAX_SHOWN_NAMES = 4
@@ -210,20 +211,17 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
 
     Raises:
         ModelError: if its tensors do not fit the base.
+        ChangedInputError: if it was written to since it was found.
     """
     peft = import_extra("peft", "models")
-    subject, role = checkpoint.adapter_subject, checkpoint.role
-    try:
+    role = checkpoint.role
+    with loading(checkpoint.adapter_subject, action=f"put on {checkpoint.base}"):
         if wrapper is None:
             wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), adapter_name=role)
         else:
             wrapper.load_adapter(str(checkpoint.adapter), adapter_name=role)
             wrapper.set_adapter(role)
         _check_fits(wrapper, checkpoint)
-    except ModelError:
-        raise
-    except Exception as error:  # the exception type depends on the settings, down to re.error
-        raise ModelError(f"{subject} cannot be put on {checkpoint.base}: {summarise_error(error)}") from error
     return wrapper
 
 

@@ -14,8 +14,10 @@ from torch.nn.modules import module as torch_modules
 from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint
 from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import GENERATION_CONFIG, Checkpoint
-from kleash.errors import ModelError, summarise_error
+from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.extras import import_extra
+from kleash.models.compat import without_mapped_files
+from kleash.store.file_hashes import require_unchanged_files
 
 ALWAYS_ALLOWED_BUFFER_ELEMENTS = 1 << 26
 """Number of elements of buffers (computed tables, which no file stores) that is accepted for any weights."""
@@ -38,22 +40,26 @@ REMEDY = (
 
 
 @contextmanager
-def loading(checkpoint: Checkpoint, advice: str = "") -> Iterator[None]:
-    """Context in which the errors of transformers, of any type, become one that names the checkpoint.
+def loading(subject: object, advice: str = "", action: str = "loaded") -> Iterator[None]:
+    """Context in which transformers and PEFT map no file, and their errors, of any type, become one about the subject.
 
     Args:
-        checkpoint: that is loaded.
+        subject: the checkpoint that is loaded.
         advice: what to do; "" for what follows from the error.
+        action: what cannot be done with it, after "cannot be".
+
+    Raises:
+        ChangedInputError: if there was an error, and a file has changed since it was found.
     """
     try:
-        yield
-    except ModelError:
+        with without_mapped_files():
+            yield
+    except KleashError:
         raise
     except Exception as error:  # the exception type depends on the configuration, down to AssertionError
+        require_unchanged_files()
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(
-            f"{checkpoint} cannot be loaded: {summarise_error(error)}{advice or hint}"
-        ) from error
+        raise ModelError(f"{subject} cannot be {action}: {summarise_error(error)}{advice or hint}") from error
 
 
 def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_quantised: bool = False) -> Any:
@@ -179,7 +185,7 @@ def load_unpacked_network(
     """Load a checkpoint with packed weights as an ordinary network, with each matrix unpacked into ``dtype``.
 
     Products are those of the unpacked matrices with unrounded activations. Beside the result, memory holds one
-    matrix in float32; the packed tensors are mapped from their files.
+    matrix in float32, and the packed tensors that it is made of.
 
     Args:
         packed: its packed modules.

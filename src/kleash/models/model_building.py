@@ -68,7 +68,7 @@ def build_model(
         vocab_size=0,
         context_length=read_context_length(network),
         eos_token_ids=eos_token_ids,
-        generation_settings=read_generation_settings(network),
+        generation_settings=read_generation_settings(network, with_file=bool(fingerprint)),
         head=Head(weight=None),
         fingerprint=fingerprint,
         device_map=device_map,
@@ -185,8 +185,13 @@ NEUTRAL_AT_1 = re.compile("temperature|^top_[ph]|typical|(repetition|length)_pen
 """Names of those that change nothing if they are 1; all but a temperature change nothing if they are 0."""
 
 
-def read_generation_settings(network: Any) -> Mapping[str, float | None]:
+def read_generation_settings(network: Any, *, with_file: bool) -> Mapping[str, float | None]:
     """The settings of a network's generation configuration that change which tokens are drawn.
+
+    Args:
+        network: of transformers.
+        with_file: whether to read the configuration's file, too: transformers leaves out what other engines read, such
+            as presence_penalty. A network in memory may have been loaded long ago.
 
     Returns:
         The value of each setting that is not neutral; None for one that is no number.
@@ -194,7 +199,7 @@ def read_generation_settings(network: Any) -> Mapping[str, float | None]:
     config = getattr(network, "generation_config", None)
     settings: dict[str, Any] = {} if config is None else config.to_diff_dict()
     file = Path(str(getattr(network, "name_or_path", "") or "")) / GENERATION_CONFIG
-    if file.is_file():  # transformers leaves out what other engines read, such as presence_penalty
+    if with_file and file.is_file():
         settings |= read_json(file)
 
     def is_neutral(name: str, value: Any) -> bool:

@@ -84,7 +84,6 @@ def load_networks(
             base = _load_base(checkpoint, dtype, device, device_map, trust_remote_code)
         if device_map is None:
             base.network.to(device)
-            _copy_from_files(base.network)
         base.network.eval()
         if base.network.dtype == torch.float64:
             use_exact_experts(base.network)
@@ -98,13 +97,6 @@ def load_networks(
     if len(checkpoints_by_folder) > 1 and has_adapters:
         notes.append("policy and reference have different bases, which are both loaded")
     return networks, tuple(notes)
-
-
-def _copy_from_files(network: Any) -> None:
-    """Copy the weights of a network that lie in mapped files, which a program may overwrite or truncate meanwhile."""
-    for tensor in (*network.parameters(), *network.buffers()):
-        if tensor.device.type == "cpu" and type(tensor) in (torch.nn.Parameter, torch.Tensor):
-            tensor.data = tensor.data.clone()
 
 
 def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:

@@ -1,7 +1,8 @@
 """Per-token statistics of policy and reference on token sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -188,17 +189,42 @@ def score_with_readers(
     """``score`` with hidden states from ``readers``."""
     if not temperature > 0:
         raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
+
+    def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
+        with suppress_library_output():
+            return _columns_of_models(
+                readers, [sequences[index] for index in batch], temperature, options, top
+            )
+
+    return columns_in_batches(sequences, batch_tokens, columns_of_batch, on_scored)
+
+
+def columns_in_batches(
+    sequences: Sequence[TokenSequence],
+    batch_tokens: int,
+    columns_of_batch: Callable[[list[int]], Mapping[str, np.ndarray]],
+    on_scored: Callable[[int, int], object] | None = None,
+) -> dict[str, np.ndarray]:
+    """Columns of the token table, with a row for each response token, in the order of ``sequences``.
+
+    Args:
+        sequences: that are scored, in batches of similar length.
+        batch_tokens: largest number of tokens in a batch, padding included.
+        columns_of_batch: the columns that need models, of the concatenated tokens of sequences that are given by index.
+        on_scored: called after each batch with the number of its sequences and of their tokens.
+
+    Returns:
+        These columns and those that need no model, as int32 or float32.
+    """
     counts = [len(sequence.response_ids) for sequence in sequences]
     ends = np.cumsum(counts, dtype=np.int64)
     columns = columns_of_sequences(sequences, counts)
     for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
-        batch_sequences = [sequences[index] for index in batch]
-        with suppress_library_output():
-            batch_columns = _columns_of_models(readers, batch_sequences, temperature, options, top)
+        batch_columns = columns_of_batch(batch)
         rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
         for name, values in batch_columns.items():
-            shape = (sum(counts), *values.shape[1:])
-            columns.setdefault(name, np.empty(shape, dtype=values.dtype))[rows] = values
+            dtype = np.int32 if values.dtype.kind == "i" else np.float32
+            columns.setdefault(name, np.empty((sum(counts), *values.shape[1:]), dtype=dtype))[rows] = values
         if on_scored is not None:
             on_scored(len(batch), len(rows))
     return columns
@@ -413,3 +439,11 @@ def score_against_float32(
     )
     pair = Pair(policy=model, reference=float32_model, tokenizer=model.tokenizer)
     return score(pair, sequences, temperature=temperature, batch_tokens=batch_tokens, options=options)
+
+
+RoundingKind = Literal["noise", "gap"]
+ROUNDING: Mapping[RoundingKind, Callable[..., dict[str, np.ndarray] | None]] = {
+    "noise": score_against_itself,
+    "gap": score_against_float32,
+}
+"""Kind of a rounding error -> the function that scores a model against itself without it."""

@@ -162,7 +162,7 @@ def _units(policy: Any, reference: Any, path: str = "") -> Iterator[_Unit]:
         if _tensors(policy) or _tensors(reference):
             yield _Unit(path)
         return
-    for name in _direct_tensors(policy) | _direct_tensors(reference):
+    for name in _tensors(policy, recurse=False) | _tensors(reference, recurse=False):
         yield _Unit(path, name)
     for name, (module, other) in children.items():
         yield from _units(module, other, f"{path}.{name}" if path else name)
@@ -174,19 +174,11 @@ def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {path: child for path, child in paths.items() if path and "." not in path}
 
 
-def _direct_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module without those of its submodules."""
+def _tensors(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by name; without ``recurse``, those of its submodules are left out."""
     return {
-        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
-        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
-    }
-
-
-def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module by name."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
+        **dict(module.named_parameters(recurse=recurse, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=recurse, remove_duplicate=False)),
     }
 
 

@@ -247,7 +247,7 @@ def _opened(path: Path, label: str, kind: str) -> Iterator[Any]:
         with path.open("rb") as file:
             is_compressed = compression_of(file) is not None
         if not is_compressed:
-            source = (pyarrow.memory_map if kind == "Arrow" else pyarrow.OSFile)(str(path))
+            source = pyarrow.OSFile(str(path))
         else:
             content = pyarrow.BufferOutputStream()
             with open_unpacked(path) as unpacked:

@@ -29,7 +29,7 @@ class FileStatus(NamedTuple):
 class WatchedFiles:
     """The files that a job depends on, each with its status when it was found, and its hash once that is known.
 
-    Weights stay mapped and a source is read several times, so what is written into a file in use is mixed into the
+    Weights are read over minutes and a source several times, so what is written into a file in use is mixed into the
     numbers, while the hash on record is that of before. A job asks ``require_unchanged`` before it writes.
     """
 

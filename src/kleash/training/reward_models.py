@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from kleash.checkpoints.resolution import find_checkpoint
-from kleash.errors import CannotRunError, ModelError, summarise_error
+from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra, suppress_library_output
-from kleash.models.filling import check_network_size
+from kleash.models.filling import check_complete, check_network_size, loading
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.tokenizers import load_tokenizer
 from kleash.models.transformers_formats import check_stored_types
@@ -109,9 +109,9 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
     with suppress_library_output():
         tokenizer = load_tokenizer(checkpoint, False)
         kind = transformers.AutoModelForSequenceClassification
-        try:
+        with loading(checkpoint):
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-            check_stored_types(checkpoint, config)
+            check_stored_types(checkpoint, None)
             check_network_size(checkpoint, config, kind.from_config)
             network, report = kind.from_pretrained(
                 checkpoint.folder,
@@ -120,16 +120,7 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except ModelError:
-            raise
-        except Exception as error:  # the exception depends on the configuration
-            raise ModelError(f"{title} cannot be loaded: {summarise_error(error)}") from error
-    missing = sorted([*report["missing_keys"], *(str(key) for key in report.get("mismatched_keys", ()))])
-    if missing:
-        raise ModelError(
-            f"{title} lacks {len(missing)} of its weights, which would be random: {', '.join(missing[:3])}; give a "
-            "model that was trained for sequence classification"
-        )
+    check_complete(report, title, "; give a model that was trained for sequence classification")
     if network.config.num_labels != 1:
         raise ModelError(
             f"{title} has {network.config.num_labels} labels; a reward is one number, so give one with 1"

@@ -83,6 +83,26 @@ def test_the_bounds_hold_the_exact_values(top: int, role: str) -> None:
             assert (columns[f"{name}_upper"] - columns[f"{name}_lower"]).max() < 1e-3
 
 
+@pytest.mark.parametrize(("role", "local"), [("policy", "reference"), ("reference", "policy")])
+def test_the_probability_of_rows_that_are_no_tokens_is_what_the_server_lists_of_it(
+    role: str, local: str
+) -> None:
+    served_logits, local_logits, tokens, answer = case(5)
+    is_padding = torch.arange(VOCABULARY) % 3 == 0
+    columns = divergence_bounds(
+        local_logits, LOGITS, answer, endpoint_role=role, buffer_bytes=1 << 20, is_padding=is_padding
+    )
+    served, of_local = (logits.double().softmax(-1).numpy() for logits in (served_logits, local_logits))
+    is_known = np.zeros((TOKENS, VOCABULARY), dtype=bool)
+    np.put_along_axis(is_known, np.argsort(-served, axis=-1)[:, :5], True, axis=-1)
+    is_known[np.arange(TOKENS), tokens.numpy()] = True
+    expected = (served * is_known)[:, is_padding.numpy()].sum(-1)
+    np.testing.assert_allclose(columns[f"padding_probability_{role}"], expected, rtol=1e-5)
+    expected = of_local[:, is_padding.numpy()].sum(-1)
+    np.testing.assert_allclose(columns[f"padding_probability_{local}"], expected, rtol=1e-5)
+    np.testing.assert_array_equal(columns["is_padding"], tokens.numpy() % 3 == 0)
+
+
 ROUNDED = {
     "bfloat16": lambda logp: torch.from_numpy(logp).bfloat16().double().numpy(),
     "float16": lambda logp: torch.from_numpy(logp).half().double().numpy(),

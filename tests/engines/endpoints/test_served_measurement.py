@@ -17,6 +17,7 @@ from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
+from kleash.engines.endpoints import engine as engine_module
 from kleash.engines.endpoints.engine import UNKNOWN_COLUMNS
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
@@ -236,6 +237,33 @@ def test_responses_have_sampled_estimates(server: str, distributions: Any, tmp_p
     assert served.per_sequence is None and "per_sequence" in served.left_out
     page = write_report(tmp_path / "served").read_text()
     assert "listed_and_sampled" in page
+
+
+@pytest.mark.parametrize(("least", "warns"), [(3, True), (2559, False)])
+def test_listed_rows_that_are_no_tokens_are_named(
+    server: str,
+    text: Path,
+    distributions: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    least: int,
+    warns: bool,
+) -> None:
+    """With the rows from ``least`` on taken for rows that are no tokens."""
+    monkeypatch.setattr(engine_module, "find_padding", lambda model: torch.arange(model.vocab_size) >= least)
+    options = {"text": str(text), "limit": 1, "quiet": True}
+    measurement = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "run"), **options))
+    ids = AutoTokenizer.from_pretrained(shipped_folder("reference"))(TEXT.partition("\n")[0])["input_ids"]
+    reference = float(distributions["reference"](ids)[:-1, least:].exp().sum(-1).mean())
+    (note,) = [note for note in measurement.notes if "rows of a head that are no tokens" in note]
+    assert f"and {reference:.3g} of the reference's probability; {len(ids) - 1 if warns else 0} of" in note
+    shares = [number for number in measurement.per_token if number.startswith("padding_probability")]
+    assert len(shares) == 2
+    warnings = [
+        warning for warning in measurement.warnings if "the bounds of the divergences are over all" in warning
+    ]
+    assert len(warnings) == warns
+    assert set(warnings) <= set(measurement.per_token["kl_policy_reference_lower"].warnings)
 
 
 def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:

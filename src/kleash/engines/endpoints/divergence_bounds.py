@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
@@ -29,6 +29,7 @@ def divergence_bounds(
     *,
     endpoint_role: str,
     buffer_bytes: int,
+    is_padding: Bool[Tensor, " vocab"] | None = None,
 ) -> dict[str, np.ndarray]:
     """Bounds of the divergences at each position, and the part of the KL that lies in the listed tokens.
 
@@ -42,15 +43,19 @@ def divergence_bounds(
         answer: of the server, on the same positions.
         endpoint_role: the role of the server's model, "policy" or "reference".
         buffer_bytes: memory for a chunk's logits.
+        is_padding: whether each logit is of no token; None if all are of tokens.
 
     Returns:
-        The columns ``BOUND_COLUMNS`` of ``tokens/``, in float64; NaN where the server's probabilities contradict each
-        other.
+        The columns ``BOUND_COLUMNS`` of ``tokens/``, in float64, NaN where the server's probabilities contradict each
+        other; and with ``is_padding`` whether the scored token is such a row, and their probability: of the server's
+        model, that of the rows among the listed and the scored tokens.
     """
-    parts = [
-        _columns_of_chunk(log_probabilities(hidden[rows], head), answer, rows, endpoint_role)
-        for rows in _chunks(len(hidden), head, hidden, buffer_bytes)
-    ]
+    parts: list[dict[str, np.ndarray]] = []
+    for rows in _chunks(len(hidden), head, hidden, buffer_bytes):
+        local_logp = log_probabilities(hidden[rows], head)
+        parts.append(_columns_of_chunk(local_logp, answer, rows, endpoint_role))
+        if is_padding is not None:
+            parts[-1] |= _padding_columns(local_logp, answer, rows, endpoint_role, is_padding.numpy())
     names = list(parts[0]) if parts else []
     return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
@@ -93,6 +98,26 @@ def _columns_of_chunk(
         "kl_of_listed": terms.sum(-1).numpy(),
         "listed_probability": listed_probability.numpy(),
         "token_is_listed": known.token_is_listed.double().numpy(),
+    }
+
+
+def _padding_columns(
+    local_logp: Float[Tensor, "tokens vocab"],
+    answer: ListedLogprobs,
+    rows: slice,
+    endpoint_role: str,
+    is_padding: Bool[np.ndarray, " vocab"],
+) -> dict[str, np.ndarray]:
+    """The columns about rows that are no tokens, of a few positions."""
+    local_role = "reference" if endpoint_role == "policy" else "policy"
+    is_of_scored = is_padding[answer.token_ids[rows]]
+    listed = np.where(is_padding[answer.listed_ids[rows]], np.exp(answer.listed_logp[rows]), 0).sum(-1)
+    scored = np.where(is_of_scored & ~answer.is_listed[rows], np.exp(answer.token_logp[rows]), 0)
+    of_local = local_logp[:, torch.from_numpy(is_padding).to(local_logp.device)].double().exp().sum(-1)
+    return {
+        "is_padding": is_of_scored,
+        f"padding_probability_{local_role}": of_local.cpu().numpy(),
+        f"padding_probability_{endpoint_role}": listed + scored,
     }
 
 

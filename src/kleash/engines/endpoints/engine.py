@@ -1,6 +1,6 @@
 """The engine of a model behind an inference server, compared with a local one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,10 @@ from kleash.engines.base import (
     EngineTraits,
     Shard,
     ShardResult,
-    begin_columns,
+    find_padding,
     round_outwards,
     sequence_columns,
+    with_unknown,
 )
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
@@ -26,13 +27,8 @@ from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, Pair, TokenSequence
-from kleash.models.scoring import (
-    checked_reader,
-    score_against_float32,
-    score_against_itself,
-)
+from kleash.models.scoring import ROUNDING, RoundingKind, checked_reader, columns_in_batches
 from kleash.models.tokenizers import token_texts
-from kleash.sources.sequences import batch_by_length
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import BOUND_COLUMNS
@@ -142,19 +138,13 @@ class EndpointEngine(Engine):
         columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
         return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
 
-    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
-        """Token columns of the local reference in batches compared with one sequence at a time; None for a server."""
+    def rounding_columns(
+        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
+    ) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the local reference compared with itself; None for a server."""
         if self.endpoint_role == "reference":
             return None
-        return score_against_itself(
-            self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
-        )
-
-    def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
-        """Token columns of the local reference compared with itself in float32; None for a server, or in float32."""
-        if self.endpoint_role == "reference":
-            return None
-        return score_against_float32(
+        return ROUNDING[kind](
             self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
         )
 
@@ -162,36 +152,31 @@ class EndpointEngine(Engine):
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
     ) -> dict[str, Any]:
         """The columns of ``tokens/`` of a shard."""
-        counts = [len(sequence.response_ids) for sequence in sequences]
-        ends = np.cumsum(counts, dtype=np.int64)
-        columns = begin_columns(sequences, BOUND_COLUMNS)
-        read = checked_reader(self.local_model)
-        lengths = [sequence.num_input_tokens for sequence in sequences]
-        for batch in batch_by_length(lengths, self.job.batch_tokens):
+        read, is_padding = checked_reader(self.local_model), find_padding(self.local_model)
+
+        def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
             hidden = read([sequences[index] for index in batch])
             answer = ListedLogprobs.concatenate([answers[index].result() for index in batch])
-            rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
-            tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
             with suppress_library_output(), torch.inference_mode():
-                batch_columns = self._columns_of_batch(hidden, tokens, answer)
-            if np.isnan(batch_columns["kl_policy_reference_lower"]).any():
+                columns = self._columns_of_batch(hidden, answer, is_padding)
+            if np.isnan(columns["kl_policy_reference_lower"]).any():
                 raise EndpointError(
                     f"{self.endpoint.client.subject} gives probabilities for some of the sequences from "
                     f"{sequences[batch[0]].name} on that no distribution over {self.local_model.vocab_size} tokens has"
                 )
-            for name, values in batch_columns.items():
-                columns[name][rows] = values
-        for name in ("rank_reference", f"top1_{self.endpoint_role}"):
-            columns[name] = np.ma.masked_less(columns[name], 0)
-        return columns
+            return columns
+
+        return with_unknown(
+            columns_in_batches(sequences, self.job.batch_tokens, columns_of_batch), BOUND_COLUMNS
+        )
 
     def _columns_of_batch(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, answer: ListedLogprobs
+        self, hidden: torch.Tensor, answer: ListedLogprobs, is_padding: torch.Tensor | None
     ) -> dict[str, np.ndarray]:
         """The columns of both models for the positions of a batch."""
         served = self.endpoint_role
         local = "reference" if served == "policy" else "policy"
-        head = self.local_model.head
+        head, tokens = self.local_model.head, torch.from_numpy(answer.token_ids).to(hidden.device)
         buffer_bytes = CPU_BUFFER_BYTES if hidden.device.type == "cpu" else GPU_BUFFER_BYTES
         statistics = token_statistics(
             hidden,
@@ -207,6 +192,7 @@ class EndpointEngine(Engine):
             answer,
             endpoint_role=served,
             buffer_bytes=buffer_bytes,
+            is_padding=is_padding,
         )
         rows, top1 = np.arange(len(tokens)), answer.listed_logp.argmax(-1)
         rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank

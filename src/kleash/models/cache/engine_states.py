@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from kleash.checkpoints.files import SafetensorsFiles, open_safetensors
+from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import KleashError, ModelError, OptionError, summarise_error
 from kleash.models.cache.hidden_states import KEY_BYTES
 from kleash.sources.sequences import TokenSequence
@@ -151,7 +151,7 @@ class EngineStates:
                 filled.
         """
         if request.line is None:
-            rows: Tensor = open_safetensors(request.path).get_slice(STATES)[start:stop, -1]
+            rows = SafetensorsFiles([request.path]).read(STATES, slice(start, stop))[:, -1]
         else:
             states = self._read_record(request).states
             assert states is not None, "a request has states"

@@ -32,7 +32,7 @@ class HiddenStateStore:
     """The files ``part-*.safetensors`` of a folder, each with the concatenated hidden states of many sequences.
 
     A file holds ``hidden`` [tokens, dim] and, for each of its sequences, a row of ``keys`` and of ``lengths``. Only
-    keys and lengths are read when the folder is opened; hidden states are memory-mapped on access, one file at a time.
+    keys and lengths are read when the folder is opened, and the hidden states of a sequence when they are asked for.
     The index takes about 200 bytes of memory per sequence.
     """
 
@@ -46,8 +46,8 @@ class HiddenStateStore:
         self._folder = folder
         self._paths: list[Path] = []
         self._index: dict[bytes, int] = {}
-        self._open_file: tuple[int, Tensor] | None = None
-        """Number and hidden states of the file that was read last."""
+        self._open_file: tuple[int, SafetensorsFiles] | None = None
+        """Number of the file that was read last, and the file."""
         self.tokens = 0
         """Total number of positions."""
         checksums = cache_checksums(folder)
@@ -76,8 +76,8 @@ class HiddenStateStore:
         entry = self._index[key]
         number, start = entry >> START_BITS, entry & ((1 << START_BITS) - 1)
         if self._open_file is None or self._open_file[0] != number:
-            self._open_file = number, SafetensorsFiles([self._paths[number]]).read("hidden")
-        return self._open_file[1][start : start + length]
+            self._open_file = number, SafetensorsFiles([self._paths[number]])
+        return self._open_file[1].read("hidden", slice(start, start + length))
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
         """Write the hidden states of sequences to one new file, atomically.

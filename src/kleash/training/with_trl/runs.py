@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -88,6 +88,9 @@ def run_trainer(
             step_logger.was_stopped(taken) or taken >= trainer.args.max_steps
         ):  # transformers would take one more
             trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
+    if job.lora_rank:
+        # PEFT would read the base's config.json each time, which may have changed, to see if tokens were added.
+        trainer.model.save_pretrained = partial(trainer.model.save_pretrained, save_embedding_layers=False)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
