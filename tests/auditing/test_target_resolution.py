@@ -14,6 +14,7 @@ from kleash.auditing.quantities import LABELS
 from kleash.auditing.targets import Target, find_target, resolution, target_names
 from kleash.auditing.targets.cases import make_case
 from kleash.auditing.targets.packages import stand_ins
+from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
 
@@ -135,7 +136,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_entry_points_are_loaded_on_use_and_replace_no_target_of_kleash() -> None:
-    assert target_names() == ("trl", "verl", "openrlhf", "liger", "absolute", "missing")
+    of_kleash = ("trl", "verl", "openrlhf", "liger", *(target.name for target in REPOSITORIES))
+    assert target_names() == (*of_kleash, "absolute", "missing")
     assert find_target("trl").package == "trl" and find_target("absolute") is ABSOLUTE
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         find_target("missing")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.toy_distributions import AuditInputs
-from kleash.errors import CannotRunError, ShapeError
+from kleash.errors import CannotRunError, MissingExtraError, ShapeError
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
 """What a convention gives -> how many of the axes sequences, steps and vocabulary the result has."""
@@ -47,6 +47,8 @@ class AuditedFunction:
         description = f"convention {self.convention.name!r}, {self.convention.summary}"
         try:
             result = self.convention.call(bound, inputs)
+        except MissingExtraError as error:  # such as an import of a checkout that was not loaded
+            raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             message = f": {lines[0][:300]}" if lines else ""
