@@ -61,10 +61,10 @@ def audited(name: str, source: Path | None = None) -> list[Audit]:
 def page(
     names: Iterable[str],
     audits: Callable[[str], list[Audit]] = audited,
-    kept: Mapping[str, str] | None = None,
+    stored_sections: Mapping[str, str] | None = None,
 ) -> str:
     """The text of the page: the sections of these packages, and those that are kept of others, by name."""
-    texts = {**(kept or {}), **{name: section(name, audits(name)) for name in names}}
+    texts = {**(stored_sections or {}), **{name: section(name, audits(name)) for name in names}}
     versions = f"kleash {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     made = f"{MADE}{date.today().isoformat()} by `python tools/make_audit_page.py` with {versions}."
     return "\n".join([HEAD, made, "", *(texts[name] for name in target_names() if name in texts)])
@@ -279,8 +279,8 @@ def main(words: Sequence[str]) -> int:
     is_check = "--check" in folders and folders.pop("--check") is None
     names = list(folders) or [name for name in target_names() if not find_target(name).repository]
     stored = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    kept = {name: f"## {name}\n\n{text}\n" for name, text in sections(stored).items() if name}
-    new = page(names, lambda name: audited(name, folders.get(name)), {} if is_check else kept)
+    stored_sections = {name: f"## {name}\n\n{text}\n" for name, text in sections(stored).items() if name}
+    new = page(names, lambda name: audited(name, folders.get(name)), {} if is_check else stored_sections)
     if not is_check:
         PAGE.write_text(new, encoding="utf-8")
         return 0

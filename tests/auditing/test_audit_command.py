@@ -77,6 +77,7 @@ def test_a_base_install_audits(project: Path) -> None:
         "from kleash.cli import main\n"
         "words = ['audit', 'user_kl:k3', '--convention', 'loss']\n"
         "assert main(words) == 0\n"
+        "assert not {'trl', 'verl', 'openrlhf', 'ray'} & set(sys.modules), 'targets are loaded on use'\n"
         "print('json:')\n"
         "assert main([*words, '--json']) == 0\n"
     )

@@ -36,7 +36,7 @@ class AuditedFunction:
             ShapeError: if its result does not have the shape of the convention.
         """
         with torch.enable_grad():  # an earlier call may have switched gradients off
-            return self.call_in_place(inputs.clone())
+            return self.call_in_place(inputs.clone(self.convention.fields))
 
     def call_in_place(self, inputs: AuditInputs) -> Tensor:
         """``call`` without the copies: the function may overwrite ``inputs``."""
@@ -107,7 +107,7 @@ class AuditedFunction:
     def _values_of_one_call(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
         """``values`` with the sign of the function, from one call; for a mean, from one call per sequence."""
         if self.convention.gives == "mean":
-            rows = [inputs.select(slice(i, i + 1)) for i in range(len(inputs.tokens))]
+            rows = inputs.split(self.convention.fields)
             return torch.stack([self.call(row) * row.mask.sum() for row in rows]).unsqueeze(-1)
         return self.parts(self.call(inputs))
 

@@ -46,11 +46,6 @@ class Statement(NamedTuple):
     binds: frozenset[str]
     uses: frozenset[str]
 
-    @property
-    def is_import(self) -> bool:
-        """Whether it is an import, of one name."""
-        return isinstance(self.node, ast.Import | ast.ImportFrom)
-
 
 class NotLoaded:
     """Stands for an import that was not loaded; any use but a comparison of types says what was used of it."""
@@ -107,7 +102,8 @@ def load_function(source: Path, target: str) -> LoadedFunction:
     with _being_loaded(module), quiet():
         for statement in needed:
             _execute(statement, module, source, where)
-    companions = dict.fromkeys(word for part in needed if not part.is_import for word in part.binds - {name})
+    definitions = (part for part in needed if not isinstance(part.node, ast.Import | ast.ImportFrom))
+    companions = dict.fromkeys(word for part in definitions for word in sorted(part.binds - {name}))
     absent = [value.path for value in vars(module).values() if isinstance(value, NotLoaded)]
     notes = [f"runs `{name}` of `{where}`{', with its ' if companions else ''}{', '.join(companions)}"]
     notes += [f"stand-ins, whose use is an error, replace {', '.join(absent)}"] if absent else []
