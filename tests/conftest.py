@@ -107,6 +107,7 @@ def pytest_unconfigure() -> None:
 
 
 MEASURE_WITHOUT_CHARTS = {
+    "auditing",
     "cli",
     "diagnosis",
     "engines",
@@ -119,7 +120,7 @@ MEASURE_WITHOUT_CHARTS = {
     "sources",
     "training",
 }
-"""Folders of tests that write pages and look at no chart; those of ``auditing`` and ``reports`` do."""
+"""Folders of tests that write pages and look at no chart; those of ``reports`` do."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -77,6 +77,7 @@ def test_a_base_install_audits(project: Path) -> None:
         "from kleash.cli import main\n"
         "words = ['audit', 'user_kl:k3', '--convention', 'loss']\n"
         "assert main(words) == 0\n"
+        "assert not {'trl', 'verl', 'openrlhf', 'ray'} & set(sys.modules), 'targets are loaded on use'\n"
         "print('json:')\n"
         "assert main([*words, '--json']) == 0\n"
     )
@@ -125,7 +126,10 @@ def test_output_of_the_audited_code_goes_to_stderr(project: Path, capsys: pytest
         (["user_kl:broken", "--convention", "loss"], "raised RuntimeError: no reference model is loaded"),
         (["user_kl:k3", "--convention", "logits_with_mask"], "raised TypeError: k3() takes 2 positional"),
         (["user_kl:k3", "--convention", "sequence_loss"], "choose the convention that fits it"),
-        (["unknown"], "no target is called 'unknown'; there are trl, verl, openrlhf, liger, kleash"),
+        (
+            ["unknown"],
+            "no target is called 'unknown'; there are trl, verl, openrlhf, liger, nemo-rl, skyrl, ",
+        ),
         (["verl", "--convention", "loss"], "verl brings its own conventions and arguments"),
         (["kleash", "--set", "a=1"], "kleash brings its own conventions and arguments"),
     ],

@@ -1,6 +1,7 @@
 """What the audited packages should compute, written out, and how their cases are called."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,15 +42,17 @@ class Numbers:
         return (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)
 
 
-def of(target: str, inputs: AuditInputs, carrier: str = "token_logp") -> tuple[Tensor, Tensor]:
+def of(
+    target: str, inputs: AuditInputs, carrier: str = "token_logp", source: Path | None = None
+) -> tuple[Tensor, Tensor]:
     """Value, and gradient of its sum in one of the policy's fields, of a case called by its convention."""
-    (case,) = cases_of(target)
+    (case,) = cases_of(target, source=source)
     leaf = getattr(inputs, carrier).clone().requires_grad_()
     fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
     given = AuditInputs(**{**fields, carrier: leaf})
 
-    def bound(*given: Any) -> Tensor:
-        return case.function(*given, **case.arguments)
+    def bound(*given: Any, **keywords: Any) -> Tensor:
+        return case.function(*given, **case.arguments, **keywords)
 
     value = case.convention.call(bound, given)
     if not value.requires_grad:

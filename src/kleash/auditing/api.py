@@ -131,7 +131,10 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
             result,
             findings=_by_severity(findings),
             notes=(*case.notes, *result.notes),
-            versions={**result.versions, **version_of(case.package)},
+            versions={
+                **result.versions,
+                **({case.package: case.commit} if case.commit else version_of(case.package)),
+            },
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.toy_distributions import AuditInputs
-from kleash.errors import CannotRunError, ShapeError
+from kleash.errors import CannotRunError, MissingExtraError, ShapeError
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
 """What a convention gives -> how many of the axes sequences, steps and vocabulary the result has."""
@@ -36,7 +36,7 @@ class AuditedFunction:
             ShapeError: if its result does not have the shape of the convention.
         """
         with torch.enable_grad():  # an earlier call may have switched gradients off
-            return self.call_in_place(inputs.clone())
+            return self.call_in_place(inputs.clone(self.convention.fields))
 
     def call_in_place(self, inputs: AuditInputs) -> Tensor:
         """``call`` without the copies: the function may overwrite ``inputs``."""
@@ -47,6 +47,8 @@ class AuditedFunction:
         description = f"convention {self.convention.name!r}, {self.convention.summary}"
         try:
             result = self.convention.call(bound, inputs)
+        except MissingExtraError as error:  # such as an import of a checkout that was not loaded
+            raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             message = f": {lines[0][:300]}" if lines else ""
@@ -105,7 +107,7 @@ class AuditedFunction:
     def _values_of_one_call(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
         """``values`` with the sign of the function, from one call; for a mean, from one call per sequence."""
         if self.convention.gives == "mean":
-            rows = [inputs.select(slice(i, i + 1)) for i in range(len(inputs.tokens))]
+            rows = inputs.split(self.convention.fields)
             return torch.stack([self.call(row) * row.mask.sum() for row in rows]).unsqueeze(-1)
         return self.parts(self.call(inputs))
 

@@ -332,9 +332,9 @@ def _factors(
     return factors, is_close & ((factors.abs() > NEGLIGIBLE) | torch.tensor(relation == "shifted"))
 
 
-def cosine_similarity(gradient: Tensor, target: Tensor) -> float:
-    """The cosine between two gradients; NaN if either is zero, or the first only rounding error."""
-    product = (gradient.norm() * target.norm()).item()
-    if not product or gradient.norm() < 1e-6 * target.norm():
-        return float("nan")
-    return (gradient * target).sum().item() / product
+def cosine_similarities(
+    gradient: Float[Tensor, " entries"], targets: Float[Tensor, "labels entries"]
+) -> Float[Tensor, " labels"]:
+    """The cosine between a gradient and each target; NaN if either is zero, or the first only rounding error."""
+    size, sizes = gradient.norm(), targets.norm(dim=-1)
+    return torch.where(size < 1e-6 * sizes, torch.nan, targets @ gradient / (size * sizes))

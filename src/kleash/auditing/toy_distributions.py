@@ -1,6 +1,6 @@
 """The inputs of an audited function, and toy p, q and behaviour distributions over short responses that make them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
@@ -39,9 +39,10 @@ class AuditInputs:
     head_p: Float[Tensor, "vocab dim"]
     head_q: Float[Tensor, "vocab dim"]
 
-    def clone(self) -> "AuditInputs":
-        """Copies of all tensors, which may be changed in place and pass gradients on to the originals."""
-        return replace(self, **{field.name: getattr(self, field.name).clone() for field in fields(self)})
+    def clone(self, names: Collection[str] = ()) -> "AuditInputs":
+        """Copies of the fields ``names``, or of all, which may be changed in place and pass gradients on."""
+        names = names or [field.name for field in fields(self)]
+        return replace(self, **{name: getattr(self, name).clone() for name in names})
 
     def select(self, sequences: slice | list[int], steps: slice = slice(None)) -> "AuditInputs":
         """Some of the sequences, or of the steps of each."""
@@ -52,10 +53,24 @@ class AuditInputs:
         }
         return replace(self, **parts)
 
+    def split(self, names: Collection[str] = ()) -> "list[AuditInputs]":
+        """Each sequence alone; if ``names`` are given, only these fields, tokens and mask are of the sequence."""
+        names = [name for name in names or P_FIELDS + Q_FIELDS if not name.startswith("head_")]
+        columns = [getattr(self, name).split(1) for name in (*names, "tokens", "mask")]
+        return [
+            replace(self, **dict(zip((*names, "tokens", "mask"), row, strict=True)))
+            for row in zip(*columns, strict=True)
+        ]
+
     def to(self, dtype: torch.dtype) -> "AuditInputs":
         """These inputs with all floating-point tensors in another precision."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()})
+
+    def as_leaves(self) -> "AuditInputs":
+        """These numbers with p's tensors as leaves, so that no call can free a graph that another one needs."""
+        leaves = {name: getattr(self, name).detach().clone().requires_grad_() for name in P_FIELDS}
+        return replace(self, **leaves)
 
 
 P_FIELDS = ("token_logp", "logp", "probs_p", "logits_p", "hidden_p")
@@ -163,6 +178,13 @@ class ToyDistributions:
             self.tokens,
             logits_behaviour=self.sampling_logits(sampling)[rows],
         )
+
+
+@cache
+def leaf_inputs(toy_name: str) -> AuditInputs:
+    """Every response once, on-policy; p's tensors are leaves. Calls get copies, so that audits can share them."""
+    toy = toy_distributions()[toy_name]
+    return toy.inputs(toy.logits_p, "on-policy").as_leaves()
 
 
 def response_logp(

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import MissingExtraError
+from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs.reading_jobs import AuditJob
 from kleash.launch_environment import launched_rank
 from kleash.reports.formatting import as_sentence
@@ -26,9 +26,12 @@ def run_audit(command: AuditJob) -> int:
 
     fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
     require_kinds(fail_on)
+    if command.source is not None and not command.trust_source:
+        require_consent(f"this runs code of {command.target} in {command.source}")
+    source = None if command.source is None else Path(command.source)
     audits: list[Any] = []
     with redirect_stdout(sys.stderr):  # audited code may print; that is not output of the audit
-        pending_audits = audits_of(cases_of(command.target, command.convention, command.set))
+        pending_audits = audits_of(cases_of(command.target, command.convention, command.set, source))
     while True:
         with redirect_stdout(sys.stderr):
             audit = next(pending_audits, None)
@@ -54,10 +57,24 @@ def run_audit(command: AuditJob) -> int:
     return 1 if failures else 0
 
 
+def require_consent(statement: str) -> None:
+    """Ask in the terminal whether code may be run, which ``statement`` says.
+
+    Raises:
+        OptionError: if the answer is not yes, or there is no terminal.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise OptionError(f"{statement}; give --trust-source to allow it")
+    print(f"{statement}. Run it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise OptionError("nothing was run")
+
+
 def _audit_command(command: AuditJob) -> str:
     """The command line that repeats the audits."""
     words: Sequence[str] = [
         *("kleash", "audit", command.target),
+        *(("--source", command.source) if command.source else ()),
         *(("--convention", command.convention) if command.convention else ()),
         *(("--set", *command.set) if command.set else ()),
     ]

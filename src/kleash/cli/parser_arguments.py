@@ -16,7 +16,7 @@ from kleash.jobs.option_groups import OPTION_HEADINGS, POSITIONAL, in_order_of_h
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
     **dict.fromkeys(("prompts", "eval_prompts", "text", "responses", "pairs"), "FILE"),
-    **dict.fromkeys(("reference_cache", "out", "folder"), "FOLDER"),
+    **dict.fromkeys(("reference_cache", "out", "folder", "source"), "FOLDER"),
     "folders": "FOLDER FOLDER ...",
     "rollouts": "FILE ...",
     "candidates": "MODEL",

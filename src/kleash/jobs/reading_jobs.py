@@ -152,10 +152,16 @@ class AuditJob:
 
     target: str = "kleash"
     """package.module:function; or kleash, liger, openrlhf, trl or verl for all known KL functions of that package; or
-    one case of these, such as "verl:low_var_kl"."""
+    one case of these, such as "verl:low_var_kl". With --source FILE:function or FOLDER:function in it; or miles,
+    nemo-rl, open-instruct, prime-rl, skyrl, slime or torchtune."""
+    source: str | None = None
+    """A checkout, whose dependencies need not be installed: of the function's file, only what the function needs is
+    run. Its commit is recorded."""
+    trust_source: bool = False
+    """Run the code in --source without asking; needed where there is no terminal to ask."""
     convention: str | None = None
-    """How package.module:function is called and what it returns: "loss", "reward", "logits" ...; without it, an error
-    explains the most common conventions and lists all."""
+    """How package.module:function or FILE:function is called and what it returns: "loss", "reward", "logits" ...;
+    without it, an error explains the most common conventions and lists all."""
     set: tuple[str, ...] = ()
     """Keyword arguments to call it with."""
     out: Path = Path("audit.html")
@@ -167,6 +173,11 @@ class AuditJob:
     else in ordinary use), "fragile" (only at extremes), "note", or "fault" for wrong and fragile."""
     quiet: bool = False
     """Print only failures."""
+
+    def __post_init__(self) -> None:
+        """Check that code is trusted of a source that is given; raises OptionError."""
+        if self.trust_source and self.source is None:
+            raise OptionError("--trust-source needs --source, the folder of a checkout")
 
 
 @dataclass(frozen=True, kw_only=True)

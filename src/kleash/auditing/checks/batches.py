@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, toy_distributions
+from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import KleashError
 from kleash.store.audit import Finding, MaskRow
 
@@ -75,8 +75,7 @@ def batch_findings(
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
-    toy = toy_distributions()[SEQUENCES]
-    return toy.inputs(toy.logits_p.clone().requires_grad_(), "on-policy").select(rows)
+    return leaf_inputs(SEQUENCES).select(rows)
 
 
 def _wrong_reduction(audited: AuditedFunction, ignores_padding: bool) -> str:
@@ -158,8 +157,7 @@ def batch_mean(audited: AuditedFunction) -> Literal["", "tokens", "responses", "
 
 def padded_inputs(fill: str | None) -> AuditInputs:
     """Responses of three lengths in float32; their padding holds a fill, or its original numbers if None."""
-    toy = toy_distributions()[SEQUENCES]
-    inputs = toy.inputs(toy.logits_p, "on-policy").select(ROWS).to(torch.float32)
+    inputs = _batch_inputs().to(torch.float32)
     mask = torch.arange(3) < torch.tensor(LENGTHS).unsqueeze(-1)
     if fill is not None:
         numbers = {**dict.fromkeys(P_FIELDS, FILLS[fill][0]), **dict.fromkeys(Q_FIELDS, FILLS[fill][1])}
@@ -171,8 +169,7 @@ def padded_inputs(fill: str | None) -> AuditInputs:
                 for name, x in tensors.items()
             },
         )
-    leaves = {name: getattr(inputs, name).detach().clone().requires_grad_() for name in P_FIELDS}
-    return replace(inputs, mask=mask, **leaves)
+    return replace(inputs, mask=mask).as_leaves()
 
 
 Result = tuple[Tensor, list[Tensor]]

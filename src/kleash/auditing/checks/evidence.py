@@ -25,7 +25,7 @@ from kleash.auditing.quantities import (
     MAX_STANDARD_ERRORS,
     TOLERANCE,
     QuantityMatch,
-    cosine_similarity,
+    cosine_similarities,
     divergence_label,
     exact_values,
     is_quantity,
@@ -262,12 +262,13 @@ def _gradient_by_position(e: Expectation, match: QuantityMatch | None) -> Positi
     by_token = match.factor * token_gradient(SEQUENCES, e.sampling, match.quantity)
     by_sequence = match.factor * sequence_gradient(SEQUENCES, match.quantity)
     of_token, of_sequence = (_gradient_factors(e, e.gradient, target) for target in (by_token, by_sequence))
+    cosines = cosine_similarities(e.gradient.flatten(), torch.stack([by_token, by_sequence]).flatten(1))
     return PositionMatch(
         level=level,
         factors=of_token or of_sequence,
         factors_of="token" if of_token else "sequence" if of_sequence else "",
-        token_cosine=cosine_similarity(e.gradient, by_token),
-        sequence_cosine=cosine_similarity(e.gradient, by_sequence),
+        token_cosine=cosines[0].item(),
+        sequence_cosine=cosines[1].item(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from jaxtyping import Float64
@@ -11,7 +11,7 @@ from torch import Tensor
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.quantities import (
     QuantityMatch,
-    cosine_similarity,
+    cosine_similarities,
     divergence_label,
     exact_values,
     match_quantity,
@@ -20,7 +20,14 @@ from kleash.auditing.quantities import (
     sequence_gradient,
     token_gradient,
 )
-from kleash.auditing.toy_distributions import SAMPLINGS, Sampling, ToyDistributions, toy_distributions
+from kleash.auditing.toy_distributions import (
+    SAMPLINGS,
+    SEQUENCES,
+    AuditInputs,
+    Sampling,
+    ToyDistributions,
+    toy_distributions,
+)
 from kleash.divergences import DIVERGENCES
 from kleash.store.audit import GradientRow, ValueRow
 
@@ -65,9 +72,14 @@ def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampl
     each token is multiplied by the sum of the rewards from that token on. A random function is evaluated GROUPS
     times; the two errors are standard errors over these.
     """
+    logits = toy.logits_p.clone().requires_grad_()
+    inputs = toy.inputs(logits, sampling)
+    groups = [
+        _expectation_of_one_pass(audited, toy, sampling, logits, inputs)
+        for _ in range(1 if audited.repeats == 1 else GROUPS)
+    ]
     if audited.repeats == 1:
-        return _expectation_of_one_pass(audited, toy, sampling)
-    groups = [_expectation_of_one_pass(audited, toy, sampling) for _ in range(GROUPS)]
+        return groups[0]
     means = torch.tensor([group.mean for group in groups], dtype=torch.float64)
     flowing = [group.gradient for group in groups if group.gradient is not None]
     gradients = torch.stack(flowing) if flowing else None
@@ -82,16 +94,15 @@ def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampl
 
 
 def _expectation_of_one_pass(
-    audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling
+    audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling, logits: Tensor, inputs: AuditInputs
 ) -> Expectation:
-    logits = toy.logits_p.clone().requires_grad_()
-    inputs = toy.inputs(logits, sampling)
+    """The expectation from one value of each response; ``inputs`` are made of p's ``logits``."""
     values = audited.values(inputs).double()
     probabilities, totals = toy.probabilities(sampling), values.sum(-1)
     if audited.convention.place == "reward":
         reward_to_go = values.detach().flip(-1).cumsum(-1).flip(-1)
         surrogate = (probabilities * (reward_to_go * inputs.token_logp).sum(-1)).sum()
-        (gradient,) = torch.autograd.grad(surrogate, logits)
+        (gradient,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
     else:
         (gradient,) = audited.gradients((probabilities * totals).sum(), (logits,))
     return Expectation(
@@ -156,25 +167,34 @@ def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[Value
 
 def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...]:
     """The expected gradient compared with that of every divergence, on each of the toy distributions."""
-    return tuple(
-        GradientRow(
-            pair=e.toy.name,
-            sampling=e.sampling,
-            target=label,
-            cosine=cosine_similarity(e.gradient, target),
-            relative_size=(e.gradient.norm() / target.norm()).item(),
-            relative_error=((e.gradient - target).norm() / target.norm()).item(),
-        )
-        for e in expectations
-        if e.gradient is not None
-        for label, target in _target_gradients(e).items()
-    )
+    rows: list[GradientRow] = []
+    for e in expectations:
+        if e.gradient is not None:
+            gradient, (labels, targets) = e.gradient.flatten(), _target_gradients(e.toy.name, e.sampling)
+            sizes = targets.norm(dim=-1)
+            errors = (gradient - targets).norm(dim=-1) / sizes
+            columns = torch.stack([cosine_similarities(gradient, targets), gradient.norm() / sizes, errors])
+            rows += [
+                GradientRow(
+                    pair=e.toy.name,
+                    sampling=e.sampling,
+                    target=label,
+                    cosine=cosine,
+                    relative_size=size,
+                    relative_error=error,
+                )
+                for label, (cosine, size, error) in zip(labels, columns.T.tolist(), strict=True)
+            ]
+    return tuple(rows)
 
 
-def _target_gradients(e: Expectation) -> dict[str, Tensor]:
-    """The gradients of every divergence, over several tokens also of that between whole responses."""
+@cache
+def _target_gradients(
+    toy_name: str, sampling: Sampling
+) -> tuple[tuple[str, ...], Float64[Tensor, "labels entries"]]:
+    """The labels and gradients of every divergence, over several tokens also of that between whole responses."""
     labels = [divergence_label(name) for name in DIVERGENCES]
-    targets = {label: token_gradient(e.toy.name, e.sampling, label) for label in labels}
-    if e.toy.steps > 1:
-        targets |= {f"sequence {label}": sequence_gradient(e.toy.name, label) for label in labels}
-    return targets
+    targets = {label: token_gradient(toy_name, sampling, label) for label in labels}
+    if toy_name == SEQUENCES:
+        targets |= {f"sequence {label}": sequence_gradient(toy_name, label) for label in labels}
+    return tuple(targets), torch.stack([*targets.values()]).flatten(1)

@@ -16,7 +16,7 @@ from kleash.auditing.toy_distributions import (
     P_FIELDS,
     Q_FIELDS,
     SEQUENCES,
-    toy_distributions,
+    leaf_inputs,
 )
 from kleash.divergences import divergence
 from kleash.errors import KleashError
@@ -172,9 +172,7 @@ def _problem(value: float, gradient: float, exact: float) -> str:
 def nan_input_findings(audited: AuditedFunction) -> list[Finding]:
     """A finding if a NaN at an unmasked token, in any of the inputs that the result depends on, becomes a number."""
     hidden: list[str] = []
-    toy = toy_distributions()[SEQUENCES]
-    logits = toy.logits_p.clone().requires_grad_()
-    inputs = toy.inputs(logits, "on-policy").select(slice(3, 5)).to(torch.float32)
+    inputs = leaf_inputs(SEQUENCES).select(slice(3, 5)).to(torch.float32)
 
     def values_with(field: str, factor: float) -> Tensor:
         """The values with the field multiplied at the second token of the first response."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,11 +37,10 @@ def accuracy_rows(audited: AuditedFunction, estimator: str, is_claimed: bool) ->
     precision, in which rounded distributions are not normalised, it is the function's own value in float64.
     """
     formula = _right_formula(audited, estimator, is_claimed)
-    rows = [_accuracy_row(audited, pair_with_kl(level), torch.float32, formula) for level in KL_LEVELS]
+    rows = [_accuracy_row(audited, level, torch.float32, formula) for level in KL_LEVELS]
     for dtype, name in LOW_PRECISION_CASES:
-        toy = toy_distributions()[name]
         try:
-            rows.append(_accuracy_row(audited, (toy.logits_p, toy.logits_q), dtype, _own_formula(audited)))
+            rows.append(_accuracy_row(audited, name, dtype, _own_formula(audited)))
         except KleashError:
             continue
     return tuple(rows)
@@ -52,8 +51,8 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
 
     If float32 loses digits where nothing cancels, on the far pair, nothing else is reported.
     """
-    own_formula, far = _own_formula(audited), _far_inputs(torch.float32)
-    error = _relative_error(own_formula(far), own_formula(far.to(torch.float64)))
+    own_formula, far = _own_formula(audited), _roundings("far", torch.float32)
+    error = _relative_error(own_formula(far.rounded), own_formula(far.in_float64))
     if error > ROUNDING:
         sentence = (
             f"For float32 inputs it computes in less than float32: on the far pair its value differs by {error:.2g} "
@@ -101,7 +100,7 @@ def _describe_error(row: AccuracyRow) -> str:
 def _returns_bfloat16(audited: AuditedFunction) -> bool:
     """Whether the result is bfloat16 for bfloat16 inputs; False if the function refuses them, which is no fault."""
     try:
-        return audited.call(_far_inputs(torch.bfloat16)).dtype == torch.bfloat16
+        return audited.call(_roundings("far", torch.bfloat16).rounded).dtype == torch.bfloat16
     except KleashError:
         return False
 
@@ -118,28 +117,39 @@ def pair_with_kl(level: float) -> tuple[Tensor, Tensor]:
     return p, p + step * direction
 
 
-def _far_inputs(dtype: torch.dtype) -> AuditInputs:
-    toy = toy_distributions()["far"]
-    return _every_token((toy.logits_p, toy.logits_q), dtype)
+class Roundings(NamedTuple):
+    """Every token of the vocabulary once, rounded to a dtype, and the rounded numbers in others."""
+
+    rounded: AuditInputs
+    in_float32: AuditInputs
+    in_float64: AuditInputs
+    kl: float
+    """KL(p || q) of the pair, in nats."""
 
 
-def _every_token(pair: tuple[Tensor, Tensor], dtype: torch.dtype) -> AuditInputs:
-    """Every token of the vocabulary once; p requires a gradient, since some functions need one."""
-    p, q = (side.expand(VOCAB_SIZE, VOCAB_SIZE).unsqueeze(1) for side in pair)
-    return make_inputs(p.clone().requires_grad_(), q, torch.arange(VOCAB_SIZE).unsqueeze(-1), dtype=dtype)
+@cache
+def _roundings(pair: str | float, dtype: torch.dtype) -> Roundings:
+    """The inputs of the toy pair of this name, or of ``pair_with_kl``; p requires a gradient, as functions may need."""
+    toy = toy_distributions()[pair] if isinstance(pair, str) else None
+    logits = pair_with_kl(pair) if toy is None else (toy.logits_p, toy.logits_q)
+    p, q = (side.expand(VOCAB_SIZE, VOCAB_SIZE).unsqueeze(1) for side in logits)
+    tokens = torch.arange(VOCAB_SIZE).unsqueeze(-1)
+    inputs = make_inputs(p, q, tokens, dtype=dtype).as_leaves()
+    kl = divergence("kl", *(side.log_softmax(-1) for side in logits)).item()
+    return Roundings(inputs, inputs.to(torch.float32), inputs.to(torch.float64), kl)
 
 
 def _accuracy_row(
-    audited: AuditedFunction, pair: tuple[Tensor, Tensor], dtype: torch.dtype, formula: Formula
+    audited: AuditedFunction, pair: str | float, dtype: torch.dtype, formula: Formula
 ) -> AccuracyRow:
     """The error of the function, and that of the right formula in float32, on the same inputs."""
-    inputs = _every_token(pair, dtype)
-    values, right_values = _own_formula(audited)(inputs), formula(inputs.to(torch.float64))
+    inputs = _roundings(pair, dtype)
+    values, right_values = _own_formula(audited)(inputs.rounded), formula(inputs.in_float64)
     return AccuracyRow(
         dtype=str(dtype).removeprefix("torch."),
-        kl=divergence("kl", *(side.log_softmax(-1) for side in pair)).item(),
+        kl=inputs.kl,
         relative_error=_relative_error(values, right_values),
-        unavoidable_error=_relative_error(formula(inputs.to(torch.float32)), right_values),
+        unavoidable_error=_relative_error(formula(inputs.in_float32), right_values),
     )
 
 
@@ -179,8 +189,7 @@ LOG_PROBABILITIES: dict[str, Callable[[AuditInputs], tuple[Tensor, Tensor]]] = {
 
 def reads_field(audited: AuditedFunction, field: str) -> bool:
     """Whether the result depends on this field of the inputs."""
-    toy = toy_distributions()["near"]
-    inputs = _every_token((toy.logits_p, toy.logits_q), torch.float64)
+    inputs = _roundings("near", torch.float64).rounded
     changed = replace(inputs, **{field: getattr(inputs, field).detach() * 0.9 - 0.05})
     return not torch.equal(audited.values(inputs).detach(), audited.values(changed).detach())
 

@@ -1,5 +1,6 @@
 """Purity: whether the result depends on the arguments alone, and the call changes nothing else."""
 
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.batches import padded_inputs
-from kleash.auditing.toy_distributions import VOCAB_SIZE, AuditInputs, make_inputs, toy_distributions
+from kleash.auditing.toy_distributions import (
+    P_FIELDS,
+    VOCAB_SIZE,
+    AuditInputs,
+    leaf_inputs,
+    make_inputs,
+    toy_distributions,
+)
 from kleash.errors import KleashError
 from kleash.store.audit import Finding
 
@@ -79,8 +87,9 @@ def check_final_call(audited: AuditedFunction, purity: Purity) -> list[Finding]:
     if purity.noise or purity.state:
         return []
     try:
+        inputs = _far_inputs(audited)
         for _ in range(FINAL_CALLS):
-            audited.call(_far_inputs(audited))
+            audited.call(inputs)
         difference = _difference(purity.first, _result(audited))
     except KleashError as error:
         difference = f"a later call fails: {error}"
@@ -94,15 +103,14 @@ def _result(audited: AuditedFunction, seed: int = SEED) -> Tensor:
     result = audited.call(inputs)
     parts = [
         result.detach(),
-        *audited.gradients(result.sum(), (inputs.token_logp, inputs.logp, inputs.logits_p)),
+        *audited.gradients(result.sum(), [getattr(inputs, name) for name in P_FIELDS]),
     ]
     return torch.cat([part.double().flatten() for part in parts if part is not None])
 
 
 def _far_inputs(audited: AuditedFunction) -> AuditInputs:
     """Every token of the vocabulary as a response; only one response for a function that returns a mean."""
-    toy = toy_distributions()["far"]
-    inputs = toy.inputs(toy.logits_p.clone().requires_grad_(), "on-policy")
+    inputs = leaf_inputs("far")
     return inputs.select(slice(2, 3)) if audited.convention.gives == "mean" else inputs
 
 
@@ -200,8 +208,8 @@ SETTINGS: States = MappingProxyType(
 GENERATORS: States = MappingProxyType(
     {
         "the seed of torch's generator": (
-            lambda: torch.get_rng_state().tolist(),
-            lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
+            lambda: torch.get_rng_state().numpy().tobytes(),
+            lambda state: torch.set_rng_state(torch.tensor([*state], dtype=torch.uint8)),
         ),
         "the seed of Python's generator": (random.getstate, random.setstate),
         "the seed of numpy's generator": (np.random.get_state, np.random.set_state),
@@ -221,12 +229,12 @@ def _overwritten_settings(audited: AuditedFunction, settings: Mapping[str, Any])
 
     A generator that is in the same state after calls under two different seeds was seeded by the function.
     """
-    states: list[dict[str, str]] = []
+    states: list[dict[str, bytes]] = []
     for seed in (SEED, SEED + 1):
         seed_generators(seed)
         with suppress(KleashError):
             audited.call_in_place(_far_inputs(audited).clone())
-        states.append({name: repr(read()) for name, (read, _) in GENERATORS.items()})
+        states.append({name: pickle.dumps(read()) for name, (read, _) in GENERATORS.items()})
     changed = [name for name, (read, _) in SETTINGS.items() if read() != settings[name]]
     torch.set_grad_enabled(True)
     return [*changed, *(name for name in GENERATORS if states[0][name] == states[1][name])]

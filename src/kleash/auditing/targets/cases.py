@@ -2,11 +2,19 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields, resolve_convention
+from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.packages import INSTALL_COMMANDS, import_target, quiet, stand_ins
 from kleash.dotted import Function
+from kleash.errors import CannotRunError, OptionError
+
+
+def not_loaded(*_: Any, **__: Any) -> Any:
+    """Stands for the function of a case in a checkout that has not been loaded."""
+    raise CannotRunError("a case of a checkout has a function once its target is loaded with a source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,19 +22,21 @@ class Case:
     """One function to audit, with its convention and arguments."""
 
     name: str
-    function: Function
-    """Called by ``convention``; imports what it needs when it is called."""
+    function: Function = not_loaded
+    """Called by ``convention``; imports what it needs when it is called. That of a checkout is loaded by its target."""
     convention: Convention
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments bound to it."""
     audits: str = ""
-    """The dotted path of the package's code that runs."""
+    """The dotted path of the package's code that runs, or ``FILE:function`` of a checkout."""
     notes: tuple[str, ...] = ()
     """How the code is run, for the reader of the audit."""
     fragile: Collection[str] = ()
     """Kinds of findings that the package's own trainer never causes (a note says why): fragile, not wrong."""
     package: str = ""
-    """The importable package whose version is recorded in the audit."""
+    """The importable package whose version is recorded in the audit, or the name of what a checkout has."""
+    commit: str = ""
+    """The version of code from a checkout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +46,11 @@ class Target:
     name: str
     package: str
     """The importable package."""
-    modules: Sequence[str]
+    modules: Sequence[str] = ()
     """The modules that its cases use."""
     cases: tuple[Case, ...]
+    repository: str = ""
+    """Where to get the checkout that its cases are loaded from; "" for an installed package."""
     stood_in: tuple[str, ...] = ()
     """Packages that its modules import and that no case uses: stand-ins replace missing ones."""
     not_audited: tuple[str, ...] = ()
@@ -46,16 +58,28 @@ class Target:
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
+        """The command that installs it, or fetches the checkout."""
+        if self.repository:
+            return f"git clone --depth 1 {self.repository}"
         return INSTALL_COMMANDS.get(self.package, f"pip install {self.package}")
 
-    def load(self) -> tuple[Case, ...]:
-        """Its cases, after importing all modules that they use.
+    def load(self, source: Path | None = None) -> tuple[Case, ...]:
+        """Its cases, after importing the modules that they use, or loading their functions from a checkout.
 
         Raises:
+            OptionError: if there is no source for code of a checkout, or one for an installed package.
             MissingExtraError: if the package is not installed; the message has the command that installs it.
-            UnknownNameError, CannotRunError: if the installed version lacks a module, or it cannot be imported.
+            UnknownNameError, CannotRunError: if the installed version lacks a module, or it cannot be imported, or as
+                ``load_function`` has it.
         """
+        if (source is None) == bool(self.repository):
+            raise OptionError(
+                f"{self.name} is audited from a checkout; run: {self.install}, and give its folder as --source"
+                if source is None
+                else f"{self.name} is audited as it is installed; a function of a checkout is named FILE:function"
+            )
+        if source is not None:
+            return self._cases_in(source)
         with quiet(), stand_ins(self.stood_in) as missing:
             import_target(self.package)
             for module in self.modules:
@@ -66,6 +90,19 @@ class Target:
         )
         return tuple(
             replace(case, notes=(f"runs `{case.audits}`", *case.notes, *notes), package=self.package)
+            for case in self.cases
+        )
+
+    def _cases_in(self, source: Path) -> tuple[Case, ...]:
+        functions = {name: load_function(source, name) for name in {case.audits for case in self.cases}}
+        return tuple(
+            replace(
+                case,
+                function=functions[case.audits].function,
+                notes=(*functions[case.audits].notes, *case.notes),
+                package=self.package,
+                commit=functions[case.audits].commit,
+            )
             for case in self.cases
         )
 

@@ -5,15 +5,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kleash import dotted
 from kleash.auditing.conventions import CONVENTIONS, resolve_convention
 from kleash.auditing.targets.cases import Case, Target
+from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.liger import LIGER
 from kleash.auditing.targets.openrlhf import OPENRLHF
 from kleash.auditing.targets.packages import INSTALL_COMMANDS
+from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.auditing.targets.trl import TRL
 from kleash.auditing.targets.verl import VERL
 from kleash.errors import OptionError, UnknownNameError
@@ -22,7 +25,7 @@ ENTRY_POINT_GROUP = "kleash.audit_targets"
 """A package registers a ``Target`` by an entry point of this group, whose name is that of the target.
 
 kleash's own target is one, since it audits code of higher layers than this one."""
-BUILT_IN = {target.name: target for target in (TRL, VERL, OPENRLHF, LIGER)}
+BUILT_IN = {target.name: target for target in (TRL, VERL, OPENRLHF, LIGER, *REPOSITORIES)}
 
 COMMON_CONVENTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -54,17 +57,24 @@ def find_target(name: str) -> Target:
     return entry_point.load()
 
 
-def cases_of(target: str, convention: str | None = None, arguments: Sequence[str] = ()) -> tuple[Case, ...]:
+def cases_of(
+    target: str,
+    convention: str | None = None,
+    arguments: Sequence[str] = (),
+    source: Path | None = None,
+) -> tuple[Case, ...]:
     """The cases to audit.
 
     Args:
-        target: one of ``target_names`` for all its cases, ``"verl:low_var_kl"`` for one of them, or
-            ``"package.module:function"``.
-        convention: how a function at a dotted path is called; targets have their own conventions.
-        arguments: keyword arguments for a function at a dotted path, as typed: ``"kl_penalty=k3"``.
+        target: one of ``target_names`` for all its cases, ``"verl:low_var_kl"`` for one of them,
+            ``"package.module:function"``, or with a source ``"FILE_OR_FOLDER:function"``.
+        convention: how a function that is no case of a target is called; targets have their own conventions.
+        arguments: keyword arguments for such a function, as typed: ``"kl_penalty=k3"``.
+        source: the folder of a checkout, whose code is run without the packages that it imports.
 
     Raises:
-        OptionError: if a dotted path comes without a convention, or a target with one, or an argument is malformed.
+        OptionError: if a dotted path comes without a convention, or a target with one, or an argument is malformed; if
+            a target of a checkout comes without a source, or another with one.
         UnknownNameError: if the target, case, convention, module or function does not exist.
         MissingExtraError: if the package is not installed; the message has the command that installs it.
         CannotRunError: if importing it raises.
@@ -74,16 +84,17 @@ def cases_of(target: str, convention: str | None = None, arguments: Sequence[str
     if known and (not colon or case_name in {case.name for case in known.cases}):
         if convention is not None or arguments:
             raise OptionError(
-                f"{package} brings its own conventions and arguments; name the function as package.module:function "
-                "to choose them"
+                f"{package} brings its own conventions and arguments; name the function as package.module:function, or "
+                "FILE:function with --source, to choose them"
             )
-        cases = [case for case in known.load() if not colon or case.name == case_name]
+        cases = [case for case in known.load(source) if not colon or case.name == case_name]
         return tuple(replace(case, name=f"{package}:{case.name}") for case in cases)
-    if not colon and "." not in package:
+    if not colon and (source is not None or "." not in package):
         raise UnknownNameError(
             f"no target is called {target!r}; there are {', '.join(target_names())}, or write package.module:function"
         )
-    function = dotted.resolve_function(target, "a target", INSTALL_COMMANDS)
+    loaded = None if source is None else load_function(source, target)
+    function = loaded.function if loaded else dotted.resolve_function(target, "a target", INSTALL_COMMANDS)
     if convention is None:
         names = ", ".join({**COMMON_CONVENTIONS, **CONVENTIONS})
         common = "; ".join(f"{name} is {meaning}" for name, meaning in COMMON_CONVENTIONS.items())
@@ -94,7 +105,9 @@ def cases_of(target: str, convention: str | None = None, arguments: Sequence[str
             function=function,
             convention=resolve_convention(convention),
             arguments=_parse_arguments(arguments),
-            package=package.partition(".")[0],
+            notes=loaded.notes if loaded else (),
+            package=loaded.file if loaded else package.partition(".")[0],
+            commit=loaded.commit if loaded else "",
         ),
     )
 

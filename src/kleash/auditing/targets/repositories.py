@@ -1,0 +1,244 @@
+"""Frameworks whose KL code is audited from a checkout of their repository: ``kleash audit NAME --source FOLDER``.
+
+A case names a function of a file, which is loaded without the framework (``checkouts``), and the convention by which
+the framework calls it.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.auditing.conventions import Convention, resolve_convention
+from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, claiming
+from kleash.auditing.toy_distributions import AuditInputs
+
+
+def checkout_case(
+    name: str, audits: str, convention: str | Convention, *notes: str, **arguments: Any
+) -> Case:
+    """A case whose function, ``FILE:function`` of a checkout, is loaded by ``Target.load``."""
+    record = resolve_convention(convention)
+    return Case(name=name, convention=record, audits=audits, notes=notes, arguments=arguments)
+
+
+def with_ratio(keyword: str, *, of_behaviour: bool = True) -> Convention:
+    """f(token_logp, token_logq, keyword=ratio); the ratio is p / behaviour, or p / p of value 1, with its gradient."""
+
+    def call(function: Callable[..., Any], inputs: AuditInputs) -> Any:
+        below = inputs.behaviour_logp if of_behaviour else inputs.token_logp.detach()
+        ratio = (inputs.token_logp - below).exp()
+        return function(inputs.token_logp, inputs.token_logq, **{keyword: ratio})
+
+    return Convention(
+        name=f"loss_with_{'behaviour' if of_behaviour else 'attached'}_ratio",
+        summary=f"f(token_logp, token_logq, {keyword}=p / {'behaviour' if of_behaviour else '(p, detached)'}) "
+        "-> [sequences, steps]",
+        call=call,
+        takes_behaviour=of_behaviour,
+    )
+
+
+def ref_kl_loss(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
+    """prime-rl's loss of each response, called with a record of its tensors."""
+    names = ("trainer_logprobs", "ref_logprobs", "inference_logprobs", "loss_mask")
+    columns = (inputs.token_logp, inputs.token_logq, inputs.behaviour_logp, inputs.mask)
+    records = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+    return torch.stack([function(SimpleNamespace(loss_weights=None, **record)).loss for record in records])
+
+
+def estimate_kl(index: int) -> Convention:
+    """Open Instruct's estimators, of which the configuration chooses one by its index."""
+
+    def call(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
+        log_ratio = (inputs.token_logp - inputs.token_logq).clamp(-40.0, 40.0)
+        return function(log_ratio, (inputs.token_logp - inputs.behaviour_logp).exp())[index]
+
+    summary = f"f(token_logp - token_logq, clamped at 40, p / behaviour)[{index}] -> [sequences, steps]"
+    return Convention(name=f"estimate_kl_{index}", summary=summary, call=call, takes_behaviour=index == 3)
+
+
+def distillation_loss(loss: Callable[..., Any], inputs: AuditInputs) -> Tensor:
+    """torchtune's loss modules: student, teacher and labels, which are -100 where nothing counts."""
+    labels = torch.where(inputs.mask, 0, -100).flatten()
+    return loss()(inputs.logits_p.flatten(0, 1), inputs.logits_q.flatten(0, 1), labels)
+
+
+NEMO_KL = "nemo_rl/algorithms/utils.py:calculate_kl"
+SKYRL_KL = "skyrl/backends/skyrl_train/utils/ppo_utils.py:compute_approx_kl"
+SLIME_KL = "slime/utils/ppo_utils.py:compute_approx_kl"
+MILES_KL = "miles/backends/training_utils/loss_hub/math_utils.py:compute_approx_kl"
+PRIME_LOSS = "src/prime_rl/trainer/rl/loss.py"
+PENALTY_NOTE = "subtracted from the reward of its token"
+MEAN_NOTE = "per token; the trainer takes a mean of it"
+MISMATCH = Convention(
+    name="mismatch",
+    summary="f(trainer, inference engine)[2] -> [sequences, steps]",
+    call=lambda function, inputs: function(inputs.token_logq, inputs.token_logp)[2],
+    place="metric",
+)
+MODULE = Convention(
+    name="loss_module",
+    summary="f()(logits_p, logits_q, labels) -> mean over the mask",
+    call=distillation_loss,
+    gives="mean",
+    sees="distributions",
+    takes_mask=True,
+)
+SLIME_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
+
+
+def compute_approx_kl_cases(audits: str) -> tuple[Case, ...]:
+    """The cases of slime, and of miles, which began as a copy of it."""
+    unbiased = "--use-unbiased-kl"
+    ratio = with_ratio("importance_ratio")
+    return (
+        *(checkout_case(kind, audits, "loss", MEAN_NOTE, kl_loss_type=kind) for kind in SLIME_ESTIMATORS),
+        *(
+            checkout_case(f"{kind}_unbiased", audits, ratio, MEAN_NOTE, unbiased, kl_loss_type=kind)
+            for kind in SLIME_ESTIMATORS
+        ),
+        *(
+            checkout_case(f"reward_{kind}", audits, "reward", PENALTY_NOTE, kl_loss_type=kind)
+            for kind in ("k1", "low_var_kl")
+        ),
+    )
+
+
+NEMO_RL = Target(
+    name="nemo-rl",
+    package="nemo_rl",
+    repository="https://github.com/NVIDIA-NeMo/RL",
+    cases=(
+        *(
+            checkout_case(
+                f"loss_{kind}",
+                NEMO_KL,
+                with_ratio("importance_sampling_weights", of_behaviour=False),
+                MEAN_NOTE,
+                "the weight as ClippedPGLossFn makes it, without use_on_policy_kl_approximation",
+                kl_type=kind,
+            )
+            for kind in ("k1", "k2", "k3")
+        ),
+        *(
+            checkout_case(
+                f"loss_{kind}_approximation",
+                NEMO_KL,
+                with_ratio("importance_sampling_weights"),
+                MEAN_NOTE,
+                "the weight as ClippedPGLossFn makes it, with use_on_policy_kl_approximation",
+                kl_type=kind,
+            )
+            for kind in ("k2", "k3")
+        ),
+        *(
+            checkout_case(f"reward_{kind}", NEMO_KL, "reward", PENALTY_NOTE, kl_type=kind)
+            for kind in ("k1", "k2", "k3")
+        ),
+        checkout_case(
+            "gen_kl_error",
+            NEMO_KL,
+            "metric",
+            "p is the inference engine, q the trainer",
+            kl_type="k3",
+            input_clamp_value=None,
+            output_clamp_value=None,
+        ),
+    ),
+    not_audited=("the distillation losses, methods of classes that need the framework's parallel layers",),
+)
+SKYRL = Target(
+    name="skyrl",
+    package="skyrl",
+    repository="https://github.com/NovaSky-AI/SkyRL",
+    cases=(
+        *(
+            checkout_case(f"loss_{kind}", SKYRL_KL, "loss_with_mask", MEAN_NOTE, kl_estimator_type=kind)
+            for kind in ("k1", "abs", "k2", "k3")
+        ),
+        *(
+            checkout_case(
+                f"reward_{kind}", SKYRL_KL, "reward_with_mask", PENALTY_NOTE, kl_estimator_type=kind
+            )
+            for kind in ("k1", "abs", "k2", "k3")
+        ),
+    ),
+)
+SLIME = Target(
+    name="slime",
+    package="slime",
+    repository="https://github.com/THUDM/slime",
+    cases=compute_approx_kl_cases(SLIME_KL),
+)
+MILES = Target(
+    name="miles",
+    package="miles",
+    repository="https://github.com/radixark/miles",
+    cases=compute_approx_kl_cases(MILES_KL),
+)
+PRIME_RL = Target(
+    name="prime-rl",
+    package="prime_rl",
+    repository="https://github.com/PrimeIntellect-ai/prime-rl",
+    cases=(
+        checkout_case(
+            "ref_kl",
+            f"{PRIME_LOSS}:ref_kl_loss_fn",
+            Convention(
+                name="ref_kl_loss",
+                summary="f(record of log-probabilities and mask).loss of each response -> [sequences]",
+                call=ref_kl_loss,
+                gives="sequence",
+                takes_behaviour=True,
+                takes_mask=True,
+            ),
+            "on-policy distillation: q is the teacher",
+        ),
+        checkout_case(
+            "mismatch_kl",
+            f"{PRIME_LOSS}:compute_importance_ratio_and_mismatch_kl",
+            MISMATCH,
+            "p is the inference engine, q the trainer",
+        ),
+    ),
+    not_audited=(
+        "the squared log ratio of the other losses, a penalty between trainer and inference engine",
+    ),
+)
+OPEN_INSTRUCT = Target(
+    name="open-instruct",
+    package="open_instruct",
+    repository="https://github.com/allenai/open-instruct",
+    cases=tuple(
+        checkout_case(
+            f"kl_estimator_{index}", "open_instruct/model_utils.py:estimate_kl", estimate_kl(index), MEAN_NOTE
+        )
+        for index in range(4)
+    ),
+)
+TORCHTUNE = Target(
+    name="torchtune",
+    package="torchtune",
+    repository="https://github.com/pytorch/torchtune",
+    cases=tuple(
+        checkout_case(
+            name,
+            f"torchtune/modules/loss/kd_losses.py:{name}",
+            claiming(MODULE, claims),
+            STUDENT_NOTE,
+        )
+        for name, claims in (
+            ("ForwardKLLoss", "reverse_kl"),
+            ("ReverseKLLoss", "kl"),
+            ("SymmetricKLLoss", "jeffreys"),
+        )
+    ),
+    not_audited=(
+        "the forms with chunked output, which call these for each chunk",
+        "GRPOLoss, whose masked mean is of another file",
+    ),
+)
+REPOSITORIES = (NEMO_RL, SKYRL, SLIME, MILES, PRIME_RL, OPEN_INSTRUCT, TORCHTUNE)
