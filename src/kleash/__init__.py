@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kleash.measuring import measure as measure
     from kleash.store import Audit as Audit
     from kleash.store import Measurement as Measurement
+    from kleash.training import attach as attach
     from kleash.uncertainty import Estimate as Estimate
     from kleash.uncertainty import clustered_mean as clustered_mean
 
@@ -79,6 +80,7 @@ HOMES = {
     "measuring": ("compare", "measure"),
     "jobs": ("MeasureJob",),
     "store": ("Audit", "Measurement"),
+    "training": ("attach",),
     "uncertainty": ("Estimate", "clustered_mean"),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
