@@ -122,6 +122,12 @@ class StepLogger(AttachedCallback):
             if self.outcome.step:
                 self.run_log.note(f"going on after step {self.outcome.step}")
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the beta of the step, which TRL's own trainers do not log."""
+        controller = self._callback(BetaController)
+        if controller is not None:
+            self._logged["beta"] = controller.controller.beta
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the trainer log where it saves or evaluates: a checkpoint is of a step that is written."""
         control.should_log = control.should_log or control.should_save or control.should_evaluate
