@@ -128,9 +128,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             verl="actor/reward_kl_penalty_coeff",
             trl="beta",
         ),
-        "loss": Metric(
-            unit="none", meaning="the loss of a trainer of transformers or TRL, as it logs it", trl="loss"
-        ),
+        "loss": Metric(unit="none", meaning="the loss of a trainer of transformers or TRL, as it logs it"),
         "policy/loss": Metric(
             unit="none", meaning="the clipped policy loss, mean over the step's updates", verl="actor/pg_loss"
         ),
