@@ -51,7 +51,7 @@ class Turns:
         with self.changed:
             self.left |= {number} if leaves else set()
             following = [(number + step) % self.count for step in range(1, self.count + 1)]
-            self.at = next((one for one in following if one not in self.left), number)
+            self.at = next((place for place in following if place not in self.left), number)
             self.changed.notify_all()
 
 
@@ -144,7 +144,7 @@ def main() -> None:
         seconds = seconds_of_steps(size, Path(folder))
     print(f"{size.prompts} prompts x {size.samples} responses x {size.tokens} tokens, {size.rounds} rounds")
     for name, values in seconds.items():
-        ratios = [one / base for one, base in zip(values, seconds["TRL"], strict=True)]
+        ratios = [mine / base for mine, base in zip(values, seconds["TRL"], strict=True)]
         quartiles = statistics.quantiles(ratios, n=4)
         print(
             f"{name:32} {statistics.median(values):.3f} s   {statistics.median(ratios):.3f} x TRL "

@@ -156,7 +156,7 @@ def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     first, second = read_steps(tmp_path / "run")
     assert second.metrics["kl/update"] == pytest.approx((ratio.exp() - 1 - ratio).mean().item(), rel=1e-3)
     assert "kl/update" not in first.metrics and "reward/score" not in second.metrics
-    assert log.outcome.step == 2
+    assert log.step == 2
 
 
 def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path):

@@ -1,5 +1,6 @@
 """``attach``: drift monitor, beta controller, run log and report for a trainer that exists already."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kleash.integrations.trainer import DriftMonitor
     from kleash.training.with_trl.step_logger import FolderLog
 
+LOG = logging.getLogger(__name__)
 GENERATING = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo"}
 """Class of TRL whose trainers are rewarded for their own responses -> algorithm."""
 OTHERS = {"DPOTrainer": "dpo", "SFTTrainer": "sft"}
@@ -84,19 +86,19 @@ def attach(
 
     _check(trainer, on_hacking, report_to)
     drift_monitor = _drift_monitor(monitor, reference)
-    leash = _leash(trainer, controller, target_nats, per)
+    leash = _leash(trainer, controller, target_nats, per, drift_monitor)
     if leash is None and on_hacking == "tighten":
         raise OptionError(
             "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
         )
-    if leash is not None:
-        _require_price(trainer, drift_monitor)
     algorithm = _algorithm(trainer)
     recorder = None
     if algorithm in GENERATING.values():
         from kleash.training.with_trl.response_recorder import ResponseRecorder
 
         recorder = ResponseRecorder(trainer)
+        if recorder.note is not None:
+            LOG.warning(recorder.note)
         _keep_best(trainer.args)
     if drift_monitor is not None:
         drift_monitor.attach(trainer)
@@ -153,18 +155,20 @@ def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
     return DriftMonitor(prompts=monitor, reference=reference)
 
 
-def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per: str) -> Leash | None:
+def _leash(
+    trainer: Any, controller: str | Leash, target_nats: float | None, per: str, monitor: "DriftMonitor | None"
+) -> Leash | None:
     """The controller in its initial state; None without a target."""
     if not isinstance(controller, str):
         if target_nats is not None:
             raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
+        _require_price(trainer, monitor)
         return controller
     kind: Any = look_up(CONTROLLERS, controller, "beta controller")
     if target_nats is None:
         return None
-    beta = getattr(trainer, "beta", None)
-    if not isinstance(beta, int | float) or beta == 0:
-        beta = 1.0  # _require_price or BetaController refuse it
+    _require_price(trainer, monitor)
+    beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
     bounds = {}
     if controller != "fixed":
         bounds = {"beta_max": max(kind.beta_max, beta), "beta_min": min(kind.beta_min, beta)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +40,6 @@ class StepMeasurement:
     samples: tuple[Sample, ...] = ()
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """The last step of the run, its metrics, and why the run ended early, if it did."""
-
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    stopped: str | None = None
-
-
 class StepLogger(AttachedCallback):
     """Writes each step to the run log, on rank 0, and carries out the response to alerts, on all processes.
 
@@ -82,7 +73,12 @@ class StepLogger(AttachedCallback):
         self.trl_steps_per_step = trl_steps_per_step
         self.pop_measurement, self.recorder = pop_measurement, recorder
         self.notes = [*notes, *([] if recorder is None or recorder.note is None else [recorder.note])]
-        self.outcome = Outcome()
+        self.step = 0
+        """The last step of the run."""
+        self.metrics: dict[str, float] = {}
+        """Those of the last step."""
+        self.stopped: str | None = None
+        """Why the run ended early, if it did."""
         self._logged: dict[str, float] = {}
         """Metrics since the last step that was written."""
         self._trl_step = 0
@@ -108,19 +104,19 @@ class StepLogger(AttachedCallback):
             records = read_steps(self.run_log.folder)
             alerts = next((record.alerts for record in records if record.step == step), ())
             stopped = stopped_by(alerts, step) if alerts else None
-        self.outcome.stopped = _of_first_process(stopped)
-        return self.outcome.stopped is not None
+        self.stopped = _of_first_process(stopped)
+        return self.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Open the run log at the step from which training starts."""
         super().on_train_begin(args, state, control, **more)
-        self._trl_step, self.outcome.step = state.global_step, state.global_step // self.trl_steps_per_step
+        self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
-            self.run_log.begin(self.outcome.step)
+            self.run_log.begin(self.step)
             for note in self.notes:
                 self.run_log.note(note)
-            if self.outcome.step:
-                self.run_log.note(f"going on after step {self.outcome.step}")
+            if self.step:
+                self.run_log.note(f"going on after step {self.step}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the beta of the step, which TRL's own trainers do not log."""
@@ -149,10 +145,10 @@ class StepLogger(AttachedCallback):
         self._logged |= {names[name]: float(logs[name]) for name in known}
         if "loss" not in logs:
             return
-        self.outcome.step = state.global_step // self.trl_steps_per_step
+        self.step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
             raise NonFiniteError(
-                f"the loss of step {self.outcome.step} is {logs['loss']}; lower --learning-rate, or look at the last "
+                f"the loss of step {self.step} is {logs['loss']}; lower --learning-rate, or look at the last "
                 f"checkpoint in {args.output_dir}"
             )
         self._awaits_evaluation = control.should_evaluate
@@ -191,8 +187,8 @@ class StepLogger(AttachedCallback):
             else:
                 event, reason = controller.controller.event, controller.reason
             events = [] if event is None else [event]
-            advice = self.run_log.step(self.outcome.step, metrics, samples, events, reason)
-        self.outcome.metrics, self._trl_step = metrics, state.global_step
+            advice = self.run_log.step(self.step, metrics, samples, events, reason)
+        self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(_of_first_process(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -209,9 +205,9 @@ class StepLogger(AttachedCallback):
         return TrainingResult(
             kleash=__version__,
             algorithm=algorithm,
-            steps=self.outcome.step,
-            stopped=self.outcome.stopped,
-            metrics=self.outcome.metrics,
+            steps=self.step,
+            stopped=self.stopped,
+            metrics=self.metrics,
             beta=getattr(self.trainer, "beta", None) if algorithm in PRICED else None,
             policy=policy,
             out=out,
@@ -227,7 +223,7 @@ class StepLogger(AttachedCallback):
     def _carry_out(self, advice: Advice, control: Any) -> None:
         match advice.act:
             case "stop":
-                self.outcome.stopped = stopped_by(advice.alerts, self.outcome.step)
+                self.stopped = stopped_by(advice.alerts, self.step)
                 control.should_training_stop = control.should_save = True
             case "halve-lr":
                 halve_learning_rate(self.trainer)
