@@ -15,6 +15,7 @@ from kleash.training.run_log import LogOptions
 
 if TYPE_CHECKING:
     from kleash.integrations.trainer import DriftMonitor
+    from kleash.training.with_trl.response_recorder import ResponseRecorder
     from kleash.training.with_trl.step_logger import FolderLog
 
 LOG = logging.getLogger(__name__)
@@ -54,20 +55,17 @@ def attach(
 ) -> "FolderLog":
     """Add a run log with alerts and a report to a trainer of TRL or transformers, and measure and control its KL.
 
-    Training writes a folder that ``kleash report`` reads: ``steps.jsonl`` with what the trainer logs, by kleash's
-    names, alerts of the hacking monitor, ``samples.jsonl`` of GRPO and RLOO, and at the end ``training.json`` and
-    ``report.html``. Rewards, KL and entropy of GRPO and RLOO come from the passes of their own loss, and are logged by
-    the trainer too. An evaluation on the trainer's ``eval_dataset`` gives the held-out reward and KL, and the trainer
-    keeps the checkpoint with the largest held-out reward. The loss stays as it is: the exact KL is trained by
-    ``kleash.integrations.trl.LeashedGRPOTrainer`` and ``LeashedRLOOTrainer``, and a KL by k3 or k1 by TRL's own.
+    Training writes ``steps.jsonl``, ``samples.jsonl``, ``training.json`` and ``report.html``. Rewards, KL and entropy
+    of GRPO and RLOO come from the passes of their own loss; an evaluation gives the held-out ones, and the best
+    checkpoint is kept. The loss stays as it is: ``kleash.integrations.trl.LeashedGRPOTrainer`` and
+    ``LeashedRLOOTrainer`` train the exact KL.
 
     Args:
         trainer: before its ``train``.
         target_nats: the KL that ``controller`` steers beta to; None for no controller.
         per: unit of the target: "sequence" or "token".
-        controller: "pid", "ziegler", "dual" or "fixed", from the trainer's beta on; or one of ``kleash.leash``,
-            with a target of its own. It follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and the
-            monitor's KL in DPO.
+        controller: "pid", "ziegler", "dual" or "fixed", from the trainer's beta on; or one of ``kleash.leash``. It
+            follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and the monitor's KL in DPO.
         reference: what the monitor compares with; None for the trainer's own reference.
         out: the folder of the run, which is made when training begins.
         monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``.
@@ -78,10 +76,8 @@ def attach(
         The callback that writes the folder; its ``result_of_run`` is the result once training has ended.
 
     Raises:
-        OptionError: if an option is invalid, or the trainer's beta is no price of a KL.
-        UnknownNameError: if there is no such controller.
+        OptionError, UnknownNameError: if an option is invalid, or the trainer's beta is no price of a KL.
     """
-    from kleash.integrations.trainer import BetaController
     from kleash.training.with_trl.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
@@ -92,20 +88,6 @@ def attach(
             "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
         )
     algorithm = _algorithm(trainer)
-    recorder = None
-    if algorithm in GENERATING.values():
-        from kleash.training.with_trl.response_recorder import ResponseRecorder
-
-        recorder = ResponseRecorder(trainer)
-        if recorder.note is not None:
-            LOG.warning(recorder.note)
-        _keep_best(trainer.args)
-    if drift_monitor is not None:
-        drift_monitor.attach(trainer)
-    if leash is not None:
-        drift = None if drift_monitor is None else f"{drift_monitor.name}/kl_per_{leash.per}"
-        metric = drift if recorder is None else recorder.kl_metric(leash.per)
-        BetaController(leash, metric=str(metric)).attach(trainer)
     options = LogOptions(
         target_nats=None if leash is None else leash.target_nats,
         target_per=per if leash is None else leash.per,
@@ -114,9 +96,33 @@ def attach(
         report_to=tuple(report_to),
         described=_settings(trainer, algorithm, leash),
     )
+    recorder = _measure(trainer, algorithm, drift_monitor, leash)
     log = FolderLog(Path(out), options, algorithm, recorder=recorder)
     log.attach(trainer)
     return log
+
+
+def _measure(
+    trainer: Any, algorithm: str, monitor: "DriftMonitor | None", leash: Leash | None
+) -> "ResponseRecorder | None":
+    """Add what measures the KL and what steers beta; returns the recorder of a trainer that draws responses."""
+    from kleash.integrations.trainer import BetaController
+
+    recorder = None
+    if algorithm in GENERATING.values():
+        from kleash.training.with_trl.response_recorder import ResponseRecorder
+
+        recorder = ResponseRecorder(trainer)
+        if recorder.note is not None:
+            LOG.warning(recorder.note)
+        _keep_best(trainer.args)
+    if monitor is not None:
+        monitor.attach(trainer)
+    if leash is not None:
+        drift = None if monitor is None else f"{monitor.name}/kl_per_{leash.per}"
+        metric = drift if recorder is None else recorder.kl_metric(leash.per)
+        BetaController(leash, metric=str(metric)).attach(trainer)
+    return recorder
 
 
 def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
