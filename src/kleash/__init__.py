@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from kleash.reports.folder_report import open as open
     from kleash.store import Audit as Audit
     from kleash.store import Measurement as Measurement
+    from kleash.training import attach as attach
     from kleash.uncertainty import Estimate as Estimate
     from kleash.uncertainty import clustered_mean as clustered_mean
 
@@ -84,6 +85,7 @@ HOMES = {
     "jobs": ("MeasureJob",),
     "reports.folder_report": ("open",),
     "store": ("Audit", "Measurement"),
+    "training": ("attach",),
     "uncertainty": ("Estimate", "clustered_mean"),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}

@@ -13,7 +13,12 @@ from unittest import mock
 import torch
 
 STEP = ("loss", "grad_norm", "reward", "kl", "kl/per_token", "kl/per_sequence", "beta", "entropy")
+RECORDED = (
+    *("kl/exact_per_token", "kl/exact_per_sequence", "kl/max_token", "kl/max_token_per_sequence", "kl/k3"),
+    *("reward/score", "policy/entropy", "response/prompts", "response/length"),
+)
 ERRORS = ("kl/per_token_error", "kl/per_sequence_error")
+RECORDED_ERRORS = ("kl/exact_per_token_error", "kl/exact_per_sequence_error", "reward/score_error")
 MONITORS = {"drift": "the trainer's reference", "from a folder": "a reference that the monitor loads"}
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -75,6 +80,7 @@ def train(
     from kleash.integrations.trl import LeashedGRPOTrainer
     from kleash.leash import PIDBeta
     from kleash.models import Sampling
+    from kleash.training.with_trl.response_recorder import ResponseRecorder
 
     settings = {"per_device_train_batch_size": 2 if sharding else 4, "gradient_accumulation_steps": 2}
     settings |= {"top_k": 1, "max_grad_norm": 1.0, "optim": "sgd", "learning_rate": 0.1}
@@ -95,6 +101,7 @@ def train(
         DriftMonitor(reference=reference, prompts=prompts[:3], sampling=sampling, every=2, name=name).attach(
             trainer
         )
+    ResponseRecorder(trainer)
     pid = PIDBeta(beta=0.3, target_nats=2.0, per="token", proportional=0.2)
     BetaController(pid, metric="kl/per_token").attach(trainer)
     trainer.train()
@@ -121,12 +128,14 @@ def first_step_in_bfloat16(folder: Path, kind: str, sharding: dict[str, Any], lo
 def same_training(alone: list[dict[str, float]], shared: list[dict[str, float]]) -> None:
     """Check that two logs have the same numbers, to float32's rounding of sums in another order."""
     monitors = [tuple(f"{name}/kl_per_{unit}" for unit in ("token", "sequence")) for name in MONITORS]
-    for names in ((*STEP, *ERRORS), *monitors):
+    for names in ((*STEP, *RECORDED, *ERRORS, *RECORDED_ERRORS), *monitors):
         entries = [(a, b) for a, b in zip(alone, shared, strict=True) if names[0] in a]
         assert len(entries) == 2, alone
         for a, b in entries:
             for name in names:
                 assert abs(a[name] - b[name]) < 2e-6 * max(1.0, abs(a[name])), (name, a, b)
     steps = [entry for entry in alone if "kl" in entry]
+    for step in steps:  # the recorder and the trainer's own log, which adds up in another way
+        assert abs(step["kl/exact_per_token"] - step["kl/per_token"]) < 1e-5 * step["kl/per_token"]
     assert min(step["kl"] for step in steps) > 1.0 and steps[0]["beta"] != steps[1]["beta"]
-    assert min(step[name] for step in steps for name in ERRORS) > 1e-3
+    assert min(step[name] for step in steps for name in (*ERRORS, *RECORDED_ERRORS)) > 1e-3

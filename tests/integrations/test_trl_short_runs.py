@@ -240,6 +240,48 @@ def test_exact_kl_under_autocast_is_that_in_float32_to_rounding(trl, folder, tmp
     assert kls[0] > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_kl_is_to_the_reference_at_generation_though_it_moves(trl, folder, tmp_path, kind):
+    """The second update on the same responses, after TRL has mixed the policy into its reference."""
+    trainer = make(
+        getattr(trl, f"Leashed{kind}Trainer"),
+        getattr(trl, f"{kind}Config"),
+        str(folder),
+        tmp_path,
+        config_of={
+            "num_iterations": 2,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 1,
+            "ref_model_mixup_alpha": 0.6,
+            "learning_rate": 1e-2,
+        },
+    )
+    moved(trainer.model, 0.1)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    expected, compute = [], trainer._compute_loss
+
+    def keep(model, inputs):
+        logp, logq, moved_logq = (
+            whole_logp(one, inputs, 1.0).detach() for one in (model, reference, trainer.ref_model)
+        )
+        kls = [(logp.exp() * (logp - q)).sum(-1)[counted(inputs)].mean().item() for q in (logq, moved_logq)]
+        expected.append(kls)
+        return compute(model, inputs)
+
+    trainer._compute_loss = keep
+    trainer.train()
+    for entry, (kl, _) in zip(steps(trainer), expected, strict=True):
+        assert entry["kl/per_token"] == pytest.approx(kl, rel=1e-4)
+    assert abs(expected[1][1] / expected[1][0] - 1) > 0.05, "the reference has moved"
+
+
+def test_given_reference_is_refused_where_trl_moves_it(trl, folder, tmp_path):
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    given = {"config_of": {"sync_ref_model": True}, "reference": reference}
+    with pytest.raises(OptionError, match="sync_ref_model=True moves the copy of the policy that TRL loads"):
+        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, **given)
+
+
 def test_given_reference_requires_args_by_keyword(trl, folder):
     with pytest.raises(OptionError, match="the configuration by keyword"):
         trl.LeashedGRPOTrainer(str(folder), [score], reference=object())

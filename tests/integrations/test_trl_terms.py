@@ -450,9 +450,11 @@ def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     first = trl.rows_by_prompt(token_kl[:6], mask[:6], prompts[:6], torch.ones(6, 3, dtype=torch.int64))
     second = trl.rows_by_prompt(token_kl[6:], mask[6:], padded[6:], prompt_mask[6:])
     logs = {}
-    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics))
+    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, *second])
-    trl.KLMixin._log_kl_errors(rank, first)
+    mean = trl.KLMixin._log_kl_rows(rank, first)
+    assert mean == logs["kl/per_sequence"] == pytest.approx(token_kl[mask].sum().item() / 12, rel=1e-5)
+    assert logs["kl/per_token"] == pytest.approx(token_kl[mask].mean().item(), rel=1e-5)
     per_sequence, per_token = clustered_errors(token_kl.double().numpy(), mask.numpy(), labels.numpy())
     assert logs["kl/per_sequence_error"] == pytest.approx(per_sequence, rel=1e-5)
     assert logs["kl/per_token_error"] == pytest.approx(per_token, rel=1e-5)

@@ -26,14 +26,14 @@ SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "
 def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from kleash.training.with_trl import distillation, measured_trainer, online, preferences
+        from kleash.training.with_trl import distillation, online, preferences, response_recorder
     return SimpleNamespace(
         train_grpo=online.train_grpo,
         train_rloo=online.train_rloo,
         train_dpo=preferences.train_dpo,
         train_distill=distillation.train_distill,
         distillation=distillation,
-        measured=measured_trainer,
+        Recorder=response_recorder.ResponseRecorder,
     )
 
 
@@ -87,13 +87,14 @@ def sums_of(policy, reference, batches):
 
 def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatch):
     seen = []
-    measure = trl.measured.MeasuringMixin._measure
+    generate = trl.Recorder._generate_and_score_completions
 
-    def spy(self, inputs, output):
-        seen.append(output)
-        return measure(self, inputs, output)
+    def spy(self, *arguments):
+        seen.append(generate(self, *arguments))
+        return seen[-1]
 
-    monkeypatch.setattr(trl.measured.MeasuringMixin, "_measure", spy)
+    spy.__name__ = generate.__name__
+    monkeypatch.setattr(trl.Recorder, generate.__name__, spy)
     job = {"reward": (HEROINE,), "reference": str(pair / "reference")}
     step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", **job)
     nats, _, tokens = sums_of(pair / "policy", pair / "reference", seen)

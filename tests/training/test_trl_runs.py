@@ -46,17 +46,19 @@ def trl():
         warnings.simplefilter("ignore")
         import trl as package
 
-        from kleash.integrations.trl import LeashedGRPOTrainer
+        from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
         from kleash.training.with_trl import distillation, online, preferences
-        from kleash.training.with_trl.measured_trainer import with_measurement
+        from kleash.training.with_trl.response_recorder import ResponseRecorder
     return SimpleNamespace(
         train_grpo=online.train_grpo,
         train_rloo=online.train_rloo,
         train_dpo=preferences.train_dpo,
         train_distill=distillation.train_distill,
         GRPOConfig=package.GRPOConfig,
-        Leashed=LeashedGRPOTrainer,
-        with_measurement=with_measurement,
+        RLOOConfig=package.RLOOConfig,
+        GRPO=LeashedGRPOTrainer,
+        RLOO=LeashedRLOOTrainer,
+        Recorder=ResponseRecorder,
     )
 
 
@@ -223,40 +225,78 @@ def test_distillation_reports_kl_to_the_teacher(trl, tmp_path):
     assert result.beta is None and load_pair(result.policy, "shipped:reference").policy.adapter is None
 
 
-def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, tmp_path):
+@pytest.mark.parametrize(
+    "asked", [{}, {"kl": "k3"}, {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}]
+)
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, tmp_path, kind, asked):
+    """Whatever KL is trained, and in several micro-batches: over all responses, from the passes of the loss."""
     from trl_batches import make, moved, whole_logp
 
-    from kleash.sources.prompts import tokenise_prompts
-    from kleash.training.rewards import Reward, Rewards
-
-    trainer = make(trl.with_measurement(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)
+    config = getattr(trl, f"{kind}Config")
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    if kind == "GRPO" and "kl_place" in asked:
+        settings["scale_rewards"] = "none"
+    trainer = make(getattr(trl, kind), config, str(folder), tmp_path, config_of=settings, **asked)
+    trainer.reward_weights[0] = 2.0
     moved(trainer.model, 0.2)
-    pair = load_pair(str(folder), str(folder))
-    reward = Reward(name="score", weight=2.0, spec="score", function=list)
-    trainer.set_prompts_and_rewards(
-        tokenise_prompts(["the sea was", "she counted"], pair), Rewards(rewards=(reward,))
-    )
-    inputs = [{"prompt": "the sea was", "kleash_prompt": 0}] * 2 + [
-        {"prompt": "she counted", "kleash_prompt": 1}
-    ] * 2
+    recorder = trl.Recorder(trainer)
+    inputs = [{"prompt": "the sea was"}] * 2 + [{"prompt": "she counted"}] * 2
+    seen = []
+    trainer._calculate_rewards = spying(trainer._calculate_rewards, seen)
     output = trainer._generate_and_score_completions(inputs)
-    found = trainer.pop_measurement()
+    (scores,) = seen
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
+    count = passes_of(trainer)
+    for half in ((3, 0), (2, 1)):  # TRL shuffles
+        rows = torch.tensor(half)
+        micro = {name: x if x.ndim == 0 else x[rows] for name, x in output.items()}
+        trainer.accelerator.gradient_state._set_sync_gradients(half == (2, 1))
+        trainer._compute_loss(trainer.model, micro)
+    assert count() == 2, "a pass of the policy for each micro-batch, and no other"
+    found = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     mask = output["completion_mask"].bool()
     kl = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0)
-    assert found.metrics["kl/exact_per_token"] == pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)
-    assert found.metrics["kl/exact_per_sequence"] == pytest.approx(kl.sum().item() / 4, rel=1e-4)
+    assert found["kl/exact_per_token"] == pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)
+    assert found["kl/exact_per_sequence"] == pytest.approx(kl.sum().item() / 4, rel=1e-4)
+    assert found["kl/max_token"] == pytest.approx(kl.max().item(), rel=1e-4)
+    assert found["kl/max_token_per_sequence"] == pytest.approx(kl.amax(-1).mean().item(), rel=1e-4)
     entropy = -(logp.exp() * logp).sum(-1)[mask].mean().item()
-    assert found.metrics["policy/entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert found["policy/entropy"] == pytest.approx(entropy, rel=1e-4)
     per_prompt = kl.sum(-1).reshape(2, 2).mean(1)
     error = (per_prompt[0] - per_prompt[1]).abs().item() / 2
-    assert found.metrics["kl/exact_per_sequence_error"] == pytest.approx(error, rel=1e-3)
-    scores = trainer._scores[:, 0]
-    assert found.metrics["reward/score"] == pytest.approx(2 * scores.mean().item(), rel=1e-5)
-    assert [one.kl for one in found.samples] == pytest.approx(kl.sum(-1).tolist(), rel=1e-4)
+    assert found["kl/exact_per_sequence_error"] == pytest.approx(error, rel=1e-3)
+    at = output["completion_ids"].unsqueeze(-1)
+    ratio = (logq - logp).gather(-1, at)[..., 0]
+    k3 = torch.where(mask, ratio.exp() - 1 - ratio, 0.0)
+    assert found["kl/k3"] == pytest.approx((k3.sum() / mask.sum()).item(), rel=1e-4)
+    assert found["kl/k3_per_sequence"] == pytest.approx(k3.sum().item() / 4, rel=1e-4)
+    assert found["reward/score"] == pytest.approx(2 * scores[:, 0].mean().item(), rel=1e-5)
+    samples = {(one.prompt, one.response): one.kl for one in recorder.pop_samples()}
+    texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+    for row, (asked_for, text) in enumerate(zip(inputs, texts, strict=True)):
+        assert samples[asked_for["prompt"], text] == pytest.approx(kl[row].sum().item(), rel=1e-4)
     ended = [1 in row[keep].tolist() for row, keep in zip(output["completion_ids"], mask, strict=True)]
-    assert found.metrics["response/cut_share"] == 1 - sum(ended) / 4
-    assert trainer.pop_measurement() is None
+    assert found["response/cut_share"] == 1 - sum(ended) / 4
+    assert recorder.pop_samples() == []
+
+
+def spying(function, seen):
+    """The function, whose results are also appended to ``seen``."""
+
+    def spy(*args):
+        seen.append(function(*args))
+        return seen[-1]
+
+    return spy
+
+
+def passes_of(trainer):
+    """A function that says how often the policy or the reference has run since now."""
+    calls = []
+    for model in (trainer.model, trainer.ref_model):
+        model.register_forward_hook(lambda *_: calls.append(1))
+    return lambda: len(calls)
 
 
 @pytest.mark.parametrize("on_hacking", ["stop", "halve-lr", "tighten"])

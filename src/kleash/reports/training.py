@@ -66,7 +66,7 @@ def write_training_report(folder: Path) -> Path:
         ),
         "samples": samples_by_step(read_samples(folder)),
         "metrics": metrics_table(history),
-        "command": rerun_command(header, history),
+        "command": None if "trainer" in header.settings else rerun_command(header, history),
     }
     return write_page(folder / "report.html", "training.html", context)
 
@@ -78,7 +78,16 @@ def summary_cards(
     first, last = history[0].metrics, history[-1].metrics
     target = target_nats(header)
     target_name = f"kl/exact_per_{header.settings.get('target_per')}"
+    evaluated = [record for record in history if "eval/reward" in record.metrics]
     rows: list[tuple[str, str, str]] = []
+    for title, name in (
+        ("Held-out reward", "eval/reward"),
+        ("Held-out KL per sequence", "eval/kl_per_sequence"),
+    ):
+        if evaluated and name in evaluated[-1].metrics:
+            unit = " nats" if metric_of(name).unit == "nats" else ""
+            value = format_metric(evaluated[-1].metrics, name, f"{name}_error") + unit
+            rows.append((title, value, f"after step {evaluated[-1].step}"))
     for title, name, error in (
         ("Reward", "reward/score", "reward/score_error"),
         ("KL per sequence", "kl/exact_per_sequence", "kl/exact_per_sequence_error"),

@@ -75,11 +75,24 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="k2 of the sampled tokens, half the square of log p − log q, per token: biased, never negative",
         ),
         "kl/k3": Metric(unit="nats", meaning="KL(policy ‖ reference) per token by k3 of the sampled tokens"),
+        "kl/k3_error": Metric(unit="nats", meaning="standard error of kl/k3, clustered by prompt"),
+        "kl/k3_per_sequence": Metric(
+            unit="nats",
+            meaning="KL(policy ‖ reference) between responses by k3 of the sampled tokens, summed over a response, "
+            "mean over responses",
+        ),
+        "kl/k3_per_sequence_error": Metric(
+            unit="nats", meaning="standard error of kl/k3_per_sequence, clustered by prompt"
+        ),
         "kl/top_percent_share": Metric(
             unit="probability",
             meaning="share of the total KL(policy ‖ reference) that is in the 1 % of tokens with the largest KL",
         ),
         "kl/max_token": Metric(unit="nats", meaning="the largest exact KL(policy ‖ reference) of one token"),
+        "kl/max_token_per_sequence": Metric(
+            unit="nats",
+            meaning="the largest exact KL(policy ‖ reference) of one token of a response, mean over responses",
+        ),
         "kl/max_prompt": Metric(
             unit="nats",
             meaning="the largest KL(policy ‖ reference) of one prompt: exact, summed over a response, mean over the "
@@ -90,8 +103,24 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "kl/update": Metric(
             unit="nats",
-            meaning="KL(policy before ‖ policy after the step's updates) per token, on the step's responses",
+            meaning="KL(policy before ‖ policy after the step's updates) per token, on the step's responses; by k3 in "
+            "the last of several passes of TRL's loss over them",
             verl="actor/ppo_kl",
+        ),
+        "drift/kl_per_sequence": Metric(
+            unit="nats",
+            meaning="KL(policy ‖ reference) between responses to a DriftMonitor's prompts, where the step has an exact "
+            "KL of its own: the monitor's prompts and reference may be others",
+        ),
+        "drift/kl_per_sequence_error": Metric(
+            unit="nats", meaning="standard error of drift/kl_per_sequence, clustered by prompt"
+        ),
+        "drift/kl_per_token": Metric(
+            unit="nats",
+            meaning="KL(policy ‖ reference), exact, mean over the tokens of a DriftMonitor's responses",
+        ),
+        "drift/kl_per_token_error": Metric(
+            unit="nats", meaning="standard error of drift/kl_per_token, clustered by prompt"
         ),
         "beta": Metric(
             unit="none",
@@ -99,6 +128,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             verl="actor/reward_kl_penalty_coeff",
             trl="beta",
         ),
+        "loss": Metric(unit="none", meaning="the loss of a trainer of transformers or TRL, as it logs it"),
         "policy/loss": Metric(
             unit="none", meaning="the clipped policy loss, mean over the step's updates", verl="actor/pg_loss"
         ),
@@ -217,6 +247,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="seconds", meaning="generating, rewarding and scoring the step's responses"
         ),
         "time/update": Metric(unit="seconds", meaning="the updates of the step"),
+        "time/drift": Metric(
+            unit="seconds", meaning="a DriftMonitor's generation and scoring, beside the step"
+        ),
         "time/step": Metric(
             unit="seconds", meaning="the whole step", verl="perf/time_per_step", trl="step_time"
         ),

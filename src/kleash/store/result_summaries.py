@@ -1,5 +1,7 @@
 """The summaries of all kinds of results, registered for ``summarize``."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kleash.estimate import Estimate
@@ -30,6 +32,7 @@ from kleash.store.summary import (
     Name,
     Summary,
     SummaryTable,
+    bare_number,
     cells,
     counted,
     summarize,
@@ -376,9 +379,11 @@ def _(audit: Audit) -> Summary:
 def _(training: TrainingResult) -> Summary:
     return Summary(
         headline=f"{training.algorithm}, after step {training.steps}"
+        + _held_out_clause(training.held_out)
         + (f"; stopped: {training.stopped}" if training.stopped is not None else ""),
         facts=(
             ("policy", Name(training.policy)),
+            *((("best checkpoint", Name(training.best)),) if training.best is not None else ()),
             ("folder", Name(training.out)),
             *((f"weights of the {role} in memory", dtype) for role, dtype in training.dtypes.items()),
         ),
@@ -390,6 +395,17 @@ def _(training: TrainingResult) -> Summary:
         ),
         warnings=training.alerts,
     )
+
+
+def _held_out_clause(held_out: Mapping[str, float]) -> str:
+    """The reward and the KL of the last evaluation with their standard errors; empty without one."""
+    names = (("held-out reward", "eval/reward", ""), ("KL", "eval/kl_per_sequence", " nats per sequence"))
+    parts = [
+        f"{label} {with_error(bare_number(held_out[name], held_out.get(f'{name}_error', math.nan)))}{unit}"
+        for label, name, unit in names
+        if name in held_out
+    ]
+    return "".join(f"; {part}" for part in parts)
 
 
 def _sample_size(tokens: int, sequences: int | None, noun: str, clusters: int | None) -> str:

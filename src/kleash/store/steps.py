@@ -91,6 +91,12 @@ def read_samples(folder: Path) -> tuple[SampleRecord, ...]:
     return tuple(_decoded(folder / SAMPLES, SampleRecord))
 
 
+def held_out(history: Sequence[StepRecord]) -> dict[str, float]:
+    """The metrics of the last evaluation on held-out prompts; empty if there was none."""
+    evaluated = [record.metrics for record in history if "eval/reward" in record.metrics]
+    return {name: x for name, x in evaluated[-1].items() if name.startswith("eval/")} if evaluated else {}
+
+
 def append_step(folder: Path, record: StepRecord, samples: Sequence[Sample]) -> None:
     """Add a step and its samples; when this returns they are on the disk.
 

@@ -44,17 +44,21 @@ class TrainingResult(MeasuredResult):
     kleash: str
     """The version that ran it."""
     algorithm: str
-    """"ppo", "grpo", "rloo", "dpo" or "distill"."""
+    """"ppo", "grpo", "rloo", "dpo" or "distill"; of another trainer, its name in small letters ("sft")."""
     steps: int
     """Steps that were taken, in all."""
     stopped: str | None = None
     """Why it ended before the last step, in words; None if it did not."""
     metrics: Mapping[str, float]
     """Of the last step, by kleash's names."""
+    held_out: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of the last evaluation on held-out prompts, by kleash's names; empty without one."""
+    best: str | None = None
+    """The checkpoint that a trainer of transformers kept as the best of its evaluations; None if there is none."""
     beta: float | None = None
     """Where the leash ended."""
     policy: str
-    """Folder of the trained model or adapter, which "kleash measure --policy" reads."""
+    """Folder of the trained model or adapter, which "kleash measure --policy" reads; empty if none was saved."""
     out: str
     """The run's folder."""
     dtypes: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -33,7 +33,7 @@ def leash_of(job: RewardJob) -> Leash:
     return beta_from_dict({"kind": job.controller, "per": job.target_per, **settings})
 
 
-def tightened(leash: Leash, job: RewardJob) -> Leash:
-    """The controller with twice its beta, at most the job's ``beta_max``."""
+def tightened(leash: Leash, job: Any) -> Leash:
+    """The controller with twice its beta, at most the ``beta_max`` of the job or of another run's options."""
     controller: Any = leash
     return replace(controller, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))

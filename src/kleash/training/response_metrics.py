@@ -12,7 +12,7 @@ from kleash.estimators import sampled_kl
 from kleash.extras import import_extra
 from kleash.store import Sample
 from kleash.store.metrics import PART
-from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
+from kleash.uncertainty import clustered_mean, ratio_of_sums
 
 TOP_SHARE = 0.01
 """Share of the tokens, those with the largest KL, in ``kl/top_percent_share``."""
@@ -27,21 +27,22 @@ class Response:
     prompt_hash: str
     """Of its tokens: responses to equal prompts are one cluster."""
     score: float
-    """The weighted sum of its rewards."""
+    """The weighted sum of its rewards; NaN if none applies."""
     parts: dict[str, float]
     """Each reward by name, without weight; NaN if it does not apply."""
     is_truncated: bool
     """Whether it ends without an end token."""
     tokens: dict[str, Float[np.ndarray, " tokens"]]
-    """Columns with a number for each token: "token_kl", "token_logp", "token_logq", "entropy", and others of the
-    trainer."""
+    """Columns with a number for each token: "token_logp" and "entropy", where they are known "token_logq" and the exact
+    "token_kl", and others of the trainer."""
     prompt: str
     response: str
 
     @property
     def kl(self) -> float:
-        """The exact KL(policy || reference), summed over its tokens."""
-        return float(self.tokens["token_kl"].sum())
+        """The exact KL(policy || reference), summed over its tokens; NaN where it is not known."""
+        token_kl = self.tokens.get("token_kl")
+        return float("nan") if token_kl is None else float(token_kl.sum())
 
 
 def gather_object(parts: list[Any]) -> list[Any]:
@@ -50,47 +51,95 @@ def gather_object(parts: list[Any]) -> list[Any]:
 
 
 def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, float]:
-    """Metrics of rewards, KL(policy || reference), entropy and lengths.
+    """Metrics of rewards, entropy and lengths, and of KL(policy || reference) as far as the responses have columns.
 
     Args:
         responses: all responses of a step, of all processes.
         beta: coefficient of the KL, for ``reward/adjusted``.
     """
     clusters = np.array([response.prompt_hash for response in responses])
+    lengths = np.array([len(response.tokens["entropy"]) for response in responses])
+    columns = responses[0].tokens
+    return {
+        **_reward_metrics(responses, clusters, beta),
+        **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
+        **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
+        "policy/entropy": float(column_of(responses, "entropy").mean()),
+        "response/length": float(lengths.mean()),
+        "response/prompts": float(len(set(clusters))),
+        "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
+    }
+
+
+def _reward_metrics(responses: Sequence[Response], clusters: np.ndarray, beta: float) -> dict[str, float]:
+    """Metrics of the responses that have a reward; none if no response has one."""
     scores = np.array([response.score for response in responses])
+    has_score = ~np.isnan(scores)
+    if not has_score.any():
+        return {}
     sums = np.array([response.kl for response in responses])
-    lengths = np.array([len(response.tokens["token_kl"]) for response in responses])
-    score, per_sequence = (
-        clustered_mean(scores, clusters, unit="none"),
-        clustered_mean(sums, clusters, lower=0.0),
-    )
-    per_token = mean_per_token(sums, lengths, clusters)
-    token_kl = column_of(responses, "token_kl")
+    score = clustered_mean(scores[has_score], clusters[has_score], unit="none")
+    has_kl = not beta or "token_kl" in responses[0].tokens
+    adjusted = float((scores - (beta * sums if beta else 0.0))[has_score].mean())
     return {
         "reward/score": score.value,
         "reward/score_error": score.standard_error,
-        "reward/score_std": float(scores.std(ddof=1)) if len(scores) > 1 else float("nan"),
-        "reward/adjusted": float((scores - (beta * sums if beta else 0.0)).mean()),
+        "reward/score_std": float(scores[has_score].std(ddof=1)) if has_score.sum() > 1 else float("nan"),
+        **({"reward/adjusted": adjusted} if has_kl else {}),
         **{
             f"{PART}{name}": _mean(responses, name)
             for name in responses[0].parts
             if len(responses[0].parts) > 1
         },
-        "kl/exact_per_sequence": per_sequence.value,
-        "kl/exact_per_sequence_error": per_sequence.standard_error,
-        "kl/exact_per_token": per_token.value,
-        "kl/exact_per_token_error": per_token.standard_error,
-        **{
-            f"kl/{estimator}": mean_sampled_kl(responses, "token_logp", "token_logq", estimator)
-            for estimator in ("k1", "k2", "k3")
-        },
+    }
+
+
+def _exact_metrics(
+    responses: Sequence[Response], clusters: np.ndarray, lengths: np.ndarray
+) -> dict[str, float]:
+    """Metrics of the exact KL of each token."""
+    sums = np.array([response.kl for response in responses])
+    token_kl = column_of(responses, "token_kl")
+    largest = [response.tokens["token_kl"].max(initial=0.0) for response in responses]
+    return {
+        **_means(
+            sums, clusters, lengths, per_sequence="kl/exact_per_sequence", per_token="kl/exact_per_token"
+        ),
         "kl/top_percent_share": top_share(token_kl),
         "kl/max_token": float(token_kl.max()),
+        "kl/max_token_per_sequence": float(np.mean(largest)),
         "kl/max_prompt": max_prompt_kl(sums, clusters),
-        "policy/entropy": float(column_of(responses, "entropy").mean()),
-        "response/length": float(lengths.mean()),
-        "response/prompts": float(score.clusters),
-        "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
+    }
+
+
+def _sampled_metrics(
+    responses: Sequence[Response], clusters: np.ndarray, lengths: np.ndarray
+) -> dict[str, float]:
+    """Metrics of the KL that is estimated from the sampled tokens."""
+    token_logp, token_logq = (
+        torch.from_numpy(column_of(responses, name)) for name in ("token_logp", "token_logq")
+    )
+    token_kl = {name: sampled_kl(token_logp, token_logq, name).numpy() for name in ("k1", "k2", "k3")}
+    rows = np.repeat(np.arange(len(responses)), lengths)
+    sums = np.bincount(rows, weights=token_kl["k3"], minlength=len(responses))
+    return {
+        **{f"kl/{name}": float(values.mean()) for name, values in token_kl.items()},
+        **_means(sums, clusters, lengths, per_sequence="kl/k3_per_sequence", per_token="kl/k3"),
+    }
+
+
+def _means(
+    sums: np.ndarray, clusters: np.ndarray, lengths: np.ndarray, *, per_sequence: str, per_token: str
+) -> dict[str, float]:
+    """The means over responses and over tokens with their standard errors, clustered by prompt, under these names."""
+    means = {
+        per_sequence: clustered_mean(sums, clusters, lower=0.0),
+        per_token: mean_per_token(sums, lengths, clusters),
+    }
+    return {
+        f"{name}{suffix}": number
+        for name, mean in means.items()
+        for suffix, number in (("", mean.value), ("_error", mean.standard_error))
     }
 
 
@@ -104,12 +153,6 @@ def explained_variance(responses: Sequence[Response]) -> float:
     returns = column_of(responses, "returns")
     errors, variance = returns - column_of(responses, "values"), returns.var()
     return float(1 - errors.var() / variance) if variance > 0 else float("nan")
-
-
-def mean_sampled_kl(responses: Sequence[Response], p: str, q: str, estimator: str) -> float:
-    """The mean of ``sampled_kl`` over all tokens, from two columns of log-probabilities."""
-    token_logp, token_logq = (torch.from_numpy(column_of(responses, name)) for name in (p, q))
-    return float(sampled_kl(token_logp, token_logq, estimator).numpy().mean())
 
 
 def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:

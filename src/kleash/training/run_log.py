@@ -1,10 +1,11 @@
 """The log of a training run: writes each step to disk, terminal and trackers, and monitors reward hacking."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kleash.errors import RunFolderError, TrackerWarning
 from kleash.jobs import TrainJob
@@ -29,6 +30,30 @@ class Advice:
     act: str | None = None
     """"stop", "halve-lr" or "tighten" (beta is doubled), as the job's ``on_hacking`` says when there is
     an alert; None: go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What a run log knows of a run that is no job of ``kleash train``."""
+
+    target_nats: float | None = None
+    """The KL that a controller steers to."""
+    target_per: str = "sequence"
+    """"sequence" or "token"."""
+    beta_max: float = math.inf
+    """The largest beta."""
+    on_hacking: str = "warn"
+    """The response to alerts: "warn", "stop", "halve-lr" or "tighten"."""
+    report_to: tuple[str, ...] = ()
+    """Trackers."""
+    metric_names: str = "kleash"
+    """How trackers see the metrics spelt."""
+    described: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The settings of the run, for its header and the trackers."""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run."""
+        return dict(self.described)
 
 
 @runtime_checkable
@@ -80,7 +105,7 @@ class RunLog:
     def __init__(
         self,
         folder: Path,
-        job: TrainJob,
+        job: TrainJob | LogOptions,
         *,
         display: Display | None = None,
         monitor: HackingMonitor | None = None,
@@ -89,7 +114,7 @@ class RunLog:
 
         Args:
             folder: the run's folder, which exists.
-            job: its target, its response to alerts and its trackers are used.
+            job: its target, its response to alerts and its trackers are used; ``LogOptions`` where there is no job.
             display: shows the steps.
             monitor: other thresholds than those of ``HackingMonitor``; its target is the job's.
         """

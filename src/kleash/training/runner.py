@@ -23,6 +23,7 @@ from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.cache import cache_fingerprint
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
+from kleash.store.steps import held_out
 from kleash.training.library_fields import config_fields, lora_fields
 from kleash.training.rewards import weight_of
 from kleash.training.run_log import Display, RunLog
@@ -67,10 +68,19 @@ def _run(job: TrainJob, trainer: Trainer, display: Display | None, note: str | N
             raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
         finally:
             run_log.close()
-        alert_sentences = tuple(alert.sentence for record in run_log.history for alert in record.alerts)
-        result = replace(result, alerts=alert_sentences, metrics=run_log.history[-1].metrics)
-        folder.write_result(result)
-        write_training_report(folder.root)
+        return finish(folder, run_log, result)
+
+
+def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> TrainingResult:
+    """Write the result of a run and its report; returns the result with what the run log has of it."""
+    result = replace(
+        result,
+        alerts=tuple(alert.sentence for record in run_log.history for alert in record.alerts),
+        metrics=run_log.history[-1].metrics,
+        held_out=held_out(run_log.history),
+    )
+    folder.write_result(result)
+    write_training_report(folder.root)
     return result
 
 

@@ -33,7 +33,8 @@ class BetaController(AttachedCallback, ExportableState):
             attribute: name of the trainer's attribute that is its beta.
         """
         self.controller, self.metric, self.attribute = controller, metric, attribute
-        self._since = 0
+        self.since = 0
+        """The step of the last update of the controller; 0 before the first."""
         self._changed = False
         self.reason: str | None = None
         """The reason for the last change of beta; None if the last measurement did not change it."""
@@ -68,7 +69,7 @@ class BetaController(AttachedCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The state that is saved in the checkpoint."""
-        return {"args": {}, "attributes": {"controller": self.controller.to_dict(), "since": self._since}}
+        return {"args": {}, "attributes": {"controller": self.controller.to_dict(), "since": self.since}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Restore the state from the checkpoint if training resumes."""
@@ -76,7 +77,7 @@ class BetaController(AttachedCallback, ExportableState):
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0 and isinstance(saved, dict):
             self.controller = beta_from_dict(saved["attributes"]["controller"])
-            self._since = saved["attributes"]["since"]
+            self.since = saved["attributes"]["since"]
             setattr(self.trainer, self.attribute, self.controller.beta)
 
     def on_log(
@@ -84,9 +85,9 @@ class BetaController(AttachedCallback, ExportableState):
     ) -> None:
         """Update the controller with the logged KL."""
         kl = (logs or {}).get(self.metric)
-        if kl is None or state.global_step == self._since:
+        if kl is None or state.global_step == self.since:
             return
-        steps = state.global_step - self._since
+        steps = state.global_step - self.since
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL uses each so many times
         before = self.controller
@@ -95,7 +96,7 @@ class BetaController(AttachedCallback, ExportableState):
         self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)
-        self._since, self._changed = state.global_step, True
+        self.since, self._changed = state.global_step, True
         setattr(self.trainer, self.attribute, self.controller.beta)
         if self.controller.event is not None:
             LOG.warning("beta at step %d: %s", state.global_step, self.controller.event)
@@ -109,7 +110,7 @@ class BetaController(AttachedCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warn if the metric was never logged."""
-        if state.global_step > 0 and self._since == 0:
+        if state.global_step > 0 and self.since == 0:
             logged = sorted({name for entry in state.log_history for name in entry})
             LOG.warning(
                 "nothing called %r was logged in %d steps, so beta was never steered; logged were %s",

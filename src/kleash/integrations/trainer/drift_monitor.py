@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any
 
 from kleash.errors import ModelError, OptionError
@@ -33,8 +34,9 @@ class DriftMonitor(AttachedCallback):
     affected: modes, adapters and random states are restored, and the run is bit for bit the same without the monitor.
 
     Logged are ``drift/kl_per_token``, ``drift/kl_per_sequence``, each with ``_error`` (standard error with prompts as
-    clusters), and ``drift/tokens_per_sequence``; ``last`` is the whole Drift with its warnings. With several processes
-    each generates for a part of the prompts; all get the same numbers.
+    clusters), ``drift/tokens_per_sequence``, ``drift/prompts`` and ``drift/seconds``, the time of the measurement;
+    ``last`` is the whole Drift with its warnings. With several processes each generates for a part of the prompts; all
+    get the same numbers.
     """
 
     # Many arguments, since they are options of a measurement; all by keyword.
@@ -116,6 +118,7 @@ class DriftMonitor(AttachedCallback):
         return drift_of([part for part in parts if part is not None])
 
     def _measure_and_log(self, control: Any) -> None:
+        start = monotonic()
         self.last = drift = self.measure()
         self.log_metrics(
             control,
@@ -125,6 +128,8 @@ class DriftMonitor(AttachedCallback):
                 f"{self.name}/kl_per_sequence": drift.per_sequence.value,
                 f"{self.name}/kl_per_sequence_error": drift.per_sequence.standard_error,
                 f"{self.name}/tokens_per_sequence": drift.tokens / drift.sequences,
+                f"{self.name}/prompts": float(drift.per_token.clusters),
+                f"{self.name}/seconds": monotonic() - start,
             },
         )
         kl = drift.per(self.per).value

@@ -60,14 +60,21 @@ class ForwardCapture:
         """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load.
 
         Raises:
-            OptionError: if ``reference`` is given, or beta is 0, and the configuration is not passed by keyword.
+            OptionError: if ``reference`` is given, or beta is 0, and the configuration is not passed by keyword; or if
+                ``reference`` is given, and TRL is to move the reference.
         """
         self._passes: list[ForwardPass] | None = None
         self._captures_hidden = False
         self._head_layouts: tuple[Head, Head] | None = None
+        self._stored_heads: dict[str, Head] = {}
         config = kwargs.get("args")
         if config is None and reference is not None:
             raise OptionError("with reference=, pass the configuration by keyword: args=…")
+        if reference is not None and getattr(config, "sync_ref_model", False):
+            raise OptionError(
+                "sync_ref_model=True moves the copy of the policy that TRL loads as its reference, and reference= is a "
+                "model that stays as it is; leave one of them out"
+            )
         if config is not None:
             kwargs["args"] = copy(config)
             # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
@@ -153,8 +160,7 @@ class ForwardCapture:
             torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1)
             for name in ("ids", "mask")
         )
-        mode = "train" if self.model.training else "eval"
-        batch = getattr(self.args, f"per_device_{mode}_batch_size")
+        batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
         images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
         no_checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         with torch.no_grad(), no_checkpointing, self._record_passes(hidden=hidden) as passes:
@@ -185,14 +191,33 @@ class ForwardCapture:
             self._head_layouts = policy_head, reference_head
         return self._head_layouts
 
+    @property
+    def _mode(self) -> str:
+        """TRL's key for the metrics of training or evaluation."""
+        return "train" if self.model.training else "eval"
+
     def _heads(self) -> tuple[Head, Head]:
-        """The heads of policy and reference with their current weights, the policy's with gradient."""
+        """The policy's head with its current weights and their gradient, and that of the reference's hidden states."""
         policy_head, reference_head = self._read_head_layouts()
-        reference = self.model if self.ref_model is None else self.ref_model
+        stored = self._stored_heads.get(self._mode)
         return (
             current_head(self._unwrap(self.model), policy_head, requires_grad=True),
-            current_head(self._unwrap(reference), reference_head, requires_grad=False),
+            self._reference_head(reference_head) if stored is None else stored,
         )
+
+    def _reference_head(self, layout: Head) -> Head:
+        reference = self.model if self.ref_model is None else self.ref_model
+        return current_head(self._unwrap(reference), layout, requires_grad=False)
+
+    def _store_reference_head(self) -> None:
+        """Keep a copy of the reference's head for the hidden states that were just stored, if TRL moves the reference.
+
+        The responses are learned from after it has moved, and hidden states belong to the head of their time.
+        """
+        if getattr(self.args, "sync_ref_model", False):
+            head = self._reference_head(self._read_head_layouts()[1])
+            weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
+            self._stored_heads[self._mode] = replace(head, weight=weight, bias=bias)
 
 
 def prepare_frozen(trainer: Any, network: Any) -> Any:

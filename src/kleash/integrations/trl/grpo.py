@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kleash.integrations.trl.compat import GRPOTrainer
 from kleash.integrations.trl.forward_capture import ForwardPass
-from kleash.integrations.trl.kl_mixin import REFERENCE_HIDDEN, KLMixin, rows_by_prompt
+from kleash.integrations.trl.kl_mixin import KLMixin, rows_by_prompt
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
 PENALTY = "kl_penalty"
@@ -76,14 +76,11 @@ class GRPOLeash(KLMixin):
     def _generated_and_scored(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch, with the reference's hidden states if the KL needs them."""
         parent: Any = super()
-        in_loss = self._kl_options.place == "loss"
-        if not in_loss:
+        if self._kl_options.place == "reward":
             self.reward_weights[-1] = self.beta
-        record_hidden = in_loss and self._kl_options.exact
-        with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=record_hidden) as passes:
+        with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=self._captures) as passes:
             output = parent._generate_and_score_completions(inputs)
-        if in_loss and self._kl_options.exact:
-            output[REFERENCE_HIDDEN] = passes[-1].hidden
+        self._keep_reference(output, passes[1 if "old_per_token_logps" in output else 0])
         return output
 
     def _generate(self, prompts: Any) -> Any:
@@ -112,9 +109,8 @@ class GRPOLeash(KLMixin):
         attention_mask, length = reference.arguments[0][1:3]
         mask = attention_mask[:, -length:].bool() & self._tool_mask(length, attention_mask)
         per_token = self._term.per_token(policy.logp, reference.logp, mask)
-        self._log_kl_means(per_token, mask)
         prompt_ids, prompt_mask = (x[:, :-length] for x in reference.arguments[0][:2])
-        self._log_kl_errors(rows_by_prompt(per_token, mask, prompt_ids, prompt_mask))
+        self._log_metrics(kl=self._log_kl_rows(rows_by_prompt(per_token, mask, prompt_ids, prompt_mask)))
         return (-per_token.sum(-1)).tolist()
 
     def _policy_pass(self, reference: ForwardPass) -> ForwardPass:
@@ -134,11 +130,10 @@ class GRPOLeash(KLMixin):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         parent: Any = super()
-        in_loss = self._kl_options.place == "loss"
-        record_hidden = in_loss and self._kl_options.exact
-        with self._parent_beta(0.0), self._record_passes(hidden=record_hidden) as passes:
+        with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
             loss = parent._compute_loss(model, inputs)
-        if not in_loss:
+        self._keep_exact_kl(passes[0], inputs)
+        if self._kl_options.place == "reward":
             return loss
         size = self._update_size(inputs)
         kl = self._micro_batch_kl(passes[0], inputs, size)

@@ -22,13 +22,21 @@ from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
 from kleash.integrations.trl.terms import KLOptions, UpdateSize
 from kleash.kl_rules import default_scope
-from kleash.linear import LinearOptions, TokenStatistics, linear_kl_loss, token_statistics
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    TokenStatistics,
+    linear_kl,
+    linear_kl_loss,
+    token_statistics,
+)
 from kleash.losses import future_kl_loss
 from kleash.uncertainty import clustered_mean, ratio_of_sums
 
 REFERENCE_HIDDEN = "kleash_reference_hidden"
 REFERENCE_LOGP = "ref_per_token_logps"
 BEHAVIOUR_LOGP = "kleash_behaviour_logps"
+TOKEN_KL = "kleash_token_kl"
 """Entries of a generated batch that the trainers read or add."""
 
 
@@ -132,6 +140,7 @@ class KLMixin(ForwardCapture):
             for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
         ]
         self._kl_rows: list[ResponseKL] = []
+        self._measures_exact = False
         self._linear_options = linear_options
         self._kl_options = KLOptions(
             kl=kl,
@@ -164,6 +173,53 @@ class KLMixin(ForwardCapture):
         """Whether some updates use samples of an older policy."""
         micro_batches = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % micro_batches != 0
+
+    def measure_exact_kl(self) -> None:
+        """Have the exact KL of each token in every micro-batch (``TOKEN_KL``), also where a sampled one is trained.
+
+        The hidden states are those of the passes that TRL makes anyway.
+
+        Raises:
+            CannotRunError: if a model does not come apart into hidden states and a head.
+        """
+        self._read_head_layouts()
+        self._measures_exact = True
+
+    @property
+    def _captures(self) -> bool:
+        """Whether the hidden states of the passes are needed."""
+        return self._measures_exact or self._kl_options.exact
+
+    def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
+        """Keep what the KL needs of the reference's pass in the generated batch."""
+        output[REFERENCE_LOGP] = reference.logp
+        if reference.hidden is not None:
+            output[REFERENCE_HIDDEN] = reference.hidden
+            self._store_reference_head()
+
+    def _keep_exact_kl(self, policy_pass: ForwardPass, inputs: dict[str, Any]) -> None:
+        """Measure the exact KL of each token, once for each response, unless it is the one that is trained."""
+        if self._kl_options.exact or not self._measures_exact or TOKEN_KL in inputs:
+            return
+        mask = self._response_mask(inputs)
+        with torch.no_grad():
+            nats = linear_kl(
+                *self._both_hidden(policy_pass, inputs, mask),
+                temperature=self.temperature,
+                options=self._linear_options,
+            )
+        inputs[TOKEN_KL] = torch.zeros_like(policy_pass.logp).masked_scatter(mask, nats.to(policy_pass.logp))
+
+    def _both_hidden(
+        self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor
+    ) -> tuple[Tensor, Head, Tensor, Head]:
+        """Hidden states of the response tokens and head of the policy, and those of the reference."""
+        if policy_pass.hidden is None:
+            raise OptionError(
+                "no hidden states were captured; the model's backbone was not called by its forward"
+            )
+        head_p, head_q = self._heads()
+        return policy_pass.hidden[mask], head_p, inputs[REFERENCE_HIDDEN][mask], head_q
 
     def _micro_batch_kl(
         self, policy_pass: ForwardPass, inputs: dict[str, Any], size: UpdateSize
@@ -211,16 +267,8 @@ class KLMixin(ForwardCapture):
         """The exact KL of each response token, from both models' hidden states, as the micro-batch's term."""
         ratios = None if ratio_weights is None else ratio_weights.values
         weights = token_weights if ratios is None else token_weights * ratios
-        if policy_pass.hidden is None:
-            raise OptionError(
-                "no hidden states were captured; the model's backbone was not called by its forward"
-            )
-        head_p, head_q = self._heads()
         result = linear_kl_loss(
-            policy_pass.hidden[mask],
-            head_p,
-            inputs[REFERENCE_HIDDEN][mask],
-            head_q,
+            *self._both_hidden(policy_pass, inputs, mask),
             weights=weights[mask].detach(),
             temperature=self.temperature,
             options=self._linear_options,
@@ -228,6 +276,7 @@ class KLMixin(ForwardCapture):
         token_kl = torch.zeros_like(token_weights).masked_scatter(
             mask, result.per_token.to(token_weights.dtype)
         )
+        inputs[TOKEN_KL] = token_kl
         loss = result.loss
         if self._term.spec.scope == "sequence":
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
@@ -249,49 +298,39 @@ class KLMixin(ForwardCapture):
         """Log the KL as it is trained, per token and per response, over all processes. A collective."""
         mask = self._response_mask(inputs)
         # the weights divide by the micro-batches of an update, and TRL logs a mean over them
-        trained = (token_weights * kl.per_token).sum() * micro_batches
-        self._log_kl_means(kl.per_token, mask, trained)
+        trained = (token_weights * kl.per_token).sum().float() * micro_batches
+        self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
         if kl.effective_share is not None:
             self._log_metrics(**{"kl/effective_share": kl.effective_share})
         self._kl_rows += rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
         if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
             rows, self._kl_rows = self._kl_rows, []
-            self._log_kl_errors(rows)
+            self._log_kl_rows(rows)
 
-    def _log_kl_means(self, per_token: Tensor, mask: Tensor, trained: Tensor | None = None) -> None:
-        """Log the means of a KL over tokens and responses of all processes. A collective.
+    def _log_kl_rows(self, rows: list[ResponseKL]) -> float:
+        """Log the KL of the responses of all processes, per token and per response, with its standard errors.
 
-        Args:
-            per_token: KL of each token; masked values are not read.
-            mask: true for the tokens that the policy generated.
-            trained: the number on this process that beta multiplies; None for the mean over responses.
+        Errors are clustered by prompt. A collective.
+
+        Returns:
+            The mean over responses.
         """
-        nats = torch.where(mask, per_token, 0.0).sum()
-        parts = [nats if trained is None else trained, nats, mask.sum(), nats.new_tensor(len(mask))]
-        sums = self.accelerator.reduce(torch.stack([x.float() for x in parts]), reduction="sum")
-        loss, total, tokens, sequences = sums.tolist()
-        self._log_metrics(
-            **{
-                "kl": loss / (sequences if trained is None else self.accelerator.num_processes),
-                "kl/per_token": total / max(tokens, 1.0),
-                "kl/per_sequence": total / sequences,
-                "beta": self.beta,
-            }
-        )
-
-    def _log_kl_errors(self, rows: list[ResponseKL]) -> None:
-        """Log the standard errors of ``kl/per_token`` and ``kl/per_sequence`` over all processes. A collective."""
         rows = import_extra("accelerate.utils", "models").gather_object(rows)
         numbers = {prompt: at for at, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         nats, tokens = (np.array([row[at] for row in rows], np.float64) for at in (1, 2))
         clusters = np.array([numbers[row.prompt] for row in rows])
         totals, counts = (np.bincount(clusters, weights=x) for x in (nats, tokens))
+        per_token, per_sequence = ratio_of_sums(totals, counts), clustered_mean(nats, clusters)
         self._log_metrics(
             **{
-                "kl/per_token_error": ratio_of_sums(totals, counts).standard_error,
-                "kl/per_sequence_error": clustered_mean(nats, clusters).standard_error,
+                "kl/per_token": per_token.value,
+                "kl/per_token_error": per_token.standard_error,
+                "kl/per_sequence": per_sequence.value,
+                "kl/per_sequence_error": per_sequence.standard_error,
+                "beta": self.beta,
             }
         )
+        return per_sequence.value
 
     def _log_engine_mismatch(
         self, output: dict[str, Any], trainer_logp: Tensor | None, engine_logp: Tensor
@@ -310,9 +349,8 @@ class KLMixin(ForwardCapture):
 
     def _log_metrics(self, **metrics: float) -> None:
         """Add values to those that TRL averages and logs."""
-        mode = "train" if self.model.training else "eval"
         for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
+            self._metrics[self._mode][name].append(value)
 
 
 class ResponseStatistics(NamedTuple):

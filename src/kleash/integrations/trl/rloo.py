@@ -5,13 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from kleash.integrations.trl.compat import RLOOTrainer
-from kleash.integrations.trl.kl_mixin import (
-    BEHAVIOUR_LOGP,
-    REFERENCE_HIDDEN,
-    REFERENCE_LOGP,
-    KLMixin,
-    rows_by_prompt,
-)
+from kleash.integrations.trl.kl_mixin import BEHAVIOUR_LOGP, KLMixin, rows_by_prompt
 from kleash.integrations.trl.mismatch_metrics import EngineLogprobs
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
@@ -53,34 +47,31 @@ class RLOOLeash(KLMixin):
         in_reward = self._kl_options.place == "reward"
         with (
             self._parent_beta(self.beta if in_reward else 0.0),
-            self._record_passes(hidden=False) as passes,
+            self._record_passes(hidden=self._captures and in_reward) as passes,
         ):
             output = parent._generate_and_score_completions(inputs)
         policy_logp = passes[0].logp
         if in_reward and self.beta != 0:
-            self._metrics["train" if self.model.training else "eval"]["kl"].pop()  # TRL's mean over tokens
+            self._metrics[self._mode]["kl"].pop()  # TRL's mean over tokens
             reference = passes[1]
         else:
-            record_hidden = self._kl_options.exact and not in_reward
-            reference = self._forward_pass(output, reference=True, hidden=record_hidden)
+            reference = self._forward_pass(output, reference=True, hidden=self._captures)
+        self._keep_reference(output, reference)
         if in_reward:
             per_token, mask = policy_logp - reference.logp, output["completion_mask"].bool()
-            self._log_kl_means(per_token, mask)
-            self._log_kl_errors(rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"]))
-            return output, policy_logp
-        output[REFERENCE_LOGP] = reference.logp
-        if self._is_off_policy:
+            rows = rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"])
+            self._log_metrics(kl=self._log_kl_rows(rows))
+        elif self._is_off_policy:
             output[BEHAVIOUR_LOGP] = policy_logp
-        if reference.hidden is not None:
-            output[REFERENCE_HIDDEN] = reference.hidden
         return output, policy_logp
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         parent: Any = super()
-        if self._kl_options.place == "reward":
-            return parent._compute_loss(model, inputs)
-        with self._record_passes(hidden=self._kl_options.exact) as passes:
+        with self._record_passes(hidden=self._captures) as passes:
             loss = parent._compute_loss(model, inputs)
+        self._keep_exact_kl(passes[0], inputs)
+        if self._kl_options.place == "reward":
+            return loss
         size = UpdateSize(micro_batches=1, tokens=1.0, max_length=self.args.max_completion_length)
         kl = self._micro_batch_kl(passes[0], inputs, size)
         mask = self._response_mask(inputs)

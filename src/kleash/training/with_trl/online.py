@@ -41,13 +41,12 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     from kleash.integrations.trl import LeashedGRPOTrainer
-    from kleash.training.with_trl.measured_trainer import with_measurement
 
     settings = {
         "scale_rewards": "none" if job.kl_place == "reward" else "group",
         "use_bias_correction_kl": False,  # an option of TRL's own KL term, which is off
     }
-    return _train(job, run_log, with_measurement(LeashedGRPOTrainer), settings)
+    return _train(job, run_log, LeashedGRPOTrainer, settings)
 
 
 @silent_trainer
@@ -57,14 +56,15 @@ def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
     The baseline of each response is the mean of the other responses to its prompt; advantages are not rescaled.
     """
     from kleash.integrations.trl import LeashedRLOOTrainer
-    from kleash.training.with_trl.measured_trainer import with_measurement
 
-    return _train(job, run_log, with_measurement(LeashedRLOOTrainer), {})
+    return _train(job, run_log, LeashedRLOOTrainer, {})
 
 
 def _train(
     job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, settings: dict[str, Any]
 ) -> TrainingResult:
+    from kleash.training.with_trl.response_recorder import ResponseRecorder
+
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
@@ -97,15 +97,11 @@ def _train(
         kl_place=job.kl_place,
         kl_scope=job.kl_scope,
     )
-    trainer.set_prompts_and_rewards(prompts, rewards)
+    recorder = ResponseRecorder(trainer, requires_rewards=True)
     if job.beta > 0:
-        BetaController(leash_of(job), metric=f"kl/exact_per_{job.target_per}").attach(trainer)
+        BetaController(leash_of(job), metric=recorder.kl_metric(job.target_per)).attach(trainer)
     step_logger = StepLogger(
-        job,
-        run_log,
-        trl_steps_per_step=job.epochs,
-        pop_measurement=trainer.pop_measurement,
-        notes=networks.pair.notes,
+        job, run_log, trl_steps_per_step=job.epochs, recorder=recorder, notes=networks.pair.notes
     )
     step_logger.attach(trainer)
     return run_trainer(trainer, step_logger, job, networks.dtypes)

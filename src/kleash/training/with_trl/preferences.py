@@ -16,7 +16,7 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import run_trainer, shared_arguments, silent_trainer
-from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
+from kleash.training.with_trl.step_logger import StepLogger
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""
@@ -55,35 +55,16 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
         peft_config=networks.lora,
     )
     prompts: dict[str, Any] = {str(row["prompt"]): row["prompt"] for row in rows}
-    monitor = DriftMonitor(
+    DriftMonitor(
         prompts=list(prompts.values()),
         limit=DRIFT_PROMPTS,
         every=job.checkpoint_every,
         sampling=Sampling(max_new_tokens=DRIFT_TOKENS, seed=job.seed),
         batch_tokens=job.batch_tokens,
     ).attach(trainer)
-    step_logger = StepLogger(
-        job, run_log, pop_measurement=lambda: pop_drift(monitor), notes=networks.pair.notes
-    )
+    step_logger = StepLogger(job, run_log, notes=networks.pair.notes)
     step_logger.attach(trainer)
     return run_trainer(trainer, step_logger, job, networks.dtypes)
-
-
-def pop_drift(monitor: DriftMonitor) -> StepMeasurement | None:
-    """The last drift of the monitor as metrics; None if it was returned before."""
-    drift, monitor.last = monitor.last, None
-    if drift is None:
-        return None
-    return StepMeasurement(
-        metrics={
-            "kl/exact_per_sequence": drift.per_sequence.value,
-            "kl/exact_per_sequence_error": drift.per_sequence.standard_error,
-            "kl/exact_per_token": drift.per_token.value,
-            "kl/exact_per_token_error": drift.per_token.standard_error,
-            "response/length": drift.tokens / drift.sequences,
-            "response/prompts": float(drift.per_token.clusters),
-        }
-    )
 
 
 def read_pairs(

@@ -22,7 +22,6 @@ from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoin
 from kleash.training.run_log import RunLog
 from kleash.training.runner import Trainer, run_job
 from kleash.training.with_trl.step_logger import StepLogger
-from kleash.version import __version__
 
 PROMPT_COLUMN = "kleash_prompt"
 """Column of the data set with the index of the prompt."""
@@ -79,6 +78,7 @@ def run_trainer(
 
     A run that has taken all its steps, or that the hacking monitor has stopped, takes no further step.
     """
+    trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
     root = Path(str(job.out))
     checkpoint = last_checkpoint(root) if job.resume else None
     if checkpoint is not None:
@@ -94,19 +94,7 @@ def run_trainer(
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
-    beta = getattr(trainer, "beta", None) if hasattr(job, "beta") else None
-    outcome = step_logger.outcome
-    return TrainingResult(
-        kleash=__version__,
-        algorithm=job.algorithm,
-        steps=outcome.step,
-        stopped=outcome.stopped,
-        metrics=outcome.metrics,
-        beta=beta,
-        policy=str(root / POLICY),
-        out=str(root),
-        dtypes=dtypes,
-    )
+    return step_logger.result(job.algorithm, policy=str(root / POLICY), out=str(root), dtypes=dtypes)
 
 
 def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int = 1) -> dict[str, Any]:

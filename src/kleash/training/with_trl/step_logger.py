@@ -1,33 +1,35 @@
-"""A callback that writes TRL's logs to the run log, and carries out the response to its alerts."""
+"""A callback that writes what a trainer logs to the run log, and carries out the response to its alerts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
-from kleash.errors import NonFiniteError
-from kleash.extras import import_extra
-from kleash.integrations.trainer import BetaController
+from kleash.errors import NonFiniteError, RunFolderError
+from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.jobs import TrainJob
-from kleash.store import Sample, read_steps
+from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
+from kleash.store.job_folder import RunHeader
+from kleash.store.metrics import METRICS, PART
 from kleash.training.job_schedule import tightened
 from kleash.training.response_metrics import gather_object
-from kleash.training.run_log import Advice, RunLog, stopped_by
+from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
+from kleash.training.runner import finish
+from kleash.version import __version__
+
+if TYPE_CHECKING:
+    from kleash.training.with_trl.response_recorder import ResponseRecorder
 
 TRL_METRICS = {
-    "beta": "beta",
-    "grad_norm": "policy/gradient_norm",
-    "learning_rate": "policy/learning_rate",
-    "clip_ratio/region_mean": "policy/clip_share",
-    "frac_reward_zero_std": "reward/zero_std_share",
-    "rewards/accuracies": "pairs/accuracy",
-    "rewards/margins": "pairs/margin",
-    "step_time": "time/step",
+    metric.trl: name for name, metric in METRICS.items() if metric.trl is not None and metric.trl != "kl"
 }
-"""Metric of TRL -> the metric of kleash with the same meaning."""
+"""Metric of TRL -> the metric of kleash with the same meaning; TRL's "kl" is another one in each trainer."""
+PRICED = ("grpo", "rloo", "dpo")
+"""Algorithms whose beta belongs to a KL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,47 +40,61 @@ class StepMeasurement:
     samples: tuple[Sample, ...] = ()
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """The last step of the run, its metrics, and why the run ended early, if it did."""
-
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    stopped: str | None = None
-
-
 class StepLogger(AttachedCallback):
-    """Writes each step to the run log, on rank 0, and carries out the response to alerts, on all processes."""
+    """Writes each step to the run log, on rank 0, and carries out the response to alerts, on all processes.
+
+    A step is written when the trainer logs its loss, with all that was logged since the step before: by the trainer,
+    and by other callbacks, such as a DriftMonitor. Attach it after them.
+    """
 
     def __init__(
         self,
-        job: TrainJob,
+        job: TrainJob | LogOptions,
         run_log: RunLog | None,
         *,
         trl_steps_per_step: int = 1,
         metric_names: Mapping[str, str] = TRL_METRICS,
         pop_measurement: Callable[[], StepMeasurement | None] = lambda: None,
+        recorder: "ResponseRecorder | None" = None,
         notes: Sequence[str] = (),
     ) -> None:
         """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            job: its ``on_hacking`` is the response to alerts.
+            job: its target and its response to alerts are used.
             run_log: the run log on rank 0; None on other ranks.
             trl_steps_per_step: steps of TRL in a step of the run.
-            metric_names: metric of TRL -> metric of kleash.
+            metric_names: metric of the trainer -> metric of kleash; those of kleash are taken under their own names.
             pop_measurement: returns the measurement of the step that was just taken, if there is one.
+            recorder: of the trainer's responses, if it generates any.
             notes: notes about the models, shown when training starts.
         """
         self.job, self.run_log, self.metric_names = job, run_log, dict(metric_names)
         self.trl_steps_per_step = trl_steps_per_step
-        self.pop_measurement, self.notes = pop_measurement, tuple(notes)
-        self.outcome = Outcome()
+        self.pop_measurement, self.recorder = pop_measurement, recorder
+        self.notes = [*notes, *([] if recorder is None or recorder.note is None else [recorder.note])]
+        self.step = 0
+        """The last step of the run."""
+        self.metrics: dict[str, float] = {}
+        """Those of the last step."""
+        self.stopped: str | None = None
+        """Why the run ended early, if it did."""
+        self._logged: dict[str, float] = {}
+        """Metrics since the last step that was written."""
+        self._trl_step = 0
+        """The trainer's step at that step."""
+        self._awaits_evaluation = False
 
     def attach(self, trainer: Any) -> "StepLogger":
-        """Add this callback to the trainer and remove the one that prints logs; returns itself."""
-        trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
+        """Add this callback to the trainer; returns itself."""
         super().attach(trainer)
+        monitor = self._callback(DriftMonitor)
+        if monitor is not None:
+            is_exact = self.recorder is not None and self.recorder.is_exact
+            self.metric_names |= drift_names(monitor.name, "drift/kl" if is_exact else "kl/exact")
+            if self.recorder is None:
+                self.metric_names[f"{monitor.name}/tokens_per_sequence"] = "response/length"
+                self.metric_names[f"{monitor.name}/prompts"] = "response/prompts"
         return self
 
     def was_stopped(self, trl_step: int) -> bool:
@@ -88,55 +104,91 @@ class StepLogger(AttachedCallback):
             records = read_steps(self.run_log.folder)
             alerts = next((record.alerts for record in records if record.step == step), ())
             stopped = stopped_by(alerts, step) if alerts else None
-        self.outcome.stopped = _of_first_process(stopped)
-        return self.outcome.stopped is not None
+        self.stopped = _of_first_process(stopped)
+        return self.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Open the run log at the step from which training starts."""
         super().on_train_begin(args, state, control, **more)
-        self.outcome.step = state.global_step // self.trl_steps_per_step
+        self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
-            self.run_log.begin(self.outcome.step)
+            self.run_log.begin(self.step)
             for note in self.notes:
                 self.run_log.note(note)
-            if self.outcome.step:
-                self.run_log.note(f"going on after step {self.outcome.step}")
+            if self.step:
+                self.run_log.note(f"going on after step {self.step}")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the beta of the step, which TRL's own trainers do not log."""
+        controller = self._callback(BetaController)
+        if controller is not None:
+            self._logged["beta"] = controller.controller.beta
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have the trainer log where it saves or evaluates: a checkpoint is of a step that is written."""
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Record a step; logs without a loss are ignored.
+        """Collect what is logged, and record a step if the loss is.
 
         Raises:
             NonFiniteError: if the loss is NaN or infinite.
         """
-        if logs is None or "loss" not in logs:
+        logs = {name: value for name, value in (logs or {}).items() if value is not None}
+        names = {name: self.metric_names.get(name, name) for name in logs}
+        known = sorted(
+            (name for name in logs if names[name] in METRICS or names[name].startswith(PART)),
+            key=lambda name: names[name] == name,  # kleash's own metrics have the last word
+        )
+        self._logged |= {names[name]: float(logs[name]) for name in known}
+        if "loss" not in logs:
             return
-        step = state.global_step // self.trl_steps_per_step
+        self.step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
             raise NonFiniteError(
-                f"the loss of step {step} is {logs['loss']}; lower --learning-rate, or look at the last checkpoint "
-                f"in {args.output_dir}"
+                f"the loss of step {self.step} is {logs['loss']}; lower --learning-rate, or look at the last "
+                f"checkpoint in {args.output_dir}"
             )
+        self._awaits_evaluation = control.should_evaluate
+        if not self._awaits_evaluation:
+            self._record(state, control)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        """Record the step that was evaluated, with the rewards and the KL of the evaluation's responses."""
+        evaluation = {} if self.recorder is None else self.recorder.pop_evaluation()
+        if metrics is not None and "eval/reward" in evaluation:
+            metrics["eval_reward"] = evaluation[
+                "eval/reward"
+            ]  # without a KL penalty, for the best checkpoint
+        if self._awaits_evaluation:
+            self._awaits_evaluation = False
+            self._logged |= evaluation
+            self._record(state, control)
+
+    def _record(self, state: Any, control: Any) -> None:
+        """Write the step to the run log, and carry out the response to its alerts. A collective."""
+        logged, self._logged = self._logged, {}
         measurement = self.pop_measurement()
-        metrics = {
-            name: float(logs[trl_name])
-            for trl_name, name in self.metric_names.items()
-            if logs.get(trl_name) is not None
-        }
-        if measurement is not None:
-            metrics |= measurement.metrics
+        metrics = logged if measurement is None else {**logged, **measurement.metrics}
         target = getattr(self.job, "target_nats", None)
         if target is not None:
             metrics["kl/target"] = target
         advice = None
         if self.run_log is not None:
-            samples = () if measurement is None else measurement.samples
-            controller = self._controller()
-            event = None if controller is None else controller.controller.event
-            reason = None if controller is None else controller.reason
-            advice = self.run_log.step(step, metrics, samples, [] if event is None else [event], reason)
-        self.outcome.step, self.outcome.metrics = step, metrics
+            samples = [] if measurement is None else [*measurement.samples]
+            samples += [] if self.recorder is None else self.recorder.pop_samples()
+            controller = self._callback(BetaController)
+            if controller is None or controller.since <= self._trl_step:
+                event, reason = None, None
+            else:
+                event, reason = controller.controller.event, controller.reason
+            events = [] if event is None else [event]
+            advice = self.run_log.step(self.step, metrics, samples, events, reason)
+        self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(_of_first_process(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -146,24 +198,104 @@ class StepLogger(AttachedCallback):
         if self.trainer.accelerator.process_index == 0 and checkpoint.is_dir():
             seal_folder(checkpoint)
 
-    def _controller(self) -> BetaController | None:
+    def result(
+        self, algorithm: str, *, policy: str, out: str, dtypes: Mapping[str, str] | None = None
+    ) -> TrainingResult:
+        """The result of the run so far."""
+        return TrainingResult(
+            kleash=__version__,
+            algorithm=algorithm,
+            steps=self.step,
+            stopped=self.stopped,
+            metrics=self.metrics,
+            beta=getattr(self.trainer, "beta", None) if algorithm in PRICED else None,
+            policy=policy,
+            out=out,
+            dtypes=dtypes or {},
+            best=self.trainer.state.best_model_checkpoint,
+        )
+
+    def _callback(self, kind: type[Any]) -> Any:
+        """The trainer's first callback of a kind, or None."""
         callbacks = self.trainer.callback_handler.callbacks
-        return next((callback for callback in callbacks if isinstance(callback, BetaController)), None)
+        return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         match advice.act:
             case "stop":
-                self.outcome.stopped = stopped_by(advice.alerts, self.outcome.step)
+                self.stopped = stopped_by(advice.alerts, self.step)
                 control.should_training_stop = control.should_save = True
             case "halve-lr":
                 halve_learning_rate(self.trainer)
             case "tighten":
-                controller, job = self._controller(), cast("Any", self.job)
+                controller, job = self._callback(BetaController), self.job
                 if controller is not None:
                     controller.controller = tightened(controller.controller, job)
                     self.trainer.beta = controller.controller.beta
             case _:
                 pass
+
+
+class FolderLog(StepLogger):
+    """A StepLogger that makes the folder of its run when training begins, and its result and report when it ends."""
+
+    result_of_run: TrainingResult | None = None
+    """The result, once training has ended."""
+
+    def __init__(self, folder: Path, options: LogOptions, algorithm: str, **more: Any) -> None:
+        """Create the callback; ``attach`` adds it to a trainer.
+
+        Args:
+            folder: the run's folder.
+            options: of the run log.
+            algorithm: what is trained by, for the result.
+            more: further arguments of ``StepLogger``.
+        """
+        super().__init__(options, None, **more)
+        self.folder, self.options, self.algorithm = TrainingFolder(folder), options, algorithm
+        self._open = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Open the folder, on rank 0; a run in it goes on if the trainer resumes from a checkpoint.
+
+        Raises:
+            RunFolderError: if the folder holds another run, or one that the trainer does not resume.
+        """
+        self.require_trainer()
+        if state.is_world_process_zero:
+            self._open.close()
+            resume = state.global_step > 0
+            if self.folder.begun and not resume:
+                raise RunFolderError(
+                    f"{self.folder.root} holds a run already; go on with it with "
+                    "trainer.train(resume_from_checkpoint=True), or give attach another out="
+                )
+            header = RunHeader(
+                kleash=__version__, settings=self.options.settings(), source_sha256="", fingerprints={}
+            )
+            self._open.enter_context(self.folder.writing(header, resume=resume))
+            self.run_log = RunLog(self.folder.root, self.options)
+            self._open.callback(self.run_log.close)
+        super().on_train_begin(args, state, control, **more)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the trainer's checkpoint as it is."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the result and the report, on rank 0."""
+        if self.run_log is None or not self.run_log.history:
+            return
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        policy = str(checkpoint) if checkpoint.is_dir() else ""
+        result = self.result(self.algorithm, policy=policy, out=str(self.folder.root))
+        self.result_of_run = finish(self.folder, self.run_log, result)
+        self._open.close()
+
+
+def drift_names(monitor: str, kl: str) -> dict[str, str]:
+    """Metric of a DriftMonitor of this name -> the metric of kleash, whose name begins with ``kl``."""
+    ends = [f"_per_{per}{suffix}" for per in ("sequence", "token") for suffix in ("", "_error")]
+    return {**{f"{monitor}/kl{end}": f"{kl}{end}" for end in ends}, f"{monitor}/seconds": "time/drift"}
 
 
 def _of_first_process(value: Any) -> Any:

@@ -1,0 +1,241 @@
+"""``attach``: drift monitor, beta controller, run log and report for a trainer that exists already."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kleash.errors import OptionError
+from kleash.jobs.output_options import require_trackers_known
+from kleash.jobs.train import HACKING_RESPONSES
+from kleash.leash import CONTROLLERS, Leash
+from kleash.registry import look_up
+from kleash.training.run_log import LogOptions
+
+if TYPE_CHECKING:
+    from kleash.integrations.trainer import DriftMonitor
+    from kleash.training.with_trl.response_recorder import ResponseRecorder
+    from kleash.training.with_trl.step_logger import FolderLog
+
+LOG = logging.getLogger(__name__)
+GENERATING = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo"}
+"""Class of TRL whose trainers are rewarded for their own responses -> algorithm."""
+OTHERS = {"DPOTrainer": "dpo", "SFTTrainer": "sft"}
+MIXTURES = ("DistillationTrainer", "GKDTrainer", "GOLDTrainer")
+"""Classes of TRL whose beta is the weight of a Jensen-Shannon divergence."""
+NOT_DESCRIBED = (
+    "output",
+    "save",
+    "logging",
+    "log_",
+    "eval",
+    "hub",
+    "push",
+    "report",
+    "run_name",
+    "resume",
+    "max_steps",
+)
+"""Beginnings of the names of arguments that a resumed run may change, or that say nothing about its numbers."""
+
+
+# Many arguments, since they are options of a run; all by keyword.
+def attach(
+    trainer: Any,
+    *,
+    target_nats: float | None = None,
+    per: str = "sequence",
+    controller: str | Leash = "pid",
+    reference: Any = None,
+    out: str | Path = "run/",
+    monitor: "DriftMonitor | str | Sequence[Any] | None" = None,
+    on_hacking: str = "warn",
+    report_to: Sequence[str] = (),
+) -> "FolderLog":
+    """Add a run log with alerts and a report to a trainer of TRL or transformers, and measure and control its KL.
+
+    Training writes ``steps.jsonl``, ``samples.jsonl``, ``training.json`` and ``report.html``. Rewards, KL and entropy
+    of GRPO and RLOO come from the passes of their own loss; an evaluation gives the held-out ones, and the best
+    checkpoint is kept. The loss stays as it is: ``kleash.integrations.trl.LeashedGRPOTrainer`` and
+    ``LeashedRLOOTrainer`` train the exact KL.
+
+    Args:
+        trainer: before its ``train``.
+        target_nats: the KL that ``controller`` steers beta to; None for no controller.
+        per: unit of the target: "sequence" or "token".
+        controller: "pid", "ziegler", "dual" or "fixed", from the trainer's beta on; or one of ``kleash.leash``. It
+            follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and the monitor's KL in DPO.
+        reference: what the monitor compares with; None for the trainer's own reference.
+        out: the folder of the run, which is made when training begins.
+        monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``.
+        on_hacking: the response to alerts: "warn", "stop", "halve-lr" or "tighten".
+        report_to: trackers of the steps by kleash's names, beside those of the trainer.
+
+    Returns:
+        The callback that writes the folder; its ``result_of_run`` is the result once training has ended.
+
+    Raises:
+        OptionError, UnknownNameError: if an option is invalid, or the trainer's beta is no price of a KL.
+    """
+    from kleash.training.with_trl.step_logger import FolderLog
+
+    _check(trainer, on_hacking, report_to)
+    drift_monitor = _drift_monitor(monitor, reference)
+    leash = _leash(trainer, controller, target_nats, per, drift_monitor)
+    if leash is None and on_hacking == "tighten":
+        raise OptionError(
+            "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
+        )
+    algorithm = _algorithm(trainer)
+    options = LogOptions(
+        target_nats=None if leash is None else leash.target_nats,
+        target_per=per if leash is None else leash.per,
+        beta_max=getattr(leash, "beta_max", LogOptions.beta_max),
+        on_hacking=on_hacking,
+        report_to=tuple(report_to),
+        described=_settings(trainer, algorithm, leash),
+    )
+    recorder = _measure(trainer, algorithm, drift_monitor, leash)
+    log = FolderLog(Path(out), options, algorithm, recorder=recorder)
+    log.attach(trainer)
+    return log
+
+
+def _measure(
+    trainer: Any, algorithm: str, monitor: "DriftMonitor | None", leash: Leash | None
+) -> "ResponseRecorder | None":
+    """Add what measures the KL and what steers beta; returns the recorder of a trainer that draws responses."""
+    from kleash.integrations.trainer import BetaController
+
+    recorder = None
+    if algorithm in GENERATING.values():
+        from kleash.training.with_trl.response_recorder import ResponseRecorder
+
+        recorder = ResponseRecorder(trainer)
+        if recorder.note is not None:
+            LOG.warning(recorder.note)
+        _keep_best(trainer.args)
+    if monitor is not None:
+        monitor.attach(trainer)
+    if leash is not None:
+        drift = None if monitor is None else f"{monitor.name}/kl_per_{leash.per}"
+        metric = drift if recorder is None else recorder.kl_metric(leash.per)
+        BetaController(leash, metric=str(metric)).attach(trainer)
+    return recorder
+
+
+def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
+    """Refuse invalid options, and a trainer that has a run log."""
+    from kleash.training.with_trl.step_logger import StepLogger
+
+    if on_hacking not in HACKING_RESPONSES:
+        raise OptionError(f"on_hacking is {on_hacking!r}; give one of {', '.join(HACKING_RESPONSES)}")
+    require_trackers_known(tuple(report_to))
+    if any(isinstance(callback, StepLogger) for callback in trainer.callback_handler.callbacks):
+        raise OptionError("this trainer has a run log already; attach to it once")
+
+
+def _bases(trainer: Any) -> set[str]:
+    """The names of the trainer's classes, by which TRL's are known without importing it."""
+    return {base.__name__ for base in type(trainer).__mro__}
+
+
+def _algorithm(trainer: Any) -> str:
+    """The name of what the trainer trains by."""
+    known = [name for base, name in {**GENERATING, **OTHERS}.items() if base in _bases(trainer)]
+    return known[0] if known else type(trainer).__name__.removesuffix("Trainer").lower() or "trainer"
+
+
+def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
+    """The monitor: as it is given, or of prompts."""
+    from kleash.integrations.trainer import DriftMonitor
+
+    if monitor is None or isinstance(monitor, DriftMonitor):
+        if reference is not None:
+            raise OptionError(
+                "reference= is what a monitor of prompts compares with; give monitor= its prompts, or the reference "
+                "to the DriftMonitor itself (the reference of a loss is that of its trainer)"
+            )
+        return monitor
+    return DriftMonitor(prompts=monitor, reference=reference)
+
+
+def _leash(
+    trainer: Any, controller: str | Leash, target_nats: float | None, per: str, monitor: "DriftMonitor | None"
+) -> Leash | None:
+    """The controller in its initial state; None without a target."""
+    if not isinstance(controller, str):
+        if target_nats is not None:
+            raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
+        _require_price(trainer, monitor)
+        return controller
+    kind: Any = look_up(CONTROLLERS, controller, "beta controller")
+    if target_nats is None:
+        return None
+    _require_price(trainer, monitor)
+    beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
+    bounds = {}
+    if controller != "fixed":
+        bounds = {"beta_max": max(kind.beta_max, beta), "beta_min": min(kind.beta_min, beta)}
+    return kind(beta=beta, target_nats=target_nats, per=per, **bounds)
+
+
+def _require_price(trainer: Any, monitor: "DriftMonitor | None") -> None:
+    """Refuse a controller of a beta that is no price of a KL.
+
+    Raises:
+        OptionError: saying what it is.
+    """
+    bases, name = _bases(trainer), type(trainer).__name__
+    if bases & GENERATING.keys():
+        return
+    if "DPOTrainer" in bases:
+        if monitor is None:
+            raise OptionError(
+                "DPO draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
+            )
+        return
+    if bases & set(MIXTURES):
+        reason = f"the beta of {name} is the mixture of its Jensen-Shannon divergence"
+    elif isinstance(getattr(type(trainer), "beta", None), property):
+        reason = f"the beta of {name} is read-only"
+    elif not isinstance(getattr(trainer, "beta", None), int | float):
+        reason = f"{name} has no beta"
+    else:
+        reason = f"what the beta of {name} prices is not known here"
+    raise OptionError(
+        f"{reason}, so there is no price of a KL to steer; leave target_nats out (monitor= measures the KL), or "
+        "train with LeashedGRPOTrainer or LeashedRLOOTrainer of kleash.integrations.trl"
+    )
+
+
+def _keep_best(args: Any) -> None:
+    """Have transformers keep the checkpoint with the largest held-out reward, unless it is told what is best."""
+    if (
+        str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+        and args.metric_for_best_model is None
+    ):
+        args.metric_for_best_model, args.greater_is_better = "eval_reward", True
+
+
+def _settings(trainer: Any, algorithm: str, leash: Leash | None) -> Mapping[str, Any]:
+    """The settings of the run: its models, its controller, and the arguments that are not the default."""
+    arguments = {
+        field.name: value
+        for field in fields(trainer.args)
+        if isinstance(value := getattr(trainer.args, field.name), bool | int | float | str)
+        and value != field.default
+        and not field.name.startswith(NOT_DESCRIBED)
+        and not field.name.endswith("token")
+    }
+    network = trainer.accelerator.unwrap_model(trainer.model)
+    return {
+        **arguments,
+        "algorithm": algorithm,
+        "trainer": type(trainer).__name__,
+        "policy": str(getattr(network.config, "_name_or_path", "") or type(network).__name__),
+        "controller": "fixed" if leash is None else type(leash).__name__,
+        "target_nats": None if leash is None else leash.target_nats,
+        "target_per": "sequence" if leash is None else leash.per,
+    }

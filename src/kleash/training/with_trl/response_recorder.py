@@ -1,0 +1,262 @@
+"""The responses that TRL's GRPO and RLOO learn from, measured in the passes of the trainer's own loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kleash.errors import CannotRunError
+from kleash.estimators import sampled_kl
+from kleash.integrations.trl.grpo import PENALTY
+from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin
+from kleash.sources.sequences import hash_tokens
+from kleash.store import Sample
+from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
+from kleash.training.rewards import require_scored
+from kleash.uncertainty import clustered_mean
+
+ROW, BEFORE_LOGP = "kleash_row", "kleash_before_logps"
+"""Entries that are added to a generated batch: a response's number in it, and its tokens' log-probabilities then."""
+EVALUATION = {
+    "reward/score": "eval/reward",
+    "reward/score_error": "eval/reward_error",
+    "kl/exact_per_sequence": "eval/kl_per_sequence",
+    "kl/exact_per_sequence_error": "eval/kl_per_sequence_error",
+}
+"""Metric of responses -> the metric of responses to held-out prompts."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GeneratedBatch:
+    """What the loss does not know of a process's responses."""
+
+    step: int
+    """Updates of the weights before they were generated."""
+    prompts: list[Any]
+    completions: list[Any]
+    rewards: Float[Tensor, "responses rewards"]
+    measured: set[int] = field(default_factory=set[int])
+    """The responses that were measured already."""
+
+
+class ResponseRecorder:
+    """Measures each response where the loss reads it first, and logs metrics of an update through TRL's own log.
+
+    No pass of a model is added: log-probabilities and entropies are those of TRL's passes, and the exact KL is that of
+    a trainer with ``KLMixin``. With several processes, all responses are gathered. Responses of an evaluation are
+    kept for ``pop_evaluation``.
+    """
+
+    def __init__(self, trainer: Any, *, requires_rewards: bool = False) -> None:
+        """Put the recorder in front of methods of TRL's GRPO or RLOO trainer.
+
+        Args:
+            trainer: the trainer, which is changed.
+            requires_rewards: raise CannotRunError in training if no reward applies to a response.
+        """
+        self.trainer, self.requires_rewards = trainer, requires_rewards
+        self.names = [name for name in trainer.reward_func_names if name != PENALTY]
+        self.note: str | None = None
+        """Why the exact KL is not measured, where it could have been."""
+        self.is_exact = isinstance(trainer, KLMixin)
+        """Whether the exact KL is measured."""
+        if isinstance(trainer, KLMixin):
+            try:
+                trainer.measure_exact_kl()
+            except CannotRunError as error:
+                self.is_exact, self.note = False, f"the exact KL is not measured: {error}"
+        self._scored: tuple[list[Any], list[Any], Tensor] | None = None
+        self._batches: dict[str, GeneratedBatch] = {}
+        self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
+        self._update_sums = [0.0, 0.0]
+        """Sum over tokens of the KL of the updates since they were generated, and number of tokens."""
+        self._passes: list[tuple[Tensor, Tensor]] = []
+        self._samples: list[Sample] = []
+        self._best: dict[str, float] | None = None
+        """Prompt -> mean reward in the best evaluation."""
+        for replacement in (
+            self._calculate_rewards,
+            self._generate_and_score_completions,
+            self._compute_loss,
+            self._get_per_token_logps_and_entropies,
+        ):
+            name = replacement.__name__
+            setattr(trainer, name, partial(replacement, getattr(trainer, name)))
+
+    def kl_metric(self, per: str) -> str:
+        """The metric of the KL per "sequence" or "token" that a controller follows."""
+        if self.is_exact:
+            return f"kl/exact_per_{per}"
+        return "kl/k3_per_sequence" if per == "sequence" else "kl/k3"
+
+    def pop_samples(self) -> list[Sample]:
+        """The responses of the last update; empty if they were returned before."""
+        samples, self._samples = self._samples, []
+        return samples
+
+    def pop_evaluation(self) -> dict[str, float]:
+        """Metrics of the responses of an evaluation, and the paired change from the best one before. A collective."""
+        local, self._responses["eval"] = self._responses["eval"], []
+        responses = gather_object(local)
+        if not responses:
+            return {}
+        measured = response_metrics(responses, self.trainer.beta)
+        metrics = {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured}
+        if "eval/reward" not in metrics:
+            return metrics
+        rewards = _rewards_by_prompt(responses)
+        if self._best is not None:
+            shared = [prompt for prompt in rewards if prompt in self._best]
+            changes = np.array([rewards[prompt] - self._best[prompt] for prompt in shared])
+            if len(changes):
+                change = clustered_mean(changes, np.arange(len(changes)), unit="none")
+                metrics["eval/reward_change"] = change.value
+                metrics["eval/reward_change_error"] = change.standard_error
+        if metrics.get("eval/reward_change", 1.0) > 0:
+            self._best = rewards
+        return metrics
+
+    def _calculate_rewards(
+        self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
+    ) -> Tensor:
+        rewards = original(inputs, prompts, completions, token_ids)
+        columns = rewards[:, : len(self.names)].double().cpu()
+        if self.requires_rewards and self.trainer.model.training:
+            by_name = dict(zip(self.names, columns.numpy().T, strict=True))
+            require_scored(by_name, [f"response {at}" for at in range(len(columns))])
+        first = self.trainer.accelerator.process_index * len(prompts)
+        self._scored = prompts, completions, columns[first : first + len(prompts)]
+        return rewards
+
+    def _generate_and_score_completions(
+        self, original: Callable[..., dict[str, Any]], inputs: Any
+    ) -> dict[str, Any]:
+        self._passes = []
+        output = original(inputs)
+        assert self._scored is not None, "TRL has calculated the rewards"
+        prompts, completions, rewards = self._scored
+        output[ROW] = torch.arange(len(prompts), device=output["completion_ids"].device)
+        if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
+            output[BEFORE_LOGP] = self._passes[0][0]
+            if REFERENCE_LOGP not in output and self.trainer.beta != 0:
+                output[REFERENCE_LOGP] = self._passes[1][0]
+        elif "old_per_token_logps" in output:
+            output[BEFORE_LOGP] = output["old_per_token_logps"]
+        self._batches[self._mode] = GeneratedBatch(
+            step=self.trainer.state.global_step, prompts=prompts, completions=completions, rewards=rewards
+        )
+        return output
+
+    def _get_per_token_logps_and_entropies(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(*args, **kwargs)
+        self._passes.append((result[0].detach(), result[1]))
+        return result
+
+    def _compute_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
+        self._passes = []
+        loss = original(model, inputs)
+        logp, entropy = self._passes[0]
+        self._passes = []
+        mask = inputs["completion_mask"].bool()
+        if inputs.get("tool_mask") is not None:
+            mask &= inputs["tool_mask"].bool()
+        batch, mode = self._batches[self._mode], self._mode
+        rows = inputs[ROW].tolist()
+        if not batch.measured.issuperset(rows):
+            batch.measured.update(rows)
+            self._responses[mode] += self._read(batch, inputs, mask, logp, entropy)
+        if mode == "train":
+            if BEFORE_LOGP in inputs and self.trainer.state.global_step > batch.step:
+                nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
+                self._update_sums = [self._update_sums[0] + nats, self._update_sums[1] + mask.sum().item()]
+            if self.trainer.accelerator.sync_gradients:  # the last micro-batch of an update
+                self._log(has_update=BEFORE_LOGP in inputs)
+        return loss
+
+    @property
+    def _mode(self) -> str:
+        """TRL's key for training or evaluation."""
+        return "train" if self.trainer.model.training else "eval"
+
+    def _log(self, *, has_update: bool) -> None:
+        """Add the metrics of an update to those that TRL averages and logs. A collective."""
+        metrics = self.trainer._metrics["train"]
+        if has_update:
+            local, self._update_sums = self._update_sums, [0.0, 0.0]
+            accelerator = self.trainer.accelerator
+            sums = accelerator.reduce(torch.tensor(local, device=accelerator.device), reduction="sum")
+            if sums[1] > 0:
+                metrics["kl/update"] = [(sums[0] / sums[1]).item()]  # of the last update that shows
+        local, self._responses["train"] = self._responses["train"], []
+        if not local:
+            return
+        responses = gather_object(local)
+        for name, value in response_metrics(responses, self.trainer.beta).items():
+            metrics[name].append(value)
+        self._samples = to_samples(responses)
+
+    def _read(
+        self,
+        batch: GeneratedBatch,
+        inputs: dict[str, Any],
+        mask: Bool[Tensor, "batch time"],
+        logp: Float[Tensor, "batch time"],
+        entropy: Float[Tensor, "batch time"],
+    ) -> list[Response]:
+        """The responses of a micro-batch, with their columns in float64."""
+        known = {"token_logq": inputs.get(REFERENCE_LOGP), "token_kl": inputs.get(TOKEN_KL)}
+        columns = {"token_logp": logp, "entropy": entropy}
+        columns |= {name: column for name, column in known.items() if column is not None}
+        arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
+        prompts = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), strict=True)
+        hashes = [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
+        weights = self.trainer.reward_weights[: len(self.names)].double().cpu()
+        is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
+        first = self.trainer.accelerator.process_index * len(batch.prompts)
+        return [
+            Response(
+                index=first + row,
+                prompt_hash=hashes[place],
+                score=_weighted_sum(batch.rewards[row], weights),
+                parts=dict(zip(self.names, batch.rewards[row].tolist(), strict=True)),
+                is_truncated=is_cut[place],
+                tokens={name: array[place][counted[place]] for name, array in arrays.items()},
+                prompt=_text(batch.prompts[row]),
+                response=_text(batch.completions[row]),
+            )
+            for place, row in enumerate(inputs[ROW].tolist())
+        ]
+
+
+def _weighted_sum(rewards: Tensor, weights: Tensor) -> float:
+    """The weighted sum of the rewards that apply; NaN if none does."""
+    return float("nan") if rewards.isnan().all() else (rewards * weights).nansum().item()
+
+
+def _is_truncated(inputs: dict[str, Any], end_tokens: Any) -> list[bool]:
+    """For each response, whether it ends without an end token."""
+    ends = {*end_tokens} if isinstance(end_tokens, list | tuple | set) else {end_tokens}
+    ids, lengths = inputs["completion_ids"], inputs["completion_mask"].sum(-1)
+    last = ids.gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0]
+    return [token not in ends for token in last.tolist()]
+
+
+def _text(turns: Any) -> str:
+    """A text, or the contents of messages."""
+    return turns if isinstance(turns, str) else "\n".join(str(turn.get("content", "")) for turn in turns)
+
+
+def _rewards_by_prompt(responses: list[Response]) -> dict[str, float]:
+    """The mean reward of the responses to each prompt, without those to which no reward applies."""
+    scores: dict[str, list[float]] = {}
+    for response in responses:
+        if not np.isnan(response.score):
+            scores.setdefault(response.prompt_hash, []).append(response.score)
+    return {prompt: float(np.mean(values)) for prompt, values in scores.items()}

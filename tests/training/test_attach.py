@@ -1,0 +1,340 @@
+"""``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl_batches import make, moved, whole_logp
+
+import kleash
+from kleash.cli import main
+from kleash.errors import OptionError, RunFolderError, UnknownNameError
+from kleash.integrations.trainer import BetaController, DriftMonitor
+from kleash.leash import PIDBeta
+from kleash.models import Sampling
+from kleash.records import TrainingFolder, read_samples, read_steps
+from kleash.store import summarize
+from kleash.training import HackingMonitor
+
+pytestmark = [
+    pytest.mark.peers("trl"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+PROMPTS = ["the sea was", "she counted", "a long road"]
+
+
+@pytest.fixture(scope="module")
+def trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+
+        from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
+    return SimpleNamespace(package=package, LeashedGRPO=LeashedGRPOTrainer, LeashedRLOO=LeashedRLOOTrainer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
+    trainer_class = getattr(trl, f"Leashed{kind}") if leashed else getattr(trl.package, f"{kind}Trainer")
+    config = getattr(trl.package, f"{kind}Config")
+    more = settings.pop("more", {})
+    return make(trainer_class, config, str(folder), tmp_path / "trl", config_of=settings, **more)
+
+
+def plain(folder, tmp_path, kind=Trainer, **settings):
+    ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    given = {"max_steps": 4, "logging_steps": 2, "save_strategy": "no", "learning_rate": 1e-2, **settings}
+    return kind(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        args=TrainingArguments(
+            output_dir=str(tmp_path / "hf"),
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=3,
+            **given,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+
+
+def monitor(folder, **more):
+    return DriftMonitor(
+        prompts=PROMPTS, reference=str(folder), every=2, sampling=Sampling(max_new_tokens=4), **more
+    )
+
+
+def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path, capsys):
+    trainer = grpo(trl, folder, tmp_path, max_steps=3)
+    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out=tmp_path / "run")
+    trainer.train()
+    steps = read_steps(tmp_path / "run")
+    assert [step.step for step in steps] == [1, 2, 3]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for step, entry in zip(steps, logged, strict=True):
+        assert step.metrics["kl/exact_per_token"] == pytest.approx(entry["kl/per_token"], rel=1e-5, abs=1e-9)
+        assert step.metrics["reward/score"] == pytest.approx(entry["reward"], rel=1e-5)
+        assert step.metrics["policy/entropy"] == pytest.approx(entry["entropy"], rel=1e-5)
+        assert step.metrics["reward/zero_std_share"] == entry["frac_reward_zero_std"]
+        assert step.metrics["kl/target"] == 0.5
+    betas = [step.metrics["beta"] for step in steps]
+    assert betas[0] == 0.3 and len(set(betas)) == 3
+    assert (
+        f"KL {steps[1].metrics['kl/exact_per_sequence']:.3g} is above its target of 0.5"
+        in steps[1].beta_reason
+    )
+    assert len(read_samples(tmp_path / "run")) == 12
+    result = TrainingFolder(tmp_path / "run").result()
+    assert result == log.result_of_run and (result.algorithm, result.steps) == ("grpo", 3)
+    assert result.beta == trainer.beta and dict(result.metrics) == dict(steps[-1].metrics)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "trained by GRPO" in page and "To repeat the run" not in page
+    settings = TrainingFolder(tmp_path / "run").header().settings
+    assert settings["trainer"] == "LeashedGRPOTrainer" and settings["learning_rate"] == 1e-3
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_trls_own_trainer_is_measured_by_k3_and_trains_as_without(trl, folder, tmp_path, kind):
+    weights = []
+    for attached in (False, True):
+        trainer = grpo(trl, folder, tmp_path, leashed=False, kind=kind)
+        moved(trainer.model, 0.05)
+        if attached:
+            kleash.attach(trainer, out=tmp_path / "run")
+        trainer.train()
+        weights.append([weight.detach().clone() for weight in trainer.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for step, entry in zip(read_steps(tmp_path / "run"), logged, strict=True):
+        name = {"GRPO": "kl/k3", "RLOO": "kl/k1"}[kind]  # of what TRL logs itself
+        assert step.metrics[name] == pytest.approx(entry["kl"], rel=1e-4) and entry["kl"] != 0
+        assert step.metrics["kl/k3_per_sequence"] > 0 and "kl/exact_per_token" not in step.metrics
+
+
+def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path):
+    trainer = grpo(trl, folder, tmp_path, leashed=False)
+    moved(trainer.model, 0.1)
+    kleash.attach(trainer, target_nats=1e-3, per="sequence", out=tmp_path / "run")
+    trainer.train()
+    first, second = read_steps(tmp_path / "run")
+    assert (
+        first.metrics["kl/k3_per_sequence"] > 1e-3 and second.metrics["beta"] > first.metrics["beta"] == 0.3
+    )
+
+
+def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
+    """KL(before || after) by k3 of the sampled tokens, from the two networks, in float64."""
+    trainer = grpo(trl, folder, tmp_path, num_iterations=2, learning_rate=1e-2)
+    log = kleash.attach(trainer, out=tmp_path / "run")
+    batches, networks = [], []
+    generate, loss = trainer._generate_and_score_completions, trainer._compute_loss
+
+    def keep(inputs):
+        batches.append(generate(inputs))
+        return batches[-1]
+
+    def copy_and_lose(model, inputs):
+        networks.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval())
+        networks[-1].load_state_dict(model.state_dict())
+        return loss(model, inputs)
+
+    trainer._generate_and_score_completions, trainer._compute_loss = keep, copy_and_lose
+    trainer.train()
+    (output,) = batches
+    at, mask = output["completion_ids"].unsqueeze(-1), output["completion_mask"].bool()
+    before, after = (whole_logp(one, output, 1.0).gather(-1, at)[..., 0][mask] for one in networks)
+    ratio = after - before
+    first, second = read_steps(tmp_path / "run")
+    assert second.metrics["kl/update"] == pytest.approx((ratio.exp() - 1 - ratio).mean().item(), rel=1e-3)
+    assert "kl/update" not in first.metrics and "reward/score" not in second.metrics
+    assert log.step == 2
+
+
+def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path):
+    from datasets import Dataset
+
+    rows = [{"prompt": prompt, "chosen": " and went", "rejected": " or not"} for prompt in PROMPTS] * 2
+    trainer = trl.package.DPOTrainer(
+        model=str(folder),
+        args=trl.package.DPOConfig(
+            output_dir=str(tmp_path / "dpo"),
+            beta=0.5,
+            max_steps=4,
+            logging_steps=1,
+            learning_rate=1e-2,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    with pytest.raises(
+        OptionError, match="DPO draws no responses, so its beta is steered by a measured drift"
+    ):
+        kleash.attach(trainer, target_nats=1e-4, out=tmp_path / "run")
+    kleash.attach(trainer, target_nats=1e-4, monitor=monitor(folder), out=tmp_path / "run")
+    trainer.train()
+    steps = read_steps(tmp_path / "run")
+    assert ["kl/exact_per_sequence" in step.metrics for step in steps] == [True, True, False, True]
+    assert [step.metrics.get("time/drift", 0.0) > 0 for step in steps] == [True, True, False, True]
+    assert steps[0].metrics["kl/exact_per_sequence"] == 0 < steps[3].metrics["kl/exact_per_sequence"]
+    assert steps[2].metrics["beta"] > 0.5 and steps[1].beta_reason and not steps[2].beta_reason
+    assert steps[3].metrics["pairs/margin"] > 0 and trainer.beta > 0.5
+
+
+def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path):
+    def run(until, **resume):
+        trainer = plain(folder, tmp_path, max_steps=until, save_strategy="steps", save_steps=3)
+        log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / "run")
+        trainer.train(**resume)
+        return log
+
+    run(3)
+    steps = read_steps(tmp_path / "run")
+    assert [step.step for step in steps] == [2, 3], "a checkpoint is of a step that is written"
+    assert steps[1].metrics["loss"] > 0 and steps[1].metrics["kl/exact_per_token"] > 0
+    with pytest.raises(
+        RunFolderError, match=r"holds a run already; go on with it with trainer\.train\(resume"
+    ):
+        run(6)
+    log = run(6, resume_from_checkpoint=True)
+    assert [step.step for step in read_steps(tmp_path / "run")] == [2, 3, 4, 6]
+    assert log.result_of_run.policy.endswith("checkpoint-6") and log.result_of_run.algorithm == "trainer"
+
+
+def test_alert_stops_a_run(trl, folder, tmp_path, monkeypatch):
+    trainer = grpo(trl, folder, tmp_path, max_steps=6)
+    moved(trainer.model, 0.5)
+    log = kleash.attach(trainer, target_nats=1e-6, on_hacking="stop", out=tmp_path / "run")
+    trainer.train()
+    assert trainer.state.global_step == HackingMonitor().steps == log.result_of_run.steps
+    assert log.result_of_run.stopped.startswith("the hacking monitor stopped it after step 3")
+
+
+def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder, tmp_path, capsys):
+    from datasets import Dataset
+
+    held_out = Dataset.from_dict({"prompt": ["the sea was", "when the rain"]})
+    trainer = grpo(
+        trl,
+        folder,
+        tmp_path,
+        max_steps=4,
+        logging_steps=3,
+        learning_rate=3e-2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        per_device_eval_batch_size=4,
+        more={"eval_dataset": held_out},
+    )
+    log = kleash.attach(trainer, out=tmp_path / "run")
+    seen = []
+    compute = trainer._compute_loss
+
+    def keep(model, inputs):
+        if not model.training:
+            logp, logq = (whole_logp(one, inputs, 1.0) for one in (model, trainer.ref_model))
+            mask = inputs["completion_mask"].bool()
+            seen.append(torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0).sum(-1))
+        return compute(model, inputs)
+
+    trainer._compute_loss = keep
+    trainer.train()
+    steps = read_steps(tmp_path / "run")
+    assert [step.step for step in steps] == [2, 3, 4]
+    evaluated = [step.metrics for step in steps if "eval/reward" in step.metrics]
+    logged = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert [one["eval/reward"] for one in evaluated] == pytest.approx([one["eval_reward"] for one in logged])
+    for metrics, sums in zip(evaluated, seen, strict=True):
+        assert metrics["eval/kl_per_sequence"] == pytest.approx(sums.mean().item(), rel=1e-4)
+    change = evaluated[1]["eval/reward"] - evaluated[0]["eval/reward"]
+    assert "eval/reward_change" not in evaluated[0]
+    assert evaluated[1]["eval/reward_change"] == pytest.approx(change) and change != 0
+    best = 4 if change > 0 else 2
+    result = log.result_of_run
+    assert (
+        result.best.endswith(f"checkpoint-{best}") and dict(result.held_out).items() <= evaluated[1].items()
+    )
+    assert f"held-out reward {result.held_out['eval/reward']:.2f}"[:-1] in summarize(result).headline
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.index("Held-out reward") < page.index(">Reward<") and f"checkpoint-{best}" in page
+
+
+class Mixing(Trainer):
+    beta = 0.5
+
+
+class DistillationTrainer(Mixing):
+    """TRL's, by its name."""
+
+
+class ReadOnly(Trainer):
+    @property
+    def beta(self):
+        return 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Trainer, "Trainer has no beta, so there is no price of a KL to steer; leave target_nats out"),
+        (
+            DistillationTrainer,
+            "the beta of DistillationTrainer is the mixture of its Jensen-Shannon divergence",
+        ),
+        (ReadOnly, "the beta of ReadOnly is read-only, .* or train with LeashedGRPOTrainer"),
+        (Mixing, "what the beta of Mixing prices is not known here"),
+    ],
+)
+def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kind, reason):
+    trainer = plain(folder, tmp_path, kind)
+    with pytest.raises(OptionError, match=reason):
+        kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
+    kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")
+    assert not any(isinstance(one, BetaController) for one in trainer.callback_handler.callbacks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "reason"),
+    [
+        ({"on_hacking": "pray"}, OptionError, "on_hacking is 'pray'; give one of warn"),
+        ({"on_hacking": "tighten"}, OptionError, "doubles the beta of a controller; give target_nats"),
+        ({"report_to": ("paper",)}, (OptionError, UnknownNameError), "paper"),
+        ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
+        (
+            {"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0},
+            OptionError,
+            "target of its own",
+        ),
+        (
+            {"reference": "shipped:reference"},
+            OptionError,
+            "reference= is what a monitor of prompts compares with",
+        ),
+    ],
+)
+def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_path, asked, error, reason):
+    trainer = plain(folder, tmp_path)
+    before = list(trainer.callback_handler.callbacks)
+    with pytest.raises(error, match=reason):
+        kleash.attach(trainer, out=tmp_path / "run", **asked)
+    assert trainer.callback_handler.callbacks == before and not (tmp_path / "run").exists()
+    kleash.attach(trainer, out=tmp_path / "run")
+    with pytest.raises(OptionError, match="this trainer has a run log already"):
+        kleash.attach(trainer, out=tmp_path / "other")
