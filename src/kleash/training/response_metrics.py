@@ -12,7 +12,7 @@ from kleash.estimators import sampled_kl
 from kleash.extras import import_extra
 from kleash.store import Sample
 from kleash.store.metrics import PART
-from kleash.uncertainty import clustered_mean, ratio_of_sums
+from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
 
 TOP_SHARE = 0.01
 """Share of the tokens, those with the largest KL, in ``kl/top_percent_share``."""
