@@ -72,7 +72,7 @@ class Stopwatch(TrainerCallback):
         self.start = thread_time()
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
+def reward(completions: list[str], **_: Any) -> list[float | None]:
     """The share of the letter e."""
     return [text.count("e") / max(1, len(text)) for text in completions]
 

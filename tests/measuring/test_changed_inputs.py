@@ -315,6 +315,6 @@ def test_rollouts_that_are_appended_to_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(engine_numbers, "mismatch", then_append(engine_numbers.mismatch))
     with pytest.raises(ChangedInputError, match=r"rollouts\.jsonl"):
         measure_mismatch(path)
-    monkeypatch.setattr(doctor_module, "diagnose", then_append(doctor_module.diagnose))
+    monkeypatch.setattr(doctor_module, "diagnose_records", then_append(doctor_module.diagnose_records))
     with pytest.raises(ChangedInputError, match=r"rollouts\.jsonl"):
         doctor_module.diagnose_file(DoctorJob(rollouts=(str(path),)))

@@ -132,9 +132,12 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
     """A field that kleash passes is a default, which --set replaces, or refused; no third."""
     package, online = trl
     defaults = {"lr_scheduler_type", "save_total_limit", "gradient_checkpointing"}
-    evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"}
+    evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"} | {
+        "metric_for_best_model",
+        "greater_is_better",
+    }
     refused = {*OPTIONS, *REFUSED}
-    job = GRPOJob(out="x")
+    job = GRPOJob(out="x", eval_prompts="held_out.jsonl")
     prompts = [type("P", (), {"token_ids": (1, 2)})]
     shared = set(online.shared_arguments(job, rows=16, row_tokens=8))
     assert shared - refused == defaults

@@ -72,7 +72,7 @@ def test_errors_over_few_prompts_warn_once(tmp_path: Path) -> None:
 
 
 def test_undocumented_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; .* did you mean 'kl/k"):
+    with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; did you mean 'kl/k"):
         run_log_of(tmp_path).step(1, {"kl/k4": 1.0})
     assert read_steps(tmp_path) == ()
 

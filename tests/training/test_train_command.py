@@ -99,11 +99,11 @@ def test_steps_are_printed_and_hacking_stops_the_run(
     assert main(["train", "ppo", *words]) == 1
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
-    assert "alert, step 3: KL(policy ‖ reference) is" in said.err
+    assert "alert, step 3: the updates of one step move the policy by" in said.err
     assert "stopped: the hacking monitor stopped it after step 3" in said.out
     assert "after step 3" in said.out and "reward/score" in said.out and "report.html" in said.out
     (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
-    assert "beta does not keep it near its target" in alert
+    assert "divide --learning-rate by" in alert
 
 
 def test_ctrl_c_keeps_checkpoint_and_prints_resume_command(

@@ -60,6 +60,14 @@ def attach(
     checkpoint is kept. The loss stays as it is: ``kleash.integrations.trl.LeashedGRPOTrainer`` and
     ``LeashedRLOOTrainer`` train the exact KL.
 
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    >>> sizes = {"vocab_size": 8, "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1}
+    >>> network = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=8))
+    >>> trainer = Trainer(network, TrainingArguments("trained", report_to="none", use_cpu=True))
+    >>> log = kleash.attach(trainer, out="run")  # trainer.train() writes the folder
+    >>> log.folder.root.name, log.algorithm
+    ('run', 'trainer')
+
     Args:
         trainer: before its ``train``.
         target_nats: the KL that ``controller`` steers beta to; None for no controller.

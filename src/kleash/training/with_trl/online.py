@@ -118,9 +118,18 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
         "temperature": job.temperature,
         "num_iterations": job.epochs,
         "beta": job.beta,
-        "eval_strategy": "no" if job.eval_prompts is None else "steps",
+        **({} if job.eval_prompts is None else _evaluation(job)),
+    }
+
+
+def _evaluation(job: GRPOJob | RLOOJob) -> dict[str, Any]:
+    """The arguments by which held-out prompts are answered; the checkpoint of the largest held-out reward is kept."""
+    return {
+        "eval_strategy": "steps",
         "eval_steps": job.checkpoint_every * job.epochs,
         "per_device_eval_batch_size": job.samples_per_prompt,
+        "metric_for_best_model": "eval_reward",
+        "greater_is_better": True,
     }
 
 
