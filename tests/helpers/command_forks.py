@@ -19,6 +19,8 @@ from typing import Any
 
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
+LONGEST = 900
+"""Seconds after which a program is ended: one that waits for another that is gone would wait for ever."""
 PRELOADED = ("kleash.cli.dispatch", "kleash.measuring.run", "transformers.models.llama.modeling_llama")
 
 
@@ -141,6 +143,7 @@ def start_fork(words: list[str], stdout: str, stderr: str) -> int:
     fork = os.fork()
     if fork == 0:
         code = 1
+        signal.alarm(LONGEST)  # SIGALRM
         try:
             set_streams(stdout, stderr)
             code = exit_code_of(words)
