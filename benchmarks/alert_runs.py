@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from harness import RESULTS, write_result
@@ -381,7 +381,7 @@ def simulate(task: str, seed: int, kind: str | None = None) -> Run:
             standard_error=metrics["kl/exact_per_sequence_error"],
         )
         if kind == "below_target" and starts is not None and step >= starts - 1:
-            leash = replace(leash, beta=min(100.0, metrics["beta"] * beta_rise))  # type: ignore[type-var]
+            leash = replace(cast("Any", leash), beta=min(100.0, metrics["beta"] * beta_rise))
         demand = setting.kl_limit * learned(setting, step)
         kl, kl_before = kl + setting.gain * (demand / leash.beta - kl), kl
     return Run(records, setting, starts, exceeds)

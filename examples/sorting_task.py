@@ -6,7 +6,7 @@ For each seed the shipped model (2 M parameters) first learns some of the task b
 reference. From it GRPO learns from a reward of 1 for a right answer: with the exact KL, with k1 or k3 in the loss,
 without a KL penalty, and by TRL's own trainer with its KL at a fixed beta. Then ``kleash measure`` lets each policy
 answer prompts that are held out. The table has the share of right answers and the KL over its target, with standard
-errors over the prompts of all seeds. A seed takes about 20 minutes of processor time, 2 seconds of it for a step. Needs
+errors over the prompts of all seeds. A seed is estimated at 20 minutes of processor time (five steps were timed). Needs
 kleash[trl].
 """
 

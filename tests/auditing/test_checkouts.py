@@ -250,13 +250,13 @@ def test_foreign_code_runs_once_that_is_allowed(
     monkeypatch.chdir(tmp_path)
     module = "RAN = open('ran', 'w').close()\n\ndef k1(p, q, _=RAN):\n    return p - q\n"
     write_checkout(tmp_path / "source", {"pack/asks.py": module}, commit=False)
-    said = Terminal()
-    monkeypatch.setattr(sys, "stderr", io.StringIO() if answer is None else said)
+    said = io.StringIO() if answer is None else Terminal()
+    monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(sys, "stdin", io.StringIO() if answer is None else Terminal(answer))
     assert (
         main(["audit", "pack/asks.py:k1", "--source", "source", "--convention", "reward", "--quiet"]) == code
     )
-    assert words in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert words in said.getvalue()
     assert (tmp_path / "ran").exists() is (code == 0)
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_stored_reference(measured: dict[str, Any], tmp_path: Path) -> None:
     options = {name: value for name, value in measured.items() if name != "--policy"} | {"--out": cache}
     assert main(words_of("cache", options)) == 0
     part = max(cache.glob("part-*"), key=lambda path: path.stat().st_size)
-    truncated = lambda: truncate_when_opened(part, 2)  # noqa: E731
+    truncated = partial(truncate_when_opened, part, 2)
     require_refusal(measured | {"--reference-cache": cache}, truncated, part.name, tmp_path)
 
 

@@ -47,7 +47,7 @@ PAYS_FROM = 5 * 10**9
 ENOUGH_TOKENS = 1024
 """The most tokens in a chunk: a matmul gets no faster with more."""
 ROW_BLOCK = 2**16
-"""Logits of one model whose elementwise work is done together on a CPU: 1 MiB of float64, half of a core's cache."""
+"""Logits of one model whose elementwise work is done together on a CPU: half a MiB of float64, of a core's 1 or 2."""
 COMPILED_BLOCK = 2**20
 """Such logits where the work is compiled, and keeps few results."""
 ROW_BUFFERS = 8

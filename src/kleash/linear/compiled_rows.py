@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.linear.rows import StatisticRows, TermRows, jensen_shannon_of, nan_unless_finite
+from kleash.linear.rows import StatisticRows, TermRows, cut_rounding, nan_unless_finite
 from kleash.linear.types import TokenTerms
 from kleash.linear.vocab_shards import LocalVocab
 
@@ -212,7 +212,7 @@ def statistics_rows(
         token_logq=zq.gather(-1, tokens[:, None]) - x.log_sum_of_q,
         kl_pq=x.kl,
         kl_qp=y.kl,
-        jensen_shannon=jensen_shannon_of(jensen_shannon, distance),
+        jensen_shannon=cut_rounding(jensen_shannon, distance),
         total_variation=distance,
         entropy_p=x.entropy,
         entropy_q=y.entropy,

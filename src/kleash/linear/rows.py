@@ -350,7 +350,7 @@ def statistics_rows(
         token_logq=token_q - log_q,
         kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
         kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
-        jensen_shannon=jensen_shannon_of((entropy_p + entropy_q + mixture) / -2, distance),
+        jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
         total_variation=distance / x.total_p / 2,
         entropy_p=entropy_p,
         entropy_q=entropy_q,
@@ -360,9 +360,9 @@ def statistics_rows(
     return tuple(values)
 
 
-def jensen_shannon_of(value: Tensor, distance: Tensor) -> Tensor:
-    """The value without what rounding left below 0, or of equal distributions."""
-    return torch.where(distance == 0, 0.0, value.clamp(min=0))
+def cut_rounding(jensen_shannon: Tensor, distance: Tensor) -> Tensor:
+    """A Jensen-Shannon divergence without what rounding leaves: it is not below 0, and 0 at no ``distance``."""
+    return torch.where(distance == 0, 0.0, jensen_shannon.clamp(min=0))
 
 
 def any_statistics_rows(
@@ -383,7 +383,7 @@ def any_statistics_rows(
         entropy(logq),
     )
     token_logp, token_logq, kl_pq, kl_qp, mixture, distance, entropy_p, entropy_q = sums
-    jensen_shannon = jensen_shannon_of((entropy_p + entropy_q + mixture) / -2, distance)
+    jensen_shannon = cut_rounding((entropy_p + entropy_q + mixture) / -2, distance)
     values = StatisticRows(
         *(token_logp, token_logq, kl_pq.clamp(min=0), kl_qp.clamp(min=0), jensen_shannon, distance),
         *(entropy_p, entropy_q, sum_p, sum_q),

@@ -15,8 +15,8 @@ from kleash.training.run_log import LogOptions
 
 if TYPE_CHECKING:
     from kleash.integrations.trainer import DriftMonitor
+    from kleash.training.step_logger import FolderLog
     from kleash.training.with_trl.response_recorder import ResponseRecorder
-    from kleash.training.with_trl.step_logger import FolderLog
 
 LOG = logging.getLogger(__name__)
 GENERATING = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo"}
@@ -86,7 +86,7 @@ def attach(
     Raises:
         OptionError, UnknownNameError: if an option is invalid, or the trainer's beta is no price of a KL.
     """
-    from kleash.training.with_trl.step_logger import FolderLog
+    from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
     drift_monitor = _drift_monitor(monitor, reference)
@@ -135,7 +135,7 @@ def _measure(
 
 def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
     """Refuse invalid options, and a trainer that has a run log."""
-    from kleash.training.with_trl.step_logger import StepLogger
+    from kleash.training.step_logger import StepLogger
 
     if on_hacking not in HACKING_RESPONSES:
         raise OptionError(f"on_hacking is {on_hacking!r}; give one of {', '.join(HACKING_RESPONSES)}")

@@ -42,9 +42,9 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.response_metrics import gather_object, mean_per_token
 from kleash.training.run_log import RunLog
+from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.online import data_set, in_step_order
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
-from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
 
 REVERSE_KL = DIVERGENCES["reverse_kl"]
 LISTED_LOGITS = 2**25
@@ -196,21 +196,19 @@ class DistillationMixin:
             hidden = self._forward_redirection(network, whole, self._hidden_states, whole, inputs)
         return hidden[mask], current_head(whole, teacher.head, requires_grad=False)
 
-    def pop_measurement(self) -> StepMeasurement:
+    def pop_metrics(self) -> dict[str, float]:
         """The divergence and the entropy of the policy since the last call, before the update. A collective."""
         local, self._measured = self._measured, []
         hashes, *columns = zip(*gather_object(local), strict=True)
         nats, tokens, entropies = map(np.array, columns)
         divergence = mean_per_token(nats, tokens, np.array(hashes))
-        return StepMeasurement(
-            metrics={
-                "teacher/divergence": divergence.value,
-                "teacher/divergence_error": divergence.standard_error,
-                "policy/entropy": entropies.sum() / tokens.sum(),
-                "response/length": tokens.mean(),
-                "response/prompts": float(divergence.clusters),
-            }
-        )
+        return {
+            "teacher/divergence": divergence.value,
+            "teacher/divergence_error": divergence.standard_error,
+            "policy/entropy": entropies.sum() / tokens.sum(),
+            "response/length": tokens.mean(),
+            "response/prompts": float(divergence.clusters),
+        }
 
 
 class GivenResponsesMixin(DistillationMixin):
@@ -298,6 +296,6 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
         peft_config=networks.lora,
     )
     trainer.set_teacher(job, networks, items)
-    step_logger = StepLogger(job, run_log, pop_measurement=trainer.pop_measurement, notes=networks.pair.notes)
+    step_logger = StepLogger(job, run_log, pop_metrics=trainer.pop_metrics, notes=networks.pair.notes)
     step_logger.attach(trainer)
     return run_trainer(trainer, step_logger, job, networks.dtypes)

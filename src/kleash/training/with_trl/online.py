@@ -16,8 +16,8 @@ from kleash.training.networks import Networks, load_networks
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
+from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
-from kleash.training.with_trl.step_logger import StepLogger
 
 MAX_ROWS = 10**7
 """Largest number of rows of the data set, which has the prompts of all steps."""

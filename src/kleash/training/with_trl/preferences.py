@@ -15,8 +15,8 @@ from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
+from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.runs import run_trainer, shared_arguments, silent_trainer
-from kleash.training.with_trl.step_logger import StepLogger
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""

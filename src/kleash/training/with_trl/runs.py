@@ -21,7 +21,7 @@ from kleash.store.checksums import Checksums
 from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoint_number, last_checkpoint
 from kleash.training.run_log import RunLog
 from kleash.training.runner import Trainer, run_job
-from kleash.training.with_trl.step_logger import StepLogger
+from kleash.training.step_logger import StepLogger
 
 PROMPT_COLUMN = "kleash_prompt"
 """Column of the data set with the index of the prompt."""

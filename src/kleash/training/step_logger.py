@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kleash.errors import NonFiniteError, RunFolderError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.jobs import TrainJob
-from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
+from kleash.store import TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
@@ -21,23 +20,12 @@ from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
 from kleash.training.runner import finish
 from kleash.version import __version__
 
-if TYPE_CHECKING:
-    from kleash.training.with_trl.response_recorder import ResponseRecorder
-
 TRL_METRICS = {
     metric.trl: name for name, metric in METRICS.items() if metric.trl is not None and metric.trl != "kl"
 }
 """Metric of TRL -> the metric of kleash with the same meaning; TRL's "kl" is another one in each trainer."""
 PRICED = ("grpo", "rloo", "dpo")
 """Algorithms whose beta belongs to a KL."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMeasurement:
-    """Metrics of a step besides those that TRL logs, and samples of its responses."""
-
-    metrics: Mapping[str, float]
-    samples: tuple[Sample, ...] = ()
 
 
 class StepLogger(AttachedCallback):
@@ -54,8 +42,8 @@ class StepLogger(AttachedCallback):
         *,
         trl_steps_per_step: int = 1,
         metric_names: Mapping[str, str] = TRL_METRICS,
-        pop_measurement: Callable[[], StepMeasurement | None] = lambda: None,
-        recorder: "ResponseRecorder | None" = None,
+        pop_metrics: Callable[[], Mapping[str, float]] = dict,
+        recorder: Any = None,
         notes: Sequence[str] = (),
     ) -> None:
         """Create the callback; ``attach`` adds it to a trainer.
@@ -65,13 +53,13 @@ class StepLogger(AttachedCallback):
             run_log: the run log on rank 0; None on other ranks.
             trl_steps_per_step: steps of TRL in a step of the run.
             metric_names: metric of the trainer -> metric of kleash; those of kleash are taken under their own names.
-            pop_measurement: returns the measurement of the step that was just taken, if there is one.
-            recorder: of the trainer's responses, if it generates any.
+            pop_metrics: returns further metrics of the step that was just taken.
+            recorder: a ``with_trl.ResponseRecorder`` of the trainer, if it learns from its own responses; or None.
             notes: notes about the models, shown when training starts.
         """
         self.job, self.run_log, self.metric_names = job, run_log, dict(metric_names)
         self.trl_steps_per_step = trl_steps_per_step
-        self.pop_measurement, self.recorder = pop_measurement, recorder
+        self.pop_metrics, self.recorder = pop_metrics, recorder
         self.notes = [*notes, *([] if recorder is None or recorder.note is None else [recorder.note])]
         self.step = 0
         """The last step of the run."""
@@ -171,16 +159,13 @@ class StepLogger(AttachedCallback):
 
     def _record(self, state: Any, control: Any) -> None:
         """Write the step to the run log, and carry out the response to its alerts. A collective."""
-        logged, self._logged = self._logged, {}
-        measurement = self.pop_measurement()
-        metrics = logged if measurement is None else {**logged, **measurement.metrics}
+        metrics, self._logged = {**self._logged, **self.pop_metrics()}, {}
         target = getattr(self.job, "target_nats", None)
         if target is not None:
             metrics["kl/target"] = target
         advice = None
         if self.run_log is not None:
-            samples = [] if measurement is None else [*measurement.samples]
-            samples += [] if self.recorder is None else self.recorder.pop_samples()
+            samples = [] if self.recorder is None else self.recorder.pop_samples()
             controller = self._callback(BetaController)
             if controller is None or controller.since <= self._trl_step:
                 event, reason = None, None
