@@ -116,13 +116,13 @@ def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, 
     need no pass; if all are, the candidate's own is the only one. Two groups of the same modules share a pass.
     """
     passes: dict[tuple[str, str], SwapPass] = {("", CANDIDATE): SwapPass(name=CANDIDATE, groups=())}
-    by_weights: dict[tuple[tuple[str, ...], tuple[str, ...]], SwapPass] = {}
+    by_weights: dict[tuple[str, ...], SwapPass] = {}
     for grouping, groups_of_network in groups.items():
         for number, group in enumerate(groups_of_network):
             if group.is_identical:
                 continue
             new = SwapPass(name=f"{grouping}-{number:03d}", groups=(group,))
-            passes[grouping, group.name] = by_weights.setdefault((group.modules, group.tensors), new)
+            passes[grouping, group.name] = by_weights.setdefault(group.parts, new)
     if by_weights:
         # the groups of any grouping are all weights
         passes["", ALL] = SwapPass(name=ALL, groups=tuple(next(iter(groups.values()))))

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,22 +25,12 @@ class WeightGroup:
 
     name: str
     """Such as "layer 3", "self_attn.q_proj", "norms" or "embeddings"."""
-    modules: tuple[str, ...]
-    """Paths of its modules within the network."""
-    tensors: tuple[str, ...]
-    """Names of its parameters and buffers that stand beside submodules."""
+    parts: tuple[str, ...]
+    """Paths within the network of its modules, and of its parameters and buffers that stand beside submodules."""
     parameters: int
     """Number of its weights in the reference."""
     is_identical: bool
     """Whether policy and reference have the same weights in it, bit for bit."""
-
-
-class _Unit(NamedTuple):
-    """A module, or the tensors that a module has beside its submodules."""
-
-    path: str
-    name: str | None = None
-    """Name of the parameter or buffer; None for the module as a whole."""
 
 
 def weight_groups(policy: Model, reference: Model, grouping: str) -> tuple[WeightGroup, ...]:
@@ -68,15 +58,13 @@ def weight_groups(policy: Model, reference: Model, grouping: str) -> tuple[Weigh
             f"the decoder layers are {layers} in the policy and {_layer_list(reference)} in the reference; weights are "
             "swapped between models of one architecture"
         )
-    units_by_name: dict[str, list[_Unit]] = {}
-    for unit in _units(policy.network, reference.network):
-        name = _group_name(unit, policy, reference, layers, grouping)
-        if grouping == "layers" and unit.path.startswith(f"{layers}."):
-            unit = _Unit(f"{layers}.{_layer_index(unit.path, layers)}")  # a layer is swapped as one module
-        units = units_by_name.setdefault(name, [])
-        if unit not in units:
-            units.append(unit)
-    groups = [_group(name, units, policy, reference) for name, units in units_by_name.items()]
+    parts_by_name: dict[str, dict[str, None]] = {}
+    for path in _parts(policy.network, reference.network):
+        name = _group_name(path, policy, reference, layers, grouping)
+        if grouping == "layers" and path.startswith(f"{layers}."):
+            path = f"{layers}.{_layer_index(path, layers)}"  # a layer is swapped as one module
+        parts_by_name.setdefault(name, {})[path] = None
+    groups = [_group(name, tuple(parts), policy, reference) for name, parts in parts_by_name.items()]
     # groups of buffers alone only where they differ
     return tuple(group for group in groups if group.parameters or not group.is_identical)
 
@@ -91,19 +79,17 @@ def swapped_weights(policy: Model, reference: Model, groups: Iterable[WeightGrou
         groups: from ``weight_groups`` of the two.
     """
     head_path = _path_of(policy.network, policy.network.get_output_embeddings())
-    head, undo = policy.head, list[tuple[_Unit, Any]]()
+    head, originals = policy.head, list[tuple[str, Any]]()
     try:
-        for group in groups:
-            units = [*map(_Unit, group.modules), *map(_unit_of_tensor, group.tensors)]
-            for unit in units:
-                undo.append((unit, _get(policy.network, unit)))
-                _set(policy.network, unit, _get(reference.network, unit))
-            if any(_is_within(path, head_path) for path in group.modules):
+        for path in (path for group in groups for path in group.parts):
+            originals.append((path, _get(policy.network, path)))
+            _set(policy.network, path, _get(reference.network, path))
+            if _is_within(path, head_path):
                 head = _head_of_reference(policy, reference)
         yield replace(policy, head=head)
     finally:
-        for unit, original in reversed(undo):
-            _set(policy.network, unit, original)
+        for path, original in reversed(originals):
+            _set(policy.network, path, original)
 
 
 def _head_of_reference(policy: Model, reference: Model) -> Head:
@@ -154,18 +140,18 @@ def _layer_list(model: Model) -> str:
     return max(sizes, key=lambda path: sizes[path])
 
 
-def _units(policy: Any, reference: Any, path: str = "") -> Iterator[_Unit]:
-    """The smallest modules at which two trees of modules are alike, and the tensors beside them."""
+def _parts(policy: Any, reference: Any, path: str = "") -> Iterator[str]:
+    """The paths of the smallest modules at which two trees of modules are alike, and of the tensors beside them."""
     children = {name: (module, getattr(reference, name, None)) for name, module in _children(policy).items()}
     is_alike = type(policy) is type(reference) and children.keys() == _children(reference).keys()
     if not is_alike or not children:
         if _tensors(policy) or _tensors(reference):
-            yield _Unit(path)
+            yield path
         return
     for name in _tensors(policy, recurse=False) | _tensors(reference, recurse=False):
-        yield _Unit(path, name)
+        yield f"{path}.{name}".lstrip(".")
     for name, (module, other) in children.items():
-        yield from _units(module, other, f"{path}.{name}" if path else name)
+        yield from _parts(module, other, f"{path}.{name}".lstrip("."))
 
 
 def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -186,8 +172,8 @@ def _layer_index(path: str, layers: str) -> int:
     return int(path.removeprefix(f"{layers}.").partition(".")[0])
 
 
-def _group_name(unit: _Unit, policy: Model, reference: Model, layers: str, grouping: str) -> str:
-    """The name of the group that a unit belongs to.
+def _group_name(path: str, policy: Model, reference: Model, layers: str, grouping: str) -> str:
+    """The name of the group that a module or tensor belongs to.
 
     Raises:
         ModelError: if whole layers differ in kind, so that they have no modules in common.
@@ -195,24 +181,23 @@ def _group_name(unit: _Unit, policy: Model, reference: Model, layers: str, group
     network = reference.network
     embeddings = _path_of(network, network.get_input_embeddings())
     head = _path_of(network, network.get_output_embeddings())
-    is_embedding, is_head = _is_within(unit.path, embeddings), _is_within(unit.path, head)
+    is_embedding, is_head = _is_within(path, embeddings), _is_within(path, head)
     if (is_embedding or is_head) and (_is_tied(policy) or _is_tied(reference)):
         return "embeddings and head"
     if is_embedding or is_head:
         return "embeddings" if is_embedding else "head"
-    is_in_layer = unit.path.startswith(f"{layers}.")
+    is_in_layer = path.startswith(f"{layers}.")
     if is_in_layer and grouping == "layers":
-        return f"layer {_layer_index(unit.path, layers)}"
-    if unit.name is None and (not unit.path or _is_within(layers, unit.path)):
+        return f"layer {_layer_index(path, layers)}"
+    kinds = [type(_get(model.network, path)).__name__ for model in (policy, reference)]
+    if not path or _is_within(layers, path):
         raise ModelError(
-            f"the policy's {unit.path or 'network'} is a {type(_get(policy.network, _Unit(unit.path))).__name__} and "
-            f"the reference's a {type(_get(network, _Unit(unit.path))).__name__}; weights are swapped between models "
-            "of one architecture"
+            f"the policy's {path or 'network'} is a {kinds[0]} and the reference's a {kinds[1]}; weights are swapped "
+            "between models of one architecture"
         )
-    is_norm = unit.name is None and "norm" in type(_get(network, unit)).__name__.lower()
-    if is_norm:
+    if "norm" in kinds[1].lower():
         return "norms" if grouping == "modules" else "other norms"
-    parts = [*unit.path.removeprefix(f"{layers}.").split("."), *([unit.name] if unit.name else [])]
+    parts = path.removeprefix(f"{layers}.").split(".")
     if not is_in_layer:
         return parts[-1]
     return ".".join(part for part in parts if not re.fullmatch(r"\d+", part)) or "layers"
@@ -237,33 +222,28 @@ def _is_tied(model: Model) -> bool:
     return first is second or (first.data_ptr() == second.data_ptr() != 0)
 
 
-def _group(name: str, units: Sequence[_Unit], policy: Model, reference: Model) -> WeightGroup:
-    """The group of these units.
+def _group(name: str, parts: tuple[str, ...], policy: Model, reference: Model) -> WeightGroup:
+    """The group of these modules and tensors.
 
     Raises:
         ModelError: if a weight differs in shape.
     """
     parameters: dict[int, int] = {}
     is_identical = True
-    for unit in units:
-        policy_part, reference_part = _get(policy.network, unit), _get(reference.network, unit)
+    for path in parts:
+        policy_part, reference_part = _get(policy.network, path), _get(reference.network, path)
         if not name.startswith(("embeddings", "head")):
-            _check_shapes(unit, policy_part, reference_part)
-        weights = reference_part.parameters() if unit.name is None else [reference_part]
+            _check_shapes(path, policy_part, reference_part)
+        is_module = isinstance(reference_part, torch.nn.Module)
+        weights = reference_part.parameters() if is_module else [reference_part]
         parameters |= {
             id(weight): weight.numel() for weight in weights if isinstance(weight, torch.nn.Parameter)
         }
         is_identical = is_identical and _are_equal(policy_part, reference_part)
-    return WeightGroup(
-        name=name,
-        modules=tuple(unit.path for unit in units if unit.name is None),
-        tensors=tuple(f"{unit.path}.{unit.name}".lstrip(".") for unit in units if unit.name is not None),
-        parameters=sum(parameters.values()),
-        is_identical=is_identical,
-    )
+    return WeightGroup(name=name, parts=parts, parameters=sum(parameters.values()), is_identical=is_identical)
 
 
-def _check_shapes(unit: _Unit, policy_part: Any, reference_part: Any) -> None:
+def _check_shapes(path: str, policy_part: Any, reference_part: Any) -> None:
     """Check that the parameters of two modules of one class have the same shapes.
 
     Raises:
@@ -280,7 +260,7 @@ def _check_shapes(unit: _Unit, policy_part: Any, reference_part: Any) -> None:
     for name in shapes[0].keys() & shapes[1].keys():
         if shapes[0][name] != shapes[1][name]:
             raise ModelError(
-                f"{'.'.join(filter(None, (unit.path, unit.name, name)))} is {shapes[0][name]} in the policy and "
+                f"{'.'.join(filter(None, (path, name)))} is {shapes[0][name]} in the policy and "
                 f"{shapes[1][name]} in the reference; weights are swapped between models of one architecture"
             )
 
@@ -315,30 +295,20 @@ def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.
         for module in (policy_part, reference_part)
     )
     return first.keys() == second.keys() and all(
-        _are_equal_settings(value, second[name]) for name, value in first.items()
+        math.isclose(value, second[name], rel_tol=SETTING_TOLERANCE)
+        if isinstance(value, float) and isinstance(second[name], int | float)
+        else value == second[name]
+        for name, value in first.items()
     )
 
 
-def _are_equal_settings(policy_part: float | str, reference_part: float | str) -> bool:
-    if isinstance(policy_part, float) and isinstance(reference_part, int | float):
-        return math.isclose(policy_part, reference_part, rel_tol=SETTING_TOLERANCE)
-    return policy_part == reference_part
+def _get(network: Any, path: str) -> Any:
+    """The module or tensor at a path."""
+    parent, _, name = path.rpartition(".")
+    return getattr(network.get_submodule(parent), name) if path else network
 
 
-def _unit_of_tensor(name: str) -> _Unit:
-    path, _, tensor = name.rpartition(".")
-    return _Unit(path, tensor)
-
-
-def _get(network: Any, unit: _Unit) -> Any:
-    """The module or tensor of a unit."""
-    module = network.get_submodule(unit.path)
-    return module if unit.name is None else getattr(module, unit.name)
-
-
-def _set(network: Any, unit: _Unit, value: Any) -> None:
-    """Put another module or tensor in the place of a unit."""
-    if unit.name is None:
-        network.set_submodule(unit.path, value)
-    else:
-        setattr(network.get_submodule(unit.path), unit.name, value)
+def _set(network: Any, path: str, value: Any) -> None:
+    """Put another module or tensor in the place of the one at a path."""
+    parent, _, name = path.rpartition(".")
+    setattr(network.get_submodule(parent), name, value)

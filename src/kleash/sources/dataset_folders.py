@@ -73,7 +73,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         raise SourceError(f"the split {shorten(split)} of {name} has no files")
     paths = tuple(map(Path, _fetch(name, urls) if "://" in urls[0] else urls))
     _require_all_shards(name, paths)
-    return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
+    return DatasetFiles(paths, notes)
 
 
 def _saved_files(name: str, folder: Path, reading: ReadOptions) -> DatasetFiles:
@@ -139,16 +139,6 @@ def _choose_split(name: str, splits: list[str], requested_split: str | None) -> 
     return PREFERRED_SPLIT, (
         f"the split '{PREFERRED_SPLIT}' of {name} is read, of {shown}; --split names another",
     )
-
-
-def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
-    suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
-    unread = sorted(str(path) for path in _data_files(folder) if uncompressed_suffix(path) not in suffixes)
-    if not unread:
-        return ()
-    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
