@@ -393,11 +393,11 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
     second = path.with_name("model-00002-of-00003.gguf").rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(ModelError, match=r"there is no file .*model-00002-of-00003.gguf"):
         load_pair(str(path), str(folder))
-    with pytest.raises(ModelError, match="says that its model has 3 files,"):
+    with pytest.raises(ModelError, match="says that it is file 1 of 3, and its name says 1 of 1"):
         load_pair(str(second), str(folder))
     path.with_name("model-00003-of-00003.gguf").rename(tmp_path / "model-00002-of-00003.gguf")
     second.rename(tmp_path / "model-00003-of-00003.gguf")
-    with pytest.raises(ModelError, match="says that it is file 3 of 3; restore"):
+    with pytest.raises(ModelError, match="says that it is file 3 of 3, and its name says"):
         load_pair(str(path), str(folder))
 
 
@@ -598,8 +598,8 @@ def load_tokenizers_of(path: Path, folder: Path) -> Any:
         ("<4s", 0, b"GGML", "it does not begin with GGUF"),
         ("<I", 4, 1, "is of GGUF version 1, and versions 2 and 3"),
         ("<I", 4, 3 << 24, "little-endian order are read"),
-        ("<Q", 8, 2**40, "it claims 22 settings and 1099511627776 tensors"),
-        ("<Q", 24, 2**62, "'a key' claims 4611686018427387904 bytes"),
+        ("<Q", 8, 2**40, "it ends within"),
+        ("<Q", 24, 2**62, "it ends within 'a key'"),
     ],
 )
 def test_hostile_numbers_at_the_beginning_are_named(

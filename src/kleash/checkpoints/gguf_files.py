@@ -4,14 +4,15 @@ Source of the header: the description of the format in ggml, versions 2 and 3, l
 """
 
 import re
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from kleash.checkpoints.files import StoredTensor
 from kleash.errors import ModelError
@@ -25,30 +26,25 @@ SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 MAX_PARTS = 1000
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
+DEFAULT_ALIGNMENT = 32
 MAX_HEADER_BYTES = 1 << 28
 """Size limit for everything before the weights; a vocabulary of 262 144 tokens with merges takes a twentieth of
 it."""
-MAX_SETTINGS, MAX_TENSORS, MAX_ARRAY = 1 << 12, 1 << 17, 1 << 22
-"""Limits on the number of settings, tensors and elements of an array."""
-MAX_KEY_BYTES, MAX_NAME_BYTES = 1 << 16, 64
-"""The format's limits on the lengths of a setting's key and a tensor's name."""
-MAX_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
 NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
     7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
 }
-"""Type of a value in the file → its format of ``struct``."""
+"""Type of a value in the file → numpy's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +64,8 @@ class _DamagedError(Exception):
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Read and validate the header of a GGUF file, before anything of the size that it claims is allocated.
 
-    Checks magic, version, every length and count against the bytes that are there, that keys and names are unique,
-    that the types are known, and that the tensors lie one after the other within the file, with no gap but padding.
+    Checks magic, version, every length against the bytes that are there, that the types are known, and that the tensors
+    lie one after the other within the file, with no gap but padding.
 
     Raises:
         ModelError: if a check fails, naming the file.
@@ -94,124 +90,89 @@ class _Parser:
 
     def header(self) -> GGUFHeader:
         """Read the whole header."""
-        num_settings, num_tensors = self._counts()
-        settings: dict[str, Any] = {}
-        for _ in range(num_settings):
-            key = self._string("a key", MAX_KEY_BYTES)
-            if key in settings:
-                raise _DamagedError(f"the key {key[:80]!r} is there twice")
-            settings[key] = self._value(key)
-        alignment = settings.get("general.alignment", DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise _DamagedError(
-                f"its alignment is {str(alignment)[:40]}, which is no power of two from 8 to 65536"
-            )
-        entries = list(self._entries(num_tensors, alignment))
-        start = -(-self._position // alignment) * alignment
-        return GGUFHeader(
-            path=self._path, settings=settings, tensors=self._tensors(entries, start, alignment)
-        )
-
-    def _counts(self) -> tuple[int, int]:
-        """Check magic and version; return the numbers of settings and tensors."""
         if self._read(4, "its magic") != MAGIC:
             raise _DamagedError("it does not begin with GGUF")
-        (version,) = self._unpack("I", "its version")
+        (version,) = self._numbers("<u4", 1, "its version")
         if version not in VERSIONS:
             raise ModelError(
                 f"{self._path} is of GGUF version {version}, and versions 2 and 3 in little-endian order are read; "
                 "make it again with a current llama.cpp, or convert it with gguf-convert-endian of the package gguf"
             )
-        num_tensors, num_settings = self._unpack("QQ", "its counts")
-        if num_settings > MAX_SETTINGS or num_tensors > MAX_TENSORS:
-            raise _DamagedError(f"it claims {num_settings} settings and {num_tensors} tensors")
-        return num_settings, num_tensors
+        num_tensors, num_settings = self._numbers("<u8", 2, "its counts")
+        settings: dict[str, Any] = {}
+        for _ in range(num_settings):
+            key = self._string("a key")
+            (kind,) = self._numbers("<u4", 1, key)
+            settings[key] = self._value(kind, key)
+        tensors = [self._tensor() for _ in range(num_tensors)]
+        alignment = settings.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise _DamagedError(f"its alignment is {str(alignment)[:40]}")
+        return GGUFHeader(path=self._path, settings=settings, tensors=self._placed(tensors, alignment))
 
-    def _entries(self, count: int, alignment: int) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-        """Name, kind, shape, offset and number of bytes of each tensor."""
+    def _value(self, kind: int, key: str) -> Any:
+        """The value of a setting: a number, a text, or a list of them."""
+        if kind in NUMBERS:
+            return self._numbers(NUMBERS[kind], 1, key)[0]
+        if kind == STRING:
+            return self._string(key)
+        if kind != ARRAY:
+            raise _DamagedError(f"the setting {key[:80]!r} has the unknown type {kind}")
+        (kind,) = self._numbers("<u4", 1, key)
+        (count,) = self._numbers("<u8", 1, key)
+        if kind in NUMBERS:
+            return self._numbers(NUMBERS[kind], count, key)
+        if kind != STRING:
+            raise _DamagedError(f"the setting {key[:80]!r} is an array of the type {kind}")
+        return [self._string(key) for _ in range(count)]
+
+    def _tensor(self) -> StoredTensor:
+        """A tensor, with its offset from the first byte of the weights."""
         constants = import_extra("gguf.constants", "models")
-        names: set[str] = set()
-        for _ in range(count):
-            name = self._string("a tensor's name", MAX_NAME_BYTES)
-            if name in names:
-                raise _DamagedError(f"the tensor {name!r} is there twice")
-            names.add(name)
-            (dimensions,) = self._unpack("I", name)
-            if not 1 <= dimensions <= MAX_DIMENSIONS:
-                raise _DamagedError(f"{name!r} has {dimensions} dimensions")
-            shape = tuple(reversed(self._unpack(f"{dimensions}Q", name)))
-            number, offset = self._unpack("IQ", name)
-            if number not in set(constants.GGMLQuantizationType):
-                raise ModelError(
-                    f"{self._path} holds {name!r} in the ggml type {number}, which the package gguf does not know; "
-                    "install a newer gguf, or quantise the model to another type"
-                )
-            kind = constants.GGMLQuantizationType(number)
-            block, block_bytes = constants.GGML_QUANT_SIZES[kind]
-            if not all(shape) or prod(shape) >= 1 << 62 or shape[-1] % block:
-                raise _DamagedError(
-                    f"{name!r} has the shape {list(shape)}, which is none of {kind.name}"[:300]
-                )
-            if offset % alignment:
-                raise _DamagedError(f"{name!r} begins at {offset}, which is no multiple of {alignment}")
-            yield name, kind.name, shape, offset, prod(shape) // block * block_bytes
+        name = self._string("a tensor's name")
+        (dimensions,) = self._numbers("<u4", 1, name)
+        shape = tuple(reversed(self._numbers("<u8", dimensions, name)))
+        (number,), (offset,) = self._numbers("<u4", 1, name), self._numbers("<u8", 1, name)
+        if number not in set(constants.GGMLQuantizationType):
+            raise ModelError(
+                f"{self._path} holds {name!r} in the ggml type {number}, which the package gguf does not know; "
+                "install a newer gguf, or quantise the model to another type"
+            )
+        kind = constants.GGMLQuantizationType(number)
+        block, block_bytes = constants.GGML_QUANT_SIZES[kind]
+        if not shape or not all(shape) or shape[-1] % block:
+            raise _DamagedError(f"{name!r} has the shape {list(shape)}, which is none of {kind.name}"[:300])
+        return StoredTensor(
+            name=name,
+            path=self._path,
+            kind=kind.name,
+            shape=shape,
+            offset=offset,
+            num_bytes=prod(shape) // block * block_bytes,
+        )
 
-    def _tensors(
-        self, entries: list[tuple[str, str, tuple[int, ...], int, int]], start: int, alignment: int
-    ) -> tuple[StoredTensor, ...]:
-        """Check that the tensors follow one another from ``start`` to the end of the file."""
-        end = 0
-        for name, _, _, offset, num_bytes in sorted(entries, key=lambda entry: entry[3]):
-            if offset != -(-end // alignment) * alignment:
+    def _placed(self, tensors: list[StoredTensor], alignment: int) -> tuple[StoredTensor, ...]:
+        """The tensors with their offsets in the file, to whose end they must follow one another."""
+        start, end = -(-self._position // alignment) * alignment, 0
+        for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+            if tensor.offset != -(-end // alignment) * alignment:
                 raise _DamagedError(
-                    f"{name!r} begins at {offset} of its weights and the one before ends at {end}"
+                    f"{tensor.name!r} begins at {tensor.offset} of its weights and the one before ends at {end}"
                 )
-            end = offset + num_bytes
+            end = tensor.offset + tensor.num_bytes
         if start + end > self._size:
             raise _DamagedError(f"it should have {start + end} bytes and has {self._size}")
         if self._size - start - end >= alignment:
             raise _DamagedError(f"its tensors end at byte {start + end}, and it has {self._size}")
-        return tuple(
-            StoredTensor(
-                name=name,
-                path=self._path,
-                kind=kind,
-                shape=shape,
-                offset=start + offset,
-                num_bytes=num_bytes,
-            )
-            for name, kind, shape, offset, num_bytes in entries
-        )
+        return tuple(replace(tensor, offset=start + tensor.offset) for tensor in tensors)
 
-    def _value(self, key: str) -> Any:
-        """The value of a setting."""
-        (kind,) = self._unpack("I", key)
-        if kind in NUMBERS:
-            return self._unpack(NUMBERS[kind], key)[0]
-        if kind == STRING:
-            return self._string(key, MAX_HEADER_BYTES)
-        if kind != ARRAY:
-            raise _DamagedError(f"the setting {key[:80]!r} has the unknown type {kind}")
-        kind, count = self._unpack("IQ", key)
-        if count > MAX_ARRAY:
-            raise _DamagedError(f"the setting {key[:80]!r} claims {count} elements")
-        if kind in NUMBERS:
-            return list(self._unpack(f"{count}{NUMBERS[kind]}", key))
-        if kind != STRING:
-            raise _DamagedError(f"the setting {key[:80]!r} is an array of the type {kind}")
-        if 8 * count > self._size - self._position:
-            raise _DamagedError(f"the setting {key[:80]!r} claims {count} strings")
-        return [self._string(key, MAX_HEADER_BYTES) for _ in range(count)]
-
-    def _string(self, what: str, max_bytes: int) -> str:
-        (length,) = self._unpack("Q", what)
-        if length > max_bytes:
-            raise _DamagedError(f"{what[:80]!r} claims {length} bytes")
+    def _string(self, what: str) -> str:
+        (length,) = self._numbers("<u8", 1, what)
         # Pieces of characters occur in vocabularies; as surrogates they stay different from one another.
         return self._read(length, what).decode("utf-8", "surrogateescape")
 
-    def _unpack(self, layout: str, what: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{layout}", self._read(struct.calcsize(f"<{layout}"), what))
+    def _numbers(self, dtype: str, count: int, what: str) -> list[Any]:
+        return np.frombuffer(self._read(count * np.dtype(dtype).itemsize, what), dtype).tolist()
 
     def _read(self, count: int, what: str) -> bytes:
         """The next ``count`` bytes; checked before they are allocated."""
@@ -309,12 +270,8 @@ def _check_part(header: GGUFHeader, number: int, count: int) -> None:
     """Check that a file is the part that its name says."""
     claimed = header.settings.get("split.count", 0) or 1
     place = header.settings.get("split.no", 0)
-    if claimed != count:
+    if (claimed, place if count > 1 else 0) != (count, number):
         raise ModelError(
-            f"{header.path} says that its model has {claimed} files, and its name says {count}; name the files as "
-            "gguf-split wrote them, NAME-00001-of-0000N.gguf"
-        )
-    if count > 1 and place != number:
-        raise ModelError(
-            f"{header.path} says that it is file {place + 1} of {count}; restore the files' names"
+            f"{header.path} says that it is file {place + 1} of {claimed}, and its name says {number + 1} of {count}; "
+            "restore the names that gguf-split wrote, NAME-00001-of-0000N.gguf"
         )

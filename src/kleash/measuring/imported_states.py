@@ -75,7 +75,7 @@ class ImportedStates:
             hidden = self._rows(first, sequence)
             for copy in copies:
                 self._reader.check_copy(first, hidden, copy, self._rows(copy, sequence))
-            _, difference = self._reader.check_token_logps(first, sequence, hidden)
+            difference = self._reader.check_token_logps(first, sequence, hidden)
             self._largest_difference = max(self._largest_difference, difference)
             parts.append(hidden)
         return torch.cat(parts)

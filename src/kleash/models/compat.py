@@ -49,58 +49,26 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _UnmappedFile:
-    """A safetensors file as ``safetensors.safe_open`` gives it, of which nothing is mapped."""
-
-    def __init__(self, path: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> None:
-        opened = import_extra("safetensors", "models").safe_open
-        self.file = opened(path, framework=framework, device=device, backend="pread")
-
-    def get_slice(self, name: str) -> "_UnmappedSlice":
-        """A tensor that is read when it is indexed."""
-        return _UnmappedSlice(self.file, name)
-
-    def __enter__(self) -> "_UnmappedFile":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.file.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
-class _UnmappedSlice:
-    """A tensor of an ``_UnmappedFile``."""
-
-    def __init__(self, file: Any, name: str) -> None:
-        self.file, self.name, self.part = file, name, file.get_slice(name)
-
-    def __getitem__(self, index: Any) -> Any:
-        """A part of it; the whole is read in one piece, where safetensors would hold a copy meanwhile."""
-        return self.file.get_tensor(self.name) if index is ... else self.part[index]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.part, name)
-
-
 @contextmanager
 def without_mapped_files() -> Iterator[None]:
     """Context in which transformers and PEFT read safetensors and do not map them, as ``open_safetensors``.
 
     Tensors of the file's dtype would otherwise stay mapped on a CPU, and change with the file.
     """
-    modules: list[Any] = [
-        import_extra(name, "models") for name in ("transformers.modeling_utils", "safetensors.torch")
-    ]
-    before = [module.safe_open for module in modules]
+    names = ("transformers.modeling_utils", "safetensors.torch")
+    modules: list[Any] = [import_extra(name, "models") for name in names]
+    mapped = import_extra("safetensors", "models").safe_open
+
+    def open_unmapped(path: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> Any:
+        return mapped(path, framework=framework, device=device, backend="pread")
+
     for module in modules:
-        module.safe_open = _UnmappedFile
+        module.safe_open = open_unmapped
     try:
         yield
     finally:
-        for module, function in zip(modules, before, strict=True):
-            module.safe_open = function
+        for module in modules:
+            module.safe_open = mapped
 
 
 @contextmanager

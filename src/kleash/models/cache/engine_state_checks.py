@@ -65,7 +65,7 @@ def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
     It is the module outside the layers whose output is the backbone's final hidden state; a network without such a
     module has none, and its rows stay as they are.
     """
-    outputs: list[tuple[Any, Tensor]] = []
+    outputs: list[tuple[Any, Any]] = []
     handles = [
         module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
         for name, module in model.backbone.named_modules()
@@ -76,7 +76,10 @@ def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
     finally:
         for handle in handles:
             handle.remove()
-    module = next((module for module, output in reversed(outputs) if _is_equal(output, final[None])), None)
+    norms = (
+        module for module, x in reversed(outputs) if isinstance(x, Tensor) and torch.equal(x, final[None])
+    )
+    module = next(norms, None)
     weight = None if module is None else next(module.parameters(), None)
 
     def norm(states: Tensor) -> Tensor:
@@ -87,11 +90,6 @@ def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
     return norm
 
 
-def _is_equal(output: Any, final: Tensor) -> bool:
-    """Whether a module's output is the final hidden states."""
-    return isinstance(output, Tensor) and output.shape == final.shape and torch.equal(output, final)
-
-
 def final_states(model: Model, token_ids: Sequence[int]) -> Float[Tensor, "tokens dim"]:
     """The final hidden states of a model for the input tokens of one sequence."""
     ids = torch.tensor([list(token_ids)], device=model.device)
@@ -99,16 +97,35 @@ def final_states(model: Model, token_ids: Sequence[int]) -> Float[Tensor, "token
         return model.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
 
 
-def row_errors(rows: Tensor, expected: Tensor) -> Tensor:
-    """The relative error of each row."""
+def check_rounding(
+    rows: Tensor, expected: Tensor, dtype: torch.dtype, subject: str, what: str, advice: str
+) -> float:
+    """Check that rows of hidden states differ by rounding alone.
+
+    Args:
+        rows: saved.
+        expected: computed, or saved elsewhere.
+        dtype: of the model.
+        subject: what was saved, for the error.
+        what: the expected rows, for the error.
+        advice: what to do, for the error.
+
+    Returns:
+        The median relative error of a row, |saved − computed| / |computed|.
+
+    Raises:
+        ModelError: naming the first row that differs by more.
+    """
     rows, expected = rows.double(), expected.to(rows.device).double()
     errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return torch.where(errors.isnan(), torch.inf, errors)
-
-
-def are_rounding(errors: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the errors of rows are rounding."""
-    return bool(errors.quantile(0.9) <= STATE_TOLERANCES[dtype] and errors.max() <= ROW_TOLERANCES[dtype])
+    errors = torch.where(errors.isnan(), torch.inf, errors)
+    if errors.quantile(0.9) > STATE_TOLERANCES[dtype] or errors.max() > ROW_TOLERANCES[dtype]:
+        wrong = (errors > STATE_TOLERANCES[dtype]).nonzero().flatten().tolist()
+        raise ModelError(
+            f"{subject}: {len(wrong)} of {len(errors)} rows are not {what}, the first being row {wrong[0]} "
+            f"(relative error {float(errors[wrong[0]]):.2g}); {advice}"
+        )
+    return float(errors.median())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,17 +162,16 @@ class EngineStateReader:
                 the final norm.
         """
         token_ids = (*sequence.prompt_ids, *sequence.response_ids)[:-1]
-        errors = row_errors(self.read(request, 0, len(token_ids)), final_states(self.model, token_ids))
-        if not are_rounding(errors, self.model.dtype):
-            wrong = (errors > STATE_TOLERANCES[self.model.dtype]).nonzero().flatten().tolist()
-            side = "after" if self.norm is None else "before"
-            raise ModelError(
-                f"{request}: {len(wrong)} of {len(errors)} rows are not the hidden states of {self.model.path}, the "
-                f"first being row {wrong[0]} (relative error {float(errors[wrong[0]]):.2g}); they must be those {side} "
-                "the final norm, of the tokens as they were sent, without chunked prefill and prefix caching, from the "
-                "weights, adapter and quantisation of --reference"
-            )
-        return float(errors.median())
+        side = "after" if self.norm is None else "before"
+        return check_rounding(
+            self.read(request, 0, len(token_ids)),
+            final_states(self.model, token_ids),
+            self.model.dtype,
+            str(request),
+            f"the hidden states of {self.model.path}",
+            f"they must be those {side} the final norm, of the tokens as they were sent, without chunked prefill and "
+            "prefix caching, from the weights, adapter and quantisation of --reference",
+        )
 
     def check_copy(self, first: EngineRequest, hidden: Tensor, copy: EngineRequest, other: Tensor) -> None:
         """Check that two requests with the same tokens have the same final hidden states.
@@ -163,27 +179,30 @@ class EngineStateReader:
         Raises:
             ModelError: if they differ by more than rounding.
         """
-        errors = row_errors(other, hidden)
-        if not are_rounding(errors, self.model.dtype):
-            raise ModelError(
-                f"{first} and {copy} hold the same tokens and hidden states that differ by up to "
-                f"{float(errors.max()):.2g} (relative); delete the file that is not of this reference"
-            )
+        subject = f"{first} and {copy} hold the same tokens"
+        check_rounding(
+            other,
+            hidden,
+            self.model.dtype,
+            subject,
+            "the same",
+            "delete the file that is not of this reference",
+        )
 
     def check_token_logps(
         self, request: EngineRequest, sequence: TokenSequence, hidden: Float[Tensor, "response dim"]
-    ) -> tuple[int, float]:
+    ) -> float:
         """Check the final hidden states of a sequence against the engine's log-probabilities of its tokens.
 
         Returns:
-            The number of rows that have a log-probability, and the largest difference in nats.
+            The largest difference in nats; 0 without any log-probability.
 
         Raises:
             ModelError: if a difference is larger than rounding.
         """
         logps = self.saved.token_logps(sequence)
         if logps is None or np.isnan(logps).all():
-            return 0, 0.0
+            return 0.0
         tokens = torch.tensor(sequence.response_ids, device=hidden.device)
         with torch.inference_mode():
             ours = token_statistics(hidden, self.model.head, hidden, self.model.head, tokens).token_logp
@@ -195,4 +214,4 @@ class EngineStateReader:
                 f"by up to {largest:.3g} nats (response token {np.nanargmax(differences)} of {sequence.name}); let the "
                 "engine save both of the same tokens, at temperature 1, and give the model with its head as --reference"
             )
-        return int((~np.isnan(logps)).sum()), largest
+        return largest

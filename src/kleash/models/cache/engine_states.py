@@ -10,10 +10,10 @@ norm.
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import KleashError, ModelError, OptionError, summarise_error
-from kleash.models.cache.hidden_states import KEY_BYTES
-from kleash.sources.sequences import TokenSequence
+from kleash.sources.sequences import TokenSequence, hash_tokens
 from kleash.store.file_hashes import watch_files
 
 LOGP_ROUNDING_NATS = 1e-3
@@ -33,14 +32,20 @@ STATES, TOKENS = "hidden_states", "token_ids"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 JSON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Tried in this order for numbers in JSON: the first that holds all of them exactly."""
+SAFETENSORS = (
+    "whole file of vLLM's ExampleHiddenStatesConnector, with hidden_states [tokens, layers, dim] and token_ids "
+    "[tokens]"
+)
+JSONL = "response of SGLang with hidden states, and no tokens with log-probabilities"
+"""What a file, or a line of one, should be."""
 DAMAGE = (
     KleashError,
     ValueError,
     TypeError,
     LookupError,
     AttributeError,
+    ArithmeticError,
     RuntimeError,
-    OverflowError,
     OSError,
 )
 """What reading a file of another layout raises."""
@@ -107,8 +112,8 @@ class EngineStates:
         self.folder = folder
         self.token_range: tuple[int, int] = (0, 0)
         """Smallest and largest token id."""
-        self._requests: dict[bytes, list[EngineRequest]] = {}
-        self._logps: dict[bytes, EngineRequest] = {}
+        self._requests: dict[str, list[EngineRequest]] = {}
+        self._logps: dict[str, EngineRequest] = {}
         self._first: EngineRequest | None = None
         self._last_record: tuple[EngineRequest, EngineRecord] | None = None
         """The line that was parsed last."""
@@ -132,11 +137,6 @@ class EngineStates:
     def has_logps(self) -> bool:
         """Whether the engine's log-probabilities of any tokens were saved."""
         return bool(self._logps)
-
-    def requests(self) -> Iterator[EngineRequest]:
-        """All requests, in the order of files and lines."""
-        for requests in self._requests.values():
-            yield from requests
 
     def find(self, sequence: TokenSequence) -> list[EngineRequest]:
         """The requests whose rows are those of a sequence: of its input tokens, or of these and the last token."""
@@ -176,7 +176,7 @@ class EngineStates:
 
     def _add_safetensors(self, request: EngineRequest) -> None:
         """Index a file of vLLM."""
-        try:
+        with _expected(request, SAFETENSORS):
             file = SafetensorsFiles([request.path])
             rows, num_layers, dim = file[STATES].shape
             token_ids = file.read(TOKENS)
@@ -185,31 +185,27 @@ class EngineStates:
                     f"{rows} rows of {STATES} and {TOKENS} {list(token_ids.shape)} {token_ids.dtype}"
                 )
             dtype = FLOAT_DTYPES[file[STATES].kind]
-        except DAMAGE as error:
-            raise ModelError(
-                f"{request} is no whole file of vLLM's ExampleHiddenStatesConnector, with hidden_states [tokens, "
-                f"layers, dim] and token_ids [tokens] ({summarise_error(error)}); let the engine save it again, or "
-                "wait until it is written"
-            ) from error
         layout = EngineLayout(dtype=dtype, num_layers=num_layers, dim=dim, is_after_norm=False)
         self._add(request, token_ids.tolist(), layout)
 
     def _add_jsonl(self, path: Path) -> None:
         """Index a file of SGLang's responses, or of log-probabilities."""
         offset = 0
-        with _opened(path) as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 request = EngineRequest(path=path, line=number, offset=offset)
                 offset += len(line)
                 if line.strip():
-                    self._add_record(request, _parsed(request, line))
+                    with _expected(request, JSONL):
+                        record = parse_record(line)
+                    self._add_record(request, record)
 
     def _add_record(self, request: EngineRequest, record: EngineRecord) -> None:
         """Index a line."""
         states, ids = record.states, record.token_ids
         counts = {len(ids), len(ids) if states is None else len(states)}
         for count in counts if record.logps else ():
-            self._logps.setdefault(_key(ids[:count]), request)
+            self._logps.setdefault(hash_tokens(ids[:count]), request)
         if states is None:
             return
         dtype = next(
@@ -237,53 +233,37 @@ class EngineStates:
                 f"{request} holds {layout} and {self._first} {self.layout}; give a folder of one engine's run"
             )
         self.token_range = min(*self.token_range, *token_ids), max(*self.token_range, *token_ids)
-        self._requests.setdefault(_key(token_ids), []).append(request)
+        self._requests.setdefault(hash_tokens(tuple(token_ids)), []).append(request)
 
     def _read_record(self, request: EngineRequest) -> EngineRecord:
         """A line of a JSONL file, parsed."""
         if self._last_record is None or self._last_record[0] != request:
-            with _opened(request.path) as file:
+            with _expected(request, JSONL), request.path.open("rb") as file:
                 file.seek(request.offset)
-                self._last_record = request, _parsed(request, file.readline())
+                self._last_record = request, parse_record(file.readline())
         return self._last_record[1]
 
 
-def _opened(path: Path) -> BinaryIO:
-    """A file, opened for reading.
-
-    Raises:
-        ModelError: if it cannot be.
-    """
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _parsed(request: EngineRequest, line: bytes) -> EngineRecord:
-    """A line, parsed.
+@contextmanager
+def _expected(request: EngineRequest, what: str) -> Iterator[None]:
+    """Context in which a file or line is read that should be ``what``.
 
     Raises:
         ModelError: if it is of another layout.
     """
     try:
-        return parse_record(line)
+        yield
     except (*DAMAGE, RecursionError) as error:
         raise ModelError(
-            f"{request} is no response of SGLang with hidden states, and no tokens with log-probabilities: "
-            f"{summarise_error(error)}; correct it, or let the engine save it again"
+            f"{request} is no {what} ({summarise_error(error)}); let the engine save it again, or wait until it "
+            "is written"
         ) from error
 
 
-def _key(token_ids: Sequence[int]) -> bytes:
-    """A hash of token ids."""
-    return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).digest()
-
-
-def _keys_of(sequence: TokenSequence) -> tuple[bytes, bytes]:
+def _keys_of(sequence: TokenSequence) -> tuple[str, str]:
     """The hashes of all tokens of a sequence and of its input tokens."""
     token_ids = (*sequence.prompt_ids, *sequence.response_ids)
-    return _key(token_ids), _key(token_ids[:-1])
+    return hash_tokens(token_ids), hash_tokens(token_ids[:-1])
 
 
 def parse_record(line: bytes) -> EngineRecord:
@@ -293,20 +273,15 @@ def parse_record(line: bytes) -> EngineRecord:
         ValueError, TypeError, LookupError, RuntimeError, RecursionError: if it is neither.
     """
     record: Any = json.loads(line)
-    match record:
-        case {"meta_info": {"hidden_states": list()} as meta}:
-            return _sglang_record(record, meta)
-        case {"choices": [choice]}:  # a response of vLLM's server
-            record = choice
-        case _:
-            pass
+    meta, choices = record.get("meta_info"), record.get("choices")
+    if meta is not None and "hidden_states" in meta:
+        return _sglang_record(record, meta)
+    if choices is not None:  # a response of vLLM's server
+        (record,) = choices
     for tokens_name, logps_name in (("token_ids", "logprobs"), ("prompt_token_ids", "prompt_logprobs")):
-        match record:
-            case {**fields} if isinstance(fields.get(logps_name), list):
-                token_ids = _token_ids(fields[tokens_name])
-                return EngineRecord(token_ids=token_ids, logps=_token_logps(fields[logps_name], token_ids))
-            case _:
-                pass
+        if isinstance(record.get(logps_name), list):
+            token_ids = _token_ids(record[tokens_name])
+            return EngineRecord(token_ids=token_ids, logps=_token_logps(record[logps_name], token_ids))
     raise ValueError(
         "it has neither 'meta_info' with 'hidden_states' (SGLang) nor 'token_ids' with 'logprobs'"
     )
