@@ -393,7 +393,7 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
     second = path.with_name("model-00002-of-00003.gguf").rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(ModelError, match=r"there is no file .*model-00002-of-00003.gguf"):
         load_pair(str(path), str(folder))
-    with pytest.raises(ModelError, match="says that it is file 1 of 3, and its name says 1 of 1"):
+    with pytest.raises(ModelError, match="says that it is file 2 of 3, and its name says 1 of 1"):
         load_pair(str(second), str(folder))
     path.with_name("model-00003-of-00003.gguf").rename(tmp_path / "model-00002-of-00003.gguf")
     second.rename(tmp_path / "model-00003-of-00003.gguf")

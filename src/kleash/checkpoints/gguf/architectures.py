@@ -3,7 +3,8 @@
 Source: llama.cpp, ``conversion/`` and ``src/models/``, which write and read the files.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import log
 from typing import Any
@@ -338,3 +339,33 @@ def restore_convolutions(parameters: dict[str, Tensor], attributes: Mapping[str,
     """Put the kernels of convolutions into their shape: a file has no dimension for the one channel of a group."""
     for name in [name for name in parameters if name.endswith((".conv.weight", ".conv1d.weight"))]:
         parameters[name] = parameters[name].unsqueeze(1)
+
+
+def join_parameters(
+    parameters: dict[str, Tensor],
+    parts: Sequence[str],
+    joined: str,
+    join: Callable[..., Tensor],
+) -> None:
+    """Put one parameter in the place of several that a file has apart.
+
+    Where one of them is missing or does not fit, the joined one is then reported as missing.
+
+    Args:
+        parameters: by name.
+        parts: what the names of those that are joined have in place of ``joined``, in order.
+        joined: part of the name of the result.
+        join: makes it of theirs.
+    """
+    for name in [name for name in parameters if parts[0] in name]:
+        values = [parameters.pop(name.replace(parts[0], part), None) for part in parts]
+        if all(value is not None for value in values):
+            with suppress(RuntimeError):
+                parameters[name.replace(parts[0], joined)] = join(*values)
+
+
+def transpose(parameters: dict[str, Tensor], ends: tuple[str, ...]) -> None:
+    """Transpose the matrices whose names have these ends, which a file has as [outputs, inputs]."""
+    for name in parameters:
+        if name.endswith(ends):
+            parameters[name] = parameters[name].mT.contiguous()

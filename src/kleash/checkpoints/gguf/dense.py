@@ -30,9 +30,11 @@ from kleash.checkpoints.gguf.architectures import (
     Settings,
     TensorSummary,
     adjust_partial_rope,
+    join_parameters,
     layer_norm_shapes,
     layer_types,
     set_rope,
+    transpose,
 )
 from kleash.errors import ModelError
 
@@ -86,15 +88,13 @@ def adjust_llama4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 
 def merge_llama4_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
     """Put gate and up projections of Llama 4 one after the other, and transpose to [experts, inputs, outputs]."""
-    for name in [name for name in parameters if name.endswith(".experts.gate_proj.weight")]:
-        stem = name.removesuffix("gate_proj.weight")
-        up = parameters.pop(f"{stem}up_proj.weight", None)
-        gate = parameters.pop(name)
-        if up is not None and up.shape == gate.shape:
-            merged = torch.cat([gate, up], dim=1)
-            parameters[f"{stem}gate_up_proj"] = merged.transpose(1, 2).contiguous()
-    for name in [name for name in parameters if name.endswith(".experts.down_proj")]:
-        parameters[name] = parameters[name].transpose(1, 2).contiguous()
+    join_parameters(
+        parameters,
+        (".experts.gate_proj.weight", ".experts.up_proj.weight"),
+        ".experts.gate_up_proj",
+        lambda gate, up: torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(),
+    )
+    transpose(parameters, (".experts.down_proj",))
 
 
 LLAMA_FAMILY: Mapping[str, GGUFArchitecture] = {
@@ -219,10 +219,7 @@ def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensor
 
 def transpose_gpt2(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
     """Transpose the matrices of GPT-2, which has inputs before outputs."""
-    for name in [
-        name for name in parameters if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-    ]:
-        parameters[name] = parameters[name].T.contiguous()
+    transpose(parameters, ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
 def interleave_neox_heads(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:

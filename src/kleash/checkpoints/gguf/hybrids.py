@@ -29,6 +29,7 @@ from kleash.checkpoints.gguf.architectures import (
     Settings,
     TensorSummary,
     check_gating,
+    join_parameters,
     log_of_negated,
     restore_convolutions,
 )
@@ -67,7 +68,6 @@ GRANITE_HYBRID_NAMES = {
     "ffn_down": "shared_mlp.output_linear",
     "ssm_dt.bias": "mamba.dt_bias",
 }
-GRANITE_PARTS = (".block_sparse_moe.", ".shared_mlp.")
 MAMBA_SETTINGS = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
@@ -133,13 +133,11 @@ def adjust_granite_hybrid(attributes: dict[str, Any], settings: Settings, tensor
 
 def merge_granite_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
     """Put gate and up projections of Granite one after the other, for experts and for the shared MLP."""
-    for place in GRANITE_PARTS:
-        for name in [name for name in parameters if f"{place}gate.weight" in name]:
-            stem = name.removesuffix("gate.weight")
-            up = parameters.pop(f"{stem}up.weight", None)
-            gate = parameters.pop(name)
-            if up is not None and up.shape == gate.shape:
-                parameters[f"{stem}input_linear.weight"] = torch.cat([gate, up], dim=-2)
+    for place in ("block_sparse_moe", "shared_mlp"):
+        parts = [f".{place}.{part}.weight" for part in ("gate", "up")]
+        join_parameters(
+            parameters, parts, f".{place}.input_linear.weight", lambda *both: torch.cat(both, dim=-2)
+        )
 
 
 def restore_granite_hybrid(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
+    join_parameters,
     log_of_negated,
     restore_convolutions,
     set_rope,
@@ -121,14 +122,12 @@ def join_qwen3_next(parameters: dict[str, Tensor], attributes: Mapping[str, Any]
     """Join queries, keys, values and gates of a gated delta net for each key head, and restore its convolution."""
     restore_convolutions(parameters, attributes)
     keys, key_rows = attributes["linear_num_key_heads"], attributes["linear_key_head_dim"]
-    for name in [name for name in parameters if ".linear_attn.in_proj_qkv." in name]:
-        gate = parameters.pop(name.replace("in_proj_qkv", "in_proj_z"), None)
-        joined = parameters.pop(name)
-        if gate is None or len(gate) % keys or len(joined) != 2 * keys * key_rows + len(gate):
-            continue  # in_proj_qkvz is then reported as missing
+
+    def join(joined: Tensor, gate: Tensor) -> Tensor:
         parts = [*joined.split([keys * key_rows, keys * key_rows, len(gate)]), gate]
-        by_head = [part.reshape(keys, -1, part.shape[-1]) for part in parts]
-        parameters[name.replace("in_proj_qkv", "in_proj_qkvz")] = torch.cat(by_head, dim=1).flatten(0, 1)
+        return torch.cat([part.reshape(keys, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
+
+    join_parameters(parameters, (".in_proj_qkv.", ".in_proj_z."), ".in_proj_qkvz.", join)
 
 
 QWEN35 = GGUFArchitecture(

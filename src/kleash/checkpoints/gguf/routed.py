@@ -28,7 +28,9 @@ from kleash.checkpoints.gguf.architectures import (
     TensorSummary,
     adjust_partial_rope,
     check_gating,
+    join_parameters,
     layer_types,
+    transpose,
 )
 from kleash.errors import ModelError
 
@@ -49,9 +51,9 @@ GPT_OSS_NAMES = {
     "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
-GPT_OSS_GATE = ".mlp.experts.gate_proj."
 
 
 def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -118,13 +120,12 @@ def _set_latent_attention(attributes: dict[str, Any], settings: Settings) -> Non
 
 def join_latent_projections(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
     """Join the projections from the latent vector to keys, which are transposed, and to values, head by head."""
-    for name in [name for name in parameters if ".self_attn.k_b_proj." in name]:
-        values = parameters.pop(name.replace(".k_b_proj.", ".v_b_proj."), None)
-        keys = parameters.pop(name)
-        if values is None or keys.dim() != 3 or values.dim() != 3 or keys.shape[1] != values.shape[2]:
-            continue  # kv_b_proj is then reported as missing
-        joined = torch.cat([keys.transpose(1, 2), values], dim=1)
-        parameters[name.replace(".k_b_proj.", ".kv_b_proj.")] = joined.flatten(0, 1)
+    join_parameters(
+        parameters,
+        (".self_attn.k_b_proj.", ".self_attn.v_b_proj."),
+        ".self_attn.kv_b_proj.",
+        lambda keys, values: torch.cat([keys.mT, values], dim=1).flatten(0, 1),
+    )
 
 
 def adjust_ernie_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -147,23 +148,12 @@ def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: Tens
 
 def merge_gpt_oss_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
     """Put gate and up projections of gpt-oss in turns, and transpose matrices to [experts, inputs, outputs]."""
-    for name in [name for name in parameters if GPT_OSS_GATE in name]:
-        place, suffix = name.split("gate_proj.")
-        up = parameters.pop(f"{place}up_proj.{suffix}", None)
-        gate = parameters.pop(name)
-        if up is None or up.shape != gate.shape:
-            continue  # gate_up_proj is then reported as missing
-        merged = torch.stack([gate, up], dim=2).flatten(1, 2)
-        is_bias = suffix == "bias"
-        parameters[f"{place}gate_up_proj{'_bias' if is_bias else ''}"] = (
-            merged if is_bias else merged.transpose(1, 2).contiguous()
+    for suffix, joined in (("weight", "gate_up_proj"), ("bias", "gate_up_proj_bias")):
+        parts = [f".mlp.experts.{part}_proj.{suffix}" for part in ("gate", "up")]
+        join_parameters(
+            parameters, parts, f".mlp.experts.{joined}", lambda *both: torch.stack(both, dim=2).flatten(1, 2)
         )
-    for name in [name for name in parameters if ".mlp.experts.down_proj." in name]:
-        place, suffix = name.split("down_proj.")
-        down = parameters.pop(name)
-        parameters[f"{place}down_proj{'_bias' if suffix == 'bias' else ''}"] = (
-            down if suffix == "bias" else down.transpose(1, 2).contiguous()
-        )
+    transpose(parameters, (".gate_up_proj", ".experts.down_proj"))
 
 
 DEEPSEEK2 = GGUFArchitecture(
