@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from kleash.errors import NonFiniteError, OptionError
-from kleash.models import Pair, Prompt, Sampling, draw, generate, load_pair
-from kleash.models.keyed_draws import exponentials
+from kleash.models import Pair, Prompt, Sampling, draw, generate, keyed_draws, load_pair
 from kleash.sources.sequences import batch_by_length, hash_tokens
 
 TEXTS = ((0, 50, 60, 70), (0,), (0, 9, 8, 7, 6, 5, 4, 3, 200, 201, 202, 203), (0, 100, 101))
@@ -306,6 +305,10 @@ def test_draws_follow_the_models_distribution(folders):
     wanted = 4000 * np.array([*probs[likely], probs[~likely].sum()])
     assert len(observed) > 20
     assert chisquare(observed, wanted).pvalue > 1e-3
+
+
+def exponentials(seed, keys, vocabulary):
+    return keyed_draws.exponentials(keyed_draws.hash_keys(seed, keys), torch.arange(vocabulary))
 
 
 def test_noise_is_exponential_and_depends_on_every_part_of_its_key():

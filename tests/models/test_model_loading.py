@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from scoring_cases import columns_by_enumeration, random_sequences
@@ -248,10 +247,9 @@ def test_a_missing_tokenizer_is_an_error(copied, unhooked):
 def test_weights_with_mismatched_shapes_are_an_error(copied, unhooked):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "vocab_size": 310}))
-    shapes = "" if transformers.__version__.startswith("4.") else r": \(320, 32\), and not \(310, 32\)"
     refuse(
         copied,
-        rf"has 2 weights of other shapes than its configuration says, such as lm_head.weight{shapes}; correct it",
+        r"has 2 weights of other shapes than its configuration says, such as .*lm_head.weight.*; correct",
     )
 
 

@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models import Loading, Model, load_pair, load_reference
-from kleash.models.pair_loading import load_alone
 from kleash.models.weight_groups import swapped_weights, weight_groups
 
 PairFolders = Callable[[str], tuple[Path, Path]]
@@ -209,7 +208,7 @@ def test_embeddings_with_another_padding_index_are_identical(tmp_path: Path) -> 
 def test_modules_that_an_adapter_replaced_are_swapped_whole(folders: PairFolders, tmp_path: Path) -> None:
     _, base = folders("llama")
     adapter = tiny_adapter(tmp_path / "adapter", base)
-    policy = load_alone("policy", str(adapter), None, Loading()).policy
+    policy = load_reference(str(adapter), None, Loading(), role="policy").policy
     reference = load_reference(str(base), None, Loading()).reference
     groups = weight_groups(policy, reference, "modules")
     different = [group for group in groups if not group.is_identical]

@@ -6,7 +6,7 @@ from typing import Any
 
 from kleash.errors import OptionError
 from kleash.models import Loading, Model, Pair, live_model, pair_models
-from kleash.models.pair_loading import load_alone
+from kleash.models.pair_loading import load_reference
 from kleash.models.tokenizers import compare_tokenizers
 
 REFERENCE_ADAPTER = "ref"
@@ -58,7 +58,7 @@ def load_beside_live(
     """
     dtype = str(live.dtype).removeprefix("torch.")
     loading = Loading(dtype=dtype, device=str(live.device), trust_remote_code=trust_remote_code)
-    loaded = load_alone(role, name, revision, loading)
+    loaded = load_reference(name, revision, loading, role=role)
     return replace(loaded, notes=(*loaded.notes, *compare_tokenizers(live.tokenizer, loaded.tokenizer)))
 
 

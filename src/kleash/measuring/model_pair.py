@@ -37,7 +37,7 @@ from kleash.models import (
 from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.keyed_draws import SAMPLER
-from kleash.models.pair_loading import load_alone, load_pair_with
+from kleash.models.pair_loading import load_pair_with, load_reference
 from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
 from kleash.sources.documents import resolve_window
 from kleash.store.cache import CachedSource, cache_fingerprint, read_label
@@ -108,7 +108,7 @@ def load_beside_base_logits(job: MeasureJob) -> Pair:
         ModelError: if the policy cannot be loaded, or does not suit the file.
     """
     file = open_base_logits(Path(str(job.reference_cache)).expanduser())
-    loaded = load_alone("policy", job.policy, job.revision_policy, loading(job))
+    loaded = load_reference(job.policy, job.revision_policy, loading(job), role="policy")
     reference = base_logits_beside(loaded.policy, job.revision_policy, file, f"sha256:{hash_source(job)}")
     size, vocabulary = file.vocab_size, f"the {file.vocab_size} logits of the file"
     note = (
@@ -151,8 +151,8 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     )
     listed_model = find_model(client, getattr(job, f"{role}_model"))
     local_role = "reference" if role == "policy" else "policy"
-    loaded = load_alone(
-        local_role, getattr(job, local_role), getattr(job, f"revision_{local_role}"), loading(job)
+    loaded = load_reference(
+        getattr(job, local_role), getattr(job, f"revision_{local_role}"), loading(job), role=local_role
     )
     local, notes = getattr(loaded, local_role), loaded.notes
     tokenizer = loaded.tokenizer

@@ -49,26 +49,58 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _UnmappedFile:
+    """A safetensors file as ``safetensors.safe_open`` gives it, of which nothing is mapped."""
+
+    def __init__(self, path: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> None:
+        opened = import_extra("safetensors", "models").safe_open
+        self.file = opened(path, framework=framework, device=device, backend="pread")
+
+    def get_slice(self, name: str) -> "_UnmappedSlice":
+        """A tensor that is read when it is indexed."""
+        return _UnmappedSlice(self.file, name)
+
+    def __enter__(self) -> "_UnmappedFile":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class _UnmappedSlice:
+    """A tensor of an ``_UnmappedFile``."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self.file, self.name, self.part = file, name, file.get_slice(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A part of it; the whole is read in one piece, where safetensors would hold a copy meanwhile."""
+        return self.file.get_tensor(self.name) if index is ... else self.part[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+
 @contextmanager
 def without_mapped_files() -> Iterator[None]:
     """Context in which transformers and PEFT read safetensors and do not map them, as ``open_safetensors``.
 
     Tensors of the file's dtype would otherwise stay mapped on a CPU, and change with the file.
     """
-    names = ("transformers.modeling_utils", "safetensors.torch")
-    modules: list[Any] = [import_extra(name, "models") for name in names]
-    mapped = import_extra("safetensors", "models").safe_open
-
-    def open_unmapped(path: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> Any:
-        return mapped(path, framework=framework, device=device, backend="pread")
-
+    modules: list[Any] = [
+        import_extra(name, "models") for name in ("transformers.modeling_utils", "safetensors.torch")
+    ]
+    before = [module.safe_open for module in modules]
     for module in modules:
-        module.safe_open = open_unmapped
+        module.safe_open = _UnmappedFile
     try:
         yield
     finally:
-        for module in modules:
-            module.safe_open = mapped
+        for module, function in zip(modules, before, strict=True):
+            module.safe_open = function
 
 
 @contextmanager
@@ -137,11 +169,6 @@ def forget_renaming(network: Any) -> None:
         del network._weight_conversions
 
 
-def loaded_from(network: Any) -> str:
-    """The folder or hub id that a transformers network was loaded from; "" if it was built in memory."""
-    return getattr(network.config, "_name_or_path", "")
-
-
 def effective_weight_and_bias(layer: Any) -> tuple[Any, Any]:
     """Weight and bias of a linear layer with its active PEFT adapters merged into a copy.
 
@@ -180,11 +207,6 @@ def fsdp_modules(network: Any) -> list[Any]:
     """The modules of a network that ``torch.distributed.fsdp.fully_shard`` was applied to."""
     kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
     return [module for module in network.modules() if isinstance(module, kind)]
-
-
-def has_flat_parameters(network: Any) -> bool:
-    """Whether FSDP1 has replaced parameters of a network by flat ones (``_is_flat_param``)."""
-    return any(getattr(parameter, "_is_flat_param", False) for parameter in network.parameters())
 
 
 def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:

@@ -1,7 +1,7 @@
 """Building a network no larger than its files and filling it with parameters, packed or not, until it is complete."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count
@@ -157,14 +157,11 @@ def check_complete(report: Any, subject: str, advice: str = "") -> None:
     Raises:
         ModelError: naming the first weights.
     """
-    mismatches = sorted(report.get("mismatched_keys", ()))
+    mismatches = sorted(report.get("mismatched_keys", ()), key=str)
     if mismatches:
-        # transformers 5 reports each name with two shapes, transformers 4 names alone.
-        name, *shapes = [mismatches[0]] if isinstance(mismatches[0], str) else mismatches[0]
-        difference = ": {}, and not {}".format(*map(tuple, shapes)) if shapes else ""
         raise ModelError(
             f"{subject} has {len(mismatches)} weights of other shapes than its configuration says, such as "
-            f"{name}{difference}; correct it, or fetch or convert the model again"
+            f"{str(mismatches[0])[:200]}; correct it, or fetch or convert the model again"
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -201,11 +198,21 @@ def load_unpacked_network(
         ModelError: if the values of a packed tensor are invalid.
     """
     config = _without_quantisation(skeleton.config, tied=not _has_packed_head(packed, skeleton))
-    resolved = _resolve_dtype(dtype, config)
+    text_config = config.get_text_config(decoder=True)
+    stored_dtype = getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
+    resolved = dtype if isinstance(dtype, torch.dtype) else stored_dtype
     parameters = dict(_read_parameters(packed, skeleton, resolved))
     network, report = fill_network(load, config, parameters, resolved, device_map)
-    unexpected = set(report["unexpected_keys"])
-    report["unexpected_keys"] = unexpected - _zero_biases(packed, unexpected)
+    # AutoGPTQ writes biases of zeros for modules that have none.
+    stored, weights = packed.checkpoint.safetensors, {module.parameter for module in packed.modules}
+    report["unexpected_keys"] = {
+        name
+        for name in report["unexpected_keys"]
+        if name not in stored
+        or not name.endswith(".bias")
+        or f"{name.removesuffix('bias')}weight" not in weights
+        or stored.read(name).any()
+    }
     folder = packed.checkpoint.folder
     network.config.name_or_path = str(folder)
     if (folder / GENERATION_CONFIG).is_file() and network.can_generate():
@@ -221,7 +228,14 @@ def _read_parameters(
     stored = packed.checkpoint.safetensors
     modules = {module.parameter: module for module in packed.modules}
     used_by_modules = {part for module in packed.modules for part in module.parts}
-    transposed = tuple(f".{name}" for name in _list_transposed_weights(skeleton))
+    # GPT-2's ``Conv1D`` has [inputs, outputs], and formats store [outputs, inputs]; files may lack the name of the
+    # base model.
+    prefix = f"{skeleton.base_model_prefix}."
+    transposed = tuple(
+        f".{name.removeprefix(prefix)}.weight"
+        for name, module in skeleton.named_modules()
+        if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    )
     for name in [*(name for name in stored if name not in used_by_modules), *modules]:
         if name.rpartition(".")[2] in ACTIVATION_TENSORS:
             continue
@@ -234,51 +248,13 @@ def _read_parameters(
             yield name, stored.read(name)
 
 
-def _list_transposed_weights(skeleton: Any) -> list[str]:
-    """The names of weights that a network has as [inputs, outputs]: those of GPT-2's ``Conv1D``.
-
-    Formats store them as [outputs, inputs]. The name of the base model is left out, since files may lack it.
-    """
-    prefix = f"{skeleton.base_model_prefix}."
-    return [
-        f"{name.removeprefix(prefix)}.weight"
-        for name, module in skeleton.named_modules()
-        if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    ]
-
-
-def _zero_biases(packed: PackedCheckpoint, names: Iterable[str]) -> set[str]:
-    """The names of biases of packed modules that are all zeros, which AutoGPTQ writes for modules that have none."""
-    stored, weights = packed.checkpoint.safetensors, {module.parameter for module in packed.modules}
-    return {
-        name
-        for name in names
-        if name in stored
-        and name.endswith(".bias")
-        and f"{name.removesuffix('bias')}weight" in weights
-        and not stored.read(name).any()
-    }
-
-
 def unpack(module: PackedModule, dtype: torch.dtype) -> Tensor:
-    """The matrix of a packed module.
-
-    Args:
-        module: the module.
-        dtype: of the result; the arithmetic is in at least float32.
+    """The matrix of a packed module in ``dtype``, computed in at least float32.
 
     Raises:
         ModelError: if a value of its tensors is invalid.
     """
     return module.decode(torch.promote_types(dtype, torch.float32)).to(dtype)
-
-
-def _resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
-    """The dtype of the parameters."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
 def _has_packed_head(packed: PackedCheckpoint, skeleton: Any) -> bool:

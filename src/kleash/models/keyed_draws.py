@@ -45,20 +45,29 @@ def draw(
     References:
         Maddison et al. (2014), "A* Sampling", https://arxiv.org/abs/1411.0030
     """
-    key_hashes = _hash_keys(seed, keys).to(logp.device)
+    key_hashes = hash_keys(seed, keys).to(logp.device)
     group_probs = _group_probabilities(logp)
     groups = torch.arange(group_probs.shape[-1], device=logp.device)
-    group = (group_probs.log() - _exponentials(key_hashes, -1 - groups).log()).argmax(-1, keepdim=True)
+    group = (group_probs.log() - exponentials(key_hashes, -1 - groups).log()).argmax(-1, keepdim=True)
     ids = group * GROUP + torch.arange(GROUP, device=logp.device)
     last_id = logp.shape[-1] - 1
-    scores = logp.gather(-1, ids.clamp(max=last_id)).double() - _exponentials(key_hashes, ids).log()
+    scores = logp.gather(-1, ids.clamp(max=last_id)).double() - exponentials(key_hashes, ids).log()
     best = scores.masked_fill(ids > last_id, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(-1, best).clamp(max=last_id)
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
-def exponentials(seed: int, keys: Sequence[DrawKey], vocabulary: int) -> Float[Tensor, "rows vocabulary"]:
-    """The standard exponential noise of the tokens 0 to ``vocabulary - 1``, for each key, in float64 on the CPU.
+def hash_keys(seed: int, keys: Sequence[DrawKey]) -> Int[Tensor, "rows 2"]:
+    """A 128-bit hash of the seed and each key, as two 64-bit numbers."""
+    texts = (f"{seed % 2**64} {prompt_hash} {sample} {position}" for prompt_hash, sample, position in keys)
+    digests = b"".join(blake2b(text.encode(), digest_size=16).digest() for text in texts)
+    return torch.from_numpy(np.frombuffer(digests, dtype="<i8").astype(np.int64).reshape(-1, 2))
+
+
+def exponentials(
+    key_hashes: Int[Tensor, "rows 2"], counters: Int[Tensor, "*rows numbers"]
+) -> Float[Tensor, "rows numbers"]:
+    """The standard exponential noise of each key (``hash_keys``) at the given counters, in float64.
 
     Number ``c`` for a key is -log(1 - v), v = (upper 53 bits of x + 1/2) · 2⁻⁵³, where
 
@@ -71,20 +80,6 @@ def exponentials(seed: int, keys: Sequence[DrawKey], vocabulary: int) -> Float[T
     References:
         Steele, Lea & Flood (2014), "Fast splittable pseudorandom number generators".
     """
-    return _exponentials(_hash_keys(seed, keys), torch.arange(vocabulary))
-
-
-def _hash_keys(seed: int, keys: Sequence[DrawKey]) -> Int[Tensor, "rows 2"]:
-    """A 128-bit hash of the seed and each key, as two 64-bit numbers."""
-    texts = (f"{seed % 2**64} {prompt_hash} {sample} {position}" for prompt_hash, sample, position in keys)
-    digests = b"".join(blake2b(text.encode(), digest_size=16).digest() for text in texts)
-    return torch.from_numpy(np.frombuffer(digests, dtype="<i8").astype(np.int64).reshape(-1, 2))
-
-
-def _exponentials(
-    key_hashes: Int[Tensor, "rows 2"], counters: Int[Tensor, "*rows numbers"]
-) -> Float[Tensor, "rows numbers"]:
-    """The exponential noise of each key at the given counters, in float64: see ``exponentials``."""
     bits = _mix(key_hashes[:, 1:] ^ _mix(key_hashes[:, :1] + counters * GOLDEN))
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-53))

@@ -11,7 +11,6 @@ import torch
 from kleash.errors import KleashError, ModelError
 from kleash.linear.zero3 import is_zero3
 from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
-from kleash.models.compat import has_flat_parameters, loaded_from
 from kleash.models.model_building import build_model, with_storage
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
@@ -49,25 +48,29 @@ def live_model(
         ModelError: if it is not a causal language model of text, is in training mode, or is sharded in a way that
             is not supported; if an adapter has changed the base to be measured, or needs a forward pass of PEFT's.
     """
-    subject = f"the {role}"
-    storage = shard_storage(network, subject)
+    storage = shard_storage(network, f"the {role}")
+    adapters = network if hasattr(network, "get_base_model") else None
     error: KleashError | None = None
+    adapter_name: str | None = None
     try:
-        adapter_name = _check(network, adapter, role)
+        adapter_name = _resolve_adapter(adapters, adapter, role)
+        _check_at_rest(network if adapters is None else adapters.get_base_model(), role)
+        if adapters is not None:
+            _check_adapters(adapters, adapter_name, role)
     except KleashError as raised:
-        error, adapter_name = raised, None
+        error = raised
     if storage is not None:
         storage.raise_together(error)
         network = view_of_shards(network, storage)
+        adapters = None if adapters is None else network
     elif error is not None:
         raise error
-    adapters = network if hasattr(network, "get_base_model") else None
     base = network if adapters is None else adapters.get_base_model()
     model, _ = build_model(
         base,
         tokenizer,
         role=role,
-        path=name or loaded_from(base) or type(base).__name__,
+        path=name or base.name_or_path or type(base).__name__,
         revision=None,
         fingerprint="",
         parameters=sum(parameter.numel() for parameter in base.parameters()),
@@ -75,16 +78,6 @@ def live_model(
         adapter=adapter_name,
     )
     return with_storage(model, storage)
-
-
-def _check(network: Any, adapter: str | None, role: str) -> str | None:
-    """Check that a network and its adapters can be measured; returns the name of the adapter, None for the base."""
-    adapters = network if hasattr(network, "get_base_model") else None
-    adapter_name = _resolve_adapter(adapters, adapter, role)
-    _check_at_rest(network if adapters is None else adapters.get_base_model(), role)
-    if adapters is not None:
-        _check_adapters(adapters, adapter_name, role)
-    return adapter_name
 
 
 @contextmanager
@@ -126,14 +119,12 @@ def at_rest(*networks: Any) -> Iterator[None]:
 
 def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | None:
     """The name of the adapter to measure; None for the base."""
-    if peft_model is None:
-        if adapter not in (ACTIVE_ADAPTER, None):
-            raise ModelError(
-                f"the {role} has no adapter {adapter!r}: it is no PEFT model; leave the name of the adapter out"
-            )
-        return None
-    if adapter != ACTIVE_ADAPTER:
-        return adapter
+    if peft_model is None and adapter not in (ACTIVE_ADAPTER, None):
+        raise ModelError(
+            f"the {role} has no adapter {adapter!r}: it is no PEFT model; leave the name of the adapter out"
+        )
+    if peft_model is None or adapter != ACTIVE_ADAPTER:
+        return None if peft_model is None else adapter
     active = peft_model.active_adapter
     if not isinstance(active, str):
         raise ModelError(f"the {role} has {len(active)} adapters active at once; name the one to be measured")
@@ -171,7 +162,8 @@ def _check_at_rest(network: Any, role: str) -> None:
         )
     embedding = network.get_input_embeddings().weight
     is_matrix = embedding.dim() == 2 and embedding.numel() > 0
-    if (not is_matrix and not is_zero3(embedding)) or has_flat_parameters(network):
+    has_flat_parameters = any(getattr(weight, "_is_flat_param", False) for weight in network.parameters())
+    if (not is_matrix and not is_zero3(embedding)) or has_flat_parameters:
         raise ModelError(
             f"the weights of the {role} are sharded over processes, of which each holds a part; a live network is "
             "measured with FSDP2 (fully_shard) or ZeRO-3, or where every process holds it whole "

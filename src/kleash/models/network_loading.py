@@ -1,7 +1,7 @@
 """Loading networks from checkpoints, with checks of their configuration and weights, and how they are stored."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -112,10 +112,9 @@ def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
             "is one process; start several, or take another --device-map"
         )
     if checkpoint.adapter is not None or checkpoint.gguf:
-        kind = "an adapter" if checkpoint.adapter is not None else "a GGUF file"
         raise ModelError(
-            f"{checkpoint} is {kind}, which --device-map {device_map} does not take; merge or convert "
-            "it into a folder of safetensors"
+            f"{checkpoint} is an adapter or a GGUF file, which --device-map {device_map} does not take; merge or "
+            "convert it into a folder of safetensors"
         )
     import_extra("transformers.distributed.configuration_utils", "models")
 
@@ -244,7 +243,19 @@ def _load_as(
                 packed, load, skeleton, dtype=dtype, device_map=device_map
             )
         else:
-            network, report = _load_by_transformers(load, checkpoint, skeleton.config, dtype, device_map)
+            with torch.compiler.set_stance(
+                "force_eager"
+            ):  # some formats unpack weights by compiled functions
+                network, report = load(
+                    checkpoint.folder,
+                    config=skeleton.config,
+                    dtype=dtype,
+                    **_placement(device_map),
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported by check_complete instead
+                )
+            run_uncompiled(network)
     if candidate.names:
         forget_renaming(network)
     check_complete(report, str(checkpoint), advice)
@@ -265,28 +276,6 @@ def _load_as(
         tensors=tuple(checkpoint.tensors.values()),
         packed=() if packed is None else packed.modules,
     )
-
-
-def _load_by_transformers(
-    load: Callable[..., Any],
-    checkpoint: Checkpoint,
-    config: Any,
-    dtype: torch.dtype | str,
-    device_map: str | None,
-) -> Any:
-    """A network and transformers' report of what was missing or unexpected; ``load`` is its ``from_pretrained``."""
-    with torch.compiler.set_stance("force_eager"):  # some formats unpack weights by compiled functions
-        network, report = load(
-            checkpoint.folder,
-            config=config,
-            dtype=dtype,
-            **_placement(device_map),
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by check_complete instead
-        )
-    run_uncompiled(network)
-    return network, report
 
 
 def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:
@@ -352,17 +341,13 @@ def _by_layers(modules: Mapping[str, str]) -> dict[str, str]:
     layers: dict[tuple[str, str], set[int]] = {}
     for module, kind in modules.items():
         numbers = NUMBER.findall(module)
-        pattern = NUMBER.sub("*", module)
-        layers.setdefault((pattern, kind), set()).update(int(number) for number in numbers[:1])
-    return {
-        pattern.replace("*", _ranges(sorted(numbers)), 1): kind for (pattern, kind), numbers in layers.items()
-    }
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: "0-3,7"."""
-    runs: Iterable[list[int]] = (
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), key=lambda place: place[1] - place[0])
-    )
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        layers.setdefault((NUMBER.sub("*", module), kind), set()).update(map(int, numbers[:1]))
+    names: dict[str, str] = {}
+    for (pattern, kind), numbers in layers.items():
+        runs = [
+            [number for _, number in run]
+            for _, run in groupby(enumerate(sorted(numbers)), key=lambda place: place[1] - place[0])
+        ]
+        ranges = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        names[pattern.replace("*", ",".join(ranges), 1)] = kind
+    return names

@@ -206,10 +206,14 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
         return _with_kept_rows(pair, "both heads have")
     rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
     pair = _with_padding(pair, set(policy.tokenizer.get_vocab().values()))
+    policy, reference = (
+        replace(model, head=truncate_head(model.head, tokens), vocab_size=tokens)
+        for model in (pair.policy, pair.reference)
+    )
     return replace(
         pair,
-        policy=_truncate(pair.policy, tokens),
-        reference=_truncate(pair.reference, tokens),
+        policy=policy,
+        reference=reference,
         notes=(
             *pair.notes,
             f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",
@@ -251,11 +255,6 @@ def _with_padding(pair: Pair, tokens: Set[int]) -> Pair:
     return replace(pair, policy=policy, reference=policy if is_one else reference, notes=notes)
 
 
-def _truncate(model: Model, tokens: int) -> Model:
-    """The model with its head restricted to the first ``tokens`` rows."""
-    return replace(model, head=truncate_head(model.head, tokens), vocab_size=tokens)
-
-
 def resolve_device(device: str, device_map: str | None) -> torch.device:
     """The device that the options ``--device`` and ``--device-map`` name.
 
@@ -290,17 +289,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def load_reference(name: str, revision: str | None, loading: Loading) -> Pair:
+def load_reference(name: str, revision: str | None, loading: Loading, *, role: str = "reference") -> Pair:
     """Load one model as both policy and reference, for reading a source with it.
 
-    Raises:
-        ModelError, OptionError, CannotRunError: as ``load_pair``.
-    """
-    return load_alone("reference", name, revision, loading)
-
-
-def load_alone(role: str, name: str, revision: str | None, loading: Loading) -> Pair:
-    """Load the model of one role, and make a pair of it alone.
+    Args:
+        name: folder, hub id, adapter's folder or GGUF file.
+        revision: branch, tag or commit of a hub id.
+        loading: how it is loaded.
+        role: what it is called in notes and errors.
 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from kleash.checkpoints.resolution import find_checkpoint
-from kleash.models.pair import Model, Pair
+from kleash.models.pair import Pair
 from kleash.models.pair_loading import resolve_device
 
 SMALL_BYTES = 100_000_000
@@ -37,7 +37,9 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         ModelError: if there is no such model.
         CannotRunError: if the device is not available.
     """
-    is_small = resolve_device(device, None).type == "cpu" and all(map(_is_small, names))
+    files = (find_checkpoint(name).weight_files() for name in names)
+    sizes = (sum(path.stat().st_size for path in paths) for paths in files)
+    is_small = resolve_device(device, None).type == "cpu" and all(size <= SMALL_BYTES for size in sizes)
     with _at_most_threads(1 if is_small else torch.get_num_threads()) as note:
         yield note
 
@@ -59,7 +61,9 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
     models = (pair.policy, pair.reference)
     threads = torch.get_num_threads()
     if all(model.device.type == "cpu" and model.device_map is None for model in models):
-        threads = 1 if all(map(_is_tiny, models)) else max(1, threads // processes)
+        # of a model behind a server, whose parameters are unknown, nothing is computed here
+        sizes = ((model.parameters or 0) * model.dtype.itemsize for model in models)
+        threads = 1 if all(size <= TINY_BYTES for size in sizes) else max(1, threads // processes)
     with _at_most_threads(threads) as note:
         yield note
 
@@ -79,13 +83,3 @@ def _at_most_threads(number: int) -> Iterator[str | None]:
         )
     finally:
         torch.set_num_threads(before)
-
-
-def _is_tiny(model: Model) -> bool:
-    """Whether one thread scores a model fastest; of a model behind a server nothing is computed here."""
-    return model.parameters is None or model.parameters * model.dtype.itemsize <= TINY_BYTES
-
-
-def _is_small(name: str) -> bool:
-    """Whether the weights of a model, with its adapter, are at most ``SMALL_BYTES``."""
-    return sum(path.stat().st_size for path in find_checkpoint(name).weight_files()) <= SMALL_BYTES
