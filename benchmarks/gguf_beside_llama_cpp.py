@@ -63,12 +63,11 @@ def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:
     for kind, path in files.items():
         policy = load_pair(str(path), "shipped:reference").policy
         ours[kind] = kleash_logits(policy, tokens, pair.tokenizer.bos_token_id)
-    rows = {kind: row_of(kind, llama, ours, tokens) for kind in KINDS}
     return {
         "context": context,
         "chunks": len(tokens),
         "tokens": len(tokens) * (context - 1 - context // 2),
-        "kinds": rows,
+        "kinds": {kind: row_of(kind, llama, ours, tokens) for kind in KINDS},
     }
 
 

@@ -7,23 +7,18 @@ The rounded model is the policy: on shipped:prompts it answers, on shipped:text 
 three minutes of processor time.
 """
 
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+import kleash
 from kleash.shipped.paths import DATA
 
 GROUP = 32
-SOURCES = {
-    "--prompts": ("shipped:prompts", "kl_policy_reference"),
-    "--text": ("shipped:text", "kl_reference_policy"),
-}
+SOURCES = {"prompts": "kl_policy_reference", "text": "kl_reference_policy"}
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
@@ -35,26 +30,6 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(scale > 0, (groups / scale).round() * scale, groups).reshape(weight.shape)
 
 
-def measured(policy: Path, option: str, out: Path) -> tuple[float, float]:
-    """The KL of a policy from the shipped reference in nats per token, and its standard error."""
-    source, name = SOURCES[option]
-    command = [
-        sys.executable,
-        "-m",
-        "kleash",
-        "measure",
-        "--policy",
-        str(policy),
-        option,
-        source,
-        "--out",
-        str(out),
-    ]
-    subprocess.run([*command, "--reference", "shipped:reference", "--quiet"], check=True)
-    number = json.loads((out / "measurement.json").read_text(encoding="utf-8"))["per_token"][name]
-    return number["value"], number["standard_error"]
-
-
 def main() -> None:
     """Print the KL of each width of weights on each source."""
     weights = load_file(DATA / "reference" / "model.safetensors")
@@ -64,10 +39,17 @@ def main() -> None:
             shutil.copytree(DATA / "reference", policy)
             rounded_weights = {name: rounded(weight, bits).contiguous() for name, weight in weights.items()}
             save_file(rounded_weights, policy / "model.safetensors", metadata={"format": "pt"})
-            for option, (source, name) in SOURCES.items():
-                value, error = measured(policy, option, Path(folder) / f"{bits}{option}")
+            for source, name in SOURCES.items():
+                measurement = kleash.measure(
+                    policy=str(policy),
+                    reference="shipped:reference",
+                    out=f"{policy}-{source}",
+                    **{source: f"shipped:{source}"},
+                )
+                kl = measurement.per_token[name]
                 print(
-                    f"{bits} bits  {source:<15}  {name}  {value:.6f} ± {error:.6f} nats per token", flush=True
+                    f"{bits} bits  shipped:{source:<7}  {name}  {kl.value:.6f} ± {kl.standard_error:.6f} nats per token",
+                    flush=True,
                 )
 
 

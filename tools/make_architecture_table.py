@@ -92,21 +92,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", help="architectures to try; their rows are printed")
-    parser.add_argument(
-        "--rows", type=Path, help="file of finished rows, a JSON object a line, which is continued"
-    )
     arguments = parser.parse_args()
-    finished = [] if arguments.rows is None or not arguments.rows.exists() else read_rows(arguments.rows)
-    names = {row["architecture"] for row in finished}
-    architectures = [name for name in arguments.only or list_architectures() if name not in names]
-    for row in try_all(architectures):
+    rows: list[dict[str, Any]] = []
+    for row in try_all(arguments.only or list_architectures()):
         print(json.dumps(row), flush=True)
-        finished.append(row)
-        if arguments.rows is not None:
-            with arguments.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        rows.append(row)
     if arguments.only is None:
-        PAGE.write_text(make_page(finished), encoding="utf-8")
+        PAGE.write_text(make_page(rows), encoding="utf-8")
 
 
 def make_page(rows: list[dict[str, Any]]) -> str:
@@ -137,40 +129,28 @@ def make_page(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| `{row['architecture']}` | `{row['network']}` | {row['outcome']} | {', '.join(remarks)} |"
         )
-    lines += ["", "## Not measured", "", "| architecture | reason |", "| --- | --- |"]
-    lines += [
-        f"| `{row['architecture']}` | {describe_failure(row)} |"
-        for row in made
-        if row["outcome"] not in MEASURED
-    ]
-    lines += ["", "## Not made", ""]
+    not_measured = [row for row in made if row["outcome"] not in MEASURED]
+    lines += ["", "## Not measured", "", *failures(not_measured), "", "## Not made", ""]
     lines += [
         "transformers does not build or run a tiny model with the sizes that the tool gives it. This says nothing of",
         "published checkpoints.",
         "",
-        "| architecture | reason |",
-        "| --- | --- |",
-    ]
-    lines += [
-        f"| `{row['architecture']}` | {describe_failure(row)} |"
-        for row in rows
-        if row["outcome"] == "not made"
+        *failures([row for row in rows if row["outcome"] == "not made"]),
     ]
     return "\n".join(lines) + "\n"
 
 
-def describe_failure(row: dict[str, Any]) -> str:
-    """Why an architecture was not measured, in a cell of a table."""
-    reason = row.get("reason") or (
-        "differs from its own logits by up to {truth:.2g}, between batches by {alone:.2g}, and the log-probability "
-        "with which a token was drawn by {drawn:.2g}"
-    ).format(**row, drawn=10 * row.get("generated", 0))
-    return " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())[:200]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file with a JSON object a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of a table of architectures with the reason why each was not measured."""
+    lines = ["| architecture | reason |", "| --- | --- |"]
+    for row in rows:
+        reason = row.get("reason") or (
+            "differs from its own logits by up to {truth:.2g}, between batches by {alone:.2g}, and the log-probability "
+            "with which a token was drawn by {drawn:.2g}"
+        ).format(**row, drawn=10 * row.get("generated", 0))
+        cell = " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())[:200]
+        lines.append(f"| `{row['architecture']}` | {cell} |")
+    return lines
 
 
 if __name__ == "__main__":

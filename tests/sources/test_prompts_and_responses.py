@@ -317,10 +317,6 @@ BAD_RESPONSES = {
     "probabilities": ([{**BASE, "logprobs": [-1.0, 0.3]}], "at most 0, and found '0.3'"),
     "nan": ([{**BASE, "logprobs": [-1.0, float("nan")]}], "and found 'NaN'"),
     "text": ([{**BASE, "logprobs": "x"}], "expected 'logprobs' to be a list of numbers"),
-    "some ids": (
-        [{**BASE, "prompt_id": 1}, BASE],
-        "line 2: expected every line to have a 'prompt_id', or none",
-    ),
     "one id for two": (
         [{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
         r"line 2: 'prompt_id' 1 stands for another prompt at .*line 1",
@@ -328,10 +324,6 @@ BAD_RESPONSES = {
     "one text for two": (
         [{**BASE, "prompt_id": "a"}, {**BASE, "prompt": "Rain", "prompt_id": "a"}],
         r"line 2: 'prompt_id' 'a' stands for another prompt at .*line 1",
-    ),
-    "a number and a text": (
-        [{**BASE, "prompt_id": 1}, {**BASE, "prompt_id": "1"}],
-        "line 2: expected every line that has a 'prompt_id' to have a number, or every one a text",
     ),
     "half an id": ([{**BASE, "prompt_id": "\ude00"}], "line 1: 'prompt_id' holds half a character"),
     "twice": ([{**BASE, "sample_id": 2}] * 2, "line 2: sample 2 of prompt 0 has been there before"),

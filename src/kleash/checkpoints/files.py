@@ -18,8 +18,6 @@ from kleash.store.file_hashes import require_unchanged_files
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-MAX_JSON_BYTES = 1 << 26
-"""Size limit for settings files; the largest index of shards known is a tenth of it."""
 MAX_NAME_CHARACTERS = 200
 MEGATRON = "megatron.core"
 """Module name that PEFT writes into every adapter's settings and imports only with a megatron_config."""
@@ -112,7 +110,12 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                         "contents; remove the file that does not belong to it, or fetch the checkpoint again"
                     )
                 if first is None and path in own_paths:
-                    self._tensors[name] = _stored_tensor(name, path, file.get_slice(name))
+                    part = file.get_slice(name)
+                    kind, shape = part.get_dtype(), tuple(part.get_shape())
+                    num_bytes = prod(shape) * BITS[kind] // 8
+                    self._tensors[name] = StoredTensor(
+                        name=name, path=path, kind=kind, shape=shape, num_bytes=num_bytes
+                    )
 
     def __getitem__(self, name: str) -> StoredTensor:
         """Where a tensor is."""
@@ -138,26 +141,15 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
             return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
 
-def _stored_tensor(name: str, path: Path, part: Any) -> StoredTensor:
-    """A tensor by its slice in an open file."""
-    kind, shape = part.get_dtype(), tuple(part.get_shape())
-    return StoredTensor(name=name, path=path, kind=kind, shape=shape, num_bytes=prod(shape) * BITS[kind] // 8)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
-        ModelError: if the file is too long, is not JSON, or holds another type.
+        ModelError: if the file is not JSON, or holds another type.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is {size} bytes long, too long for settings; fetch or make it again")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(f"{path} cannot be read as JSON: {summarise_error(error)}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")

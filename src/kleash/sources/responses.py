@@ -102,8 +102,6 @@ class _IdAssigner:
     """Sample ids in use, by prompt id."""
     next_sample_ids: dict[int, int] = field(default_factory=dict[int, int])
     """By prompt id: every smaller sample id is in use."""
-    kind: type | None = None
-    """Type of the prompt ids that records state: int, str, or NoneType if they state none; None before the first."""
 
     def assign(self, record: SourceRecord, prompt_hash: str, first_hash: str | None) -> tuple[int, int]:
         """Prompt id and sample id of a record: those that it states, or the next free ones; texts are numbered.
@@ -117,13 +115,6 @@ class _IdAssigner:
             SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
         """
         stated, sample = _read_id(record, "prompt_id", (int, str)), _read_id(record, "sample_id", int)
-        kind = type(stated)
-        self.kind = self.kind or kind
-        if self.kind is not kind:
-            expected = "to have a 'prompt_id', or none of them"
-            if type(None) not in (self.kind, kind):
-                expected = "that has a 'prompt_id' to have a number, or every one a text"
-            raise record.error(f"expected every line {expected}")
         group = (stated if isinstance(stated, str) else "") or first_hash or prompt_hash
         prompt = (
             stated if isinstance(stated, int) else self.prompt_ids.setdefault(group, len(self.prompt_ids))
