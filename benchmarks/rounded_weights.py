@@ -47,10 +47,8 @@ def main() -> None:
                     **{source: f"shipped:{source}"},
                 )
                 kl = measurement.per_token[name]
-                print(
-                    f"{bits} bits  shipped:{source:<7}  {name}  {kl.value:.6f} ± {kl.standard_error:.6f} nats per token",
-                    flush=True,
-                )
+                number = f"{kl.value:.6f} ± {kl.standard_error:.6f} nats per token"
+                print(f"{bits} bits  shipped:{source:<7}  {name}  {number}", flush=True)
 
 
 if __name__ == "__main__":

@@ -250,15 +250,14 @@ def find_checkpoint(name: str, revision: str | None = None, role: str = "model")
             f"{shown_endpoint(name)} is the address of a server, and the model itself is needed here; name its folder "
             "or hub id"
         )
-    checkpoint = _resolve(name, revision, role)
+    find = _find_gguf if is_gguf(name) else _find_in_folder
+    checkpoint = find(name, revision, role)
     checkpoint.watch()
     return checkpoint
 
 
-def _resolve(name: str, revision: str | None, role: str) -> Checkpoint:
-    """``find_checkpoint`` of a name that is no address."""
-    if is_gguf(name):
-        return _find_gguf(name, revision, role)
+def _find_in_folder(name: str, revision: str | None, role: str) -> Checkpoint:
+    """The checkpoint of a folder, a hub id, a shipped model or an adapter's folder."""
     folder, commit = _find_folder(name, revision)
     if not (folder / "adapter_config.json").is_file():
         checkpoint = Checkpoint(role=role, name=name, folder=folder, revision=commit)
@@ -271,7 +270,9 @@ def _resolve(name: str, revision: str | None, role: str) -> Checkpoint:
     if not isinstance(base, str) or not base:
         raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
     try:
-        base_folder, _ = _find_base(base, settings.get("revision"), folder)
+        # a folder relative to the current directory or to the adapter, or a hub id
+        here = [path for path in (Path(base).expanduser(), folder / base) if path.is_dir()]
+        base_folder = here[0] if here else _find_folder(base, settings.get("revision"))[0]
         if (base_folder / "adapter_config.json").is_file():
             raise ModelError(
                 f"{base} is an adapter itself; merge that into its base, and name the folder here"
@@ -373,17 +374,6 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
             "server, which begins with http:// or https://"
         )
     return _fetch(name, revision)
-
-
-def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, str | None]:
-    """The base of an adapter: a folder relative to the current directory or to the adapter, or of a hub id.
-
-    With the commit on the hub, None for a folder.
-    """
-    for path in (Path(base).expanduser(), adapter / base):
-        if path.is_dir():
-            return path, None
-    return _find_folder(base, revision)
 
 
 def _fetch(name: str, revision: str | None, gguf_names: Sequence[str] = ()) -> tuple[Path, str | None]:

@@ -294,13 +294,6 @@ def check_acts_by_weights(
         )
 
 
-def has_tied_embeddings(network: Any) -> bool:
-    """Whether input and output embedding are the same tensor."""
-    embeddings = network.get_input_embeddings(), network.get_output_embeddings()
-    weights = [getattr(layer, "weight", None) for layer in embeddings]
-    return weights[0] is not None and weights[0] is weights[1]
-
-
 def trained_token_ids(checkpoints: Iterable[Checkpoint]) -> tuple[int, ...]:
     """Token ids whose embeddings the adapters train individually."""
     tokens: list[Any] = []

@@ -215,14 +215,6 @@ def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
 
 
-def without_compilation(module: Any) -> Any:
-    """The module that ``torch.compile`` has wrapped; the module itself if it is not wrapped."""
-    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    while isinstance(module, compiled):
-        module = module._orig_mod
-    return module
-
-
 def copy_without_sharding(network: Any) -> Any:
     """A copy of a tree of modules that shares parameters and buffers, without hooks of FSDP and DeepSpeed.
 
@@ -231,18 +223,25 @@ def copy_without_sharding(network: Any) -> Any:
     is written. A module that occurs twice is copied once.
     """
     kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
+    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     copies: dict[int, Any] = {}
 
     def copy(module: Any) -> Any:
-        module = without_compilation(module)
+        while isinstance(module, compiled):  # what torch.compile has wrapped
+            module = module._orig_mod
         if id(module) in copies:
             return copies[id(module)]
         base = next(base for base in type(module).__mro__ if not issubclass(base, kind))
         result = copies[id(module)] = object.__new__(base)
         state = {name: value for name, value in vars(module).items() if name not in OF_THE_ORIGINAL}
         for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = state[name].items()
-            state[name] = OrderedDict((key, hook) for key, hook in hooks if not _is_of_sharding(hook))
+            state[name] = OrderedDict(
+                (key, hook)
+                for key, hook in state[name].items()
+                if not str(getattr(hook, "__module__", "")).startswith(
+                    ("torch.distributed.fsdp", "deepspeed.")
+                )
+            )
         for name in ("_buffers", *HOOK_FLAGS):
             state[name] = state[name].copy()
         # DeepSpeed's own dictionary gathers what is read from it.
@@ -253,7 +252,3 @@ def copy_without_sharding(network: Any) -> Any:
         return result
 
     return copy(network)
-
-
-def _is_of_sharding(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp", "deepspeed."))

@@ -154,7 +154,13 @@ def load_gguf_network(
 
 def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence[str]) -> tuple[str, ...]:
     """What is said of a GGUF model: its types, whether it is one of embeddings, and settings that are not mapped."""
-    notes = [describe_types(files, subject)]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in files.kinds.items())
+    notes = [
+        (
+            f"{subject} has tensors of {8 * files.num_bytes / files.elements:.2f} bits a weight ({kinds}), which are "
+            "decoded before the model runs; llama.cpp also rounds activations"
+        )
+    ]
     pooling = files.settings.get(f"{architecture}.{POOLING}", 0)
     if pooling:
         notes.append(
@@ -167,15 +173,6 @@ def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence
             f"{', '.join(unmapped[:MAX_SHOWN_NAMES])}"
         )
     return tuple(notes)
-
-
-def describe_types(files: GGUFFiles, subject: str) -> str:
-    """A note on how many tensors a model has of each type."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in files.kinds.items())
-    return (
-        f"{subject} has tensors of {8 * files.num_bytes / files.elements:.2f} bits a weight ({kinds}), which are "
-        "decoded before the model runs; llama.cpp also rounds activations"
-    )
 
 
 def read_attributes(

@@ -20,7 +20,6 @@ from kleash.models.adapters import (
     check_adapter,
     describe_unknown_settings,
     find_rule,
-    has_tied_embeddings,
     is_plain_lora,
     make_probe,
     probe_logits,
@@ -154,7 +153,10 @@ def _load_on_one_base(
     """
     roles_by_adapter = _roles_by_adapter(checkpoints)
     base = load_base(next(iter(checkpoints.values())))
-    network, is_tied = base.network, has_tied_embeddings(base.network)
+    network = base.network
+    embeddings = network.get_input_embeddings(), network.get_output_embeddings()
+    weight, head_weight = (getattr(layer, "weight", None) for layer in embeddings)
+    is_tied = weight is not None and weight is head_weight
     probe = make_probe(network, trained_token_ids(checkpoints.values()))
     logits: dict[str | None, Tensor] = {}
     tensors: list[_TensorBefore] = []

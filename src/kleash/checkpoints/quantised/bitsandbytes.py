@@ -96,7 +96,7 @@ def _describe_integers(tensors: ModuleTensors) -> PackedModule:
 
 def _decode_integers(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
     """The matrix of a module of 8 bits."""
-    codes, scales = tensors.read_parts("weight", "SCB")
+    codes, scales = map(tensors.read, ("weight", "SCB"))
     return codes.to(dtype) * (scales.to(dtype) / INTEGER_MAX)[:, None]
 
 

@@ -29,7 +29,7 @@ from kleash.checkpoints.quantised.packed_modules import (
     modules_with,
     read_group_size,
     read_integer,
-    read_module_group_sizes,
+    read_object,
     scale_groups,
     unpack_words,
 )
@@ -98,7 +98,11 @@ def _find_word_modules(
         group_size=read_group_size(settings),
         has_shifted_zeros=has_shifted_zeros,
         has_overrides=bool(settings.get(overrides)),
-        group_sizes=read_module_group_sizes(settings, overrides),
+        group_sizes={
+            name: read_group_size(values)
+            for name, values in read_object(settings, overrides).items()
+            if isinstance(values, dict) and values.get("group_size") is not None
+        },
         is_symmetric=settings.get("sym") is True,
     )
     return [_describe_module(tensors, values) for tensors in modules_with(checkpoint, "qweight")]
@@ -181,7 +185,7 @@ def _decode(
     tensors: ModuleTensors, bits: int, group_size: int, settings: _GPTQSettings, dtype: torch.dtype
 ) -> Tensor:
     """The matrix of a module."""
-    qweight, qzeros, scales = tensors.read_parts("qweight", "qzeros", "scales")
+    qweight, qzeros, scales = map(tensors.read, ("qweight", "qzeros", "scales"))
     columns, rows = len(qweight) * WORD_BITS // bits, scales.shape[1]
     if "g_idx" in tensors.headers:
         groups = tensors.read_groups("g_idx", columns, len(scales))
@@ -257,7 +261,7 @@ def _describe_awq_module(tensors: ModuleTensors, group_size: int) -> PackedModul
 
 def _decode_awq(tensors: ModuleTensors, columns: int, group_size: int, dtype: torch.dtype) -> Tensor:
     """The matrix [outputs, inputs] of a module of AWQ, in ``dtype``; ``columns`` is the number of inputs."""
-    qweight, qzeros, scales = tensors.read_parts(*AWQ_PARTS)
+    qweight, qzeros, scales = map(tensors.read, AWQ_PARTS)
     groups = torch.arange(columns) // group_size
     return scale_groups(_awq_outputs(qweight), _awq_outputs(qzeros), scales.T.to(dtype), groups)
 

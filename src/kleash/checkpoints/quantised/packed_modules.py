@@ -66,10 +66,6 @@ class ModuleTensors:
         """A tensor on the CPU, in the dtype that it is stored in."""
         return self.checkpoint.safetensors.read(self.full_name(part))
 
-    def read_parts(self, *parts: str) -> Iterator[Tensor]:
-        """Several tensors."""
-        return map(self.read, parts)
-
     def read_groups(self, part: str, columns: int, groups: int) -> Tensor:
         """The group of each column, [columns], in a tensor of group numbers.
 
@@ -181,20 +177,6 @@ def read_group_size(settings: Mapping[str, Any]) -> int:
     if size == 0 or size < -1:
         raise UnsupportedLayoutError(f"its group_size is {size}")
     return size
-
-
-def read_module_group_sizes(settings: Mapping[str, Any], name: str) -> dict[str, int]:
-    """The group sizes of single modules in a setting, by the names or patterns that it has; -1 for all inputs.
-
-    Raises:
-        UnsupportedLayoutError: if the setting is no object, or a size is another number.
-    """
-    modules = read_object(settings, name)
-    return {
-        module: read_group_size(values)
-        for module, values in modules.items()
-        if isinstance(values, dict) and values.get("group_size") is not None
-    }
 
 
 def read_block(settings: Mapping[str, Any], name: str) -> tuple[int, int] | None:

@@ -49,6 +49,8 @@ from kleash.checkpoints.resolution import Checkpoint
 INTEGER_TYPES, FLOAT_TYPES = ("I8",), ("F8_E4M3", "F8_E5M2")
 SCALE_TYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "U8")
 SCALES, BLOCK_SCALES = "weight_scale", "weight_scale_inv"
+SCALED_PARTS = (SCALES, BLOCK_SCALES, "weight_packed")
+"""Last parts of the names of tensors, of which a module with scales has one."""
 DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
 COLUMN_FACTORS = "pre_quant_scale"
 PACKED_BITS = range(1, 9)
@@ -108,7 +110,7 @@ def find_compressed_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         for weights in (read_object(group, "weights") for group in groups)
         if weights
     ]
-    return find_scaled_modules(checkpoint, schemes)
+    return [_describe_module(tensors, schemes) for tensors in modules_with(checkpoint, *SCALED_PARTS)]
 
 
 def find_scaled_float_modules(checkpoint: Checkpoint) -> list[PackedModule]:
@@ -129,18 +131,8 @@ def find_scaled_float_modules(checkpoint: Checkpoint) -> list[PackedModule]:
     if settings.get(SCALE_MEANING) is not None:  # of GPTQModel, whose scales are divisors
         raise UnsupportedLayoutError(f"its {SCALE_MEANING} is not that of DeepSeek-V3")
     block = read_block(settings, "weight_block_size") or FP8_BLOCK
-    schemes = [WeightScheme(bits=8, block=block)]
-    return find_scaled_modules(checkpoint, schemes if BLOCK_SCALES in ends else [])
-
-
-def find_scaled_modules(checkpoint: Checkpoint, schemes: Sequence[WeightScheme]) -> list[PackedModule]:
-    """The modules of a checkpoint that are stored with scales, by the schemes of its settings.
-
-    Raises:
-        ModelError: if the tensors of a module do not fit together or contradict the settings.
-    """
-    modules = modules_with(checkpoint, SCALES, BLOCK_SCALES, "weight_packed")
-    return [_describe_module(tensors, schemes) for tensors in modules]
+    schemes = [WeightScheme(bits=8, block=block)] if BLOCK_SCALES in ends else []
+    return [_describe_module(tensors, schemes) for tensors in modules_with(checkpoint, *SCALED_PARTS)]
 
 
 def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) -> PackedModule:
@@ -277,22 +269,15 @@ def _decode(
         values = unpack_words(codes, bits, columns).to(dtype).sub_(1 << (bits - 1))
     else:
         values = unpack_float_4(codes, dtype) if codes.dtype == torch.uint8 else codes
-    weights = scale_groups(values, zeros, scales, _column_blocks(tensors, columns, block[1]))
+    # compressed-tensors fills an index that has no meaning with -1
+    if "weight_g_idx" in tensors.headers and bool((tensors.read("weight_g_idx") != -1).any()):
+        groups = tensors.read_groups("weight_g_idx", columns, columns // block[1])
+    else:
+        groups = torch.arange(columns) // block[1]
+    weights = scale_groups(values, zeros, scales, groups)
     if COLUMN_FACTORS in tensors.headers:
         weights = weights * tensors.read(COLUMN_FACTORS).to(dtype)
     return weights
-
-
-def _column_blocks(tensors: ModuleTensors, columns: int, block_columns: int) -> Tensor:
-    """The block of each column: consecutive, or as ``weight_g_idx`` says.
-
-    Raises:
-        ModelError: if one does not exist.
-    """
-    # compressed-tensors fills an index that has no meaning with -1
-    if "weight_g_idx" not in tensors.headers or bool((tensors.read("weight_g_idx") == -1).all()):
-        return torch.arange(columns) // block_columns
-    return tensors.read_groups("weight_g_idx", columns, columns // block_columns)
 
 
 def _read_scales(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
