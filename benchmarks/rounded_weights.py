@@ -10,6 +10,7 @@ three minutes of processor time.
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,12 +41,8 @@ def main() -> None:
             rounded_weights = {name: rounded(weight, bits).contiguous() for name, weight in weights.items()}
             save_file(rounded_weights, policy / "model.safetensors", metadata={"format": "pt"})
             for source, name in SOURCES.items():
-                measurement = kleash.measure(
-                    policy=str(policy),
-                    reference="shipped:reference",
-                    out=f"{policy}-{source}",
-                    **{source: f"shipped:{source}"},
-                )
+                options: dict[str, Any] = {source: f"shipped:{source}", "out": f"{policy}-{source}"}
+                measurement = kleash.measure(policy=str(policy), reference="shipped:reference", **options)
                 kl = measurement.per_token[name]
                 number = f"{kl.value:.6f} ± {kl.standard_error:.6f} nats per token"
                 print(f"{bits} bits  shipped:{source:<7}  {name}  {number}", flush=True)

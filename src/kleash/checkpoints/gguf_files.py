@@ -248,7 +248,14 @@ def _open_gguf(files: tuple[tuple[Path, int, int], ...]) -> GGUFFiles:
     headers = [read_gguf_header(path) for path, _, _ in files]
     first = headers[0]
     for number, header in enumerate(headers):
-        _check_part(header, number, len(headers))
+        claimed = header.settings.get("split.count", 0) or 1
+        place = header.settings.get("split.no", 0) if len(headers) > 1 else 0
+        if (claimed, place) != (len(headers), number):
+            raise ModelError(
+                f"{header.path} says that it is file {header.settings.get('split.no', 0) + 1} of {claimed}, and its "
+                f"name says {number + 1} of {len(headers)}; restore the names that gguf-split wrote, "
+                "NAME-00001-of-0000N.gguf"
+            )
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     names = Counter(tensor.name for tensor in tensors)
     repeated = next((name for name, count in names.items() if count > 1), None)
@@ -264,14 +271,3 @@ def _open_gguf(files: tuple[tuple[Path, int, int], ...]) -> GGUFFiles:
             f"{first.path} has no tensors: it holds a vocabulary alone; give the file with the weights"
         )
     return GGUFFiles(settings=first.settings, tensors=tensors)
-
-
-def _check_part(header: GGUFHeader, number: int, count: int) -> None:
-    """Check that a file is the part that its name says."""
-    claimed = header.settings.get("split.count", 0) or 1
-    place = header.settings.get("split.no", 0)
-    if (claimed, place if count > 1 else 0) != (count, number):
-        raise ModelError(
-            f"{header.path} says that it is file {place + 1} of {claimed}, and its name says {number + 1} of {count}; "
-            "restore the names that gguf-split wrote, NAME-00001-of-0000N.gguf"
-        )

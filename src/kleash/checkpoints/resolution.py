@@ -271,8 +271,8 @@ def _find_in_folder(name: str, revision: str | None, role: str) -> Checkpoint:
         raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
     try:
         # a folder relative to the current directory or to the adapter, or a hub id
-        here = [path for path in (Path(base).expanduser(), folder / base) if path.is_dir()]
-        base_folder = here[0] if here else _find_folder(base, settings.get("revision"))[0]
+        folders = [path for path in (Path(base).expanduser(), folder / base) if path.is_dir()]
+        base_folder = folders[0] if folders else _find_folder(base, settings.get("revision"))[0]
         if (base_folder / "adapter_config.json").is_file():
             raise ModelError(
                 f"{base} is an adapter itself; merge that into its base, and name the folder here"

@@ -197,7 +197,12 @@ def load_unpacked_network(
     Raises:
         ModelError: if the values of a packed tensor are invalid.
     """
-    config = _without_quantisation(skeleton.config, tied=not _has_packed_head(packed, skeleton))
+    # A packed output embedding is another matrix than the input embedding.
+    head = skeleton.get_output_embeddings()
+    names = [name for name, module in skeleton.named_modules() if head is not None and module is head]
+    ends = tuple(f".{name}.weight" for name in names)  # a name in a file may have the prefix of the text part
+    has_packed_head = any(f".{module.parameter}".endswith(ends) for module in packed.modules)
+    config = _without_quantisation(skeleton.config, tied=not has_packed_head)
     text_config = config.get_text_config(decoder=True)
     stored_dtype = getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     resolved = dtype if isinstance(dtype, torch.dtype) else stored_dtype
@@ -255,14 +260,6 @@ def unpack(module: PackedModule, dtype: torch.dtype) -> Tensor:
         ModelError: if a value of its tensors is invalid.
     """
     return module.decode(torch.promote_types(dtype, torch.float32)).to(dtype)
-
-
-def _has_packed_head(packed: PackedCheckpoint, skeleton: Any) -> bool:
-    """Whether the output embedding is packed, and so is another matrix than the input embedding."""
-    head = skeleton.get_output_embeddings()
-    names = [name for name, module in skeleton.named_modules() if head is not None and module is head]
-    ends = tuple(f".{name}.weight" for name in names)  # a name in a file may have the prefix of the text part
-    return any(f".{module.parameter}".endswith(ends) for module in packed.modules)
 
 
 def _without_quantisation(config: Any, *, tied: bool) -> Any:

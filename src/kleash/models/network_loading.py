@@ -243,9 +243,8 @@ def _load_as(
                 packed, load, skeleton, dtype=dtype, device_map=device_map
             )
         else:
-            with torch.compiler.set_stance(
-                "force_eager"
-            ):  # some formats unpack weights by compiled functions
+            # some formats unpack weights by compiled functions
+            with torch.compiler.set_stance("force_eager"):
                 network, report = load(
                     checkpoint.folder,
                     config=skeleton.config,

@@ -210,8 +210,13 @@ def load_tokenizers(
         elif available:
             other = next(iter(available))
             owner, loaded = f"the {other}'s tokenizer", available[other]
+        elif any(next(checkpoint.folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+            owner, loaded = "the tokenizer beside it", load_tokenizer(checkpoint, trust_remote_code)
         else:
-            owner, loaded = "the tokenizer beside it", _load_beside(checkpoint, trust_remote_code)
+            raise ModelError(
+                f"{checkpoint} is a GGUF file, and no other model has a tokenizer for it; give "
+                "--tokenizer, the folder or hub id of the model that it was made from"
+            )
         notes += _compare_gguf(checkpoint, loaded, owner)
         tokenizers[role] = loaded
     if len(tokenizers) == 2:
@@ -225,16 +230,6 @@ def _find_tokenizer(name: str) -> Checkpoint:
     if folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         return Checkpoint(role="tokenizer", name=name, folder=folder)
     return find_checkpoint(name, role="tokenizer")
-
-
-def _load_beside(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """The tokenizer in the folder of a GGUF file."""
-    if not any(next(checkpoint.folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        raise ModelError(
-            f"{checkpoint} is a GGUF file, and no other model has a tokenizer for it; give "
-            "--tokenizer, the folder or hub id of the model that it was made from"
-        )
-    return load_tokenizer(checkpoint, trust_remote_code)
 
 
 def _compare_gguf(checkpoint: Checkpoint, tokenizer: Any, owner: str) -> list[str]:

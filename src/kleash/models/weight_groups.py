@@ -85,18 +85,13 @@ def swapped_weights(policy: Model, reference: Model, groups: Iterable[WeightGrou
             originals.append((path, _get(policy.network, path)))
             _set(policy.network, path, _get(reference.network, path))
             if _is_within(path, head_path):
-                head = _head_of_reference(policy, reference)
+                # the network's logits if either has no head of its own
+                has_heads = policy.head.weight is not None and reference.head.weight is not None
+                head = truncate_head(reference.head, policy.vocab_size) if has_heads else Head(weight=None)
         yield replace(policy, head=head)
     finally:
         for path, original in reversed(originals):
             _set(policy.network, path, original)
-
-
-def _head_of_reference(policy: Model, reference: Model) -> Head:
-    """The reference's head over the policy's vocabulary; the network's logits if either has no head of its own."""
-    if policy.head.weight is None or reference.head.weight is None:
-        return Head(weight=None)
-    return truncate_head(reference.head, policy.vocab_size)
 
 
 def _check_alike(policy: Model, reference: Model) -> None:
@@ -284,7 +279,7 @@ def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.
 
     The padding index of an embedding changes gradients only; a GGUF file without a padding token has none.
     """
-    first, second = (
+    settings: list[dict[str, Any]] = [
         {
             name: value
             for name, value in vars(module).items()
@@ -293,10 +288,11 @@ def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.
             and not (name == "padding_idx" and isinstance(module, torch.nn.Embedding))
         }
         for module in (policy_part, reference_part)
-    )
+    ]
+    first, second = settings
     return first.keys() == second.keys() and all(
         math.isclose(value, second[name], rel_tol=SETTING_TOLERANCE)
-        if isinstance(value, float) and isinstance(second[name], int | float)
+        if isinstance(value, float) and not isinstance(second[name], str)
         else value == second[name]
         for name, value in first.items()
     )

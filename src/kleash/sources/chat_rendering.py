@@ -37,18 +37,17 @@ def join_contents(record: SourceRecord, messages: list[dict[str, Any]], name: st
     Raises:
         SourceError: if a content is neither text nor a list of texts.
     """
-    return "\n\n".join(_content_text(record, message.get("content"), name) for message in messages)
-
-
-def _content_text(record: SourceRecord, content: Any, name: str) -> str:
-    """The text of a message's content: text, or parts of the type "text"."""
-    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
-    if not all(isinstance(text, str) for text in texts):
-        raise record.error(
-            f"expected the contents of {name!r} to be text and found {show_value(content)}; leave --chat-template raw "
-            "out, or give text"
-        )
-    return check_unicode(record, name, "".join(texts))
+    texts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        parts: list[Any] = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        if not all(isinstance(part, str) for part in parts):
+            raise record.error(
+                f"expected the contents of {name!r} to be text and found {show_value(content)}; leave --chat-template "
+                "raw out, or give text"
+            )
+        texts.append(check_unicode(record, name, "".join(parts)))
+    return "\n\n".join(texts)
 
 
 def render_answer(

@@ -176,7 +176,10 @@ def config_attributes(
     attributes = {attribute: values[key] for key, attribute in names.items() if key in values}
     for key, attribute in architecture.shapes.items():
         if key in values and key not in architecture.listed:
-            attributes[attribute] = _single_value(values[key], attributes.get("num_hidden_layers"))
+            # files of Granite 4 without state-space layers have a list with one number for all layers
+            value, count = values[key], attributes.get("num_hidden_layers")
+            is_constant = isinstance(value, list) and len(value) == count and len(set(map(str, value))) == 1
+            attributes[attribute] = value[0] if is_constant else value
     attributes.setdefault("num_key_value_heads", attributes.get("num_attention_heads"))
     _check_shapes(name, architecture, attributes)
     attributes["num_hidden_layers"] = _count_layers(values, attributes, tensors)
@@ -212,17 +215,6 @@ def config_attributes(
             ) from error
     known = {*values.read, *names, *ROPE_SETTINGS, *SETTINGS_WITHOUT_EFFECT, *architecture.adjusted}
     return attributes, tuple(sorted(key for key in values if key not in known))
-
-
-def _single_value(value: Any, num_layers: Any) -> Any:
-    """A list with one number for all layers as that number; any other value as it is.
-
-    Files of Granite 4 without state-space layers have such lists of heads.
-    """
-    is_constant = (
-        isinstance(value, list) and len(value) == num_layers and len({str(each) for each in value}) == 1
-    )
-    return value[0] if is_constant else value
 
 
 def _check_shapes(name: str, architecture: GGUFArchitecture, attributes: Mapping[str, Any]) -> None:
