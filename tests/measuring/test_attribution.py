@@ -313,6 +313,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 
 def test_a_candidate_equal_to_its_reference_needs_one_pass() -> None:
-    group = WeightGroup(name="layer 0", modules=("a",), tensors=(), parameters=1, is_identical=True)
+    group = WeightGroup(name="layer 0", parts=("a",), parameters=1, is_identical=True)
     passes = plan_passes({"layers": [group]})
     assert [swap.name for swap in passes.values()] == ["candidate"]
