@@ -387,7 +387,7 @@ def arguments_that_differ_between_ranks_are_refused(split):
         ("on the temperature", lambda: linear_kl(hp, stored_p, hq, stored_q, temperature=1.0 + first)),
         ("covers 36 tokens", lambda: linear_kl(hp, p, hq, Head(tensors[4][:36]))),
         ("covers 36 tokens", lambda: linear_kl(hp, Head(tensors[1][:36]), hq, stored_q)),
-        ("rows and its bias 37", lambda: linear_kl(hp, Head(stored_p.weight, tensors[2]), hq, stored_q)),
+        ("do not fit together", lambda: linear_kl(hp, Head(stored_p.weight, tensors[2]), hq, stored_q)),
         ("of 37 rows; split it", lambda: linear_kl(hp, p, hq, Head(tensors[4].clone().requires_grad_()))),
         ("ids run from 37 to 37", lambda: token_statistics(hp, p, hq, q, ids)),
         ("has no gradient", lambda: log_probabilities(hp.clone().requires_grad_(), p)),

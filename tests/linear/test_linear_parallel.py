@@ -23,7 +23,7 @@ from kleash.linear import (
     token_statistics,
     vocab_shards,
 )
-from kleash.linear.vocab_shards import ShardedVocab
+from kleash.linear.vocab_shards import VocabShards
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 
@@ -112,7 +112,7 @@ def test_a_group_of_one_rank_equals_no_group(alone, options):
 
 def test_all_reduce_max_counts_nan_as_inf(alone):
     """Backends treat NaN differently; all ranks have to take the same branch."""
-    top, other = ShardedVocab(alone, [1], torch.device("cpu")).all_reduce_max(
+    top, other = VocabShards(alone, [1], torch.device("cpu")).all_reduce_max(
         torch.tensor([torch.nan, 1.0, -torch.inf]), torch.tensor([[2.0], [torch.inf], [torch.nan]])
     )
     assert top.tolist() == [torch.inf, 1.0, -torch.inf] and other.tolist() == [
@@ -161,7 +161,7 @@ def test_ranks_that_multiply_their_losses_by_different_factors_are_refused(monke
     monkeypatch.setattr(
         vocab_shards, "all_gather_single", lambda received, *_: received.copy_(torch.tensor(factors))
     )
-    storage = ShardedVocab(None, [3] * len(factors), torch.device("cpu"), has_own_tokens=True)
+    storage = VocabShards("the ranks", [3] * len(factors), torch.device("cpu"), has_own_tokens=True)
     if are_refused:
         with pytest.raises(CannotRunError, match="multiply this loss by"):
             storage.require_equal_factor(torch.tensor(factors[0]))

@@ -22,9 +22,9 @@ H = torch.randn(5, 4)
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Head(torch.randn(4)), ShapeError, r"\[vocab, dim\]; this one is \(4,\)"),
-        (lambda: Head(W, torch.randn(9, 1)), ShapeError, r"bias is \[vocab\]; this one is \(9, 1\)"),
-        (lambda: Head(W, torch.randn(8)), ShapeError, "9 rows and its bias 8"),
+        (lambda: Head(torch.randn(4)), ShapeError, r"weight \(4,\); give weight \[rows, dim\]"),
+        (lambda: Head(W, torch.randn(9, 1)), ShapeError, r"bias \(9, 1\); give .* bias \[rows\]"),
+        (lambda: Head(W, torch.randn(8)), ShapeError, r"do not fit together: weight \(9, 4\), bias \(8,\)"),
         (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
         (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),

@@ -133,8 +133,12 @@ def _psi_of_elementary_functions(v: Tensor) -> Tensor:
 
 def _polynomial(x: Tensor) -> Tensor:
     """``_series`` without in-place operations, and with more terms, since each derivative loses one."""
-    terms = 15 if x.dtype == torch.float64 else 10
-    total = torch.full_like(x, 1 / factorial(terms))
-    for k in range(terms - 1, 1, -1):
+    return phi_series(x, 15 if x.dtype == torch.float64 else 10)
+
+
+def phi_series(x: Tensor, highest: int) -> Tensor:
+    """phi(-x) = x^2/2 + x^3/6 + ..., up to this power."""
+    total = torch.full_like(x, 1 / factorial(highest))
+    for k in range(highest - 1, 1, -1):
         total = total * x + 1 / factorial(k)
     return total * x * x

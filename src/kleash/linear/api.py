@@ -28,7 +28,6 @@ from kleash.linear.types import (
     TokenTerms,
     TopTokens,
 )
-from kleash.linear.vocab_shards import ShardedVocab
 
 
 @uncompiled
@@ -166,7 +165,6 @@ def token_statistics(
     >>> kleash.token_statistics(hidden, head_p, hidden, head_q, torch.tensor([0])).total_variation
     tensor([0.2428])
     """
-    check_transforms("token_statistics", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     return statistics_of(
         (hidden_p, head_p), (hidden_q, head_q), tokens, temperature, options, top=0
     ).statistics
@@ -205,7 +203,6 @@ def token_statistics_and_top(
     """
     if top < 1:
         raise OptionError(f"top is {top}; ask for at least 1 token")
-    check_transforms("token_statistics_and_top", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     return statistics_of((hidden_p, head_p), (hidden_q, head_q), tokens, temperature, options, top=top)
 
 
@@ -219,6 +216,7 @@ def statistics_of(
     top: int,
 ) -> StatisticsAndTop:
     """The statistics and the ``top`` likeliest tokens, in the shape of ``tokens``."""
+    check_transforms("token_statistics", p, q, temperature, tokens)
     with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         pair = checked_pair(p, q, temperature)
         check_ids(tokens, pair.vocab_size)
@@ -441,7 +439,7 @@ def all_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> Float
     """
     pair = checked_pair((hidden, head), (hidden, head), temperature)
     vocab_shards = pair.vocab_shards
-    if not isinstance(vocab_shards, ShardedVocab):
+    if not pair.is_sharded:
         return logits(pair.p).reshape(*hidden.shape[:-1], -1)
     if pair.requires_gradient:
         raise CannotRunError(

@@ -21,10 +21,11 @@ from kleash.errors import CannotRunError
 from kleash.linear import chunked, reference
 from kleash.linear.pair import HeadPair, Tensors
 from kleash.linear.types import LinearLoss, LinearOptions, TokenTerms
-from kleash.linear.vocab_shards import LocalVocab, ShardedVocab
+from kleash.linear.vocab_shards import VocabShards
 
 Needed: TypeAlias = tuple[bool, ...]
 """Which of the six tensors need a gradient."""
+NONE_NEEDED: Needed = (False,) * 6
 LossAndGradients: TypeAlias = tuple[Tensor, tuple[Tensor, ...], Tensors]
 """A loss, further results without a gradient, and the gradients of the loss in the six tensors."""
 
@@ -40,7 +41,15 @@ def divergence_values(pair: HeadPair, options: LinearOptions, record: Divergence
         return reference.values(pair, record)
     if pair.requires_gradient:
         return _apply(_Values, pair, options, record, *pair.tensors)
-    return chunked.values(pair, options, record)
+    return _values_and_unit_gradients(pair, options, record, NONE_NEEDED)[0]
+
+
+def _values_and_unit_gradients(
+    pair: HeadPair, options: LinearOptions, record: Divergence, needed: Needed
+) -> tuple[Tensor, Tensors]:
+    """The divergence of each token, and the gradients of their sum that are needed."""
+    ones = torch.ones(pair.tokens, dtype=pair.dtype, device=pair.device)
+    return chunked.value_and_grad(pair, options, record, ones, needed)
 
 
 def weighted_sum(
@@ -83,7 +92,7 @@ def _loss_and_outputs(pair: HeadPair, compute: Callable[[Needed], LossAndGradien
     if pair.requires_gradient:
         return _apply(_Loss, compute, pair.vocab_shards, *pair.tensors)
     with torch.no_grad():
-        loss, outputs, _ = compute((False,) * len(pair.tensors))
+        loss, outputs, _ = compute(NONE_NEEDED)
     return loss, *outputs
 
 
@@ -107,18 +116,18 @@ class _Values(torch.autograd.Function):
     ) -> Tensor:
         needed = ctx.needs_input_grad[3:]
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.unit_gradients = (pair, options, record), None
-        if any(needed[place] for place in (1, 2, 4, 5)):
-            return chunked.values(pair, options, record)
-        ones = torch.ones(pair.tokens, dtype=pair.dtype, device=pair.device)
-        values, ctx.unit_gradients = chunked.value_and_grad(pair, options, record, ones, needed)
+        ctx.call = pair, options, record
+        ctx.is_computed = not any(needed[place] for place in (1, 2, 4, 5))
+        values, ctx.unit_gradients = _values_and_unit_gradients(
+            pair, options, record, needed if ctx.is_computed else NONE_NEEDED
+        )
         return values
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second_derivative("linear_kl")
         _ = ctx.saved_tensors  # raises if one of them was changed in place since
-        if ctx.unit_gradients is not None:
+        if ctx.is_computed:
             column = weight[:, None]
             return None, None, None, *(None if x is None else _scaled(x, column) for x in ctx.unit_gradients)
         with torch.autocast(weight.device.type, enabled=False):
@@ -139,7 +148,7 @@ class _Loss(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
         compute: Callable[[Needed], LossAndGradients],
-        vocab_shards: LocalVocab,
+        vocab_shards: VocabShards,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         loss, outputs, ctx.gradients = compute(ctx.needs_input_grad[2:])
@@ -159,7 +168,7 @@ class _Loss(torch.autograd.Function):
         weight = weights[0]
         if weight is None:
             return (None,) * (2 + len(gradients))
-        if isinstance(ctx.vocab_shards, ShardedVocab) and ctx.vocab_shards.has_own_tokens:
+        if ctx.vocab_shards.has_own_tokens:
             ctx.vocab_shards.require_equal_factor(weight)
         if weight.device.type != "cpu" or weight.item() != 1.0:
             for gradient in gradients:

@@ -14,7 +14,7 @@ from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, full_tensor, local_rows, process_group, ranks_of, storage_group
 from kleash.linear.pair import HeadInputs, HeadPair
-from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab, all_gather_numbers
+from kleash.linear.vocab_shards import VocabShards, all_gather_numbers
 from kleash.registry import look_up
 
 ALTERNATIVE = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
@@ -40,21 +40,22 @@ def checked_pair(p: Side, q: Side, temperature: float | Float[Tensor, "*tokens"]
     sides = [(p[0], heads[0]), (q[0], heads[1])]
     for name, side in zip("pq", sides, strict=True):
         check_model(name, *side)
-    group, vocab_shards = common_group(*groups), LOCAL_VOCAB
+    group = common_group(*groups)
+    vocab_sizes = [head.vocabulary(hidden) for hidden, head in sides]
+    vocab_shards = VocabShards(None, vocab_sizes[:1], p[0].device)
     if group is not None:
         vocab_shards = agreed_shards(group, sides, groups, temperature, has_own_tokens=stored_on is not None)
         sides = [
             side if part is not None else local_part(name, *side, vocab_shards)
             for name, side, part in zip("pq", sides, groups, strict=True)
         ]
-    vocab_sizes = [head.vocabulary(hidden) for hidden, head in sides]
-    check_vocab_sizes(*vocab_sizes)
-    if not (vocab_shards.vocab_size or vocab_sizes[0]):
+    check_vocab_sizes(*(head.vocabulary(hidden) for hidden, head in sides))
+    if not vocab_shards.vocab_size:
         raise ShapeError("the heads cover no token at all")
     return flat_pair(sides[0], sides[1], temperature, vocab_shards)
 
 
-def flat_pair(p: Side, q: Side, temperature: float | Tensor, vocab_shards: LocalVocab) -> HeadPair:
+def flat_pair(p: Side, q: Side, temperature: float | Tensor, vocab_shards: VocabShards) -> HeadPair:
     """Both models with their tokens flattened, from arguments that have been checked."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
@@ -131,7 +132,7 @@ def agreed_shards(
     temperature: float | Tensor,
     *,
     has_own_tokens: bool,
-) -> ShardedVocab:
+) -> VocabShards:
     """The vocabulary on the ranks of a group, once it is known that what they must have in common is.
 
     Args:
@@ -170,10 +171,10 @@ def agreed_shards(
             f"the ranks have {rows_p} rows of p's head and {rows_q} of q's, where {UNSHARDED} is a head that is "
             "whole; split both after the same tokens"
         )
-    return ShardedVocab(group, sharded[0], hidden_p.device, has_own_tokens=has_own_tokens)
+    return VocabShards(group, sharded[0], hidden_p.device, has_own_tokens=has_own_tokens)
 
 
-def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab) -> Side:
+def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: VocabShards) -> Side:
     """Of a head that is whole, the rows that this rank has of the other head.
 
     Raises:

@@ -37,6 +37,8 @@ from kleash.linear.types import (
 
 RowFunction: TypeAlias = Callable[..., tuple[Any, ...]]
 """From the logits of a few rows, and other columns, to a tuple of tensors with an entry for each row."""
+Columns: TypeAlias = Tensor | TermRows | TokenTerms
+"""What is known of some rows: a tensor, or a tuple of tensors, with an entry for each."""
 Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
 """From the terms of some tokens, and the slice of the flattened tokens that they are, to a loss for each token."""
 REVERSE_KL = DIVERGENCES["reverse_kl"]
@@ -202,8 +204,15 @@ def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
     return replace(pair, p=p, q=q)
 
 
+def select_rows(columns: Columns, index: TokenIndex) -> Columns:
+    """What is known of some of the rows."""
+    if isinstance(columns, Tensor):
+        return columns[index]
+    return type(columns)(*(x[index] for x in columns))
+
+
 def compute_rows(
-    pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Tensor
+    pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Columns
 ) -> tuple[Any, ...]:
     """The results of ``fast``, or those of ``general`` where a column that ``fast`` returns is not finite."""
     results = fast(zp, zq, *columns, pair.vocab_shards)
@@ -213,7 +222,8 @@ def compute_rows(
     size = max(1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1])
     for start in range(0, len(not_finite), size):
         some = not_finite[start : start + size]
-        replacements = general(zp[some], zq[some], *(x[some] for x in columns), pair.vocab_shards)
+        known = (select_rows(x, some) for x in columns)
+        replacements = general(zp[some], zq[some], *known, pair.vocab_shards)
         for result, replacement in zip(results, replacements, strict=True):
             if result is not None:
                 result[some] = replacement.to(result.dtype)
@@ -264,24 +274,6 @@ def row_function(name: str, is_compiled: bool) -> RowFunction:
     return compiled(name) if is_compiled else getattr(row_functions, name)
 
 
-def values(pair: HeadPair, options: LinearOptions, record: Divergence) -> Float[Tensor, " tokens"]:
-    """The divergence of each token."""
-    if record == REVERSE_KL:
-        return values(pair.swapped, options, KL)
-    is_compiled = record == KL and should_compile(pair, options)
-    fast = (
-        row_function("kl_rows", is_compiled)
-        if record == KL
-        else partial(row_functions.divergence_rows, record)
-    )
-    general = partial(row_functions.any_divergence_rows, record)
-    result = torch.zeros(pair.tokens, dtype=pair.dtype, device=pair.device)
-    for chunk in chunks(pair, options, is_compiled):
-        blocks = [compute_rows(pair, fast, general, zp, zq)[0] for _, zp, zq in chunk.logit_blocks()]
-        result[chunk.index] = joined(blocks, chunk)
-    return result
-
-
 def joined(blocks: list[Tensor], chunk: Chunk) -> Tensor:
     """Columns of blocks of rows as one number for each of this rank's tokens, in the dtype of the logits."""
     return torch.cat(blocks)[chunk.local, 0].to(chunk.pair.dtype) if blocks else chunk.zp.new_zeros(0)
@@ -294,7 +286,10 @@ def value_and_grad(
     weights: Float[Tensor, " tokens"],
     needed: tuple[bool, ...],
 ) -> tuple[Float[Tensor, " tokens"], Tensors]:
-    """The divergence of each token, and the gradient of ``sum weights D``; a token of weight 0 is not read."""
+    """The divergence of each token, and the gradient of ``sum weights D``; a token of weight 0 is not read.
+
+    ``needed`` says which of the six tensors need a gradient: none, for the values alone.
+    """
     if record == REVERSE_KL:
         result, gradients = value_and_grad(pair.swapped, options, KL, weights, (*needed[3:], *needed[:3]))
         return result, (*gradients[3:], *gradients[:3])
@@ -305,7 +300,8 @@ def value_and_grad(
         if record == KL
         else partial(row_functions.divergence_gradient_rows, record)
     )
-    general = partial(row_functions.any_divergence_gradient_rows, record)
+    fast = partial(fast, needs=sums.needs)
+    general = partial(row_functions.any_divergence_gradient_rows, record, needs=sums.needs)
     weights = weights.detach().to(pair.dtype)
     read = weights != 0
     positions = None if bool(read.all()) else read.nonzero()[:, 0]
@@ -315,9 +311,7 @@ def value_and_grad(
         gradients = new_gradients(chunk, sums)
         blocks: list[Tensor] = []
         for rows, zp, zq in chunk.logit_blocks():
-            value, *in_logits = compute_rows(
-                pair, partial(fast, needs=sums.needs), general, zp, zq, column[rows]
-            )
+            value, *in_logits = compute_rows(pair, fast, general, zp, zq, column[rows])
             blocks.append(value)
             write_gradients(chunk, rows, in_logits, gradients)
         result[chunk.index] = joined(blocks, chunk)
@@ -391,22 +385,18 @@ def add_objective_gradient(
 ) -> None:
     """Replace a chunk's logits by the gradient of its losses, and add what follows from it to the sums."""
     pair, gradients = chunk.pair, new_gradients(chunk, sums)
-    fast = row_function("objective_gradient_rows", is_compiled)
+    fast = partial(row_function("objective_gradient_rows", is_compiled), needs=sums.needs)
     unused = torch.stack([x == 0 for x in c]).all(0)
 
-    def rows_of(zp: Tensor, zq: Tensor, ids: Tensor, *columns: Any) -> tuple[Tensor | None, ...]:
-        *numbers, vocab_shards = columns
-        known, coefficients = TermRows(*numbers[:6]), TokenTerms(*numbers[6:])
-        return fast(zp, zq, ids, known, coefficients, vocab_shards, needs=sums.needs)
-
-    def general(zp: Tensor, zq: Tensor, ids: Tensor, *columns: Any) -> tuple[Tensor, ...]:
-        *numbers, vocab_shards = columns
-        known, coefficients = TermRows(*numbers[:6]), TokenTerms(*numbers[6:])
-        return known.kl, *row_functions.any_objective_gradient_rows(zp, zq, ids, coefficients, vocab_shards)
-
     for rows in chunk.row_blocks():
-        columns = (x[rows] for x in (ids, *known, *c))
-        _, *in_logits = compute_rows(pair, rows_of, general, chunk.zp[rows], chunk.zq[rows], *columns)
+        _, *in_logits = compute_rows(
+            pair,
+            fast,
+            row_functions.any_objective_gradient_rows,
+            chunk.zp[rows],
+            chunk.zq[rows],
+            *(select_rows(x, rows) for x in (ids, known, c)),
+        )
         write_gradients(chunk, rows, in_logits, gradients)
     if bool(unused.any()):
         # A row of zeros times a hidden state that is NaN would still be NaN, and so would a softcap's slope.

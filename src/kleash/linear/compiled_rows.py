@@ -10,16 +10,16 @@ float64. Rows that these sums cannot hold, because logits are not finite or the 
 is not finite.
 """
 
-from math import factorial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.divergences.generator import phi_series
 from kleash.linear.rows import StatisticRows, TermRows, cut_rounding, nan_unless_finite
 from kleash.linear.types import TokenTerms
-from kleash.linear.vocab_shards import LocalVocab
+from kleash.linear.vocab_shards import VocabShards
 
 NEAR = 1.0
 """The log ratio up to which a series is taken; beyond it, differences lose no digit."""
@@ -94,7 +94,7 @@ def moments(p: Exponentials, q: Exponentials) -> Moments:
     # Beyond the series, q's mass is not exp(-r) times p's, which may be 0.
     terms = torch.where(
         r.abs() <= NEAR,
-        p.masses * phi_of_negative(-r),
+        p.masses * phi_series(-r, PHI_SERIES[r.dtype]),
         q.masses * (centre + q.top - p.top).exp() - p.masses + first,
     )
     summed = (x.sum(-1, keepdim=True).double() for x in (first, terms, p.masses * below))
@@ -108,15 +108,6 @@ def moments(p: Exponentials, q: Exponentials) -> Moments:
         entropy=log_total - mean_below,
         log_sum=p.top.double() + log_total,
     )
-
-
-def phi_of_negative(x: Tensor) -> Tensor:
-    """phi(-x) = x^2/2 + x^3/6 + ..., for |x| up to ``NEAR``."""
-    terms = PHI_SERIES[x.dtype]
-    total = torch.full_like(x, 1 / factorial(terms))
-    for k in range(terms - 1, 1, -1):
-        total = total * x + 1 / factorial(k)
-    return total * x * x
 
 
 def probabilities(z: Float[Tensor, "rows vocab"], log_sum: Float[Tensor, "rows 1"]) -> Tensor:
@@ -136,16 +127,11 @@ def relative_difference(size: Float[Tensor, "rows vocab"]) -> Float[Tensor, "row
     return ratio / -(ratio + 2)
 
 
-def kl_rows(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
-    """KL(p || q), as a tuple of one column; ``rows.kl_rows``."""
-    return (moments(exponentials(zp), exponentials(zq)).kl,)
-
-
 def kl_gradient_rows(
     zp: Tensor,
     zq: Tensor,
     weight: Float[Tensor, "rows 1"],
-    vocab_shards: LocalVocab,
+    vocab_shards: VocabShards,
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
@@ -162,7 +148,7 @@ def kl_gradient_rows(
 
 
 def term_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
+    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of TermRows; ``rows.term_rows``. ``vocab_shards`` is not read: compiled rows are on one rank."""
     x = moments(exponentials(zp), exponentials(zq))
@@ -178,7 +164,7 @@ def objective_gradient_rows(
     tokens: Int[Tensor, " rows"],
     known: TermRows,
     c: TokenTerms,
-    vocab_shards: LocalVocab,
+    vocab_shards: VocabShards,
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
@@ -198,7 +184,7 @@ def objective_gradient_rows(
 
 
 def statistics_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
+    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of StatisticRows; ``rows.statistics_rows``."""
     p, q = exponentials(zp), exponentials(zq)

@@ -9,7 +9,8 @@ import torch.distributed
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.arguments import validated
+from kleash.errors import CannotRunError, OptionError
 
 dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
@@ -54,21 +55,7 @@ class Head:
 
     def __post_init__(self) -> None:
         """Check shapes, numbers and the group."""
-        for what, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is None:
-                continue
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ShapeError(
-                    f"a head's {what} is a torch.Tensor; this one is a {type(tensor).__qualname__}"
-                )
-            if not tensor.is_floating_point():
-                raise ShapeError(f"a head's {what} is {tensor.dtype}; give floating-point numbers")
-        if self.weight is not None and self.weight.dim() != 2:
-            raise ShapeError(f"a head's weight is [vocab, dim]; this one is {tuple(self.weight.shape)}")
-        if self.bias is not None and self.bias.dim() != 1:
-            raise ShapeError(f"a head's bias is [vocab]; this one is {tuple(self.bias.shape)}")
-        if self.weight is not None and self.bias is not None and len(self.weight) != len(self.bias):
-            raise ShapeError(f"the head's weight has {len(self.weight)} rows and its bias {len(self.bias)}")
+        check_parts(self.weight, self.bias)
         if not isfinite(self.scale):
             raise OptionError(f"a head's scale is a finite number, not {self.scale!r}")
         if self.softcap is not None and not (isfinite(self.softcap) and self.softcap > 0):
@@ -88,6 +75,11 @@ class Head:
         y = product if self.bias is None else product + self.bias.to(product.device, product.dtype)
         y = self.scale * y
         return y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
+
+
+@validated
+def check_parts(weight: Float[Tensor, "rows dim"] | None, bias: Float[Tensor, " rows"] | None) -> None:
+    """Raise ShapeError unless these are floating-point tensors, a matrix and a vector of as many rows."""
 
 
 def process_group(group: Any) -> Any:

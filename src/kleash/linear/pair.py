@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.head import Head
-from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
+from kleash.linear.vocab_shards import VocabShards
 
 TokenIndex: TypeAlias = slice | Tensor
 """Which tokens: a slice, or their positions."""
@@ -49,7 +49,7 @@ class HeadPair:
 
     p: HeadInputs
     q: HeadInputs
-    vocab_shards: LocalVocab = LOCAL_VOCAB
+    vocab_shards: VocabShards
     """The ranks that have the rows of the vocabulary."""
 
     def __iter__(self) -> Iterator[HeadInputs]:
@@ -74,17 +74,17 @@ class HeadPair:
     @property
     def is_sharded(self) -> bool:
         """Whether the vocabulary is spread over several ranks."""
-        return self.vocab_shards is not LOCAL_VOCAB
+        return self.vocab_shards.group is not None
 
     @property
     def local_vocab_size(self) -> int:
         """The number of logits of a token on this rank."""
-        return self.p.head.vocabulary(self.p.hidden)
+        return self.vocab_shards.local_size
 
     @property
     def vocab_size(self) -> int:
         """The size of the whole vocabulary, over all ranks."""
-        return self.vocab_shards.vocab_size or self.local_vocab_size
+        return self.vocab_shards.vocab_size
 
     @property
     def tensors(self) -> Tensors:

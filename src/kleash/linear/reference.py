@@ -13,7 +13,6 @@ from kleash.linear import rows
 from kleash.linear.pair import HeadInputs, HeadPair
 from kleash.linear.products import logits, normalised
 from kleash.linear.types import LinearLoss, TokenTerms
-from kleash.linear.vocab_shards import LOCAL_VOCAB
 
 
 def values(pair: HeadPair, record: Divergence) -> Float[Tensor, " tokens"]:
@@ -25,7 +24,7 @@ def values(pair: HeadPair, record: Divergence) -> Float[Tensor, " tokens"]:
 def terms(pair: HeadPair, tokens: Int[Tensor, " tokens"]) -> TokenTerms:
     """The terms of each token, differentiable by autograd."""
     logp, logq = (normalised(logits(model)) for model in in_float64(pair))
-    columns = rows.local_terms(logp, logq, tokens, LOCAL_VOCAB)
+    columns = rows.local_terms(logp, logq, tokens, pair.vocab_shards)
     return TokenTerms(*(x[:, 0].to(pair.dtype) for x in columns))
 
 

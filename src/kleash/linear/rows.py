@@ -20,7 +20,7 @@ from kleash.divergences import Divergence
 from kleash.divergences.functions import contributions
 from kleash.divergences.table import DIVERGENCES, Side, weighted_generator
 from kleash.linear.types import TokenTerms
-from kleash.linear.vocab_shards import LocalVocab
+from kleash.linear.vocab_shards import VocabShards
 
 KL = DIVERGENCES["kl"]
 BLOCK = 256
@@ -76,7 +76,7 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
 
 
 def nan_unless_finite(
-    value: Float[Tensor, "rows 1"], zp: Tensor, zq: Tensor, vocab_shards: LocalVocab
+    value: Float[Tensor, "rows 1"], zp: Tensor, zq: Tensor, vocab_shards: VocabShards
 ) -> Float[Tensor, "rows 1"]:
     """The value, or NaN where the sum of a row's logits is not finite, for values that are finite there."""
     (total,) = vocab_shards.all_reduce_sum(zp.sum(-1, keepdim=True) + zq.sum(-1, keepdim=True))
@@ -88,7 +88,7 @@ def minus(z: Float[Tensor, "rows vocab"], column: Float[Tensor, "rows 1"]) -> Fl
     return z.to(torch.float64, copy=True).sub_(column)
 
 
-def log_sum_exps(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor, Tensor]:
+def log_sum_exps(zp: Tensor, zq: Tensor, vocab_shards: VocabShards) -> tuple[Tensor, Tensor]:
     """The log-sum-exp of both models' logits over the whole vocabulary, as columns in float64."""
     tops = vocab_shards.all_reduce_max(largest(zp).double(), largest(zq).double())
     tops = tuple(torch.where(top.isfinite(), top, 0.0) for top in tops)
@@ -99,7 +99,7 @@ def log_sum_exps(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tens
     return sum_p, sum_q
 
 
-def masses_of(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> Masses:
+def masses_of(zp: Tensor, zq: Tensor, vocab_shards: VocabShards) -> Masses:
     """The masses of rows of finite logits."""
     tops = vocab_shards.all_reduce_max(largest(zp).double(), largest(zq).double())
     below = [minus(z, top) for z, top in zip((zp, zq), tops, strict=True)]
@@ -113,24 +113,18 @@ def dot(a: Float[Tensor, "rows vocab"], b: Float[Tensor, "rows vocab"]) -> Float
     return cast("Any", torch.linalg).vecdot(a, b)[:, None]
 
 
-def kl_rows(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
-    """KL(p || q) of rows of finite logits, as a tuple of one column; below 0 only by rounding, which is cut off."""
-    x = masses_of(zp, zq, vocab_shards)
-    (total,) = vocab_shards.all_reduce_sum(dot(x.mass_p, x.below_p.sub_(x.below_q)))
-    return ((total / x.total_p + x.total_q.log() - x.total_p.log()).clamp(min=0),)
-
-
 def kl_gradient_rows(
     zp: Tensor,
     zq: Tensor,
     weight: Float[Tensor, "rows 1"],
-    vocab_shards: LocalVocab,
+    vocab_shards: VocabShards,
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """KL(p || q) of rows of finite logits, and the gradients of ``weight KL`` in both logits, where needed.
 
-    They are ``weight p (u - KL)`` with ``u = log p - log q``, and ``weight (q - p)``.
+    The KL is below 0 only by rounding, which is cut off. The gradients are ``weight p (u - KL)`` with
+    ``u = log p - log q``, and ``weight (q - p)``.
     """
     x = masses_of(zp, zq, vocab_shards)
     ratio = x.below_p.sub_(x.below_q)
@@ -144,15 +138,8 @@ def kl_gradient_rows(
     return (mean + x.total_q.log() - x.total_p.log()).clamp(min=0), in_p, in_q
 
 
-def divergence_rows(record: Divergence, zp: Tensor, zq: Tensor, vocab_shards: LocalVocab) -> tuple[Tensor]:
-    """D(p || q) of rows of finite logits, as a tuple of one column."""
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    value = record.finish(generator_sum(record, minus(zp, sum_p), minus(zq, sum_q), vocab_shards))
-    return (nan_unless_finite(value, zp, zq, vocab_shards),)
-
-
 def generator_sum(
-    record: Divergence, logp: Tensor, logq: Tensor, vocab_shards: LocalVocab
+    record: Divergence, logp: Tensor, logq: Tensor, vocab_shards: VocabShards
 ) -> Float[Tensor, "rows 1"]:
     """E_p f(u) of each row; each token's term comes from the side that gives it more mass."""
     u = logp - logq
@@ -166,7 +153,7 @@ def divergence_gradient_rows(
     zp: Tensor,
     zq: Tensor,
     weight: Float[Tensor, "rows 1"],
-    vocab_shards: LocalVocab,
+    vocab_shards: VocabShards,
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
@@ -177,24 +164,24 @@ def divergence_gradient_rows(
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     logp, logq = minus(zp, sum_p), minus(zq, sum_q)
     total = generator_sum(record, logp, logq, vocab_shards)
-    value, slope = finish(record, total, weight)
-    u = logp - logq
-    in_p = side_gradient(record.from_p, logp, u, slope, vocab_shards) if needs[0] else None
-    in_q = side_gradient(record.from_q, logq, u.neg(), slope, vocab_shards) if needs[1] else None
-    return nan_unless_finite(value, zp, zq, vocab_shards), in_p, in_q
+    value = nan_unless_finite(record.finish(total), zp, zq, vocab_shards)
+    if not any(needs):
+        return value, None, None
+    slope = slope_of_finish(record, total, weight)
+    in_p = side_gradient(record.from_p, logp, logp - logq, slope, vocab_shards) if needs[0] else None
+    in_q = side_gradient(record.from_q, logq, logq - logp, slope, vocab_shards) if needs[1] else None
+    return value, in_p, in_q
 
 
-def finish(record: Divergence, total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A record's value from its sum, and ``weight`` times its derivative."""
+def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor:
+    """``weight`` times the derivative of a record's value in its sum."""
     with torch.enable_grad():
         leaf = total.detach().requires_grad_()
-        value = record.finish(leaf)
-        (slope,) = torch.autograd.grad(value, leaf, weight)
-    return value.detach(), slope
+        return torch.autograd.grad(record.finish(leaf), leaf, weight)[0]
 
 
 def side_gradient(
-    side: Side, log_mass: Tensor, log_ratio: Tensor, slope: Tensor, vocab_shards: LocalVocab
+    side: Side, log_mass: Tensor, log_ratio: Tensor, slope: Tensor, vocab_shards: VocabShards
 ) -> Tensor:
     """``slope mass (s - E s)``."""
     mass, score = log_mass.exp(), side.score(log_ratio)
@@ -202,37 +189,30 @@ def side_gradient(
     return mass.mul_(score - mean).mul_(slope)
 
 
-def any_divergence_rows(
-    record: Divergence, zp: Tensor, zq: Tensor, vocab_shards: LocalVocab
-) -> tuple[Tensor]:
-    """D(p || q) of rows whose logits may be infinite or NaN, as a tuple of one column.
-
-    ``divergence_rows`` is for finite logits only.
-    """
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    terms = contributions(record, minus(zp, sum_p), minus(zq, sum_q)).sum(-1, keepdim=True)
-    return (record.finish(vocab_shards.all_reduce_sum(terms)[0]),)
-
-
 def any_divergence_gradient_rows(
     record: Divergence,
     zp: Tensor,
     zq: Tensor,
     weight: Float[Tensor, "rows 1"],
-    vocab_shards: LocalVocab,
-) -> tuple[Tensor, ...]:
-    """D(p || q) of any rows, and the gradients of ``weight D`` in both logits."""
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
+    vocab_shards: VocabShards,
+    *,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """D(p || q) of any rows, also of infinite or NaN logits, and the gradients of ``weight D`` where any is needed."""
+    sums = log_sum_exps(zp, zq, vocab_shards)
+    logs = [minus(z, total) for z, total in zip((zp, zq), sums, strict=True)]
+    if not any(needs):
+        (total,) = vocab_shards.all_reduce_sum(contributions(record, *logs).sum(-1, keepdim=True))
+        return record.finish(total), None, None
     with torch.enable_grad():
-        logs = [minus(z, total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
-        terms = contributions(record, *logs).sum(-1, keepdim=True)
+        terms = contributions(record, *(x.requires_grad_() for x in logs)).sum(-1, keepdim=True)
     (total,) = vocab_shards.all_reduce_sum(terms.detach())
-    value, slope = finish(record, total, weight)
-    return value, *through_normalisers(logs, terms, slope, vocab_shards)
+    slope = slope_of_finish(record, total, weight)
+    return record.finish(total), *through_normalisers(logs, terms, slope, vocab_shards)
 
 
 def through_normalisers(
-    logs: list[Tensor], outputs: Tensor, weight: Tensor, vocab_shards: LocalVocab
+    logs: list[Tensor], outputs: Tensor, weight: Tensor, vocab_shards: VocabShards
 ) -> list[Tensor]:
     """The gradients in both logits of a function of log-probabilities on this rank: ``g - p E g``, g by autograd."""
     slopes = torch.autograd.grad(outputs, logs, weight, allow_unused=True, materialize_grads=True)
@@ -241,7 +221,7 @@ def through_normalisers(
 
 
 def term_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
+    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of TermRows for rows of finite logits."""
     x = masses_of(zp, zq, vocab_shards)
@@ -256,7 +236,7 @@ def term_rows(
 
 
 def any_term_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
+    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of TermRows for any rows."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
@@ -264,7 +244,7 @@ def any_term_rows(
     return *vocab_shards.all_reduce_sum(*terms), sum_p, sum_q
 
 
-def local_terms(logp: Tensor, logq: Tensor, tokens: Tensor, vocab_shards: LocalVocab) -> TokenTerms:
+def local_terms(logp: Tensor, logq: Tensor, tokens: Tensor, vocab_shards: VocabShards) -> TokenTerms:
     """This rank's part of the terms of any rows, as columns."""
     kl = contributions(KL, logp, logq).sum(-1, keepdim=True)
     picked = vocab_shards.gather_local(logp, tokens), vocab_shards.gather_local(logq, tokens)
@@ -277,7 +257,7 @@ def objective_gradient_rows(
     tokens: Int[Tensor, " rows"],
     known: TermRows,
     c: TokenTerms,
-    vocab_shards: LocalVocab,
+    vocab_shards: VocabShards,
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
@@ -301,14 +281,22 @@ def objective_gradient_rows(
 
 
 def any_objective_gradient_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], c: TokenTerms, vocab_shards: LocalVocab
+    zp: Tensor,
+    zq: Tensor,
+    tokens: Int[Tensor, " rows"],
+    known: TermRows,
+    c: TokenTerms,
+    vocab_shards: VocabShards,
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``sum of c term`` in both logits of any rows; a term with coefficient 0 is not read."""
+    """The KL, and the gradients of ``sum of c term`` in both logits of any rows.
+
+    A term of coefficient 0 is not read.
+    """
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     with torch.enable_grad():
         logs = [minus(z, total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
         total = weighted_terms(local_terms(logs[0], logs[1], tokens, vocab_shards), c)
-    return tuple(through_normalisers(logs, total, torch.ones_like(total), vocab_shards))
+    return known.kl, *through_normalisers(logs, total, torch.ones_like(total), vocab_shards)
 
 
 def entropy(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
@@ -323,7 +311,7 @@ def weighted_terms(terms: TokenTerms, coefficients: TokenTerms) -> Tensor:
 
 
 def statistics_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
+    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of StatisticRows for rows of finite logits.
 
@@ -366,7 +354,7 @@ def cut_rounding(jensen_shannon: Tensor, distance: Tensor) -> Tensor:
 
 
 def any_statistics_rows(
-    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: LocalVocab
+    zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of StatisticRows for any rows."""
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
@@ -394,7 +382,7 @@ def any_statistics_rows(
 def ranks_of(
     z: Float[Tensor, "rows vocab"],
     tokens: Int[Tensor, " rows"],
-    vocab_shards: LocalVocab,
+    vocab_shards: VocabShards,
     *,
     out: Float[Tensor, "rows vocab"],
 ) -> Int[Tensor, "rows 1"]:

@@ -2,8 +2,8 @@
 
 The ranks of a ``vocabulary_group`` have the same tokens. Those that store a head (FSDP2, ZeRO-3) have tokens of their
 own, which move to the rows first. The row functions call these between their passes over the logits; on a single rank
-(``LOCAL_VOCAB``) they return their input. Ranks that took different branches would wait for each other forever, so
-everything that decides a branch or a size is exchanged first.
+they return their input. Ranks that took different branches would wait for each other forever, so everything that
+decides a branch or a size is exchanged first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,80 +23,23 @@ Numbers: TypeAlias = tuple[Tensor, ...]
 dist: Any = torch.distributed
 
 
-class LocalVocab:
-    """The whole vocabulary is on this rank: nothing is exchanged."""
-
-    vocab_size = 0
-    """The size of the vocabulary over all ranks; 0 on a single rank, where the logits have it."""
-    has_own_tokens = False
-    """Whether each of several ranks has tokens of its own, which move to the rows."""
-
-    def all_reduce_max(self, *numbers: Tensor) -> Numbers:
-        """The maximum of each number over the ranks; NaN counts as inf."""
-        return numbers
-
-    def all_reduce_sum(self, *numbers: Tensor) -> Numbers:
-        """The sum of each number over the ranks."""
-        return numbers
-
-    def gather_local(
-        self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"]
-    ) -> Float[Tensor, "tokens 1"]:
-        """The entries of the tokens, 0 for a token of another rank: ``all_reduce_sum`` gives them everywhere."""
-        return x.gather(-1, ids[:, None])
-
-    def scatter_add_local_(
-        self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"], source: Float[Tensor, "tokens 1"]
-    ) -> Tensor:
-        """Add ``source`` to the entries of the tokens, in place."""
-        return x.scatter_add_(-1, ids[:, None], source)
-
-    def largest(
-        self, values: Float[Tensor, "tokens top"], ids: Int[Tensor, "tokens top"]
-    ) -> tuple[Float[Tensor, "tokens top"], Int[Tensor, "tokens top"]]:
-        """The largest logits of the whole vocabulary with their ids, from those of each rank's rows."""
-        return values, ids
-
-    def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int, list[int]]:
-        """The most tokens of a rank in a chunk and in a block, and how many tokens each rank moves to the rows.
-
-        Args:
-            chunk: tokens in a chunk for which this rank has memory.
-            block: tokens in a block for which it has memory.
-            tokens: of this rank in the call.
-        """
-        return chunk, block, [tokens]
-
-    def largest_number(self, number: int) -> int:
-        """The largest of the numbers of ranks with tokens of their own, which may differ."""
-        return number
-
-    def local_part(self, counts: Sequence[int]) -> slice:
-        """Where this rank's tokens are among those of all ranks that move."""
-        return slice(None)
-
-    def gather_tokens(self, local: Shaped[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
-        """The entries of all tokens that move, in the order of the ranks; ``counts`` says how many each rank has."""
-        return local
-
-    def all_reduce_gradient(self, gradient: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The gradient of the hidden states, summed over the ranks."""
-        return gradient
-
-
-LOCAL_VOCAB = LocalVocab()
-
-
-class ShardedVocab(LocalVocab):
-    """Each rank of a group has some rows of the vocabulary, in the order of the ranks."""
+class VocabShards:
+    """The rows of the vocabulary on the ranks of a group, in the order of the ranks; on a single rank, all of them."""
 
     def __init__(
         self, group: Any, rows: Sequence[int], device: torch.device, *, has_own_tokens: bool = False
     ) -> None:
-        """``rows``: the number of vocabulary rows of each rank."""
+        """Describe the ranks.
+
+        Args:
+            group: the ranks; None for this one alone.
+            rows: the number of vocabulary rows of each rank.
+            device: of the numbers that are exchanged.
+            has_own_tokens: whether each of several ranks has tokens of its own, which move to the rows.
+        """
         self.group, self.rows, self.device, self.has_own_tokens = group, tuple(rows), device, has_own_tokens
-        self.rank: int = dist.get_rank(group)
         self.world_size, self.vocab_size = len(self.rows), sum(self.rows)
+        self.rank: int = 0 if group is None else dist.get_rank(group)
         self.offset, self.local_size = sum(self.rows[: self.rank]), self.rows[self.rank]
 
     @property
@@ -105,13 +48,15 @@ class ShardedVocab(LocalVocab):
         return slice(self.offset, self.offset + self.local_size)
 
     def all_reduce_max(self, *numbers: Tensor) -> Numbers:
-        """The maximum of each number over the ranks; NaN, which backends treat differently, counts as inf."""
+        """The maximum of each number over several ranks; NaN, which backends treat differently, counts as inf."""
+        if self.group is None:
+            return numbers
         without_nan = [x.nan_to_num(torch.inf, torch.inf, -torch.inf) for x in numbers]
         return tuple(x.amax(0) for x in self._gather(without_nan))
 
     def all_reduce_sum(self, *numbers: Tensor) -> Numbers:
         """The sum of each number over the ranks."""
-        return tuple(x.sum(0) for x in self._gather(numbers))
+        return numbers if self.group is None else tuple(x.sum(0) for x in self._gather(numbers))
 
     def _gather(self, numbers: Sequence[Tensor]) -> Iterator[Tensor]:
         """Several numbers for each token, of each rank: one message, whose sums have one order on all ranks."""
@@ -124,7 +69,7 @@ class ShardedVocab(LocalVocab):
     def gather_local(
         self, x: Float[Tensor, "tokens vocab"], ids: Int[Tensor, " tokens"]
     ) -> Float[Tensor, "tokens 1"]:
-        """The entries of the tokens; 0 for a token of another rank."""
+        """The entries of the tokens, 0 for a token of another rank: ``all_reduce_sum`` gives them everywhere."""
         local, is_local = self._local_ids(ids)
         return torch.where(is_local, x.gather(-1, local), 0.0) if self.local_size else x.new_zeros(len(x), 1)
 
@@ -148,7 +93,7 @@ class ShardedVocab(LocalVocab):
         Of equal logits, those of the smaller ids come first; NaN is larger than any number.
         """
         top = min(values.shape[-1], self.vocab_size)
-        if top == 0:
+        if top == 0 or self.group is None:
             return values, ids
         all_values, all_ids = (
             torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
@@ -161,13 +106,19 @@ class ShardedVocab(LocalVocab):
         return all_values.gather(-1, order), all_ids.gather(-1, order)
 
     def agreed_sizes(self, chunk: int, block: int, tokens: int) -> tuple[int, int, list[int]]:
-        """The most tokens in a chunk and a block for which all ranks have memory, and the tokens that move.
+        """The most tokens of a rank in a chunk and in a block, and how many tokens each rank moves to the rows.
+
+        Args:
+            chunk: tokens in a chunk for which this rank has memory.
+            block: tokens in a block for which it has memory.
+            tokens: of this rank in the call.
 
         Raises:
             CannotRunError: if the ranks of a ``vocabulary_group`` have different numbers of tokens.
         """
-        numbers = [chunk, block, tokens]
-        all_chunks, all_blocks, counts = all_gather_numbers(self.group, self.device, numbers)
+        if self.group is None:
+            return chunk, block, [tokens]
+        all_chunks, all_blocks, counts = all_gather_numbers(self.group, self.device, [chunk, block, tokens])
         if self.has_own_tokens:
             return max(1, min(all_chunks) // self.world_size), min(all_blocks), counts
         if len(set(counts)) > 1:
@@ -190,7 +141,7 @@ class ShardedVocab(LocalVocab):
         return slice(sum(counts[: self.rank]), sum(counts[: self.rank + 1]))
 
     def gather_tokens(self, local: Shaped[Tensor, "tokens *any"], counts: Sequence[int]) -> Tensor:
-        """The entries of all tokens that move, in the order of the ranks."""
+        """The entries of all tokens that move, in the order of the ranks; ``counts`` says how many each rank has."""
         return gather_tokens(self.group, local, counts) if self.has_own_tokens else local
 
     def whole_rows(
@@ -216,6 +167,8 @@ class ShardedVocab(LocalVocab):
 
     def all_reduce_gradient(self, gradient: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The gradient of the hidden states, summed over the ranks: the only exchange of ``[tokens, dim]`` numbers."""
+        if self.group is None:
+            return gradient
         total = at_least_float32(gradient).contiguous()
         dist.all_reduce(total, group=self.group)
         return total
