@@ -107,7 +107,11 @@ def compute_approx_kl(
         raise ShapeError(
             f"log_probs_old is {tuple(old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
         )
-    weight = (log_probs.detach().to(log_ratio) - old.detach().to(log_ratio)).exp().clamp(max=cap or torch.inf)
+    weight = (
+        (log_probs.detach().to(log_ratio) - old.detach().to(log_ratio))
+        .exp()
+        .clamp(max=torch.inf if cap is None else cap)
+    )
     return with_slope(value.detach(), log_ratio, weight * slope_of_k2(log_ratio))
 
 

@@ -203,7 +203,7 @@ class RunLog:
                 f"the tracker {tracker.name} {consequence} ({reason_of(error)}); all steps are in "
                 f"{self.folder / STEPS}",
                 TrackerWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
