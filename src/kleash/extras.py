@@ -165,6 +165,29 @@ def call_after_import(module: str, function: Callable[[ModuleType], None]) -> No
         sys.meta_path.insert(0, _PostImportFinder(module, function))
 
 
+def wrap_after_import(
+    module: str, wrappers: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]]]
+) -> None:
+    """Wrap functions and methods of a module, each once, as soon as it is imported.
+
+    Args:
+        module: dotted name.
+        wrappers: "name" or "Class.name" -> the arguments that it must accept, and the wrapper as of ``wrap_once``.
+
+    Raises:
+        CannotRunError: at that import, naming the functions and arguments that are missing.
+    """
+
+    def wrap(imported: ModuleType) -> None:
+        needed = {f"{module}:{path}": arguments for path, (arguments, _) in wrappers.items()}
+        require_attributes(module.partition(".")[0], needed)
+        for path, (_, wrapper) in wrappers.items():
+            owner, _, name = path.rpartition(".")
+            wrap_once(getattr(imported, owner) if owner else imported, name, wrapper)
+
+    call_after_import(module, wrap)
+
+
 class _PostImportFinder(MetaPathFinder):
     """Finds one module by the other finders, and calls a function after the module was executed."""
 

@@ -208,12 +208,17 @@ def test_given_reference_replaces_trl_reference(trl, folder, tmp_path, kind):
     )
     assert trainer.ref_model is own and trainer.beta == trainer.args.beta == 0.3
     inputs = batch(tools=False)
-    told = trl.response_statistics(trainer, inputs)
+    policy, reference = (
+        trainer._forward_pass(inputs, reference=which, hidden=True) for which in (False, True)
+    )
+    trainer._keep_reference(inputs, reference)
+    trainer._keep_exact_kl(policy, inputs, counted(inputs))
     logp, logq = (whole_logp(model, inputs, 0.7).detach() for model in (trainer.model, own))
     kl = (logp.exp() * (logp - logq)).sum(-1)[counted(inputs)]
-    torch.testing.assert_close(told.statistics.kl_pq, kl, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(inputs["kleash_token_kl"][counted(inputs)], kl, rtol=1e-3, atol=1e-5)
     at = inputs["completion_ids"].unsqueeze(-1)
-    torch.testing.assert_close(told.statistics.token_logq, logq.gather(-1, at)[..., 0][counted(inputs)])
+    token_logq = logq.gather(-1, at)[..., 0][counted(inputs)]
+    torch.testing.assert_close(inputs["ref_per_token_logps"][counted(inputs)], token_logq)
     trainer.train()
     (first,) = steps(trainer)
     assert first["kl/per_token"] > 0.01

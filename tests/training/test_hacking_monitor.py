@@ -238,15 +238,6 @@ def test_similar_responses_from_the_first_step_raise_no_alert() -> None:
     assert said(history) == []
 
 
-def test_alert_sentence_states_kl_target_and_steps() -> None:
-    history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 15.0})
-    (alert,) = MONITOR.check(history)
-    assert alert.sentence == (
-        "KL(policy ‖ reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
-        "beta is too small or moves too slowly; raise --beta, or take --controller pid"
-    )
-
-
 def test_target_per_token_is_compared_with_kl_per_token() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_token": 0.5})
     monitor = HackingMonitor(target_nats=0.2, target_per="token")

@@ -9,7 +9,7 @@ from histories import bent, healthy
 from tracker_service import Service
 
 from kleash.errors import CannotRunError, MissingExtraError, TrackerWarning, UnknownNameError
-from kleash.records import DPOJob, PPOJob, Sample, StepRecord, read_samples, read_steps
+from kleash.records import PPOJob, Sample, StepRecord, read_samples, read_steps
 from kleash.reports.trackers import open_trackers
 from kleash.training import Advice, RunLog
 
@@ -134,12 +134,6 @@ def test_new_run_discards_earlier_steps(tmp_path: Path) -> None:
     play(run_log_of(tmp_path), healthy(3))
     run_log = run_log_of(tmp_path)
     assert run_log.history == [] and read_steps(tmp_path) == ()
-
-
-def test_job_without_target_raises_no_far_from_target(tmp_path: Path) -> None:
-    run_log = RunLog(tmp_path, DPOJob(pairs="x"))
-    run_log.begin(0)
-    assert not any(one.alerts for one in play(run_log, healthy(20)))
 
 
 def test_tensorboard_logs_every_step_under_requested_names(tmp_path: Path) -> None:

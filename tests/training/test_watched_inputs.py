@@ -12,7 +12,7 @@ from tiny_models import save_tiny
 from kleash.errors import ChangedInputError
 from kleash.records import DPOJob, GRPOJob, PPOJob, StepRecord, TrainJob, read_steps
 from kleash.training import train
-from kleash.training.run_log import NullDisplay
+from kleash.training.run_log import Display
 from kleash.training.runner import run_job
 
 KIND = "kleash.training.example_rewards:kind_words"
@@ -32,7 +32,7 @@ def test_prompts_that_change_while_models_load_are_refused(tmp_path: Path, text:
         run_job(PPOJob(prompts=str(prompts), out=str(tmp_path / "run")), trainer)
 
 
-class Emptying(NullDisplay):
+class Emptying(Display):
     """Empties all files below a folder once a step is finished."""
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class Emptying(NullDisplay):
                 path.write_bytes(b"")
 
 
-def trained(job: TrainJob, out: Path, display: NullDisplay) -> tuple[Any, ...]:
+def trained(job: TrainJob, out: Path, display: Display) -> tuple[Any, ...]:
     """The policy's tensors as bytes, and the metrics of all steps."""
     train(replace(job, out=str(out)), display)
     tensors = {
@@ -87,7 +87,7 @@ def test_no_input_is_read_after_the_first_step(tmp_path: Path, kind: str) -> Non
         "grpo with lora": lambda: GRPOJob(samples_per_prompt=2, lora_rank=2, **online),
         "dpo": lambda: DPOJob(policy=policy, reference=reference, pairs=str(inputs / "pairs.jsonl"), **SMALL),
     }[kind]()
-    expected = trained(job, tmp_path / "undisturbed", NullDisplay())
+    expected = trained(job, tmp_path / "undisturbed", Display())
     assert trained(job, tmp_path / "disturbed", Emptying(inputs)) == expected
     assert len(expected[1]) == 2 and not any(
         path.stat().st_size for path in inputs.rglob("*") if path.is_file()

@@ -27,6 +27,7 @@ from kleash.extras import (
     replace_everywhere,
     require_attributes,
     warn_if_untested,
+    wrap_after_import,
     wrap_once,
 )
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
@@ -47,9 +48,7 @@ UTILS_ATTRIBUTES = {
         *("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
     ),
     f"{UTILS}:compute_reward": ("r", "kl_coef", "kl", "action_mask", "reward_clip_range"),
-    f"{UTILS}:masked_mean": ("tensor", "mask"),
 }
-LOSS_ATTRIBUTES = {f"{LOSS}:aggregate_loss": ("loss", "loss_mask")}
 CONTROLLER_ATTRIBUTES = {
     f"{CONTROLLERS}:AdaptiveKLController": ("init_kl_coef", "target", "horizon"),
     f"{CONTROLLERS}:FixedKLController": ("kl_coef",),
@@ -104,23 +103,20 @@ def compute_approx_kl(
         return value
     log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
     old = log_probs if log_probs_old is None else log_probs_old
-    weight = _importance_weight(log_probs, old, cap, dtype=log_ratio.dtype)
+    if old.shape != log_probs.shape:
+        raise ShapeError(
+            f"log_probs_old is {tuple(old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
+        )
+    weight = (
+        (log_probs.detach().to(log_ratio) - old.detach().to(log_ratio))
+        .exp()
+        .clamp(max=torch.inf if cap is None else cap)
+    )
     return with_slope(value.detach(), log_ratio, weight * slope_of_k2(log_ratio))
 
 
 def _openrlhf_option(field: str, value: object) -> str:
     return "--algo.kl.unbiased_gradient" if (field, value) == ("gradient", "score") else f"{field} {value}"
-
-
-def _importance_weight(
-    log_probs: Tensor, log_probs_old: Tensor, cap: float | None, *, dtype: torch.dtype
-) -> Tensor:
-    if log_probs_old.shape != log_probs.shape:
-        raise ShapeError(
-            f"log_probs_old is {tuple(log_probs_old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
-        )
-    weight = (log_probs.detach().to(dtype) - log_probs_old.detach().to(dtype)).exp()
-    return weight if cap is None else weight.clamp(max=cap)
 
 
 def compute_reward(
@@ -183,24 +179,21 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     adaptive = _adaptive(dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
 
-    def replace_functions(module: Any) -> None:
-        require_attributes("openrlhf", UTILS_ATTRIBUTES)
-        wrap_once(module, "masked_mean", partial(selecting, values="tensor", mask="mask"))
-        replace_everywhere(module, "compute_approx_kl", partial(compute_approx_kl, cap=cap))
-        replace_everywhere(module, "compute_reward", compute_reward)
+    def replace(attributes: Mapping[str, tuple[str, ...]], functions: Mapping[str, Any], module: Any) -> None:
+        require_attributes("openrlhf", attributes)
+        for name, function in functions.items():
+            replace_everywhere(module, name, function)
 
-    def replace_controllers(module: Any) -> None:
-        require_attributes("openrlhf", CONTROLLER_ATTRIBUTES)
-        replace_everywhere(module, "AdaptiveKLController", adaptive)
-        replace_everywhere(module, "FixedKLController", _fixed)
-
-    def replace_aggregation(module: Any) -> None:
-        require_attributes("openrlhf", LOSS_ATTRIBUTES)
-        wrap_once(module, "aggregate_loss", partial(selecting, values="loss", mask="loss_mask"))
-
-    call_after_import(UTILS, replace_functions)
-    call_after_import(LOSS, replace_aggregation)
-    call_after_import(CONTROLLERS, replace_controllers)
+    functions = {"compute_approx_kl": partial(compute_approx_kl, cap=cap), "compute_reward": compute_reward}
+    controllers = {"AdaptiveKLController": adaptive, "FixedKLController": _fixed}
+    call_after_import(UTILS, partial(replace, UTILS_ATTRIBUTES, functions))
+    call_after_import(CONTROLLERS, partial(replace, CONTROLLER_ATTRIBUTES, controllers))
+    for module, name, arguments in (
+        (UTILS, "masked_mean", ("tensor", "mask")),
+        (LOSS, "aggregate_loss", ("loss", "loss_mask")),
+    ):
+        wrapper = partial(selecting, values=arguments[0], mask=arguments[1])
+        wrap_after_import(module, {name: (arguments, wrapper)})
 
 
 def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from kleash.errors import OptionError
 from kleash.measuring.sequence_clusters import hashes_as_ints
 from kleash.models import Pair, Prompt, Sampling, generate, score
-from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums
+from kleash.uncertainty import Estimate, controlled_total
+from kleash.uncertainty.ratios import mean_per_token
 
 
 class DriftPart(NamedTuple):
@@ -87,9 +88,7 @@ def drift_of(parts: Iterable[DriftPart]) -> Drift:
     prompt, tokens, log_ratio, exact = (np.concatenate(column) for column in zip(*parts, strict=True))
     _, cluster = np.unique(prompt, return_inverse=True)
     return Drift(
-        per_token=ratio_of_sums(
-            np.bincount(cluster, weights=exact), np.bincount(cluster, weights=tokens), unit="nats", lower=0.0
-        ),
+        per_token=mean_per_token(exact, tokens, cluster),
         per_sequence=controlled_total(log_ratio, exact, cluster, unit="nats").estimate,
         sequences=len(prompt),
         tokens=int(tokens.sum()),

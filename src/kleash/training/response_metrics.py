@@ -12,7 +12,8 @@ from kleash.estimators import sampled_kl
 from kleash.extras import import_extra
 from kleash.store import Sample
 from kleash.store.metrics import PART
-from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
+from kleash.uncertainty import clustered_mean
+from kleash.uncertainty.ratios import mean_per_token
 
 TOP_SHARE = 0.01
 """Share of the tokens, those with the largest KL, in ``kl/top_percent_share``."""
@@ -188,10 +189,3 @@ def _mean(responses: Sequence[Response], part: str) -> float:
     """The mean of a reward over the responses to which it applies; NaN if there are none."""
     values = np.array([response.parts[part] for response in responses])
     return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else float("nan")
-
-
-def mean_per_token(sums: np.ndarray, lengths: np.ndarray, clusters: np.ndarray) -> Estimate:
-    """The mean over tokens with its standard error, clustered by prompt."""
-    _, label = np.unique(clusters, return_inverse=True)
-    totals, counts = (np.bincount(label, weights=x).astype(np.float64) for x in (sums, lengths))
-    return ratio_of_sums(totals, counts, lower=0.0)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError
@@ -52,36 +53,27 @@ def load_reward_model(
     Raises:
         ModelError: if it cannot be loaded completely, is an adapter, or does not have exactly one label.
     """
-    model = _load(name, device, dtype)
-    return lambda dialogues: model.scores(dialogues, batch_tokens)
+    return _RewardModel(name, *_load(name, device, dtype), batch_tokens).scores
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _RewardModel:
+class _RewardModel(NamedTuple):
     name: str
     network: Any
     tokenizer: Any
+    batch_tokens: int
 
     @torch.inference_mode()
-    def scores(self, dialogues: Sequence[Dialogue], batch_tokens: int) -> list[float]:
-        texts = [self._tokens(dialogue) for dialogue in dialogues]
-        lengths = [len(text) for text in texts]
-        padding = self.network.config.pad_token_id
-        scores = [0.0] * len(texts)
-        for batch in batch_by_length(
-            lengths, batch_tokens, max_sequences=1 if padding is None else len(texts)
-        ):
-            longest = max(lengths[at] for at in batch)
-            ids = torch.full((len(batch), longest), 0 if padding is None else padding)
-            mask = torch.zeros_like(ids)
-            for row, at in enumerate(batch):
-                ids[row, : lengths[at]] = torch.tensor(texts[at])
-                mask[row, : lengths[at]] = 1
-            device = self.network.device
-            logits = self.network(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-            for at, score in zip(batch, logits[:, 0].tolist(), strict=True):
-                scores[at] = score
-        return scores
+    def scores(self, dialogues: Sequence[Dialogue]) -> list[float]:
+        texts = [torch.tensor(self._tokens(dialogue), device=self.network.device) for dialogue in dialogues]
+        padding, scores = self.network.config.pad_token_id, dict[int, float]()
+        most = 1 if padding is None else len(texts)
+        for batch in batch_by_length([len(text) for text in texts], self.batch_tokens, max_sequences=most):
+            rows = [texts[at] for at in batch]
+            ids = pad_sequence(rows, batch_first=True, padding_value=padding or 0)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            logits = self.network(input_ids=ids, attention_mask=mask).logits
+            scores |= zip(batch, logits[:, 0].tolist(), strict=True)
+        return [scores[at] for at in range(len(texts))]
 
     def _tokens(self, dialogue: Dialogue) -> list[int]:
         if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
@@ -99,7 +91,8 @@ class _RewardModel:
         return tokens
 
 
-def _load(name: str, device: str, dtype: str) -> _RewardModel:
+def _load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """The network and the tokenizer of a reward model."""
     transformers = import_extra("transformers", "models")
     checkpoint = find_checkpoint(name, role="reward model")
     title = f"the reward model {name}"
@@ -125,5 +118,4 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
         raise ModelError(
             f"{title} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
         )
-    network.to(resolved_device).eval()
-    return _RewardModel(name=name, network=network, tokenizer=tokenizer)
+    return network.to(resolved_device).eval(), tokenizer

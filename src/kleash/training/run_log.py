@@ -2,10 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kleash.errors import RunFolderError, TrackerWarning
 from kleash.jobs import TrainJob
@@ -56,34 +57,17 @@ class LogOptions:
         return dict(self.described)
 
 
-@runtime_checkable
-class Display(Protocol):
-    """Shows the progress of a run."""
+class Display:
+    """Shows the progress of a run; this one shows nothing."""
 
     def note(self, sentence: str) -> None:
         """Show a note."""
-        ...
 
     def working(self, step: int, activity: str) -> None:
         """Show what is done in a step that is not finished."""
-        ...
 
     def stepped(self, record: StepRecord) -> None:
         """Show a finished step."""
-        ...
-
-
-class NullDisplay:
-    """A display without output."""
-
-    def note(self, sentence: str) -> None:
-        """Not shown."""
-
-    def working(self, step: int, activity: str) -> None:
-        """Not shown."""
-
-    def stepped(self, record: StepRecord) -> None:
-        """Not shown."""
 
 
 class RunLog:
@@ -119,11 +103,10 @@ class RunLog:
             monitor: other thresholds than those of ``HackingMonitor``; its target is the job's.
         """
         self.folder, self.job = folder, job
-        self.display: Display = display if display is not None else NullDisplay()
-        target = getattr(job, "target_nats", None)
+        self.display = Display() if display is None else display
         self.monitor = replace(
             monitor if monitor is not None else HackingMonitor(),
-            target_nats=target,
+            target_nats=getattr(job, "target_nats", None),
             target_per=getattr(job, "target_per", "sequence"),
         )
         self.history: list[StepRecord] = []
@@ -189,7 +172,13 @@ class RunLog:
         for warning in () if self._warned else step_warnings(values):
             self.note(warning)
             self._warned = True
-        self._send(step, {spelt(name, self.job.metric_names): value for name, value in values.items()})
+        named = {spelt(name, self.job.metric_names): value for name, value in values.items()}
+        for tracker in tuple(self._trackers):
+            self._try(
+                tracker,
+                partial(tracker.log, named, step),
+                f"did not get step {step} and gets no further ones",
+            )
         self.display.stepped(record)
         acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
@@ -198,33 +187,24 @@ class RunLog:
         """Show a note, such as the checkpoint that the run resumes from."""
         self.display.note(sentence)
 
-    def _send(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a step to the trackers; one that fails gets no further steps, and the training continues."""
-        for tracker in tuple(self._trackers):
-            try:
-                tracker.log(metrics, step)
-            except Exception as error:  # any exception of the tracker's own code
-                self._trackers.remove(tracker)
-                warnings.warn(
-                    f"the tracker {tracker.name} did not get step {step} and gets no further ones "
-                    f"({reason_of(error)}); all steps are in {self.folder / STEPS}",
-                    TrackerWarning,
-                    stacklevel=3,
-                )
-
     def close(self) -> None:
         """Close the trackers."""
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            try:
-                tracker.close()
-            except Exception as error:  # any exception of the tracker's own code
-                warnings.warn(
-                    f"the tracker {tracker.name} may lack the last steps ({reason_of(error)}); all steps are in "
-                    f"{self.folder / STEPS}",
-                    TrackerWarning,
-                    stacklevel=2,
-                )
+        for tracker in tuple(self._trackers):
+            self._try(tracker, tracker.close, "may lack the last steps")
+        self._trackers = []
+
+    def _try(self, tracker: Tracker, call: Callable[[], None], consequence: str) -> None:
+        """Call a tracker; one that fails is left out from then on, and the training continues."""
+        try:
+            call()
+        except Exception as error:  # any exception of the tracker's own code
+            self._trackers.remove(tracker)
+            warnings.warn(
+                f"the tracker {tracker.name} {consequence} ({reason_of(error)}); all steps are in "
+                f"{self.folder / STEPS}",
+                TrackerWarning,
+                stacklevel=3,
+            )
 
 
 def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:

@@ -160,18 +160,15 @@ class StepLogger(AttachedCallback):
     def _record(self, state: Any, control: Any) -> None:
         """Write the step to the run log, and carry out the response to its alerts. A collective."""
         metrics, self._logged = {**self._logged, **self.pop_metrics()}, {}
-        target = getattr(self.job, "target_nats", None)
+        target, advice = getattr(self.job, "target_nats", None), None
         if target is not None:
             metrics["kl/target"] = target
-        advice = None
         if self.run_log is not None:
             samples = [] if self.recorder is None else self.recorder.pop_samples()
-            controller = self._callback(BetaController)
-            if controller is None or controller.since <= self._trl_step:
-                event, reason = None, None
-            else:
-                event, reason = controller.controller.event, controller.reason
-            events = [] if event is None else [event]
+            controller, events, reason = self._callback(BetaController), list[str](), None
+            if controller is not None and controller.since > self._trl_step:
+                reason = controller.reason
+                events = [] if controller.controller.event is None else [controller.controller.event]
             advice = self.run_log.step(self.step, metrics, samples, events, reason)
         self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(_of_first_process(advice) or Advice(), control)
@@ -213,10 +210,9 @@ class StepLogger(AttachedCallback):
             case "halve-lr":
                 halve_learning_rate(self.trainer)
             case "tighten":
-                controller, job = self._callback(BetaController), self.job
-                if controller is not None:
-                    controller.controller = tightened(controller.controller, job)
-                    self.trainer.beta = controller.controller.beta
+                controller = self._callback(BetaController)  # which "tighten" requires
+                controller.controller = tightened(controller.controller, self.job)
+                self.trainer.beta = controller.controller.beta
             case _:
                 pass
 

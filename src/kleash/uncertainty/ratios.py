@@ -138,6 +138,23 @@ def clustered_mean(
     return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)
 
 
+def mean_per_token(
+    sums: Real[np.ndarray, "responses_s"],
+    tokens: Real[np.ndarray, "responses_n"],
+    prompts: Shaped[np.ndarray, "responses_p"],
+) -> Estimate:
+    """The mean over tokens of a KL of at least 0, in nats, by ``ratio_of_sums`` with prompts as clusters.
+
+    Args:
+        sums: of each response, over its tokens.
+        tokens: their number.
+        prompts: a label of each response's prompt.
+    """
+    _, label = np.unique(prompts, return_inverse=True)
+    totals, counts = (np.bincount(label, weights=column) for column in (sums, tokens))
+    return ratio_of_sums(totals, counts, lower=0.0)
+
+
 def paired_difference(
     sums_a: Real[np.ndarray, "clusters_sa"],
     counts_a: Real[np.ndarray, "clusters_na"],

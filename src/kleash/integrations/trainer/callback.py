@@ -3,7 +3,7 @@
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.integrations.trainer.compat import TrainerCallback, log_metrics
+from kleash.integrations.trainer.compat import Trainer, TrainerCallback
 
 __all__ = ["AttachedCallback"]
 
@@ -40,5 +40,11 @@ class AttachedCallback(TrainerCallback):
             raise OptionError(f"this {name} knows no trainer; call {name}(…).attach(trainer)")
 
     def log_metrics(self, control: Any, metrics: dict[str, float]) -> None:
-        """Log metrics through the trainer (``compat.log_metrics``)."""
-        log_metrics(self.trainer, control, metrics)
+        """Log through the ``log`` method of transformers' own ``Trainer``.
+
+        A subclass's ``log`` (TRL's) would also log, and clear, the metrics that it has collected for its next log.
+        ``control.should_log`` is left as it was.
+        """
+        should_log = control.should_log
+        Trainer.log(self.trainer, dict(metrics))
+        control.should_log = should_log

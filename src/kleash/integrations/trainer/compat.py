@@ -5,7 +5,6 @@ are used; one that is missing is a ``CannotRunError`` that names it. Of torch, `
 learning rate that transformers logs; without it, only the logged value would be wrong.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from kleash.extras import import_extra, require_attributes, warn_if_untested
@@ -25,18 +24,7 @@ require_attributes(
 from transformers import Trainer, TrainerCallback  # noqa: E402 (after the check)
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-__all__ = ["ExportableState", "TrainerCallback", "halve_learning_rate", "log_metrics"]
-
-
-def log_metrics(trainer: Any, control: Any, metrics: Mapping[str, float]) -> None:
-    """Log through the ``log`` method of transformers' own ``Trainer``.
-
-    A subclass's ``log`` (TRL's) would also log, and clear, the metrics that it has collected for its next log.
-    ``control.should_log`` is left as it was.
-    """
-    should_log = control.should_log
-    Trainer.log(trainer, dict(metrics))
-    control.should_log = should_log
+__all__ = ["ExportableState", "Trainer", "TrainerCallback", "halve_learning_rate"]
 
 
 def halve_learning_rate(trainer: Any) -> None:

@@ -149,9 +149,10 @@ class DriftMonitor(AttachedCallback):
         return None if ref_model is None else self.trainer.accelerator.unwrap_model(ref_model)
 
     def _pair(self, network: Any, reference_network: Any) -> Pair:
-        networks = {"policy": network}
-        if reference_network is not None:
-            networks["reference"] = reference_network
+        networks = {
+            "policy": network,
+            **({} if reference_network is None else {"reference": reference_network}),
+        }
         load = self._load if isinstance(self.reference, str) else None
         return in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
 

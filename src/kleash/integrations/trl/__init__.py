@@ -1,16 +1,22 @@
 """TRL's GRPO and RLOO with a KL term whose value and gradient are those of KL(policy ‖ reference)."""
 
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
-from kleash.integrations.trl.kl_mixin import ResponseStatistics, response_statistics
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
 from kleash.integrations.trl.rollout_dump import RolloutDump
+from kleash.registry import refuse_former
+
+__getattr__ = refuse_former(
+    __name__,
+    dict.fromkeys(
+        ("ResponseStatistics", "response_statistics"),
+        "kleash.attach logs the exact KL and the entropy of each batch from the passes of its loss",
+    ),
+)
 
 __all__ = [
     "GRPOLeash",
     "LeashedGRPOTrainer",
     "LeashedRLOOTrainer",
     "RLOOLeash",
-    "ResponseStatistics",
     "RolloutDump",
-    "response_statistics",
 ]

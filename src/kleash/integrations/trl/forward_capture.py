@@ -62,6 +62,7 @@ class ForwardCapture:
         Raises:
             OptionError: if ``reference`` is given, or beta is 0, and the configuration is not passed by keyword; or if
                 ``reference`` is given, and TRL is to move the reference.
+            ModelError: if an adapter has changed the base that is to be the reference.
         """
         self._passes: list[ForwardPass] | None = None
         self._captures_hidden = False
@@ -88,24 +89,16 @@ class ForwardCapture:
                 "args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only logged"
             )
         if reference is None:
-            self._check_base()
+            network = self._unwrap(self.model)
+            if self.ref_model is None and hasattr(network, "peft_config"):
+                require_unchanged_base(
+                    network, "reference", instead="give reference=, a separate model in memory"
+                )
             return
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
         self.ref_model = prepare_frozen(self, reference)
-
-    def _check_base(self) -> None:
-        """Check that TRL's reference, the policy with its adapters disabled, is the policy's base.
-
-        Raises:
-            ModelError: if an adapter has changed that base.
-        """
-        network = self._unwrap(self.model)
-        if self.ref_model is None and hasattr(network, "peft_config"):
-            require_unchanged_base(
-                network, "reference", instead="give reference=, a separate model in memory"
-            )
 
     def _unwrap(self, model: Any) -> Any:
         return self.accelerator.unwrap_model(model)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kleash.integrations.trl.compat import GRPOTrainer
 from kleash.integrations.trl.forward_capture import ForwardPass
-from kleash.integrations.trl.kl_mixin import KLMixin, rows_by_prompt
+from kleash.integrations.trl.kl_mixin import KLMixin, response_mask, rows_by_prompt
+from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
 PENALTY = "kl_penalty"
@@ -67,20 +68,19 @@ class GRPOLeash(KLMixin):
         return super()._is_off_policy or self.use_vllm
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = self._generated_and_scored(inputs)
-        engine_logp = output.get("sampling_per_token_logps")
-        if engine_logp is not None:
-            self._log_engine_mismatch(output, output.get("old_per_token_logps"), engine_logp)
-        return output
-
-    def _generated_and_scored(self, inputs: Any) -> dict[str, Any]:
-        """TRL's generated batch, with the reference's hidden states if the KL needs them."""
+        """TRL's generated batch with what the KL needs of the reference; logs the mismatch of trainer and engine."""
         parent: Any = super()
         if self._kl_options.place == "reward":
             self.reward_weights[-1] = self.beta
         with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=self._captures) as passes:
             output = parent._generate_and_score_completions(inputs)
-        self._keep_reference(output, passes[1 if "old_per_token_logps" in output else 0])
+        trainer_logp, engine_logp = (output.get(f"{which}_per_token_logps") for which in ("old", "sampling"))
+        self._keep_reference(output, passes[0 if trainer_logp is None else 1])
+        if engine_logp is not None:
+            if trainer_logp is None:
+                trainer_logp = self._forward_pass(output, reference=False, hidden=False).logp
+            mask = response_mask(output)
+            self._log_metrics(**mismatch_metrics(trainer_logp, engine_logp, mask, self.accelerator))
         return output
 
     def _generate(self, prompts: Any) -> Any:
@@ -127,19 +127,6 @@ class GRPOLeash(KLMixin):
         for row, flags in enumerate(self._tool_masks or ()):
             mask[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool, device=like.device)
         return mask
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        parent: Any = super()
-        with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
-            loss = parent._compute_loss(model, inputs)
-        self._keep_exact_kl(passes[0], inputs)
-        if self._kl_options.place == "reward":
-            return loss
-        size = self._update_size(inputs)
-        kl = self._micro_batch_kl(passes[0], inputs, size)
-        mask = self._response_mask(inputs)
-        self._log_kl(kl, self._kl_options.token_weights(mask, size), inputs, size.micro_batches)
-        return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
         """The sizes of the update that this micro-batch belongs to, as in TRL's loss."""

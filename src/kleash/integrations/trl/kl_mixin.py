@@ -1,10 +1,9 @@
-"""The KL term of GRPO and RLOO, added to TRL's own loss, and exact statistics of generated batches."""
+"""The KL term of GRPO and RLOO, added to TRL's own loss."""
 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,23 +14,21 @@ from torch import Tensor
 from kleash.arguments import check_reward_order
 from kleash.errors import OptionError
 from kleash.estimators import importance_weights
-from kleash.estimators.weights import ImportanceWeights
 from kleash.extras import import_extra
 from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
-from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
 from kleash.integrations.trl.terms import KLOptions, UpdateSize
 from kleash.kl_rules import default_scope
 from kleash.linear import (
     Head,
     LinearOptions,
-    TokenStatistics,
     linear_kl,
     linear_kl_loss,
-    token_statistics,
 )
 from kleash.losses import future_kl_loss
-from kleash.uncertainty import clustered_mean, ratio_of_sums
+from kleash.sources.sequences import hash_tokens
+from kleash.uncertainty import clustered_mean
+from kleash.uncertainty.ratios import mean_per_token
 
 REFERENCE_HIDDEN = "kleash_reference_hidden"
 REFERENCE_LOGP = "ref_per_token_logps"
@@ -40,23 +37,20 @@ TOKEN_KL = "kleash_token_kl"
 """Entries of a generated batch that the trainers read or add."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MicroBatchKL:
+class MicroBatchKL(NamedTuple):
     """The KL term of a micro-batch."""
 
     loss: Float[Tensor, ""]
     """Its contribution to the loss of the update, without beta; with gradient."""
     per_token: Float[Tensor, "batch time"]
     """The KL of each token times its importance weight, detached; 0 where masked."""
-    effective_share: float | None = None
-    """Effective sample size under the importance weights, as a share of the tokens; None without weights."""
 
 
 class ResponseKL(NamedTuple):
     """The KL of a response, for its standard error."""
 
-    prompt: tuple[int, ...]
-    """Token ids of its prompt: responses to equal prompts are one cluster."""
+    prompt: str
+    """The hash of its prompt's tokens: responses to equal prompts are one cluster."""
     nats: float
     """Sum over its tokens."""
     tokens: int
@@ -70,10 +64,22 @@ def rows_by_prompt(
 ) -> list[ResponseKL]:
     """The KL of each response with its prompt; masked values are not read."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
-    prompts = [
-        tuple(ids[is_token].tolist()) for ids, is_token in zip(prompt_ids, prompt_mask.bool(), strict=True)
-    ]
+    prompts = prompt_hashes(prompt_ids, prompt_mask)
     return [ResponseKL(*row) for row in zip(prompts, nats, tokens, strict=True)]
+
+
+def prompt_hashes(
+    prompt_ids: Integer[Tensor, "batch prompt"], prompt_mask: Integer[Tensor, "batch prompt"]
+) -> list[str]:
+    """The hash of each prompt's tokens."""
+    prompts = zip(prompt_ids.cpu(), prompt_mask.bool().cpu(), strict=True)
+    return [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
+
+
+def response_mask(inputs: Mapping[str, Any]) -> Bool[Tensor, "batch time"]:
+    """True for the tokens that the policy generated: no padding, no tool output."""
+    mask = inputs["completion_mask"].bool()
+    return mask if inputs.get("tool_mask") is None else mask & inputs["tool_mask"].bool()
 
 
 def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,17 +203,38 @@ class KLMixin(ForwardCapture):
             output[REFERENCE_HIDDEN] = reference.hidden
             self._store_reference_head()
 
-    def _keep_exact_kl(self, policy_pass: ForwardPass, inputs: dict[str, Any]) -> None:
-        """Measure the exact KL of each token, once for each response, unless it is the one that is trained."""
-        if self._kl_options.exact or not self._measures_exact or TOKEN_KL in inputs:
-            return
-        mask = self._response_mask(inputs)
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss without a KL, and the KL of the micro-batch times beta."""
+        parent: Any = super()
+        with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
+            loss = parent._compute_loss(model, inputs)
+        mask = response_mask(inputs)
+        if self._measures_exact and not self._kl_options.exact and TOKEN_KL not in inputs:
+            self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
+        if self._kl_options.place == "reward":
+            return loss
+        size = self._update_size(inputs)
+        token_weights = self._kl_options.token_weights(mask, size)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
+            kl = self._micro_batch_kl(passes[0], inputs, mask, token_weights)
+        # the weights divide by the micro-batches of an update, and TRL logs a mean over them
+        trained = (token_weights * kl.per_token).sum().float() * size.micro_batches
+        self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
+        self._kl_rows += rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
+        if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
+            rows, self._kl_rows = self._kl_rows, []
+            self._log_kl_rows(rows)
+        return loss if self.beta == 0 else loss + self.beta * kl.loss
+
+    def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
+        """The sizes of the update that a micro-batch belongs to; of RLOO, a mean over the micro-batch's responses."""
+        return UpdateSize(micro_batches=1, tokens=1.0, max_length=self.args.max_completion_length)
+
+    def _keep_exact_kl(self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor) -> None:
+        """Measure the exact KL of each token, where a sampled one is trained."""
+        states = self._both_hidden(policy_pass, inputs, mask)
         with torch.no_grad():
-            nats = linear_kl(
-                *self._both_hidden(policy_pass, inputs, mask),
-                temperature=self.temperature,
-                options=self._linear_options,
-            )
+            nats = linear_kl(*states, temperature=self.temperature, options=self._linear_options)
         inputs[TOKEN_KL] = torch.zeros_like(policy_pass.logp).masked_scatter(mask, nats.to(policy_pass.logp))
 
     def _both_hidden(
@@ -222,39 +249,24 @@ class KLMixin(ForwardCapture):
         return policy_pass.hidden[mask], head_p, inputs[REFERENCE_HIDDEN][mask], head_q
 
     def _micro_batch_kl(
-        self, policy_pass: ForwardPass, inputs: dict[str, Any], size: UpdateSize
+        self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor, token_weights: Tensor
     ) -> MicroBatchKL:
-        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's.
-
-        Without a gradient if beta is 0.
-        """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
-            return self._term_of_micro_batch(policy_pass, inputs, size)
-
-    def _term_of_micro_batch(
-        self, policy_pass: ForwardPass, inputs: dict[str, Any], size: UpdateSize
-    ) -> MicroBatchKL:
-        mask = self._response_mask(inputs)
-        token_weights = self._kl_options.token_weights(mask, size)
-        behaviour, ratio_weights, effective_share = None, None, None
+        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's."""
+        behaviour, ratios = None, None
         if self._term.ratio != "none":
             behaviour = self._behaviour_logp(inputs)
             behaviour = policy_pass.logp.detach() if behaviour is None else behaviour
-            ratio_weights = importance_weights(
+            weights = importance_weights(
                 policy_pass.logp, behaviour, mask, level=self._term.ratio, cap=self._term.cap
             )
-            effective_share = float(ratio_weights.effective_sample_size / mask.sum().clamp(min=1))
+            ratios, share = weights.values, weights.effective_sample_size / mask.sum().clamp(min=1)
+            self._log_metrics(**{"kl/effective_share": float(share)})
         if self._kl_options.exact:
-            kl = self._exact_kl(policy_pass, inputs, mask, token_weights, ratio_weights)
-            return replace(kl, effective_share=effective_share)
+            return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
         per_token = self._term.per_token(
             policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
         )
-        return MicroBatchKL(
-            loss=(token_weights * per_token).sum(),
-            per_token=per_token.detach(),
-            effective_share=effective_share,
-        )
+        return MicroBatchKL((token_weights * per_token).sum(), per_token.detach())
 
     def _exact_kl(
         self,
@@ -262,10 +274,9 @@ class KLMixin(ForwardCapture):
         inputs: dict[str, Any],
         mask: Tensor,
         token_weights: Tensor,
-        ratio_weights: ImportanceWeights | None,
+        ratios: Tensor | None,
     ) -> MicroBatchKL:
         """The exact KL of each response token, from both models' hidden states, as the micro-batch's term."""
-        ratios = None if ratio_weights is None else ratio_weights.values
         weights = token_weights if ratios is None else token_weights * ratios
         result = linear_kl_loss(
             *self._both_hidden(policy_pass, inputs, mask),
@@ -281,31 +292,11 @@ class KLMixin(ForwardCapture):
         if self._term.spec.scope == "sequence":
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()
-        return MicroBatchKL(loss=loss, per_token=token_kl if ratios is None else token_kl * ratios)
-
-    def _response_mask(self, inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:
-        """True for the tokens that the policy generated: no padding, no tool output."""
-        mask = inputs["completion_mask"].bool()
-        return mask if inputs.get("tool_mask") is None else mask & inputs["tool_mask"].bool()
+        return MicroBatchKL(loss, token_kl if ratios is None else token_kl * ratios)
 
     def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
         """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
         return inputs.get(BEHAVIOUR_LOGP)
-
-    def _log_kl(
-        self, kl: MicroBatchKL, token_weights: Tensor, inputs: dict[str, Any], micro_batches: int
-    ) -> None:
-        """Log the KL as it is trained, per token and per response, over all processes. A collective."""
-        mask = self._response_mask(inputs)
-        # the weights divide by the micro-batches of an update, and TRL logs a mean over them
-        trained = (token_weights * kl.per_token).sum().float() * micro_batches
-        self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
-        if kl.effective_share is not None:
-            self._log_metrics(**{"kl/effective_share": kl.effective_share})
-        self._kl_rows += rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
-        if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
-            rows, self._kl_rows = self._kl_rows, []
-            self._log_kl_rows(rows)
 
     def _log_kl_rows(self, rows: list[ResponseKL]) -> float:
         """Log the KL of the responses of all processes, per token and per response, with its standard errors.
@@ -316,11 +307,8 @@ class KLMixin(ForwardCapture):
             The mean over responses.
         """
         rows = import_extra("accelerate.utils", "models").gather_object(rows)
-        numbers = {prompt: at for at, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-        nats, tokens = (np.array([row[at] for row in rows], np.float64) for at in (1, 2))
-        clusters = np.array([numbers[row.prompt] for row in rows])
-        totals, counts = (np.bincount(clusters, weights=x) for x in (nats, tokens))
-        per_token, per_sequence = ratio_of_sums(totals, counts), clustered_mean(nats, clusters)
+        prompts, nats, tokens = (np.array(column) for column in zip(*rows, strict=True))
+        per_token, per_sequence = mean_per_token(nats, tokens, prompts), clustered_mean(nats, prompts)
         self._log_metrics(
             **{
                 "kl/per_token": per_token.value,
@@ -332,62 +320,7 @@ class KLMixin(ForwardCapture):
         )
         return per_sequence.value
 
-    def _log_engine_mismatch(
-        self, output: dict[str, Any], trainer_logp: Tensor | None, engine_logp: Tensor
-    ) -> None:
-        """Log the mismatch of trainer and engine on a generated batch, before the update. A collective.
-
-        Args:
-            output: the result of ``_generate_and_score_completions``.
-            trainer_logp: the policy's log-probabilities of the tokens; None for one more pass of the policy.
-            engine_logp: those that the engine returned.
-        """
-        if trainer_logp is None:
-            trainer_logp = self._forward_pass(output, reference=False, hidden=False).logp
-        mask = self._response_mask(output)
-        self._log_metrics(**mismatch_metrics(trainer_logp, engine_logp, mask, self.accelerator))
-
     def _log_metrics(self, **metrics: float) -> None:
         """Add values to those that TRL averages and logs."""
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
-
-
-class ResponseStatistics(NamedTuple):
-    """Token statistics of a generated batch."""
-
-    mask: Bool[Tensor, "batch time"]
-    """True for the tokens that the policy generated."""
-    statistics: TokenStatistics
-    """Statistics of these tokens, all responses concatenated; KL(policy || reference) is ``kl_pq``."""
-
-
-def response_statistics(trainer: KLMixin, output: dict[str, Any]) -> ResponseStatistics:
-    """The exact KLs, entropies and log-probabilities of a generated batch, before the update.
-
-    Runs one more pass of the policy, and one of the reference if its hidden states are not in the batch.
-
-    Args:
-        trainer: a trainer with ``GRPOLeash`` or ``RLOOLeash``, which has a reference.
-        output: the result of its ``_generate_and_score_completions``.
-
-    Raises:
-        CannotRunError: if a model does not come apart into hidden states and a head.
-    """
-    mask = trainer._response_mask(output)
-    policy_hidden = trainer._forward_pass(output, reference=False, hidden=True).hidden
-    reference_hidden = output.get(REFERENCE_HIDDEN)
-    if reference_hidden is None:
-        reference_hidden = trainer._forward_pass(output, reference=True, hidden=True).hidden
-    assert policy_hidden is not None and reference_hidden is not None, "hidden=True was requested"
-    head_p, head_q = trainer._heads()
-    with torch.no_grad():
-        statistics = token_statistics(
-            policy_hidden[mask],
-            head_p,
-            reference_hidden[mask],
-            head_q,
-            output["completion_ids"][mask],
-            temperature=trainer.temperature,
-        )
-    return ResponseStatistics(mask=mask, statistics=statistics)

@@ -1,44 +1,11 @@
 """The mismatch of TRL's trainer and the vLLM engine that generates for it, measured on every generated batch."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.leash import mismatch
-
-
-class EngineLogprobs:
-    """Keeps the log-probabilities that vLLM returns, for a trainer that leaves them out (TRL's RLOO).
-
-    It stands in place of ``VLLMGeneration.generate``, whose results it passes on unchanged.
-
-    Args:
-        generation: TRL's ``VLLMGeneration``, which is told to ask for the log-probability of each drawn token.
-    """
-
-    def __init__(self, generation: Any) -> None:
-        """Stand in place of ``generation.generate``."""
-        generation.logprobs = 0
-        self._generate: Callable[..., Any] = generation.generate
-        self._returned: Sequence[Sequence[Sequence[float | None]]] = ()
-        generation.generate = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What TRL's ``generate`` returns: prompt ids, response ids, log-probabilities and their token ids."""
-        result = self._generate(*args, **kwargs)
-        self._returned = result[2]
-        return result
-
-    def as_tensor(self, like: Tensor) -> Tensor:
-        """The values of the last call, with the shape ``[batch, time]`` of ``like``; NaN where there is none."""
-        values = torch.full(like.shape, torch.nan, device=like.device)
-        for row, response in enumerate(self._returned):
-            numbers = [torch.nan if token[0] is None else token[0] for token in response]
-            values[row, : len(numbers)] = torch.tensor(numbers, device=like.device)
-        return values
 
 
 def mismatch_metrics(

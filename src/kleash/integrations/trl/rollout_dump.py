@@ -12,6 +12,7 @@ from kleash.diagnosis import write_rollouts
 from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
+from kleash.integrations.trl.forward_capture import base_network
 
 
 class RolloutDump(AttachedCallback):
@@ -129,8 +130,7 @@ class GenerationLogprobs:
 @contextmanager
 def _generation_columns(trainer: Any) -> Iterator[list[GenerationLogprobs]]:
     """Context in which transformers' ``generate`` keeps log-probabilities: a column for each call of it."""
-    network = trainer.accelerator.unwrap_model(trainer.model)
-    network = network.get_base_model() if hasattr(network, "get_base_model") else network
+    network = base_network(trainer.accelerator.unwrap_model(trainer.model))
     make_processors, columns = network._get_logits_processor, list[GenerationLogprobs]()
 
     def with_column(*args: Any, **kwargs: Any) -> Any:

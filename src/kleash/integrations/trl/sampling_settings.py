@@ -75,11 +75,8 @@ def require_policy_samples(kl_options: KLOptions, trainer: Any) -> None:
 
 def log_unused_correction(kl_options: KLOptions, trainer: Any) -> None:
     """Warn that ``use_bias_correction_kl``, TRL's default, has no effect, unless the term is TRL's own."""
-    if trainer.beta == 0 or not getattr(trainer.args, "use_bias_correction_kl", False):
-        return
-    if (
-        kl_options.gradient == "ratio_attached" and kl_options.kl == "k3"
-    ):  # TRL's own term, with that correction
+    is_trls_own = kl_options.gradient == "ratio_attached" and kl_options.kl == "k3"  # with that correction
+    if trainer.beta == 0 or is_trls_own or not getattr(trainer.args, "use_bias_correction_kl", False):
         return
     LOG.warning(
         "use_bias_correction_kl=True (TRL's default) does nothing: it weighs TRL's own KL, which is switched off; "

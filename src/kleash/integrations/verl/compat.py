@@ -27,13 +27,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import (
-    call_after_import,
-    replace_everywhere,
-    require_attributes,
-    warn_if_untested,
-    wrap_once,
-)
+from kleash.extras import require_attributes, warn_if_untested, wrap_once
 
 CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
@@ -52,26 +46,6 @@ CORE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{CORE}:agg_loss": ("loss_mat", "loss_mask"),
     f"{CORE}:get_kl_controller": ("kl_ctrl",),
 }
-REFERENCE_ATTRIBUTES = {f"{UTILS}:need_reference_policy": ("config",)}
-REWARD_ATTRIBUTES = {f"{RAY_TRAINER}:apply_kl_penalty": ("data", "kl_ctrl", "kl_penalty")}
-ENGINE_ATTRIBUTES = {
-    f"{ENGINE}:FSDPEngine.disable_adapter": ("self",),
-    f"{ENGINE}:FSDPEngineWithLMHead.forward_step": ("micro_batch", "loss_function", "forward_only"),
-    f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs": (
-        *("output", "output_args", "micro_batch", "logits_processor_func"),
-    ),
-    f"{PADDING}:no_padding_2_padding": ("tensor", "data"),
-}
-LOSS_ATTRIBUTES = {f"{LOSSES}:ppo_loss": ("config", "model_output", "data", "dp_group")}
-TOP_K_ATTRIBUTES = {
-    f"{TOP_K_LOSSES}:compute_forward_kl_topk": (
-        *("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format"),
-    ),
-    f"{ULYSSES}:slice_input_tensor": ("x", "dim"),
-    f"{ULYSSES}:get_ulysses_sequence_parallel_world_size": (),
-}
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def import_core() -> Any:
@@ -93,50 +67,9 @@ def import_core() -> Any:
     return core
 
 
-def wrap_engine(*, disable_adapter: Wrapper, forward_step: Wrapper, prepare_model_outputs: Wrapper) -> None:
-    """Wrap methods of verl's FSDP engine as soon as its module is imported."""
+def selecting_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's ``apply_kl_penalty``, which then reads 0 at masked tokens."""
 
-    def wrap(module: Any) -> None:
-        require_attributes("verl", ENGINE_ATTRIBUTES)
-        base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
-        base.disable_adapter = disable_adapter(base.disable_adapter)
-        language_model.forward_step = forward_step(language_model.forward_step)
-        language_model.prepare_model_outputs = prepare_model_outputs(language_model.prepare_model_outputs)
-
-    call_after_import(ENGINE, wrap)
-
-
-def wrap_ppo_loss(wrapper: Wrapper) -> None:
-    """Wrap verl's ``ppo_loss`` as soon as it is imported, in every module of verl that has it by name."""
-
-    def wrap(module: Any) -> None:
-        require_attributes("verl", LOSS_ATTRIBUTES)
-        replace_everywhere(module, "ppo_loss", wrapper(module.ppo_loss))
-
-    call_after_import(LOSSES, wrap)
-
-
-def wrap_top_k_loss(wrapper: Wrapper) -> None:
-    """Wrap the function that computes the top-k distillation loss of FSDP, as soon as its module is imported."""
-
-    def wrap(module: Any) -> None:
-        require_attributes("verl", TOP_K_ATTRIBUTES)
-        wrap_once(module, "compute_forward_kl_topk", wrapper)
-
-    call_after_import(TOP_K_LOSSES, wrap)
-
-
-def select_in_rewards() -> None:
-    """Make verl's ``apply_kl_penalty`` read 0 at masked tokens, as soon as its module is imported."""
-
-    def wrap(module: Any) -> None:
-        require_attributes("verl", REWARD_ATTRIBUTES)
-        wrap_once(module, "apply_kl_penalty", _selecting_columns)
-
-    call_after_import(RAY_TRAINER, wrap)
-
-
-def _selecting_columns(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
         columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
         is_counted = data.batch["response_mask"].bool()
@@ -151,17 +84,9 @@ def _selecting_columns(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_kl_penalty
 
 
-def warn_without_kl() -> None:
-    """Make verl's ``need_reference_policy``, which its trainers ask first, warn of a configuration without a KL."""
+def warning_without_kl(original: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's ``need_reference_policy``, which its trainers ask first, with a warning where no KL is trained."""
 
-    def wrap(module: Any) -> None:
-        require_attributes("verl", REFERENCE_ATTRIBUTES)
-        wrap_once(module, "need_reference_policy", _warning_without_kl)
-
-    call_after_import(UTILS, wrap)
-
-
-def _warning_without_kl(original: Callable[..., Any]) -> Callable[..., Any]:
     def need_reference_policy(config: Any) -> bool:
         actor = config.actor_rollout_ref.actor
         has_loss = actor.use_kl_loss and getattr(actor, "kl_loss_coef", None) != 0

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ class ExactKL:
     def disable_adapter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``FSDPEngine.disable_adapter``: in its context the engine runs the reference."""
 
-        @wraps(original)
         def disable_adapter(engine: Any) -> AbstractContextManager[None]:
             return self._without_adapter(engine, original(engine))
 
@@ -68,7 +66,6 @@ class ExactKL:
     def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``FSDPEngineWithLMHead.forward_step``: records the input of the reference's head."""
 
-        @wraps(original)
         def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
             is_reference = engine in self._engines_without_adapter or engine.engine_config.forward_only
             if not is_reference or loss_function is not None:
@@ -107,7 +104,6 @@ class ExactKL:
     def prepare_model_outputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
 
-        @wraps(original)
         def prepare_model_outputs(
             engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
         ) -> Any:
@@ -125,7 +121,6 @@ class ExactKL:
     def ppo_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``ppo_loss``: while it runs, ``micro_batch_kl`` is the KL of its micro-batch."""
 
-        @wraps(original)
         def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
             token_kl = model_output.get(TOKEN_KL)
             self.micro_batch_kl = None if token_kl is None else response_rows(token_kl, data)

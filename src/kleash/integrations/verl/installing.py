@@ -6,15 +6,17 @@ from typing import Any
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
-from kleash.extras import replace_everywhere, wrap_once
+from kleash.extras import replace_everywhere, wrap_after_import, wrap_once
 from kleash.integrations.verl import penalty
 from kleash.integrations.verl.compat import (
+    ENGINE,
+    LOSSES,
+    RAY_TRAINER,
+    TOP_K_LOSSES,
+    UTILS,
     import_core,
-    select_in_rewards,
-    warn_without_kl,
-    wrap_engine,
-    wrap_ppo_loss,
-    wrap_top_k_loss,
+    selecting_columns,
+    warning_without_kl,
 )
 from kleash.integrations.verl.distillation import with_tail
 from kleash.integrations.verl.exact import ExactKL
@@ -56,7 +58,9 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     core = import_core()
     if top_k_distillation is not None:
         look_up(DIVERGENCES, top_k_distillation, "divergence")
-        wrap_top_k_loss(partial(with_tail, divergence=top_k_distillation))
+        arguments = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
+        loss = arguments, partial(with_tail, divergence=top_k_distillation)
+        wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": loss})
     exact_kl: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
     if exact and exact_kl is None:
         exact_kl = _install_exact()
@@ -70,8 +74,9 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
 
     replace_everywhere(core, "kl_penalty", kl_penalty)
     wrap_once(core, "agg_loss", partial(selecting, values="loss_mat", mask="loss_mask"))
-    select_in_rewards()
-    warn_without_kl()
+    rewards = ("data", "kl_ctrl", "kl_penalty"), selecting_columns
+    wrap_after_import(RAY_TRAINER, {"apply_kl_penalty": rewards})
+    wrap_after_import(UTILS, {"need_reference_policy": (("config",), warning_without_kl)})
 
 
 def _penalty_function(exact_kl: ExactKL | None) -> Any:
@@ -97,10 +102,14 @@ def _controller_saved_with_checkpoints(kl_ctrl: Any) -> KLController:
 def _install_exact() -> ExactKL:
     """Wrap verl's engine and loss as soon as they are imported."""
     exact_kl = ExactKL()
-    wrap_engine(
-        disable_adapter=exact_kl.disable_adapter,
-        forward_step=exact_kl.forward_step,
-        prepare_model_outputs=exact_kl.prepare_model_outputs,
-    )
-    wrap_ppo_loss(exact_kl.ppo_loss)
+    step = ("micro_batch", "loss_function", "forward_only"), exact_kl.forward_step
+    outputs = ("output", "output_args", "micro_batch", "logits_processor_func")
+    methods = {
+        "FSDPEngine.disable_adapter": (("self",), exact_kl.disable_adapter),
+        "FSDPEngineWithLMHead.forward_step": step,
+        "FSDPEngineWithLMHead.prepare_model_outputs": (outputs, exact_kl.prepare_model_outputs),
+    }
+    wrap_after_import(ENGINE, methods)
+    loss = ("config", "model_output", "data", "dp_group"), exact_kl.ppo_loss
+    wrap_after_import(LOSSES, {"ppo_loss": loss})
     return exact_kl

@@ -40,11 +40,12 @@ from kleash.sources.responses import LISTS
 from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
-from kleash.training.response_metrics import gather_object, mean_per_token
+from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.online import data_set, in_step_order
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
+from kleash.uncertainty.ratios import mean_per_token
 
 REVERSE_KL = DIVERGENCES["reverse_kl"]
 LISTED_LOGITS = 2**25

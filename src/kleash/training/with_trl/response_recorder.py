@@ -13,8 +13,7 @@ from torch import Tensor
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
 from kleash.integrations.trl.grpo import PENALTY
-from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin
-from kleash.sources.sequences import hash_tokens
+from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin, prompt_hashes, response_mask
 from kleash.store import Sample
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import require_scored
@@ -164,9 +163,7 @@ class ResponseRecorder:
         loss = original(model, inputs)
         logp, entropy = self._passes[0]
         self._passes = []
-        mask = inputs["completion_mask"].bool()
-        if inputs.get("tool_mask") is not None:
-            mask &= inputs["tool_mask"].bool()
+        mask = response_mask(inputs)
         batch, mode = self._batches[self._mode], self._mode
         rows = inputs[ROW].tolist()
         if not batch.measured.issuperset(rows):
@@ -215,8 +212,7 @@ class ResponseRecorder:
         columns = {"token_logp": logp, "entropy": entropy}
         columns |= {name: column for name, column in known.items() if column is not None}
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
-        prompts = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), strict=True)
-        hashes = [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
+        hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
         weights = self.trainer.reward_weights[: len(self.names)].double().cpu()
         is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
         first = self.trainer.accelerator.process_index * len(batch.prompts)
