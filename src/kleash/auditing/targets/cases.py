@@ -139,7 +139,7 @@ def claiming(convention: str | Convention, claims: str) -> Convention:
 
 
 def case_of_code(name: str, audits: str, convention: str | Convention, *notes: str, **arguments: Any) -> Case:
-    """A case whose function is the code itself, at a dotted path or ``FILE:function``; ``arguments`` are bound to it."""
+    """A case whose function is the code at ``audits`` itself: a dotted path, or ``FILE:function`` of a checkout."""
     record = resolve_convention(convention)
     return Case(name=name, convention=record, audits=audits, notes=notes, arguments=arguments)
 
