@@ -4,13 +4,11 @@
 with and without the models, and of its answer ``findings[*].cause`` and ``.probability`` are read. A cause is named
 rightly if the first finding is one of those accepted for the plant. docs/doctor.md has the tables.
 
-What was drawn is kept in a temporary folder, or in that of $KLEASH_DOCTOR_TRIALS. ``--resume`` takes the trials of a
-file of an earlier run, if the package's diagnosis is the same.
+What was drawn is kept in a temporary folder, or in that of $KLEASH_DOCTOR_TRIALS.
 """
 
 import argparse
 import hashlib
-import json
 import os
 import pickle
 import time
@@ -27,7 +25,6 @@ from doctor_drawing import cache_folder, pool
 from doctor_plants import PLANTS, UNSEEN_WITHOUT_MODELS, Case, Rollouts, clean
 from harness import RESULTS, write_result
 
-import kleash.diagnosis
 from kleash.diagnosis import RolloutRecord, diagnose
 from kleash.models import Pair, load_pair
 
@@ -238,26 +235,6 @@ def summary(rows: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def key_of_diagnosis() -> str:
-    """A hash of the package's diagnosis, so that trials of another version are not taken over."""
-    folder = Path(kleash.diagnosis.__file__).parent
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()[
-        :12
-    ]
-
-
-def earlier_trials(path: Path | None, key: str, modes: Sequence[str]) -> dict[tuple[str, int], Trial]:
-    """The trials of a file of lines that were made with the same diagnosis, and have all modes."""
-    if path is None or not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {
-        (row["plant"], row["seed"]): row
-        for row in rows
-        if row.get("key") == key and all(mode in row for mode in modes)
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Planted causes and clean runs, with and without the models."
@@ -269,39 +246,26 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--with-models", action="store_true", help="with the models alone")
     parser.add_argument("--without-models", action="store_true", help="without the models alone")
-    parser.add_argument("--resume", type=Path, help="a file of lines: its trials are kept, new ones appended")
     parser.add_argument("--name", default="doctor_trials", help="of the file of results")
     options = parser.parse_args()
     both = options.with_models == options.without_models
     modes = MODES if both else (MODES[0],) if options.with_models else (MODES[1],)
-    key, seeds = key_of_diagnosis(), range(options.first_seed, options.first_seed + options.seeds)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     jobs = [(plant, seed) for seed in seeds for plant in options.plants]
     jobs += [(CLEAN, options.first_seed + number) for number in range(options.clean)]
-    done = earlier_trials(options.resume, key, modes)
-    rows: list[Trial] = [done[job] for job in jobs if job in done]
+    rows: list[Trial] = []
     torch.set_num_threads(1)
     for name in ("policy", "reference"):  # once, before the processes
         pool(name)
     start = time.perf_counter()
     with ProcessPoolExecutor(options.processes) as executor:
-        started = [executor.submit(trial, *job, modes) for job in jobs if job not in done]
-        for future in started:
-            row = {**future.result(), "key": key}
+        for future in [executor.submit(trial, *job, modes) for job in jobs]:
+            row = future.result()
             rows.append(row)
             for mode in modes:
                 if not is_named(row, mode) or is_wrong(row, mode):
                     print(f"  {row['plant']} {row['seed']} {row['variant']}, {mode}: {row[mode]}", flush=True)
-            if options.resume is not None:
-                with options.resume.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    order = {job: place for place, job in enumerate(jobs)}
-    rows.sort(
-        key=lambda row: (
-            row["plant"] == CLEAN,
-            list(PLANTS).index(row["plant"]) if row["plant"] in PLANTS else 0,
-            order[row["plant"], row["seed"]],
-        )
-    )
+    rows.sort(key=lambda row: [*PLANTS, CLEAN].index(row["plant"]))
     print(summary(rows))
     figures: Mapping[str, Any] = {
         "what": "the findings for planted faults and clean runs of the shipped pair",

@@ -7,7 +7,6 @@ import torch
 from target_values import Numbers, close, mean, of
 
 from kleash.auditing import AuditInputs, cases_of
-from kleash.auditing.targets.verl import kl_penalty
 
 pytestmark = pytest.mark.peers("verl", "openrlhf")
 
@@ -35,6 +34,8 @@ def test_verl_penalties_and_their_gradients(inputs: AuditInputs, by_hand: Number
 
 
 def test_verl_synonyms_of_estimators(inputs: AuditInputs) -> None:
+    (case,) = cases_of("verl:kl")
+    kl_penalty = case.function
     for one, other in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")):
         pair = inputs.token_logp, inputs.token_logq
         assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))

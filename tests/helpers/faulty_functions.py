@@ -35,9 +35,7 @@ class FaultyFunction:
 def faulty(
     function: Function, convention: str | Convention, *kinds: str, severity: str = "wrong"
 ) -> FaultyFunction:
-    return FaultyFunction(
-        make=lambda: function, convention=convention, kinds=frozenset(kinds), severity=severity
-    )
+    return faulty_factory(lambda: function, convention, *kinds, severity=severity)
 
 
 def faulty_factory(
@@ -460,9 +458,7 @@ RIGHT_FUNCTIONS: Mapping[str, tuple[Function, str | Convention]] = MappingProxyT
             lambda p, q, b: rho(p, b).detach() * u_of(p, q).square() / 2,
             "loss_with_behaviour",
         ),
-        "k1 reward": (u_of, "reward"),
         "k1 reward on the last token": (sequence_k1, "reward"),
-        "k3 metric": (k3, "metric"),
         "mean of responses' means": (
             lambda p, q, mask: (masked(p, q, mask).sum(-1) / mask.sum(-1)).mean(),
             "mean_loss_with_mask",
@@ -471,13 +467,11 @@ RIGHT_FUNCTIONS: Mapping[str, tuple[Function, str | Convention]] = MappingProxyT
         "exact KL with its past as baseline": (future(lambda d: d.cumsum(-1) - d), EXACT_SEQUENCE),
         "score function of whole responses": (surrogate(to_go), SUMMED),
         "squared log ratio of a response": (lambda p, q: u_of(p, q).sum(-1).square() / 2, SUMMED),
-        "exact KL": (kleash.kl, "log_probabilities"),
         "exact KL with its future": (future(lambda d: to_go(d) - d), EXACT_SEQUENCE),
-        "kl_loss": (kleash.kl_loss, "loss_with_mask"),
         "minus k1, as a reward": (
             lambda p, q: -u_of(p, q),
             replace(CONVENTIONS["reward"], name="-", sign=-1),
         ),
     }
 )
-"""Name -> a function without a fault, and its convention."""
+"""Name -> a function without a fault, and its convention; besides those of ``right_functions``."""

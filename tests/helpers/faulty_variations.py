@@ -25,7 +25,7 @@ from single_faults import k3, masked, rho, right, u_of, up
 from torch import Tensor
 
 import kleash
-from kleash.auditing import CONVENTIONS, Convention, from_fields
+from kleash.auditing import Convention, from_fields
 
 ANY_VALUE = (*VALUE, "biased_value", "other_divergence")
 SAMPLED_LOGITS = from_fields("sampled_logits", "logits_p", "logits_q", "tokens")
@@ -377,6 +377,5 @@ RIGHT_FUNCTIONS: Mapping[str, tuple[Callable[..., Tensor], str | Convention]] = 
             lambda p, q, b: (up(p) - up(b)).cumsum(-1).exp() * u_of(p, q),
             "loss_with_behaviour",
         ),
-        "linear_kl": (kleash.linear_kl, CONVENTIONS["heads"]),
     }
 )

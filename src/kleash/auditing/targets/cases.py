@@ -13,8 +13,8 @@ from kleash.errors import CannotRunError, OptionError
 
 
 def not_loaded(*_: Any, **__: Any) -> Any:
-    """Stands for the function of a case in a checkout that has not been loaded."""
-    raise CannotRunError("a case of a checkout has a function once its target is loaded with a source")
+    """Stands for the function of a case that ``Target.load`` has not loaded."""
+    raise CannotRunError("this case has a function once its target is loaded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Case:
 
     name: str
     function: Function = not_loaded
-    """Called by ``convention``; imports what it needs when it is called. That of a checkout is loaded by its target."""
+    """Called by ``convention``; imports what it needs when it is called. By default that at ``audits``, loaded by its
+    target."""
     convention: Convention
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments bound to it."""
@@ -84,13 +85,19 @@ class Target:
             import_target(self.package)
             for module in self.modules:
                 import_target(module)
+            functions = [_loaded(case) for case in self.cases]
         notes = tuple(
             f"{name} is not installed: an empty module replaced it while {self.name} was imported"
             for name in missing
         )
         return tuple(
-            replace(case, notes=(f"runs `{case.audits}`", *case.notes, *notes), package=self.package)
-            for case in self.cases
+            replace(
+                case,
+                function=function,
+                notes=(f"runs `{case.audits}`", *case.notes, *notes),
+                package=self.package,
+            )
+            for case, function in zip(self.cases, functions, strict=True)
         )
 
     def _cases_in(self, source: Path) -> tuple[Case, ...]:
@@ -105,6 +112,12 @@ class Target:
             )
             for case in self.cases
         )
+
+
+def _loaded(case: Case) -> Function:
+    """The function of a case of an installed package: its own, or that at the dotted path that it audits."""
+    module, _, name = case.audits.rpartition(".")
+    return getattr(import_target(module), name) if case.function is not_loaded else case.function
 
 
 HIDDEN_FIELDS = ("hidden_p", "head_p", "hidden_q", "head_q")
@@ -125,6 +138,12 @@ def claiming(convention: str | Convention, claims: str) -> Convention:
     return replace(record, name=f"{record.name}, {claims}", claims=claims)
 
 
+def case_of_code(name: str, audits: str, convention: str | Convention, *notes: str, **arguments: Any) -> Case:
+    """A case whose function is the code at ``audits`` itself: a dotted path, or ``FILE:function`` of a checkout."""
+    record = resolve_convention(convention)
+    return Case(name=name, convention=record, audits=audits, notes=notes, arguments=arguments)
+
+
 def make_case(
     name: str,
     function: Function,
@@ -134,13 +153,6 @@ def make_case(
     fragile: Collection[str] = (),
     **arguments: Any,
 ) -> Case:
-    """A case; ``arguments`` are bound to the function, and the other parameters are fields of ``Case``."""
-    return Case(
-        name=name,
-        function=function,
-        convention=resolve_convention(convention),
-        audits=audits,
-        notes=notes,
-        fragile=fragile,
-        arguments=arguments,
-    )
+    """A case whose ``function`` calls the code at ``audits``; the other parameters are those of ``case_of_code``."""
+    case = case_of_code(name, audits, convention, *notes, **arguments)
+    return replace(case, function=function, fragile=fragile)

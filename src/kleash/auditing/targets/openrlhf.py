@@ -7,22 +7,8 @@ OpenRLHF imports packages that cannot be installed everywhere; the target replac
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.cases import MINUS_REWARD, Target, make_case
+from kleash.auditing.targets.cases import MINUS_REWARD, Target, case_of_code, make_case
 from kleash.auditing.targets.packages import import_target
-
-
-def compute_approx_kl(
-    token_logp: Tensor,
-    token_logq: Tensor,
-    behaviour_logp: Tensor | None = None,
-    *,
-    kl_estimator: str = "k1",
-    unbiased_gradient: bool = False,
-) -> Tensor:
-    """OpenRLHF's ``compute_approx_kl``, per token."""
-    return import_target("openrlhf.models.utils").compute_approx_kl(
-        token_logp, token_logq, behaviour_logp, kl_estimator=kl_estimator, unbiased_gradient=unbiased_gradient
-    )
 
 
 def kl_loss(
@@ -56,16 +42,12 @@ OPENRLHF = Target(
     modules=("openrlhf.models.utils", "openrlhf.models.loss"),
     stood_in=("deepspeed", "flash_attn", "pylatexenc"),
     cases=(
+        *(case_of_code(name, APPROX, "loss", kl_estimator=name) for name in ("k1", "k2", "k3")),
         *(
-            make_case(name, compute_approx_kl, "loss", APPROX, kl_estimator=name)
-            for name in ("k1", "k2", "k3")
-        ),
-        *(
-            make_case(
+            case_of_code(
                 f"{name}_unbiased",
-                compute_approx_kl,
-                "loss_with_behaviour",
                 APPROX,
+                "loss_with_behaviour",
                 kl_estimator=name,
                 unbiased_gradient=True,
             )

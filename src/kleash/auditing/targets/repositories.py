@@ -11,17 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.auditing.conventions import Convention, resolve_convention
-from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, claiming
+from kleash.auditing.conventions import Convention
+from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, case_of_code, claiming
 from kleash.auditing.toy_distributions import AuditInputs
-
-
-def checkout_case(
-    name: str, audits: str, convention: str | Convention, *notes: str, **arguments: Any
-) -> Case:
-    """A case whose function, ``FILE:function`` of a checkout, is loaded by ``Target.load``."""
-    record = resolve_convention(convention)
-    return Case(name=name, convention=record, audits=audits, notes=notes, arguments=arguments)
 
 
 def with_ratio(keyword: str, *, of_behaviour: bool = True) -> Convention:
@@ -95,13 +87,13 @@ def compute_approx_kl_cases(audits: str) -> tuple[Case, ...]:
     unbiased = "--use-unbiased-kl"
     ratio = with_ratio("importance_ratio")
     return (
-        *(checkout_case(kind, audits, "loss", MEAN_NOTE, kl_loss_type=kind) for kind in SLIME_ESTIMATORS),
+        *(case_of_code(kind, audits, "loss", MEAN_NOTE, kl_loss_type=kind) for kind in SLIME_ESTIMATORS),
         *(
-            checkout_case(f"{kind}_unbiased", audits, ratio, MEAN_NOTE, unbiased, kl_loss_type=kind)
+            case_of_code(f"{kind}_unbiased", audits, ratio, MEAN_NOTE, unbiased, kl_loss_type=kind)
             for kind in SLIME_ESTIMATORS
         ),
         *(
-            checkout_case(f"reward_{kind}", audits, "reward", PENALTY_NOTE, kl_loss_type=kind)
+            case_of_code(f"reward_{kind}", audits, "reward", PENALTY_NOTE, kl_loss_type=kind)
             for kind in ("k1", "low_var_kl")
         ),
     )
@@ -113,7 +105,7 @@ NEMO_RL = Target(
     repository="https://github.com/NVIDIA-NeMo/RL",
     cases=(
         *(
-            checkout_case(
+            case_of_code(
                 f"loss_{kind}",
                 NEMO_KL,
                 with_ratio("importance_sampling_weights", of_behaviour=False),
@@ -124,7 +116,7 @@ NEMO_RL = Target(
             for kind in ("k1", "k2", "k3")
         ),
         *(
-            checkout_case(
+            case_of_code(
                 f"loss_{kind}_approximation",
                 NEMO_KL,
                 with_ratio("importance_sampling_weights"),
@@ -135,10 +127,10 @@ NEMO_RL = Target(
             for kind in ("k2", "k3")
         ),
         *(
-            checkout_case(f"reward_{kind}", NEMO_KL, "reward", PENALTY_NOTE, kl_type=kind)
+            case_of_code(f"reward_{kind}", NEMO_KL, "reward", PENALTY_NOTE, kl_type=kind)
             for kind in ("k1", "k2", "k3")
         ),
-        checkout_case(
+        case_of_code(
             "gen_kl_error",
             NEMO_KL,
             "metric",
@@ -156,13 +148,11 @@ SKYRL = Target(
     repository="https://github.com/NovaSky-AI/SkyRL",
     cases=(
         *(
-            checkout_case(f"loss_{kind}", SKYRL_KL, "loss_with_mask", MEAN_NOTE, kl_estimator_type=kind)
+            case_of_code(f"loss_{kind}", SKYRL_KL, "loss_with_mask", MEAN_NOTE, kl_estimator_type=kind)
             for kind in ("k1", "abs", "k2", "k3")
         ),
         *(
-            checkout_case(
-                f"reward_{kind}", SKYRL_KL, "reward_with_mask", PENALTY_NOTE, kl_estimator_type=kind
-            )
+            case_of_code(f"reward_{kind}", SKYRL_KL, "reward_with_mask", PENALTY_NOTE, kl_estimator_type=kind)
             for kind in ("k1", "abs", "k2", "k3")
         ),
     ),
@@ -184,7 +174,7 @@ PRIME_RL = Target(
     package="prime_rl",
     repository="https://github.com/PrimeIntellect-ai/prime-rl",
     cases=(
-        checkout_case(
+        case_of_code(
             "ref_kl",
             f"{PRIME_LOSS}:ref_kl_loss_fn",
             Convention(
@@ -197,7 +187,7 @@ PRIME_RL = Target(
             ),
             "on-policy distillation: q is the teacher",
         ),
-        checkout_case(
+        case_of_code(
             "mismatch_kl",
             f"{PRIME_LOSS}:compute_importance_ratio_and_mismatch_kl",
             MISMATCH,
@@ -213,7 +203,7 @@ OPEN_INSTRUCT = Target(
     package="open_instruct",
     repository="https://github.com/allenai/open-instruct",
     cases=tuple(
-        checkout_case(
+        case_of_code(
             f"kl_estimator_{index}", "open_instruct/model_utils.py:estimate_kl", estimate_kl(index), MEAN_NOTE
         )
         for index in range(4)
@@ -224,7 +214,7 @@ TORCHTUNE = Target(
     package="torchtune",
     repository="https://github.com/pytorch/torchtune",
     cases=tuple(
-        checkout_case(
+        case_of_code(
             name,
             f"torchtune/modules/loss/kd_losses.py:{name}",
             claiming(MODULE, claims),

@@ -21,6 +21,7 @@ from kleash.auditing.targets.cases import (
     TOP_2_NOTE,
     Case,
     Target,
+    case_of_code,
     claiming,
     make_case,
 )
@@ -192,28 +193,7 @@ def generalised_jsd_batchmean(
     return trainer.generalized_jsd_loss(logits_p, logits_q, labels=labels, beta=beta)
 
 
-def top_k_self_distillation(
-    logits_p: Tensor, logits_q: Tensor, *, k: int = 2, alpha: float = 1.0, add_tail: bool = True
-) -> Tensor:
-    """TRL's ``compute_topk_self_distillation_loss``: the student's top k, with a tail bucket or renormalised."""
-    loss = import_target("trl.experimental.sdft.loss_utils").compute_topk_self_distillation_loss
-    return loss(
-        logits_p, logits_q, distillation_topk=k, distillation_alpha=alpha, distillation_add_tail=add_tail
-    )
-
-
-def full_self_distillation(logits_p: Tensor, logits_q: Tensor, *, alpha: float = 1.0) -> Tensor:
-    """TRL's ``compute_full_logit_self_distillation_loss``: alpha 1 is KL(p || q), 0 is KL(q || p)."""
-    loss = import_target("trl.experimental.sdft.loss_utils").compute_full_logit_self_distillation_loss
-    return loss(logits_p, logits_q, distillation_alpha=alpha)
-
-
-def sampled_self_distillation(logits_p: Tensor, logits_q: Tensor, tokens: Tensor) -> Tensor:
-    """TRL's ``compute_sampled_token_self_distillation_loss``, per token."""
-    loss = import_target("trl.experimental.sdft.loss_utils").compute_sampled_token_self_distillation_loss
-    return loss(logits_p, logits_q, tokens, distillation_alpha=1.0)
-
-
+SDFT = "trl.experimental.sdft.loss_utils"
 GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 MEAN_WITH_BEHAVIOUR = "mean_loss_with_behaviour_and_mask"
 UNINITIALISED_NOTE = (
@@ -249,7 +229,7 @@ TRL = Target(
         "trl.experimental.gmpo.gmpo_trainer",
         "trl.kernels.chunked_divergence",
         "trl.experimental.gkd.gkd_trainer",
-        "trl.experimental.sdft.loss_utils",
+        SDFT,
     ),
     cases=(
         grpo_case("grpo", "TRL's defaults: use_bias_correction_kl, loss type dapo (a mean over tokens)"),
@@ -289,34 +269,32 @@ TRL = Target(
             "with labels, and reduced as the trainer reduces it",
             beta=1.0,
         ),
-        make_case(
+        case_of_code(
             "sdft_full",
-            full_self_distillation,
+            f"{SDFT}.compute_full_logit_self_distillation_loss",
             "logits",
-            "trl.experimental.sdft.loss_utils.compute_full_logit_self_distillation_loss",
             STUDENT_NOTE,
-            alpha=1.0,
+            distillation_alpha=1.0,
         ),
         *(
-            make_case(
+            case_of_code(
                 name,
-                top_k_self_distillation,
+                f"{SDFT}.compute_topk_self_distillation_loss",
                 "logits",
-                "trl.experimental.sdft.loss_utils.compute_topk_self_distillation_loss",
                 STUDENT_NOTE,
                 TOP_2_NOTE,
-                k=2,
-                alpha=1.0,
-                add_tail=add_tail,
+                distillation_topk=2,
+                distillation_alpha=1.0,
+                distillation_add_tail=add_tail,
             )
             for name, add_tail in (("sdft_topk", False), ("sdft_topk_tail", True))
         ),
-        make_case(
+        case_of_code(
             "sdft_sampled",
-            sampled_self_distillation,
+            f"{SDFT}.compute_sampled_token_self_distillation_loss",
             SAMPLED_FROM_LOGITS,
-            "trl.experimental.sdft.loss_utils.compute_sampled_token_self_distillation_loss",
             STUDENT_NOTE,
+            distillation_alpha=1.0,
         ),
     ),
     not_audited=(

@@ -5,13 +5,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.cases import MINUS_REWARD, STUDENT_NOTE, TOP_2_NOTE, Target, claiming, make_case
+from kleash.auditing.targets.cases import (
+    MINUS_REWARD,
+    STUDENT_NOTE,
+    TOP_2_NOTE,
+    Target,
+    case_of_code,
+    claiming,
+    make_case,
+)
 from kleash.auditing.targets.packages import import_target
-
-
-def kl_penalty(token_logp: Tensor, token_logq: Tensor, *, kl_penalty: str = "kl") -> Tensor:
-    """verl's ``kl_penalty``, per token, by its name of the estimator."""
-    return import_target("verl.trainer.ppo.core_algos").kl_penalty(token_logp, token_logq, kl_penalty)
 
 
 def kl_loss(
@@ -102,7 +105,7 @@ VERL = Target(
     ),
     stood_in=("uvicorn", "fastapi"),
     cases=(
-        *(make_case(name, kl_penalty, "loss", KL_PENALTY, kl_penalty=name) for name in PENALTIES),
+        *(case_of_code(name, KL_PENALTY, "loss", kl_penalty=name) for name in PENALTIES),
         *(
             make_case(
                 f"reward_{name}",
