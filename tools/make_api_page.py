@@ -1,4 +1,4 @@
-"""Writes docs/api.md: every public name of every package, with the first sentence of its docstring.
+"""Writes docs/reference/api.md: every public name of every package, with the first sentence of its docstring.
 
 python tools/make_api_page.py
 """
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "api.md"
+PAGE = ROOT / "docs" / "reference" / "api.md"
 sys.path.insert(0, str(ROOT / "src"))  # this checkout's kleash, and not an installed one
 PACKAGES = (
     *("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "masking", "precision"),

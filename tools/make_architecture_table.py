@@ -1,4 +1,4 @@
-"""Try every architecture that transformers maps to a causal class, and write the table of docs/architectures.md.
+"""Try every architecture that transformers maps to a causal class, and write the table of docs/reference/architectures.md.
 
     $ python tools/make_architecture_table.py                    # all: about 15 minutes on one core
     $ python tools/make_architecture_table.py --only mamba llama # prints the rows of some
@@ -21,7 +21,7 @@ from typing import Any
 
 import architecture_trial
 
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
 MEMORY_LIMIT = 16 << 30
 """Bytes of address space of a trial."""
 CPU_LIMIT = 120

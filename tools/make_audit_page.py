@@ -1,4 +1,4 @@
-"""Writes docs/audit.md: the audits of the KL code of each known package.
+"""Writes docs/reference/audits.md: the audits of the KL code of each known package.
 
 python tools/make_audit_page.py                     write the sections of installed packages, keep the others
 python tools/make_audit_page.py slime=FOLDER        write the section of a checkout, keep the others
@@ -23,7 +23,7 @@ from kleash.auditing import audits_of, cases_of
 from kleash.auditing.targets import find_target, target_names
 from kleash.store import Audit, Finding
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "audit.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "audits.md"
 HEAD = """# Audits of known KL code
 
 The results of `kleash audit NAME` for each known package. [auditing.md](auditing.md) describes the method and the
@@ -285,7 +285,7 @@ def main(words: Sequence[str]) -> int:
         PAGE.write_text(new, encoding="utf-8")
         return 0
     changed = differences(stored, new)
-    print(f"docs/audit.md is {'out of date: ' if changed else 'up to date'}{', '.join(changed)}")
+    print(f"docs/reference/audits.md is {'out of date: ' if changed else 'up to date'}{', '.join(changed)}")
     return 1 if changed else 0
 
 

@@ -11,12 +11,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/*.md")),
 ]
 NAMED = ["kleash", *(f"kleash.{name}" for name in make_api_page.PACKAGES)]
-ABOUT = {"trl.md": "trl", "kleash.integrations.trl": "trl"}
+ABOUT = {"how-to/trainers.md": "trl", "kleash.integrations.trl": "trl"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    """The path of a page within the documentation, or within the project."""
+    return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
 def about_peers(case: object, name: str) -> object:
@@ -24,7 +29,7 @@ def about_peers(case: object, name: str) -> object:
     return pytest.param(case, id=name, marks=pytest.mark.peers(ABOUT[name]) if name in ABOUT else ())
 
 
-@pytest.mark.parametrize("page", [about_peers(page, page.name) for page in PAGES])
+@pytest.mark.parametrize("page", [about_peers(page, name_of(page)) for page in PAGES])
 def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "docs"}
