@@ -1,4 +1,4 @@
-"""Try every architecture that transformers maps to a causal class, and write the table of docs/reference/architectures.md.
+"""Try every architecture that transformers maps to a causal class; write docs/reference/architectures.md.
 
     $ python tools/make_architecture_table.py                    # all: about 15 minutes on one core
     $ python tools/make_architecture_table.py --only mamba llama # prints the rows of some

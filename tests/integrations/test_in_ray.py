@@ -1,4 +1,4 @@
-"""What docs/how-to/verl.md and docs/how-to/other_frameworks.md say of Ray: kleash is in every process that Ray starts, a real Ray here."""
+"""What the pages of verl and OpenRLHF say of Ray: kleash is in every process that Ray starts, a real Ray here."""
 
 import json
 import math
