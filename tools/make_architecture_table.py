@@ -109,6 +109,13 @@ def main() -> None:
         PAGE.write_text(make_page(finished), encoding="utf-8")
 
 
+def remark(row: dict[str, Any]) -> str:
+    """In brackets, what is special about an architecture that is measured."""
+    remarks = [row["padding"]] if row.get("padding") else []
+    remarks += ["float32 only"] if row["dtype"] == "float32" else []
+    return f" ({', '.join(remarks)})" if remarks else ""
+
+
 def make_page(rows: list[dict[str, Any]]) -> str:
     """The page of all rows, with the versions and the date."""
     rows = sorted(rows, key=lambda row: row["architecture"])
@@ -128,16 +135,11 @@ def make_page(rows: list[dict[str, Any]]) -> str:
         "float64, to 1e-6 (2e-3 for those that run in float32 only). Padded batches and single ones agree likewise.",
         "[Models](models.md) explains hidden states and logits.",
         "",
-        "| architecture | class | measured through | |",
-        "| --- | --- | --- | --- |",
     ]
-    for row in measured:
-        remarks = [row["padding"]] if row.get("padding") else []
-        remarks += ["float32 only"] if row["dtype"] == "float32" else []
-        lines.append(
-            f"| `{row['architecture']}` | `{row['network']}` | {row['outcome']} | {', '.join(remarks)} |"
-        )
-    lines += ["", "## Not measured", "", "| architecture | reason |", "| --- | --- |"]
+    for outcome in MEASURED:
+        names = [f"`{row['architecture']}`{remark(row)}" for row in measured if row["outcome"] == outcome]
+        lines += [f"## Measured through {outcome}", "", ", ".join(names), ""]
+    lines += ["## Not measured", "", "| architecture | reason |", "| --- | --- |"]
     lines += [
         f"| `{row['architecture']}` | {describe_failure(row)} |"
         for row in made

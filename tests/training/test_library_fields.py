@@ -152,7 +152,7 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     words
-    for page in ("explanation/algorithms.md", "how-to/train.md")
+    for page in ("explanation/algorithms.md", "reference/training.md")
     for words in re.findall(
         r"(?:`|kleash train )((?:ppo|grpo|rloo|dpo|distill) (?!--help)[^`#\n]*--\w[^`#\n]*)",
         (ROOT / "docs" / page).read_text(),
@@ -162,7 +162,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_commands_of_the_pages_are_accepted(words: str) -> None:
-    """Of docs/how-to/train.md and of the table of algorithms by name; "…" stands for options that are left out."""
+    """Of docs/reference/training.md and of the table of algorithms by name; "…" stands for options that are left out."""
     left_out = ["--pairs", "p"] if words.startswith("dpo") and "--pairs" not in words else []
     job: Any = read_words(["train", *shlex.split(words.replace("…", "")), *left_out])
     config_fields(job), lora_fields(job)
