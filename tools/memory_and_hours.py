@@ -1,4 +1,4 @@
-"""Memory and hours of scoring a million tokens with two models, by arithmetic: the table of docs/how-to/several_gpus.md.
+"""Memory and hours of scoring a million tokens with two models, by arithmetic: the table of "Several GPUs".
 
 python tools/memory_and_hours.py
 """
@@ -22,7 +22,9 @@ def cell(billions: int, cards: int, gigabytes: int, teraflops: int) -> str:
 def table() -> str:
     """Rows of pairs, columns of machines."""
     lines = [f"| pair | {' | '.join(MACHINES)} |", "|" + "---|" * (len(MACHINES) + 1)]
-    lines += [f"| 2 × {size}B | {' | '.join(cell(size, *card) for card in MACHINES.values())} |" for size in SIZES]
+    lines += [
+        f"| 2 × {size}B | {' | '.join(cell(size, *card) for card in MACHINES.values())} |" for size in SIZES
+    ]
     return "\n".join(lines)
 
 

@@ -162,7 +162,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_commands_of_the_pages_are_accepted(words: str) -> None:
-    """Of docs/reference/training.md and of the table of algorithms by name; "…" stands for options that are left out."""
+    """Of the page of training and of the table of algorithms by name; "…" stands for options that are left out."""
     left_out = ["--pairs", "p"] if words.startswith("dpo") and "--pairs" not in words else []
     job: Any = read_words(["train", *shlex.split(words.replace("…", "")), *left_out])
     config_fields(job), lora_fields(job)
