@@ -22,7 +22,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]  # "…" in examples is no Python
 
-autodoc_default_options = {"members": True, "imported-members": True, "undoc-members": True, "no-value": True}
+autodoc_default_options = {"members": True, "undoc-members": True, "no-value": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -66,6 +66,8 @@ def as_markup(app: object, what: str, name: str, obj: object, options: object, l
     literal, section = False, False
     for number, line in enumerate(lines):
         begins = number == 0 or not lines[number - 1].strip()
+        if line == "::":  # the block that follows is literal anyway
+            continue
         if not line.strip():
             made.append(line)
             continue

@@ -19,7 +19,7 @@ API = ROOT / "docs" / "reference" / "api"
 PACKAGES = [
     "kleash",
     *re.findall(
-        r"^```{automodule} (kleash\S+)$", "\n".join(p.read_text() for p in sorted(API.glob("*.md"))), re.M
+        r"^\.\. automodule:: (kleash\S+)$", "\n".join(p.read_text() for p in sorted(API.glob("*.md"))), re.M
     ),
 ]
 ABOUT = {"reference/trl.md": "trl", "kleash.integrations.trl": "trl"}
