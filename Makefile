@@ -1,5 +1,6 @@
 # make demo         measure the pair that ships with kleash; the report's path is printed at the end
 # make test         every check: format, lint, types, import contract, tests
+# make docs         the site of docs/, in build/docs: pages with warnings or broken links are errors
 # make test-oldest  the tests with Python 3.10 and every dependency at its lower bound (4 GB are fetched where torch has CUDA)
 # The first makes .venv with what measuring needs, the second adds what the checks need (verl, Ray, pyright ...: 2 GB
 # more); the third has .venv-oldest to itself.
@@ -10,13 +11,16 @@ BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-oldest clean
+.PHONY: demo docs test test-oldest clean
 
 demo: .venv/.made-demo
 	$(BIN)/kleash measure
 
 test: .venv/.made .venv/.made-formats
 	./check.sh
+
+docs: .venv/.made-docs
+	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 
 test-oldest: .venv-oldest/.made
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
@@ -39,6 +43,13 @@ test-oldest: .venv-oldest/.made
 	DS_BUILD_OPS=0 $(INSTALL) --no-deps --upgrade --target .venv/isolated --requirement requirements-isolated.txt
 	touch .venv/.made-demo $@
 
+# The reference of names imports each package of kleash, TRL's plug-in included.
+.venv/.made-docs: pyproject.toml constraints.txt requirements-docs.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[trl]' --requirement requirements-docs.txt
+	touch .venv/.made-demo $@
+
 .venv/.made-formats: requirements-formats.txt constraints.txt | .venv/.made
 	$(INSTALL) --no-deps --upgrade --target .venv/formats --requirement requirements-formats.txt
 	touch $@
@@ -51,4 +62,4 @@ test-oldest: .venv-oldest/.made
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest kleash-runs dist
+	rm -rf .venv .venv-oldest kleash-runs dist build

@@ -1,6 +1,6 @@
 """How well each beta controller holds a simulated KL at its target under the noise of real steps.
 
-python benchmarks/controllers.py                     # the tables of docs/beta.md: 200 seeds, about five minutes
+python benchmarks/controllers.py                     # the tables of docs/explanation/beta.md: five minutes
 python benchmarks/controllers.py --seeds 20          # a quick look
 python benchmarks/controllers.py --errors none       # a caller that does not know the error of its KL
 python benchmarks/controllers.py --errors estimated  # an error estimated from 8 prompts, so itself noisy

@@ -3,11 +3,12 @@
 python benchmarks/controllers_in_training.py                          # all of it: some twenty minutes on an idle core
 python benchmarks/controllers_in_training.py --tasks sort --algorithms grpo --targets 0.4 --seeds 0
 
-Two tasks. ``heroine`` is that of examples/leash_demonstration.py: the shipped reference, its 24 shortest prompts, 24
-responses a step and a reward for "she" and "her". In ``sort`` a small network sorts four of eight letters, with 64
-responses a step, and is rewarded for the share of them that are in their right place; in the answers that its reference
-was trained on 40 % of the letters are random. Figures are the mean KL of the second half of the
-steps over the target, and the highest step over it. The table of docs/beta.md is printed from
+Three tasks. ``heroine`` is that of examples/leash_demonstration.py: the shipped reference, its 24 shortest prompts, 24
+responses a step and a reward for "she" and "her". The others have one right answer, 64 responses a step, and reward the
+share of tokens that are in their right place: a small network sorts four of eight letters (``sort``; in the answers
+that its reference was trained on 40 % of the letters are random) or adds two digits (``sums``; 70 %). ``sums`` is
+trained by kleash's plug-in for TRL, whose learning rate falls to 0. Figures are the mean KL of the second half of the
+steps over the target, and the highest step over it. The table of docs/explanation/beta.md is printed from
 ``results/controllers_in_training.json``.
 """
 
@@ -21,26 +22,31 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from datasets import Dataset
 from harness import RESULTS, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl.trainer.grpo_config import GRPOConfig
 
+from kleash.integrations.trainer import BetaController
+from kleash.integrations.trl import LeashedGRPOTrainer
 from kleash.jobs import GRPOJob, PPOJob
 from kleash.jobs.option_groups import SHIPPED_PROMPTS, SHIPPED_REFERENCE
+from kleash.leash import Leash, beta_from_dict
 from kleash.models import load_pair, read_prompts
 from kleash.store import read_steps
 from kleash.training import train
 
 CONTROLLERS = ("pid", "ziegler", "dual", "fixed")
-TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4)}
+TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4), "sums": (1.0, 0.4)}
 """A loose and a binding target of each task, in nats per response."""
-ALGORITHMS = ("ppo", "grpo")
-STEPS = {"heroine": 50, "sort": 100}
+ALGORITHMS = {"heroine": ("ppo", "grpo"), "sort": ("ppo", "grpo"), "sums": ("plug-in",)}
+STEPS = {"heroine": 50, "sort": 100, "sums": 60}
 NAME = "controllers_in_training"
-LETTERS = "abcdefgh"
+LETTERS, DIGITS = "abcdefgh", "0123456789"
 PLACES = 4
 """Tokens of an answer."""
-WRONG = 0.4
+WRONG = {"sort": 0.4, "sums": 0.7}
 """The share of random tokens in the answers of the reference's training."""
 
 
@@ -60,6 +66,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     """Train one case; its figures."""
     out = folder / "-".join(map(str, case))
     steps, task = STEPS[case.task], options_of(case.task, folder)
+    if case.algorithm == "plug-in":
+        return figures(case, with_plug_in(case, folder, out))
     options: dict[str, Any] = {
         **task,
         "controller": case.controller,
@@ -81,6 +89,47 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         case,
         [{name: step[column] for name, column in {**names, "beta": "beta"}.items()} for step in steps_of],
     )
+
+
+def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
+    """Kleash's plug-in for TRL with a callback: 60 updates of 8 responses to 8 prompts; KL, error, reward, beta."""
+    lines = (folder / f"{case.task}.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+
+    def in_place_of(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [share_in_place(*pair) for pair in zip(answer, completions, strict=True)]
+
+    trainer = LeashedGRPOTrainer(
+        model=str(folder / case.task),
+        reward_funcs=in_place_of,
+        args=GRPOConfig(
+            output_dir=str(out),
+            learning_rate=1e-3,
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=PLACES,
+            max_steps=STEPS[case.task],
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            beta=case.beta,
+            seed=case.seed,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [answer_of(x) for x in prompts]}),
+    )
+    BetaController(controller_of(case), metric="kl/per_sequence").attach(trainer)
+    trainer.train()
+    names = {"kl": "kl/per_sequence", "error": "kl/per_sequence_error", "reward": "reward", "beta": "beta"}
+    logs = [entry for entry in trainer.state.log_history if "kl/per_sequence" in entry]
+    return [{name: entry[column] for name, column in names.items()} for entry in logs]
+
+
+def controller_of(case: Case) -> Leash:
+    """The library's controller of that kind."""
+    return beta_from_dict({"kind": case.controller, "beta": case.beta, "target_nats": case.target})
 
 
 def figures(case: Case, steps: list[dict[str, float]]) -> dict[str, Any]:
@@ -128,7 +177,7 @@ def write_prompts(path: Path, prompts: list[str]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-# --- the task with a right answer ---
+# --- the tasks with a right answer ---
 
 
 def options_of(task: str, folder: Path) -> dict[str, Any]:
@@ -138,8 +187,8 @@ def options_of(task: str, folder: Path) -> dict[str, Any]:
     reference, path = folder / task, folder / f"{task}.jsonl"
     if not path.exists():
         draw = random.Random(0)
-        train_reference(reference, draw)
-        write_prompts(path, [draw_prompt(draw) for _ in range(512)])
+        train_reference(task, reference, draw)
+        write_prompts(path, [draw_prompt(task, draw) for _ in range(512)])
     return {
         "policy": str(reference),
         "prompts": str(path),
@@ -152,14 +201,19 @@ def options_of(task: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def draw_prompt(draw: random.Random) -> str:
-    """Random letters to sort."""
-    return " ".join([*draw.sample(LETTERS, PLACES), "="])
+def draw_prompt(task: str, draw: random.Random) -> str:
+    """A random prompt: letters to sort or two digits to add."""
+    if task == "sort":
+        return " ".join([*draw.sample(LETTERS, PLACES), "="])
+    return f"{draw.choice(DIGITS)} + {draw.choice(DIGITS)} ="
 
 
 def answer_of(prompt: str) -> str:
     """The right answer to a prompt."""
-    return " ".join(sorted(prompt.split()[:-1]))
+    words = prompt.split()
+    if "+" in words:
+        return " ".join(f"{int(words[0]) + int(words[2]):0{PLACES}d}")
+    return " ".join(sorted(words[:-1]))
 
 
 def share_in_place(answer: str, response: str) -> float:
@@ -173,9 +227,10 @@ def in_place(prompts: list[str], responses: list[str]) -> list[float]:
     return [share_in_place(answer_of(a), b) for a, b in zip(prompts, responses, strict=True)]
 
 
-def train_reference(folder: Path, draw: random.Random) -> None:
+def train_reference(task: str, folder: Path, draw: random.Random) -> None:
     """Train a small network on answers with ``WRONG`` of the tokens at random, and save it."""
-    words = ["<pad>", "</s>", "=", *LETTERS]
+    symbols = LETTERS if task == "sort" else DIGITS
+    words = ["<pad>", "</s>", "=", *symbols, *([] if task == "sort" else "+")]
     backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
@@ -197,8 +252,10 @@ def train_reference(folder: Path, draw: random.Random) -> None:
     for _ in range(600):
         rows = []
         for _ in range(64):
-            prompt = draw_prompt(draw)
-            answer = [draw.choice(LETTERS) if draw.random() < WRONG else x for x in answer_of(prompt).split()]
+            prompt = draw_prompt(task, draw)
+            answer = [
+                draw.choice(symbols) if draw.random() < WRONG[task] else x for x in answer_of(prompt).split()
+            ]
             rows.append([words.index(x) for x in [*prompt.split(), *answer]])
         tokens = torch.tensor(rows)
         labels = tokens.clone()
@@ -246,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--algorithms", nargs="+", default=[], help="ppo, grpo; both if not given")
+    parser.add_argument("--algorithms", nargs="+", default=[], help="ppo, grpo, plug-in; those of the task")
     parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)
     parser.add_argument("--targets", nargs="+", type=float, help="nats per response; those of the task")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -260,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
         cases = [
             Case(task, algorithm, controller, target, seed, options.beta)
             for task in options.tasks
-            for algorithm in options.algorithms or ALGORITHMS
+            for algorithm in options.algorithms or ALGORITHMS[task]
             for controller in options.controllers
             for target in options.targets or TARGETS[task]
             for seed in options.seeds

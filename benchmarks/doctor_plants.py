@@ -4,7 +4,7 @@ The noise floor of a trial is the root mean square (rms) over all tokens of its 
 that is larger: nobody runs at a temperature of 1.00001. An effect is the rms of the differences that the fault makes,
 and is drawn log-uniformly from 3 to 30 floors. Faults that have a strength get the one that makes this effect; for
 the others the noise is fitted to the effect, as far as a dtype explains it. A fault whose errors look like rounding
-makes errors of at least 1.5 times what ``rounding`` explains (docs/doctor.md: 4 machine epsilons and 1e-5 nats);
+makes errors of at least 1.5 times what ``rounding`` explains (4 machine epsilons and 1e-5 nats);
 smaller ones are healthy by definition. Faults that replace values (shift, column, mask, insertion) have effects of
 nats, above 30 floors. Where no column changes (sampler), the floor is 1.96 standard errors of the sum of log p over
 the drawn tokens.

@@ -1,4 +1,4 @@
-"""KL of the shipped reference with its weights rounded to 8, 6, 4 and 3 bits: anchors of a tiny model in docs/kl.md.
+"""KL of the shipped reference with its weights rounded to 8, 6, 4 and 3 bits: anchors in docs/explanation/kl.md.
 
     python benchmarks/rounded_weights.py
 

@@ -1,4 +1,4 @@
-"""Try every architecture that transformers maps to a causal class, and write the table of docs/architectures.md.
+"""Try every architecture that transformers maps to a causal class; write docs/reference/architectures.md.
 
     $ python tools/make_architecture_table.py                    # all: about 15 minutes on one core
     $ python tools/make_architecture_table.py --only mamba llama # prints the rows of some
@@ -21,7 +21,7 @@ from typing import Any
 
 import architecture_trial
 
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
 MEMORY_LIMIT = 16 << 30
 """Bytes of address space of a trial."""
 CPU_LIMIT = 120
@@ -101,6 +101,13 @@ def main() -> None:
         PAGE.write_text(make_page(rows), encoding="utf-8")
 
 
+def remark(row: dict[str, Any]) -> str:
+    """In brackets, what is special about an architecture that is measured."""
+    remarks = [row["padding"]] if row.get("padding") else []
+    remarks += ["float32 only"] if row["dtype"] == "float32" else []
+    return f" ({', '.join(remarks)})" if remarks else ""
+
+
 def make_page(rows: list[dict[str, Any]]) -> str:
     """The page of all rows, with the versions and the date."""
     rows = sorted(rows, key=lambda row: row["architecture"])
@@ -120,17 +127,12 @@ def make_page(rows: list[dict[str, Any]]) -> str:
         "float64, to 1e-6 (2e-3 for those that run in float32 only). Padded batches and single ones agree likewise.",
         "[Models](models.md) explains hidden states and logits.",
         "",
-        "| architecture | class | measured through | |",
-        "| --- | --- | --- | --- |",
     ]
-    for row in measured:
-        remarks = [row["padding"]] if row.get("padding") else []
-        remarks += ["float32 only"] if row["dtype"] == "float32" else []
-        lines.append(
-            f"| `{row['architecture']}` | `{row['network']}` | {row['outcome']} | {', '.join(remarks)} |"
-        )
+    for outcome in MEASURED:
+        names = [f"`{row['architecture']}`{remark(row)}" for row in measured if row["outcome"] == outcome]
+        lines += [f"## Measured through {outcome}", "", ", ".join(names), ""]
     not_measured = [row for row in made if row["outcome"] not in MEASURED]
-    lines += ["", "## Not measured", "", *failures(not_measured), "", "## Not made", ""]
+    lines += ["## Not measured", "", *failures(not_measured), "", "## Not made", ""]
     lines += [
         "transformers does not build or run a tiny model with the sizes that the tool gives it. This says nothing of",
         "published checkpoints.",

@@ -1,7 +1,7 @@
-"""Writes docs/audit.md: the audits of the KL code of each known package.
+"""Writes the pages of docs/reference/audits: the audits of the KL code of each known package.
 
-python tools/make_audit_page.py                     write the sections of installed packages, keep the others
-python tools/make_audit_page.py slime=FOLDER        write the section of a checkout, keep the others
+python tools/make_audit_page.py                     write the pages of installed packages
+python tools/make_audit_page.py slime=FOLDER        write the page of a checkout
 python tools/make_audit_page.py --check             exit 1 if another audit would write something else
 python tools/make_audit_page.py --check verl liger  the same for these packages only
 
@@ -12,7 +12,7 @@ words exactly and numbers to within a factor of two. It ignores the line with da
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -21,30 +21,9 @@ import torch
 from kleash import __version__
 from kleash.auditing import audits_of, cases_of
 from kleash.auditing.targets import find_target, target_names
-from kleash.store import Audit, Finding
+from kleash.store import Audit
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "audit.md"
-HEAD = """# Audits of known KL code
-
-The results of `kleash audit NAME` for each known package. [auditing.md](auditing.md) describes the method and the
-terms. Frameworks that do not install where kleash is tested are audited from a checkout, whose commit their section
-names; for these there is a table, and for each case the kinds of its faults.
-
-- p is the policy (or the student), q the reference (or the teacher); `u = log p − log q` of a sampled token.
-- *Value* and *gradient* are the divergences that the expected value is, and that the expected gradient is the gradient
-  of, for tokens sampled from p. Expectations are computed by exact enumeration. *Off-policy*: for tokens sampled from
-  another distribution, without weights other than the function's own.
-- *Clamped* lists the log ratios at which the gradient is exactly zero; after "value", those at which only the value is
-  constant. For whole distributions it is the difference of two tokens' log-odds.
-- *Severity*: **wrong** code trains on, or reports, another quantity in ordinary use; *fragile* code does so only at
-  extreme log ratios (beyond 8 nats), in low precision, or with unusual numbers in the padding. The last two do not
-  affect a trainer that pads with finite numbers and casts to float32 first; the audit does not check trainers. A top-k
-  loss is wrong because it is another quantity than the KL over the whole vocabulary, intended or not.
-- *Over several tokens*: *by token* means the gradient of the next-token divergences along sampled prefixes, *by
-  response* that of the divergence between whole responses.
-- *Near* is the relative error in float32 at a KL of 1e-6 nats, as in early training.
-- If a case should compute another divergence than KL(p ‖ q), the name of its convention says so.
-"""
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference" / "audits"
 MADE = "Made on "
 TRUNCATED = re.compile(r"is truncated: (.*) it no longer")
 SEQUENCES = "sequences"
@@ -58,34 +37,28 @@ def audited(name: str, source: Path | None = None) -> list[Audit]:
     return list(audits_of(cases_of(name, source=source)))
 
 
-def page(
-    names: Iterable[str],
-    audits: Callable[[str], list[Audit]] = audited,
-    stored_sections: Mapping[str, str] | None = None,
-) -> str:
-    """The text of the page: the sections of these packages, and those that are kept of others, by name."""
-    texts = {**(stored_sections or {}), **{name: section(name, audits(name)) for name in names}}
+def made_now() -> str:
+    """The line that says when and with what a page was made."""
     versions = f"kleash {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
-    made = f"{MADE}{date.today().isoformat()} by `python tools/make_audit_page.py` with {versions}."
-    return "\n".join([HEAD, made, "", *(texts[name] for name in target_names() if name in texts)])
+    return f"{MADE}{date.today().isoformat()} by `python tools/make_audit_page.py` with {versions}."
 
 
-def section(name: str, audits: Sequence[Audit]) -> str:
-    """The section of one package."""
+def page(name: str, audits: Sequence[Audit]) -> str:
+    """The page of one package."""
     target = find_target(name)
     shared = [note for note in audits[0].notes if all(note in audit.notes for audit in audits)]
     version = audits[0].versions[target.package]
     command = f"kleash audit {name}{' --source FOLDER' if target.repository else ''}"
-    lines = [f"## {name}", "", f"{target.package} {version}. `{command}`."]
+    lines = [f"# {name}", "", f"{target.package} {version}. `{command}`."]
     if target.package != "kleash":
         lines[-1] += f" {'Get' if target.repository else 'Install'} it with `{target.install}`."
     notes = [f"- {note}" for note in shared] + [f"- not audited: {code}" for code in target.not_audited]
     lines += ["", *notes, *([""] if notes else []), *table(audits), ""]
     if target.repository:
-        return "\n".join([*lines, *(faults(audit) for audit in audits), ""])
+        return "\n".join([*lines, *(faults(audit) for audit in audits), "", made_now(), ""])
     for audit in audits:
-        lines += details(audit, shared)
-    return "\n".join(lines)
+        lines += details(audit)
+    return "\n".join([*lines, made_now(), ""])
 
 
 def table(audits: Sequence[Audit]) -> list[str]:
@@ -220,24 +193,15 @@ def faults(audit: Audit) -> str:
     return f"- `{name}`, called as `{audit.summary}`{arguments}: {', '.join(kinds) or 'no fault'}."
 
 
-def details(audit: Audit, shared: Sequence[str]) -> list[str]:
-    """The verdict on one case, and how it was run."""
-    lines = [f"### {audit.target}", "", f"Called as `{audit.summary}` ({audit.convention}), a {audit.place}."]
-    if audit.arguments:
-        lines[-1] += f" With {', '.join(f'`{key}={value}`' for key, value in audit.arguments.items())}."
-    own_notes = [note.rstrip(".") for note in audit.notes if note not in shared]
-    lines[-1] += f" Notes: {'; '.join(own_notes)}." if own_notes else ""
-    findings = {finding.sentence: finding for finding in audit.findings}
-    return [*lines, "", *(f"- {with_severity(line, findings)}" for line in audit.verdict), ""]
-
-
-def with_severity(line: str, findings: Mapping[str, Finding]) -> str:
-    """A sentence of the verdict; with its severity and remedy if it is a fault."""
-    finding = findings.get(line)
-    if finding is None or finding.severity == "note":
-        return line
-    mark = "**wrong**" if finding.severity == "wrong" else "*fragile*"
-    return f"{mark}: {line} Remedy: {finding.remedy}."
+def details(audit: Audit) -> list[str]:
+    """What is wrong with one case, and the kinds of its other faults."""
+    wrong = [finding for finding in audit.faults if finding.severity == "wrong"]
+    fragile = dict.fromkeys(f"`{finding.kind}`" for finding in audit.faults if finding.severity == "fragile")
+    arguments = "".join(f", `{key}={value}`" for key, value in audit.arguments.items())
+    lines = [f"## {audit.target}", "", f"`{audit.summary}`{arguments}: {audit.verdict[0]}", ""]
+    lines += [f"- **wrong**: {finding.sentence} Remedy: {finding.remedy}." for finding in wrong]
+    lines += [f"- *fragile*: {', '.join(fragile)}." if fragile else ""]
+    return [*lines, *([""] if fragile else [])] if wrong or fragile else lines[:4]
 
 
 def says_the_same(old: str, new: str) -> bool:
@@ -258,34 +222,28 @@ def alike(a: float, b: float) -> bool:
     return max(abs(a), abs(b)) <= ROUNDING or (a * b > 0 and 0.5 <= a / b <= 2)
 
 
-def sections(text: str) -> dict[str, str]:
-    """Heading -> text; the text before the first heading under ""; without the line of date and versions."""
-    lines = "\n".join(line for line in text.splitlines() if not line.startswith(MADE))
-    parts = re.split(r"^## ([\w-]+)$", lines, flags=re.MULTILINE)
-    return {"": parts[0].strip(), **{n: t.strip() for n, t in zip(parts[1::2], parts[2::2], strict=True)}}
-
-
-def differences(old: str, new: str) -> list[str]:
-    """The headings of the sections that differ."""
-    before = sections(old)
-    return [name for name, text in sections(new).items() if not says_the_same(before.get(name, ""), text)]
+def differs(name: str, new: str) -> bool:
+    """Whether the stored page of a package says something else than a new one, but for date and versions."""
+    stored = FOLDER / f"{name}.md"
+    old = stored.read_text(encoding="utf-8") if stored.exists() else ""
+    before, after = ("\n".join(x for x in text.splitlines() if not x.startswith(MADE)) for text in (old, new))
+    return not says_the_same(before, after)
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the page, or with --check say whether it is up to date; the exit code."""
+    """Write the pages, or with --check say whether they are up to date; the exit code."""
     folders = {
         name: Path(folder) if folder else None for name, _, folder in (w.partition("=") for w in words)
     }
     is_check = "--check" in folders and folders.pop("--check") is None
     names = list(folders) or [name for name in target_names() if not find_target(name).repository]
-    stored = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    stored_sections = {name: f"## {name}\n\n{text}\n" for name, text in sections(stored).items() if name}
-    new = page(names, lambda name: audited(name, folders.get(name)), {} if is_check else stored_sections)
+    pages = {name: page(name, audited(name, folders.get(name))) for name in names}
     if not is_check:
-        PAGE.write_text(new, encoding="utf-8")
+        for name, text in pages.items():
+            (FOLDER / f"{name}.md").write_text(text, encoding="utf-8")
         return 0
-    changed = differences(stored, new)
-    print(f"docs/audit.md is {'out of date: ' if changed else 'up to date'}{', '.join(changed)}")
+    changed = [name for name, text in pages.items() if differs(name, text)]
+    print(f"docs/reference/audits is {'out of date: ' if changed else 'up to date'}{', '.join(changed)}")
     return 1 if changed else 0
 
 

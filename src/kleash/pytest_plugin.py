@@ -22,8 +22,8 @@ def kleash_audit() -> "Callable[..., Audit]":
 
     Its arguments are the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or
     a record), keyword ``arguments`` to bind, and ``fail_on``: the kinds of findings that fail the test (those of
-    docs/auditing.md), "wrong", "fragile" or "note" for all of that severity, or "fault" (the default) for wrong and
-    fragile. A string may hold several, separated by commas. It returns the ``Audit``.
+    docs/reference/auditing.md), "wrong", "fragile" or "note" for all of that severity, or "fault" (the default) for
+    wrong and fragile. A string may hold several, separated by commas. It returns the ``Audit``.
     """
 
     def check(

@@ -1,4 +1,4 @@
-"""What docs/verl.md and docs/openrlhf.md say of Ray: kleash is in every process that Ray starts, a real Ray here."""
+"""What the pages of verl and OpenRLHF say of Ray: kleash is in every process that Ray starts, a real Ray here."""
 
 import json
 import math

@@ -19,7 +19,7 @@ from toy_mdp import (
     said,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "algorithms.md"
 TRUTH = analytic_gradient()
 EVERY = torch.arange(len(TOKENS))
 

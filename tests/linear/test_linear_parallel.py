@@ -25,7 +25,7 @@ from kleash.linear import (
 )
 from kleash.linear.vocab_shards import VocabShards
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "devices.md"
 
 
 @pytest.fixture(scope="module")

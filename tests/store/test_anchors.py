@@ -12,7 +12,7 @@ from kleash.records import Measurement, Number
 from kleash.store.anchors import ANCHORS, Anchor, scale_sentence
 from kleash.store.statistics import label_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kl.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kl.md"
 LABELS = {"kl_engine_trainer": "KL(engine ‖ trainer)"}
 
 

@@ -152,7 +152,7 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     words
-    for page in ("algorithms.md", "train.md")
+    for page in ("explanation/algorithms.md", "reference/training.md")
     for words in re.findall(
         r"(?:`|kleash train )((?:ppo|grpo|rloo|dpo|distill) (?!--help)[^`#\n]*--\w[^`#\n]*)",
         (ROOT / "docs" / page).read_text(),
@@ -162,14 +162,16 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_commands_of_the_pages_are_accepted(words: str) -> None:
-    """Of docs/train.md and of the table of algorithms by name; "…" stands for options that are left out."""
+    """Of the page of training and of the table of algorithms by name; "…" stands for options that are left out."""
     left_out = ["--pairs", "p"] if words.startswith("dpo") and "--pairs" not in words else []
     job: Any = read_words(["train", *shlex.split(words.replace("…", "")), *left_out])
     config_fields(job), lora_fields(job)
 
 
 def test_the_tests_that_the_table_of_algorithms_names_exist() -> None:
-    named = re.findall(r"\| `(test_\w+\.py)` \|", (ROOT / "docs" / "algorithms.md").read_text())
+    named = re.findall(
+        r"\| `(test_\w+\.py)` \|", (ROOT / "docs" / "explanation" / "algorithms.md").read_text()
+    )
     assert len(named) >= 15 and all(list(ROOT.glob(f"tests/*/{name}")) for name in named)
 
 

@@ -130,7 +130,7 @@ def test_expected_update_is_gradient_of_reward_minus_beta_kl(kl_name, place, sco
 
 
 def test_token_scope_ignores_effect_on_later_kl():
-    """By how much, in this world; docs/ppo.md says so."""
+    """By how much, in this world; docs/explanation/ppo.md says so."""
     world = World()
     found, right = world.expected(job_of("exact", "loss", "token")), world.right
     assert ((found - right).norm() / right.norm()).item() == pytest.approx(TOKEN_SCOPE_ERROR, abs=0.001)

@@ -202,7 +202,7 @@ class PIDBeta(TargetController):
     point. The differences are of the KL alone, so a change of the target causes no jump. KL is the filtered one.
 
     With the default gains the KL is held within 5 % of its target if it responds to beta within 3 to 20 updates and is
-    measured with errors of up to 50 % (docs/beta.md).
+    measured with errors of up to 50 % (docs/explanation/beta.md).
 
     >>> kleash.PIDBeta(beta=0.1, target_nats=4.0).after(2.0).beta < 0.1
     True

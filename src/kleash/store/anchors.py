@@ -133,4 +133,4 @@ def scale_sentence(measurement: Measurement) -> str:
         for side, anchors_there in sides
         for anchor in anchors_there
     ]
-    return f"{label_of(anchors[0].statistic)} per token is {' and '.join(nearest)}; sources: docs/kl.md"
+    return f"{label_of(anchors[0].statistic)} per token is {' and '.join(nearest)}; sources: docs/explanation/kl.md"

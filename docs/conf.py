@@ -1,0 +1,116 @@
+"""The site: `make docs` builds it in build/docs, which needs no network to be made or read."""
+
+import re
+from pathlib import Path
+
+from kleash import __version__
+
+project = "kleash"
+author = "The kleash maintainers"
+copyright = author
+release = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx_design",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+]
+root_doc = "index"
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+suppress_warnings = ["misc.highlighting_failure"]  # "…" in examples is no Python
+
+autodoc_default_options = {"members": True, "undoc-members": True, "no-value": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+maximum_signature_line_length = 88
+
+html_theme = "pydata_sphinx_theme"
+html_title = "kleash"
+html_show_sourcelink = False
+html_copy_source = False
+html_show_search_summary = False  # summaries are fetched, which browsers refuse for file://
+html_theme_options = {
+    "navigation_with_keys": False,
+    "show_toc_level": 2,
+    "header_links_before_dropdown": 6,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+
+CODE = re.compile(r"(``.+?``)")
+SECTION = re.compile(r"^(Args|Returns|Raises|Yields|References|Attributes|Examples?|Note):$")
+
+
+def escape(line: str) -> str:
+    """A line of a docstring in which nothing but ``code`` is markup."""
+    parts = CODE.split(line)
+    return "".join(
+        part if part.startswith("``") else re.sub(r"([*|`]|_(?=\W|$))", r"\\\1", part) for part in parts
+    )
+
+
+def as_markup(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings are plain text: indented blocks and tables are formulas or code, and stars are no emphasis."""
+    made: list[str] = []
+    literal, section = False, False
+    for number, line in enumerate(lines):
+        begins = number == 0 or not lines[number - 1].strip()
+        if line == "::":  # the block that follows is literal anyway
+            continue
+        if not line.strip():
+            made.append(line)
+            continue
+        indented = line.startswith("    ")
+        if SECTION.match(line):
+            section = True
+        elif not indented:
+            section = False
+        if begins:
+            literal = line.startswith(("|", ">>>")) or (indented and not section)
+            if literal:
+                made += [
+                    ".. code-block:: text"
+                    if not line.lstrip().startswith(">>>")
+                    else ".. code-block:: pycon",
+                    "",
+                ]
+        elif (
+            literal
+            and not indented
+            and not line.startswith(("|", ">>>", "..."))
+            and not made[-1].startswith("    ")
+        ):
+            literal = False
+        made.append(f"    {line}" if literal else escape(line))
+    lines[:] = made
+
+
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def name_files(app: object, docname: str, source: list[str]) -> None:
+    """Links to files of the project beside the site become their paths; tests check that they exist."""
+    here = Path(__file__).parent
+
+    def text(link: re.Match[str]) -> str:
+        path = (here / docname).parent.joinpath(link[2]).resolve()
+        return link[0] if path.is_relative_to(here) else f"{link[1]} (`{path.relative_to(here.parent)}`)"
+
+    source[0] = LINK.sub(text, source[0])
+
+
+def setup(app) -> None:
+    """Connect what converts docstrings, before napoleon reads their sections."""
+    app.connect("source-read", name_files)
+    app.connect("autodoc-process-docstring", as_markup, priority=400)

@@ -1,0 +1,31 @@
+"""The questions that people ask are answered near the index of the site."""
+
+import json
+from pathlib import Path
+
+import check_answers
+import memory_and_hours
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_answers_are_near(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = json.loads((DOCS / "questions.json").read_text(encoding="utf-8"))
+    assert len(questions) >= 30 and all(entry["asked"] for entry in questions)
+    assert check_answers.main() == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=lambda page: page.stem)
+def test_pages_that_tell_how_are_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= 820
+
+
+def test_the_table_of_memory_is_that_of_its_tool() -> None:
+    assert memory_and_hours.table() in (DOCS / "how-to" / "several_gpus.md").read_text(encoding="utf-8")
+
+
+def test_an_answer_that_is_not_there_is_noticed() -> None:
+    entry = {"page": "how-to/gate.md", "heading": "A gate in CI", "answer": "words that no page has"}
+    with pytest.raises(ValueError, match="does not say"):
+        check_answers.distance(entry)
