@@ -1,4 +1,4 @@
-"""Logs of other programs as responses: verl, TRL, SkyRL, prime-rl."""
+"""Logs of other programs as responses: verl, TRL, SkyRL, lm-evaluation-harness, prime-rl."""
 
 import json
 from collections import Counter
@@ -10,9 +10,13 @@ import pytest
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
+from kleash.sources.dataset_formats import expand_logs
 from kleash.sources.prompts import describe_forms
+from kleash.sources.records import SourceRecord
 
 PROMPT, TEXTS = "The sea", [" was calm", " was not"]
+OPTIONS = {"until": ["\n"], "temperature": 0.0}
+MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
@@ -32,6 +36,20 @@ def read(pair, tmp_path):
     return of
 
 
+def sample(**values):
+    """A line of ``samples_*.jsonl``."""
+    arguments = {"gen_args_0": {"arg_0": PROMPT, "arg_1": OPTIONS}}
+    record = {"doc_id": 0, "doc": {"question": "Q", "answer": "A"}, "target": "A", "arguments": arguments}
+    return {
+        **record,
+        "resps": [TEXTS],
+        "filtered_resps": TEXTS[:1],
+        "filter": "none",
+        "exact_match": 0.0,
+        **values,
+    }
+
+
 def test_logs_of_trainers_are_read(read):
     expected = [(PROMPT, TEXTS[0])]
     verl = {"input": PROMPT, "output": TEXTS[0], "gts": "A", "score": 1.0, "step": 3, "acc": True}
@@ -40,6 +58,33 @@ def test_logs_of_trainers_are_read(read):
     assert read(trl, name="completions_00003.parquet") == expected
     skyrl = {"input_prompt": PROMPT, "output_response": TEXTS[0], "score": [0, 1.0], "stop_reason": "stop"}
     assert read({**skyrl, "env_class": "gsm8k", "env_extras": {}, "data_source": "x"}) == expected
+
+
+def test_samples_of_lm_evaluation_harness_are_read(read):
+    """Every repeat of a document, once for all filters, also conversations and arguments as lists."""
+    both = [(PROMPT, TEXTS[0]), (PROMPT, TEXTS[1])]
+    assert read(sample()) == both
+    assert read(sample(filter="strict"), sample(filter="flexible")) == both
+    assert read(sample(resps=[[TEXTS[0]]]), sample(doc_id=1, resps=[TEXTS[1]])) == both
+    assert read(sample(arguments=[[PROMPT, OPTIONS]])) == both
+    talk = {"gen_args_0": {"arg_0": [json.dumps(MESSAGES)], "arg_1": OPTIONS}}
+    assert read(sample(arguments=talk))[0] == ("<s>user: Hi\nassistant: ", TEXTS[0])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"resps": [[["-0.5", "True"]]]},
+        {"resps": []},
+        {"arguments": {}},
+        {"arguments": {"gen_args_0": {"arg_0": PROMPT, "arg_1": " Paris"}}},
+        {"arguments": [[]]},
+        {"arguments": {"gen_args_0": {"arg_0": PROMPT}}, "resps": [["-123.5"]]},  # a rolling log-likelihood
+    ],
+)
+def test_samples_without_generated_text_are_refused(read, values, unhooked):
+    with pytest.raises(SourceError, match="line 1: expected a sample"):
+        read(sample(**values))
 
 
 TRAINED = {
@@ -98,8 +143,14 @@ def test_texts_without_special_tokens_are_noted(tmp_path):
 
 def test_notes_count_the_prompts_of_a_log(pair, tmp_path):
     path = tmp_path / "log.jsonl"
-    records = [{"prompt": PROMPT, "response": text} for text in TEXTS]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text(json.dumps(sample()) + "\n")
     forms = Counter(one.prompt_form for one in read_responses(str(path), pair))
     (note,) = describe_forms("responses", forms, pair.tokenizer)
     assert note.startswith("the 2 prompts are plain text, read without")
+
+
+@pytest.mark.parametrize("prompt", ['[{"role" is a text', '[{"role": ' + "[" * 100_000])
+def test_a_prompt_that_begins_like_messages_and_is_no_json_is_a_text(prompt):
+    fields = sample(arguments={"gen_args_0": {"arg_0": prompt, "arg_1": OPTIONS}})
+    records = expand_logs([SourceRecord(location="line 1", fields=fields)])
+    assert [record.fields["prompt"] for record in records] == [prompt] * len(TEXTS)

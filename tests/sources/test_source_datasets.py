@@ -6,6 +6,7 @@ import io
 import json
 import random
 import shutil
+import zlib
 from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
@@ -146,6 +147,25 @@ def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
     assert refused > 100
 
 
+def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, write, monkeypatch):
+    monkeypatch.setattr("kleash.sources.records.FREE_BYTES", 2**21)
+    zeros = zlib.compressobj(9, wbits=31)
+    block = b'{"prompt": "' + b"a" * 2**20
+    bomb = zeros.compress(block) + b"".join(zeros.compress(b"a" * 2**20) for _ in range(8)) + zeros.flush()
+    assert len(bomb) < 2**15
+    for name, content in (("a.jsonl.gz", bomb), ("a.jsonl.zst", zst(block + b"a" * 2**23))):
+        with pytest.raises(SourceError, match="unpacks to more than 200 times its size"):
+            read_prompts(write(name, content), pair)
+    monkeypatch.setattr("kleash.sources.tables.FREE_BYTES", 2**16)
+    column = pa.array(["a" * 2**20])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": column}), sink, compression="zstd", use_dictionary=False)
+    with pytest.raises(
+        SourceError, match="has a column, 'prompt', that unpacks to more than 200 times its size"
+    ):
+        read_prompts(write("a.parquet", sink.getvalue().to_pybytes()), pair)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folders that ``save_to_disk`` and ``to_parquet`` wrote, and the package that wrote them."""
@@ -184,6 +204,22 @@ def test_splits_of_saved_data_sets_are_read(pair, saved, monkeypatch):
     assert not describe_source("prompts", "one")
     read = read_prompts("user/name", pair)
     assert read[3].location.endswith("train-00001-of-00002.parquet, row 1")
+
+
+def test_files_of_another_format_in_a_folder_are_noted(pair, write, tmp_path):
+    """The package datasets reads the commonest format alone."""
+    pytest.importorskip("datasets")
+    for name in ("d/a.jsonl", "d/b.jsonl", "d/.hidden/c.csv"):
+        write(name, jsonl(RECORDS[0]))
+    folder = str(tmp_path / "d")
+    assert describe_source("prompts", folder) == ()
+    dataset_folders._splits.cache_clear()
+    write("d/c.csv", "prompt\nA boat\n")
+    write("d/sub/d.parquet", parquet(RECORDS))
+    assert texts(folder, pair) == PROMPTS[:1] * 2
+    assert describe_source("prompts", folder) == (
+        f"files of another format in {folder} are not read: 'c.csv' and 1 more",
+    )
 
 
 def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatch):

@@ -1,6 +1,7 @@
 """Data sets of several files: folders that ``save_to_disk`` wrote, folders in the hub's layout, and the hub itself."""
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -57,9 +58,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         return None
     if has_splits or has_state:
         return _saved_files(name, path, reading)
-    is_on_hub = (
-        not exists and HUB_ID.fullmatch(name) is not None and uncompressed_suffix(path) not in DATA_SUFFIXES
-    )
+    is_on_hub = not exists and HUB_ID.fullmatch(name) is not None and not _has_data_suffix(path)
     if not (has_data_files or is_on_hub):
         return None
     if not is_installed("datasets"):
@@ -74,7 +73,7 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         raise SourceError(f"the split {shorten(split)} of {name} has no files")
     paths = tuple(map(Path, _fetch(name, urls) if "://" in urls[0] else urls))
     _require_all_shards(name, paths)
-    return DatasetFiles(paths, notes)
+    return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
 
 
 def _saved_files(name: str, folder: Path, reading: ReadOptions) -> DatasetFiles:
@@ -105,19 +104,24 @@ def _saved_files(name: str, folder: Path, reading: ReadOptions) -> DatasetFiles:
     return DatasetFiles(paths, notes)
 
 
-def _has_data_files(folder: Path) -> bool:
-    """Whether a folder looks like a data set in the hub's layout, not like a model or a run.
+def _has_data_suffix(path: Path) -> bool:
+    """Whether the name of a path ends as that of a data file, perhaps compressed."""
+    return uncompressed_suffix(path) in DATA_SUFFIXES
 
-    Hidden files, and those that describe a data set, are no data.
-    """
-    if any((folder / name).is_file() for name in NO_DATA_SET):
-        return False
-    return any(
-        uncompressed_suffix(path) in DATA_SUFFIXES
-        and path.name not in METADATA
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        for path in folder.rglob("*")
-    )
+
+def _has_data_files(folder: Path) -> bool:
+    """Whether a folder looks like a data set in the hub's layout, not like a model or a run."""
+    is_of_another_kind = any((folder / name).is_file() for name in NO_DATA_SET)
+    return not is_of_another_kind and next(_data_files(folder), None) is not None
+
+
+def _data_files(folder: Path) -> Iterator[Path]:
+    """Iterate over the data files below a folder, relative to it, without hidden ones and those that describe it."""
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if _has_data_suffix(path) and path.name not in METADATA and not is_hidden:
+            yield relative
 
 
 def _choose_split(name: str, splits: list[str], requested_split: str | None) -> tuple[str, tuple[str, ...]]:
@@ -135,6 +139,16 @@ def _choose_split(name: str, splits: list[str], requested_split: str | None) -> 
     return PREFERRED_SPLIT, (
         f"the split '{PREFERRED_SPLIT}' of {name} is read, of {shown}; --split names another",
     )
+
+
+def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """A note if a folder has files of other formats than those of its splits; datasets reads the commonest format."""
+    suffixes = {uncompressed_suffix(Path(file)) for files in splits.values() for file in files}
+    unread = sorted(str(path) for path in _data_files(folder) if uncompressed_suffix(path) not in suffixes)
+    if not unread:
+        return ()
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
@@ -162,15 +176,7 @@ def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, 
         with suppress_library_output():
             builder = datasets.load_dataset_builder(folder, config)
     except ConnectionError as error:
-        hub = import_extra("huggingface_hub", "datasets")
-        try:
-            cached = hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
-        except Exception:  # not in the cache, whatever the package raises
-            raise SourceError(
-                f"there is no file {name}, and the hub cannot be asked for a data set of that name: "
-                f"{summarise_error(error)}"
-            ) from error
-        return _splits(name, cached, config)
+        return _splits(name, _cached_folder(name, error), config)
     except Exception as error:  # the package raises exceptions of many types
         raise SourceError(
             f"{name} cannot be read as a data set: {summarise_error(error)}; --dataset-config names a configuration"
@@ -179,6 +185,18 @@ def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, 
     if not files:
         raise SourceError(f"{name} names no data files; name a file of it")
     return {str(split): tuple(map(str, urls)) for split, urls in files.items()}
+
+
+def _cached_folder(name: str, error: Exception) -> str:
+    """The folder of a data set in the local cache of the hub, which cannot be reached because of ``error``."""
+    hub = import_extra("huggingface_hub", "datasets")
+    try:
+        return hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except Exception:  # not in the cache, whatever the package raises
+        raise SourceError(
+            f"there is no file {name}, and the hub cannot be asked for a data set of that name: "
+            f"{summarise_error(error)}"
+        ) from error
 
 
 @lru_cache(maxsize=8)

@@ -1,6 +1,7 @@
 """Finding source files, detecting their format, and reading their records."""
 
 import atexit
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,7 +13,7 @@ from shutil import copyfileobj, rmtree
 from tempfile import mkdtemp
 from typing import Literal
 
-from kleash.errors import SourceError
+from kleash.errors import SourceError, summarise_error
 from kleash.jobs.option_groups import shown_endpoint
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
 from kleash.shipped import shipped_prompts, shipped_text
@@ -63,10 +64,10 @@ FORMAT_BY_SUFFIX: Mapping[str, SourceFormat | None] = {
     **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".toml", ".ini", ".ipynb"), None),
 }
 """Formats of files by suffix, which takes precedence over their content; None for text of a structure of its own."""
-JSON_START = re.compile(r'\s*(\{\s*"|\[\s*(\{\s*)?")')
-"""Beginning of an object, or of an array of objects or texts."""
-BYTES_OF_START = 4096
-"""Bytes of a file by which its format is told."""
+JSON_START = re.compile(r'\s*(\{\s*"|\[\s*\{\s*")')
+"""Beginning of an object, or of an array of objects."""
+
+
 VERL_COLUMNS = frozenset(("input", "output", "gts", "score", "step"))
 """Columns of verl's log of rollouts."""
 VERL_NOTE = (
@@ -282,7 +283,7 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
     """
     label, suffix = source_label(path), uncompressed_suffix(path)
     with open_unpacked(path) as file:
-        start = file.read(BYTES_OF_START)
+        start = file.read(len(ARROW_FILE))
     if start.startswith(b"PAR1"):
         source_format = "Parquet"
     elif start.startswith((ARROW_FILE, ARROW_STREAM)):
@@ -290,7 +291,7 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
     elif suffix in FORMAT_BY_SUFFIX:
         source_format = FORMAT_BY_SUFFIX[suffix]
     else:
-        source_format = _format_by_content(path, suffix, named, start.decode("utf-8-sig", "replace"))
+        source_format = _format_by_content(path, suffix, named)
     if source_format is None or source_format not in (*FORMATS[kind], "Arrow"):
         contents = "texts" if kind == "whole text" else kind
         raise SourceError(
@@ -299,14 +300,34 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
     return source_format
 
 
-def _format_by_content(path: Path, suffix: str, named: Collection[str], start: str) -> SourceFormat:
-    """The format of a file whose suffix is unknown or ".json", by its ``start`` and first line that is not blank."""
+def _format_by_content(path: Path, suffix: str, named: Collection[str]) -> SourceFormat:
+    """The format of a file whose suffix is unknown or ".json", by its first line that is not blank, or as JSON."""
     for _, text in read_text_lines(path):
         if not text.strip():
             continue
         if isinstance(parse_if_json(text), dict):
             return "JSONL"
-        if suffix == ".json" or JSON_START.match(start):
+        if suffix == ".json" or (text.lstrip().startswith(("[", "{")) and _is_json(path)):
             return "a JSON array"
         return "CSV" if find_delimiter(text, named, names_only=True) else "plain text"
     return "JSONL" if suffix == ".json" else "plain text"
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file is an object, or an array of objects and texts; plain text may begin with brackets, too.
+
+    Raises:
+        SourceError: if it begins as JSON with objects does, and cannot be read.
+    """
+    text = "".join(line for _, line in read_text_lines(path, keep_ends=True))
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if JSON_START.match(text):
+            raise SourceError(
+                f"{source_label(path)} begins as JSON and cannot be read ({summarise_error(error)}); mend it, or name "
+                "the file .txt if it is plain text"
+            ) from error
+        return False
+    entries = content if isinstance(content, list) else [content]
+    return bool(entries) and all(isinstance(entry, dict | str) for entry in entries)

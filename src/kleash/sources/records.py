@@ -27,6 +27,11 @@ COMPRESSIONS = {
 }
 """Program -> first bytes of its files; pzstd begins with a frame that is skipped (RFC 8878, 3.1.2)."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".zst", ".zstd"})
+FREE_BYTES = 64 * 2**20
+"""Bytes that any file may unpack to."""
+LARGEST_RATIO = 200
+"""Unpacked bytes for each compressed byte beyond ``FREE_BYTES``. Text of records reaches 5 to 50."""
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +65,31 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: if it is no JSON, or is nested too deeply.
+        ValueError: if it is no JSON, is nested too deeply, or an object in it has two values of one name.
     """
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except RecursionError as error:
         raise ValueError(summarise_error(error)) from error
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these names and values."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shorten(next(name for name in names if names.count(name) > 1))} is there twice")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)
 
 
 def parse_if_json(value: Any) -> Any:
     """A value, of JSON if it is a text that is."""
     try:
-        return parse_json(value) if isinstance(value, str) else value
-    except ValueError:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
         return value
 
 
@@ -99,11 +116,17 @@ def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
     """Read the non-blank lines of plain text as prompts, without line endings.
 
     Raises:
-        SourceError: if a line is not UTF-8.
+        SourceError: if a line is not UTF-8, or the lines end with carriage returns alone.
     """
     for number, text in read_text_lines(path):
+        record = SourceRecord(location=f"{source_label(path)}, line {number}", fields={"prompt": text})
+        if "\r" in text.strip("\r"):
+            raise record.error(
+                "it holds a carriage return that is not at its end; save the file with line feeds, or as JSONL if "
+                "the prompt contains it"
+            )
         if text.strip():
-            yield SourceRecord(location=f"{source_label(path)}, line {number}", fields={"prompt": text})
+            yield record
 
 
 def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
@@ -221,25 +244,49 @@ def compression_of(file: BinaryIO) -> str | None:
     return next((program for program, pattern in COMPRESSIONS.items() if pattern.match(start)), None)
 
 
+class _BoundedReader(io.RawIOBase):
+    """An unpacked stream that ends with a SourceError where it grows beyond ``LARGEST_RATIO``."""
+
+    def __init__(self, stream: Any, file: BinaryIO, subject: str) -> None:
+        self.stream, self.file, self.subject, self.unpacked = stream, file, subject, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self.stream.read(min(len(buffer), BLOCK_BYTES))
+        self.unpacked += len(block)
+        if self.unpacked > FREE_BYTES + LARGEST_RATIO * self.file.tell():
+            raise SourceError(
+                f"{self.subject}, and unpacks to more than {LARGEST_RATIO} times its size, as files do that are made "
+                "to fill a memory; unpack it first if you trust it"
+            )
+        buffer[: len(block)] = block
+        return len(block)
+
+
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
     """Context with a file that is open for reading, unpacked if gzip or zstd compressed it.
 
     Raises:
-        SourceError: if it cannot be opened, or what is read of it is damaged.
+        SourceError: if it cannot be opened, what is read of it is damaged, or it unpacks to more than its size makes
+            plausible.
         MissingExtraError: if it is compressed by zstd and pyarrow is not installed.
     """
     label = source_label(path)
     try:
         with path.open("rb") as file:
             program = compression_of(file)
-            if program == "gzip":
-                yield cast("BinaryIO", gzip.GzipFile(fileobj=file))
-            elif program is not None:
-                stream = import_extra("pyarrow", "models").CompressedInputStream(file, program)
-                yield cast("BinaryIO", io.BufferedReader(stream))
-            else:
+            if program is None:
                 yield file
+                return
+            if program == "gzip":
+                stream: Any = gzip.GzipFile(fileobj=file)
+            else:
+                stream = import_extra("pyarrow", "models").CompressedInputStream(file, program)
+            reader = _BoundedReader(stream, file, f"{label} is packed by {program}")
+            yield cast("BinaryIO", io.BufferedReader(reader, BLOCK_BYTES))
     except (OSError, EOFError, zlib.error) as error:
         raise SourceError(
             f"{label} cannot be read: {getattr(error, 'strerror', None) or summarise_error(error)}"
