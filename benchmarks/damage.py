@@ -119,10 +119,10 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
     from kleash.measuring.comparison import compare
     from kleash.reports.folder_report import write_report_of
-    from kleash.store.job_folder import read_header, require_same
+    from kleash.store.job_folder import require_same
     from kleash.store.run_folder import RunFolder
 
-    header = read_header(pristine)
+    header = RunFolder(pristine).header()
 
     def read(folder: Path) -> str:
         page = write_report_of(folder).read_text(encoding="utf-8")
@@ -130,8 +130,8 @@ def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
         run = RunFolder(folder)  # as --resume reads it
         require_same(folder, run.header(), header)
         for part in (
-            *run.token_parts(["kl_policy_reference"]),
-            *run.sequence_parts(["tokens", "prompt"]),
+            *run.parts("tokens", ["kl_policy_reference"]),
+            *run.parts("sequences", ["tokens", "prompt"]),
         ):
             page += str(len(part))
         return page + comparison
@@ -168,18 +168,18 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.jobs import PPOJob
     from kleash.reports.folder_report import write_report_of
     from kleash.store import read_samples
-    from kleash.store.job_folder import read_header, require_same
-    from kleash.store.training_folder import last_checkpoint
+    from kleash.store.job_folder import require_same
+    from kleash.store.training_folder import TrainingFolder, last_checkpoint
     from kleash.training.checkpoints import restore
     from kleash.training.ppo import set_up
     from kleash.training.run_log import RunLog
 
     run = set_up(_ppo_job(Path(), 0))
-    header = read_header(pristine)
+    header = TrainingFolder(pristine).header()
 
     def read(folder: Path) -> str:
         page = write_report_of(folder).read_text(encoding="utf-8")
-        require_same(folder, read_header(folder), header)
+        require_same(folder, TrainingFolder(folder).header(), header)
         checkpoint = last_checkpoint(folder)
         if checkpoint is None:
             raise _kleash_error()("there is no checkpoint: the run begins anew, and steps.jsonl says more")

@@ -80,7 +80,7 @@ def test_llama_cpps_statistics_of_unlikely_and_of_unknown_tokens(monkeypatch: py
     part = {name: np.full(100, 1.0, dtype=np.float32) for name in names}
     part |= {name: -part[name] for name in ("logp_policy", "logp_reference")}
     part["logp_policy"][0] = -np.inf
-    monkeypatch.setattr(RunFolder, "token_parts", lambda self, names: iter([part]))
+    monkeypatch.setattr(RunFolder, "parts", lambda self, kind, names: iter([part]))
     monkeypatch.setattr(RunFolder, "token_columns", lambda self: frozenset(part))
     assert "Mean PPL(Q)                   :        inf" in llama_cpp_text(Path("run"))
     part["kl_reference_policy"][5] = np.nan

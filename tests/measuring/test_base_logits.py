@@ -258,7 +258,7 @@ def test_a_policy_is_measured_against_the_file(
     low, high, kld = (
         np.concatenate(values)
         for values in zip(
-            *((part[name] for name in columns) for part in RunFolder(folder).token_parts(columns)),
+            *((part[name] for name in columns) for part in RunFolder(folder).parts("tokens", columns)),
             strict=True,
         )
     )

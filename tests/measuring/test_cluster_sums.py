@@ -32,7 +32,7 @@ def test_shards_add_up_within_clusters() -> None:
     rng = np.random.default_rng(0)
     labels = np.sort(rng.integers(0, 1000, 5000))
     values = rng.normal(size=5000)
-    sums = ClusterSums()
+    sums = ClusterSums(1000)
     for part in np.array_split(np.arange(5000), 17):
         sums.add(labels[part], {X: values[part]})
     np.testing.assert_allclose(
@@ -42,7 +42,7 @@ def test_shards_add_up_within_clusters() -> None:
 
 
 def test_a_column_that_first_appears_in_a_later_shard_is_0_before_it() -> None:
-    sums = ClusterSums()
+    sums = ClusterSums(6)
     sums.add(np.array([0, 1, 2]), {X: np.ones(3)})
     sums.add(np.array([2, 5]), {X: np.ones(2), Y: np.ones(2)})
     assert sums[X].tolist() == [1, 1, 2, 0, 0, 1]
@@ -52,7 +52,7 @@ def test_a_column_that_first_appears_in_a_later_shard_is_0_before_it() -> None:
 def test_beyond_the_maximum_neighbouring_clusters_share_a_sum() -> None:
     count = 3 * MAX_GROUPS + 1
     values = np.random.default_rng(1).normal(size=count)
-    sums = ClusterSums()
+    sums = ClusterSums(count)
     for part in np.array_split(np.arange(count), 9):
         sums.add(part, {X: values[part]})
     assert sums.group_size == 4 and len(sums[X]) == -(-count // 4) <= MAX_GROUPS
@@ -61,7 +61,7 @@ def test_beyond_the_maximum_neighbouring_clusters_share_a_sum() -> None:
 
 
 def test_an_empty_shard_has_no_sums_and_no_sequences() -> None:
-    sums = ClusterSums()
+    sums = ClusterSums(0)
     sums.add(np.zeros(0, dtype=np.int64), {X: np.zeros(0)})
     assert len(sums[X]) == 0
     assert len(sequence_starts(np.zeros(0), np.zeros(0))) == 0

@@ -63,7 +63,7 @@ def test_every_number_of_the_headline_is_of_the_direction_of_the_source(
     runs: dict[str, Path], name: str
 ) -> None:
     measured = Measurement.read(runs[name])
-    parts = list(RunFolder(runs[name]).token_parts(["prompt_id", "position", POLICY, REFERENCE]))
+    parts = list(RunFolder(runs[name]).parts("tokens", ["prompt_id", "position", POLICY, REFERENCE]))
     tokens = {key: np.concatenate([part[key] for part in parts]).astype(float) for key in parts[0]}
     kl, other = tokens[name], tokens[REFERENCE if name == POLICY else POLICY]
     assert measured.headline == name and abs(kl.mean() - other.mean()) > 1e-3 * kl.mean()

@@ -46,8 +46,8 @@ def runs(
     measure(MeasureJob(**job, prompts=str(eight[0]), samples_per_prompt=COPIES, out=str(samples)))
     measure(MeasureJob(**job, prompts=str(eight[1]), out=str(copies)))
     lines = []
-    tokens = next(RunFolder(copies).token_parts(["prompt_id", "token_id"]))
-    for part in RunFolder(copies).sequence_parts(["prompt_id", "prompt"]):
+    tokens = next(RunFolder(copies).parts("tokens", ["prompt_id", "token_id"]))
+    for part in RunFolder(copies).parts("sequences", ["prompt_id", "prompt"]):
         for prompt, text in zip(part["prompt_id"].tolist(), part["prompt"], strict=True):
             response = tokens["token_id"][tokens["prompt_id"] == prompt].tolist()
             lines.append(json.dumps({"prompt_id": prompt, "prompt": text, "response_token_ids": response}))

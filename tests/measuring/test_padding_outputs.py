@@ -94,7 +94,7 @@ def test_generation_says_how_many_draws_are_no_tokens(models: dict[str, Path]) -
     from kleash.store import RunFolder
 
     ids = np.concatenate(
-        [part["token_id"] for part in RunFolder(models["root"] / "drawn").token_parts(["token_id"])]
+        [part["token_id"] for part in RunFolder(models["root"] / "drawn").parts("tokens", ["token_id"])]
     )
     drawn = int((ids >= 300).sum())
     assert drawn > 0

@@ -37,9 +37,9 @@ def own(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def as_responses(run: Path, path: Path, **changes: Any) -> Path:
     """The responses of a run as a file of responses with their log-probabilities."""
-    tokens = next(RunFolder(run).token_parts(["prompt_id", "sample_id", "token_id", "logp_sampled"]))
+    tokens = next(RunFolder(run).parts("tokens", ["prompt_id", "sample_id", "token_id", "logp_sampled"]))
     prompts = {}
-    for part in RunFolder(run).sequence_parts(["prompt_id", "prompt"]):
+    for part in RunFolder(run).parts("sequences", ["prompt_id", "prompt"]):
         prompts |= dict(zip(part["prompt_id"].tolist(), part["prompt"], strict=True))
     lines = []
     for who, sample in dict.fromkeys(
@@ -72,7 +72,7 @@ def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
         total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
     )
     assert all("rows of a head that are no tokens" in warning for warning in measured["warnings"])
-    ends = next(RunFolder(own).sequence_parts(["finish_reason"]))["finish_reason"]
+    ends = next(RunFolder(own).parts("sequences", ["finish_reason"]))["finish_reason"]
     assert measured["counts"]["truncated_sequences"] == ends.count("length") > 0
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
 
@@ -83,7 +83,7 @@ def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
         assert sum(part["share_of_kl"] for part in measured[kind]) == pytest.approx(1.0)
         assert sum(part["tokens"] for part in measured[kind]) == measured["counts"]["tokens"]
     kl = np.concatenate(
-        [part["kl_policy_reference"] for part in RunFolder(own).token_parts(["kl_policy_reference"])]
+        [part["kl_policy_reference"] for part in RunFolder(own).parts("tokens", ["kl_policy_reference"])]
     )
     top = np.sort(kl)[::-1][: int(np.ceil(len(kl) / 100))].astype(float)
     assert measured["top_percent_share"] == pytest.approx(top.sum() / kl.astype(float).sum(), rel=1e-6)
@@ -101,7 +101,7 @@ def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], t
     out = tmp_path / "run"
     measured = measure(MeasureJob(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=str(out)))
     assert measured.counts.shards > 3
-    parts = list(RunFolder(out).token_parts(["prompt_id", "kl_policy_reference"]))
+    parts = list(RunFolder(out).parts("tokens", ["prompt_id", "kl_policy_reference"]))
     prompt, kl = (
         np.concatenate([part[name] for part in parts]) for name in ("prompt_id", "kl_policy_reference")
     )
@@ -161,7 +161,9 @@ def test_truncated_and_greedy_runs_leave_out_estimators(job: dict[str, Any], tmp
         assert measured.per_sequence is None and measured.estimators == {}
         assert "left out, as is the KL between responses" in measured.estimators_note
         tokens = next(
-            RunFolder(tmp_path / name).token_parts(["logp_sampled", "logp_policy", "top1_policy", "token_id"])
+            RunFolder(tmp_path / name).parts(
+                "tokens", ["logp_sampled", "logp_policy", "top1_policy", "token_id"]
+            )
         )
         if name == "greedy":
             assert (tokens["token_id"] == tokens["top1_policy"]).all() and (tokens["logp_sampled"] == 0).all()
@@ -229,7 +231,7 @@ def test_report_and_compare_need_only_the_files(
     )
     assert comparison.runs[1].numbers["top1_agreement"].ci95 == (1.0, 1.0), "the reference against itself"
     sums = np.zeros(2)
-    for part in RunFolder(own).token_parts(["prompt_id", "kl_policy_reference"]):
+    for part in RunFolder(own).parts("tokens", ["prompt_id", "kl_policy_reference"]):
         mine = part["prompt_id"] < 30
         sums += [part["kl_policy_reference"][mine].astype(float).sum(), mine.sum()]
     assert difference.differences["kl_policy_reference"].value == pytest.approx(-sums[0] / sums[1], rel=1e-9)
@@ -267,14 +269,14 @@ def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_pat
     responses = {}
     for name, options in {"a": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
         measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
-        responses[name] = next(RunFolder(tmp_path / name).token_parts(["token_id"]))["token_id"].tolist()
+        responses[name] = next(RunFolder(tmp_path / name).parts("tokens", ["token_id"]))["token_id"].tolist()
     assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
 
 
 def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, Any], tmp_path: Path) -> None:
     measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
     names = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
-    tokens = next(RunFolder(tmp_path / "run").token_parts(names))
+    tokens = next(RunFolder(tmp_path / "run").parts("tokens", names))
     likeliest = {
         (who, place): row
         for row, (who, place) in enumerate(zip(tokens["prompt_id"], tokens["position"], strict=True))
@@ -384,7 +386,7 @@ def test_responses_end_at_the_shorter_context_of_both_models(job: dict[str, Any]
     short = save_tiny(tmp_path / "short", max_position_embeddings=24)
     options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
     measure(MeasureJob(**options, out=str(tmp_path / "run")))
-    tokens = next(RunFolder(tmp_path / "run").sequence_parts(["tokens", "prompt", "finish_reason"]))
+    tokens = next(RunFolder(tmp_path / "run").parts("sequences", ["tokens", "prompt", "finish_reason"]))
     for prompt, count, end in zip(tokens["prompt"], tokens["tokens"], tokens["finish_reason"], strict=True):
         read = len(tiny_tokenizer()(prompt)["input_ids"]) + count - 1
         assert read == 24 if end == "length" else read <= 24
@@ -399,7 +401,7 @@ def test_chat_template_and_token_ids_of_a_source_are_used(pair: tuple[Path, Path
             policy=str(pair[0]), reference=str(pair[1]), prompts=str(source), max_new_tokens=3, out=str(out)
         )
     )
-    sequences = next(RunFolder(out).sequence_parts(["prompt", "prompt_hash"]))
+    sequences = next(RunFolder(out).parts("sequences", ["prompt", "prompt_hash"]))
     text = tiny_tokenizer().apply_chat_template(
         [{"role": "user", "content": "The sea?"}], add_generation_prompt=True, tokenize=False
     )

@@ -25,8 +25,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import measure_together, on_device_of_rank
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences
 from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
-from kleash.measuring.shards import SourceChecks
-from kleash.models import Pair, TokenSequence, load_pair
+from kleash.models import Pair, load_pair
 from kleash.records import MeasureJob, RunFolder
 from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
@@ -126,7 +125,7 @@ def test_processes_write_the_shards_of_one(
 ) -> None:
     scored: list[int] = []
     for future in score_together(job, models, tmp_path, 3, lambda _, shard: scored.append(shard.index)):
-        assert len(future.result().checks.shards) == alone.counts.shards
+        future.result()
     assert sorted(scored) == list(range(alone.counts.shards)), "each is scored once"
     require_same_parts(tmp_path, Path(str(job.out)))
     assert not (tmp_path / ".claims").exists()
@@ -167,9 +166,10 @@ def test_until_relative_error_stops_at_the_same_shard(
     """Also if processes have scored beyond it, and if the run goes on with shards beyond it on disk."""
     monkeypatch.setattr(shard_scoring, "MIN_CLUSTERS", 8)
     stopping = replace(job, until_relative_error=0.2)
-    (expected,) = (future.result() for future in score_together(stopping, models, tmp_path / "one", 1))
+    for future in score_together(stopping, models, tmp_path / "one", 1):
+        future.result()
     stop = RunFolder(tmp_path / "one").stop
-    assert stop is not None and 2 <= stop < 10 and len(expected.checks.shards) == stop
+    assert stop is not None and 2 <= stop < 10
     out = tmp_path / "several"
 
     def delay(process: int, shard: Shard) -> None:
@@ -177,7 +177,7 @@ def test_until_relative_error_stops_at_the_same_shard(
 
     for again in range(2):
         for future in score_together(stopping, models, out, processes, delay):
-            assert len(future.result().checks.shards) == stop
+            future.result()
         assert RunFolder(out).stop == stop and RunFolder(out).finished_shards() == tuple(range(stop))
         require_same_parts(out, tmp_path / "one", stop)
         if again == 0:
@@ -333,23 +333,25 @@ def test_the_processes_of_a_machine_take_its_gpus_in_turn(
     assert on_device_of_rank(replace(job, device=device)).device == expected
 
 
-def test_checks_of_a_run_that_stops_early_are_those_of_its_shards() -> None:
-    checks = SourceChecks(temperature=1.0)
-    for temperature in (1.0, None, 0.7):
-        checks.add(
-            [
-                TokenSequence(
-                    prompt_id=0,
-                    sample_id=0,
-                    prompt_ids=(1,),
-                    response_ids=(2,),
-                    prompt_text="",
-                    response_text="",
-                    temperature=temperature,
-                )
-            ]
-        )
-    assert "temperature 0.7" in checks.warnings()[0] and checks.first(2).warnings() == ()
+@pytest.mark.parametrize("stop", [None, 0.9])
+def test_warnings_about_responses_are_about_those_that_were_scored(
+    job: MeasureJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: float | None
+) -> None:
+    monkeypatch.setattr(shard_scoring, "MIN_CLUSTERS", 8)
+    records: list[dict[str, Any]] = [
+        {"prompt": f"number {number}", "response": "a boat"} for number in range(24)
+    ]
+    records[-1]["temperature"] = 0.7
+    file = tmp_path / "responses.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = replace(
+        job, prompts=None, responses=str(file), out=str(tmp_path / "run"), until_relative_error=stop
+    )
+    measurement = measure(given)
+    sequences = measurement.counts.sequences
+    assert (sequences == len(records)) is (stop is None)
+    assert ("temperature 0.7" in " ".join(measurement.warnings)) is (stop is None)
+    assert f"{sequences} of {sequences} responses came as text" in " ".join(measurement.warnings)
 
 
 def test_files_of_two_processes_that_do_not_fit_are_refused(

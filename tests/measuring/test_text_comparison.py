@@ -37,7 +37,7 @@ def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> t
 def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
     """For each document, its tokens and the sums of both models' negative log-probabilities and of their difference."""
     sums = np.zeros((documents, 4))
-    for part in RunFolder(run).token_parts(["prompt_id", "logp_policy", "logp_reference"]):
+    for part in RunFolder(run).parts("tokens", ["prompt_id", "logp_policy", "logp_reference"]):
         for who, p, q in zip(part["prompt_id"], part["logp_policy"], part["logp_reference"], strict=True):
             if who < documents:
                 sums[who] += [1.0, -float(p), -float(q), float(q) - float(p)]
@@ -71,7 +71,7 @@ def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path
     (difference,) = comparison.differences
     assert comparison.runs[0].source == "text"
     hashes = [
-        key for part in RunFolder(runs[0]).sequence_parts(["prompt_hash"]) for key in part["prompt_hash"]
+        key for part in RunFolder(runs[0]).parts("sequences", ["prompt_hash"]) for key in part["prompt_hash"]
     ]
     assert len(set(hashes)) == len(hashes)  # windows are paired by them
     assert comparison.runs[0].counts.sequences > comparison.runs[0].counts.prompts == 12
@@ -102,8 +102,8 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Pa
     sums = np.zeros((2, 2, blocks))  # run, (tokens, total), cluster
     labels: dict[tuple[int, int], int] = {}
     for at in (0, 1):
-        for part in RunFolder(tmp_path / str(at)).token_parts(
-            ["prompt_id", "sample_id", "kl_policy_reference"]
+        for part in RunFolder(tmp_path / str(at)).parts(
+            "tokens", ["prompt_id", "sample_id", "kl_policy_reference"]
         ):
             for document, window, value in zip(*part.values(), strict=True):
                 block = labels.setdefault(

@@ -39,7 +39,7 @@ def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measuremen
         "rank_reference",
         *KEYS.values(),
     ]
-    parts = list(folder.token_parts(names))
+    parts = list(folder.parts("tokens", names))
     table = {name: np.concatenate([part[name] for part in parts]) for name in names}
     for drawn, drift in zip(heat.sequences, measurement.worst_sequences, strict=True):
         rows = (table["prompt_id"] == drift.prompt_id) & (table["sample_id"] == drift.sample_id)

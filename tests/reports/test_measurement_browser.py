@@ -218,7 +218,7 @@ def test_the_table_of_prompts_sorts_by_click_and_by_key(driver: Any, report: Pat
 def worst_sequence(run: tuple[Path, Measurement], name: str) -> Any:
     """A column of the worst sequence."""
     worst = run[1].worst_sequences[0]
-    for part in RunFolder(run[0]).token_parts(["prompt_id", "sample_id", name]):
+    for part in RunFolder(run[0]).parts("tokens", ["prompt_id", "sample_id", name]):
         rows = (part["prompt_id"] == worst.prompt_id) & (part["sample_id"] == worst.sample_id)
         if rows.any():
             return part[name][rows]

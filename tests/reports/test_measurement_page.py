@@ -266,7 +266,7 @@ def test_the_number_of_shortened_sequences_is_shown(tmp_path: Path, monkeypatch:
 def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurement]) -> None:
     rows = {}
     names = ["prompt_id", "sample_id", "position", "text", "logp_policy", "logp_reference", "rank_reference"]
-    for part in RunFolder(run[0]).token_parts(names):
+    for part in RunFolder(run[0]).parts("tokens", names):
         for values in zip(*(part[name] for name in names), strict=True):
             rows[tuple(int(value) for value in values[:3])] = values[3:]
     for drift in run[1].worst_tokens:

@@ -44,7 +44,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     with folder.writing(HEADER, resume=False):
         folder.write_shard(0, tokens(3), sequences())
         folder.write_shard(1, tokens(2), sequences())
-    parts = list(folder.token_parts(["token_id", "text", "logp_sampled"]))
+    parts = list(folder.parts("tokens", ["token_id", "text", "logp_sampled"]))
     assert [part["text"] for part in parts] == [["<0>", "<1>", "<2>"], ["<0>", "<1>"]]
     assert parts[0]["token_id"].dtype == np.int32 and parts[0]["token_id"].tolist() == [0, 1, 2]
     assert parts[0]["logp_sampled"].dtype == np.float32
@@ -72,7 +72,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
         ),
         (
             {"fingerprints": {"policy": "p", "reference": "s"}},
-            "the fingerprint of the reference's weights and tokenizer was 'r' and is now 's'",
+            "the fingerprint of the reference was 'r' and is now 's'",
         ),
         ({"kleash": "2"}, "kleash was '1' and is now '2'"),
         ({"sampler": "b"}, "the sampler was '' and is now 'b'"),

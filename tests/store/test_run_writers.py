@@ -32,7 +32,7 @@ def write(folder: RunFolder, index: int) -> None:
 
 
 def written(folder: RunFolder) -> list[int]:
-    return [int(part["token_id"][0]) for part in folder.token_parts(["token_id"])]
+    return [int(part["token_id"][0]) for part in folder.parts("tokens", ["token_id"])]
 
 
 @pytest.mark.parametrize("seed", range(2))

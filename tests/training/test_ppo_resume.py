@@ -127,7 +127,7 @@ def test_resuming_with_an_edited_reward_function_is_refused(folder, tmp_path, mo
     assert train(replace(job, steps=2, resume=True)).steps == 2
     source.write_text(source.read_text().replace("float(len(r))", "-float(len(r))"))
     with pytest.raises(
-        RunFolderError, match=r"the fingerprint of the reward's edited_reward:reward was 'sha256:"
+        RunFolderError, match=r"the fingerprint of the reward edited_reward:reward was 'sha256:"
     ):
         train(replace(job, steps=3, resume=True))
     assert len(read_steps(tmp_path / "run")) == 2

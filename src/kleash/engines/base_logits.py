@@ -14,6 +14,7 @@ from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
 from kleash.checkpoints.gguf_files import open_gguf
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base import (
+    WHOLE_DISTRIBUTION_COLUMNS,
     Engine,
     EngineTraits,
     Shard,
@@ -41,7 +42,6 @@ from kleash.models.scoring import checked_reader, columns_in_batches, head_on_de
 from kleash.models.tokenizers import token_count, token_texts
 from kleash.sources.sequences import hash_tokens
 from kleash.store.measurement import ModelRecord
-from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import KL_BOUND_COLUMNS, LLAMA_CPP_COLUMNS
 
 TILE_LOGITS = 1 << 22
@@ -50,14 +50,6 @@ COMPARED_LOGITS = 1 << 18
 """Logits that are compared with the file at once: 2 MB in float64, so that results between stay in the CPU's cache."""
 CUTOFF = -16.0
 """Log-probabilities of the base at or below it are left out of llama.cpp's KL."""
-UNKNOWN_COLUMNS = (
-    *(
-        name
-        for name, statistic in STATISTICS.items()
-        if statistic.function is stored_column and len(statistic.models) == 2
-    ),
-    "entropy_reference",
-)
 REASON = "the file of base logits has 16 bits for each log-probability of the reference"
 
 
@@ -199,7 +191,9 @@ class BaseLogitsEngine(Engine):
     def traits(self) -> EngineTraits:
         """The columns that a file of base logits cannot give, and why there is no noise floor."""
         return EngineTraits(
-            unknown_columns=MappingProxyType(dict.fromkeys(UNKNOWN_COLUMNS, REASON)),
+            unknown_columns=MappingProxyType(
+                dict.fromkeys((*WHOLE_DISTRIBUTION_COLUMNS, "entropy_reference"), REASON)
+            ),
             no_noise_floor="the reference is a file of base logits, which does not tell its batches",
         )
 

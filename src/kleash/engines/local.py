@@ -67,7 +67,10 @@ class LocalEngine(Engine):
             sequences,
             temperature=self.traits.temperature,
             batch_tokens=self.job.batch_tokens,
-            options=LinearOptions(buffer_bytes=self._buffer_bytes),
+            # on a GPU the linear functions choose from the free memory
+            options=LinearOptions(
+                buffer_bytes=CPU_BUFFER_BYTES if self.pair.policy.device.type == "cpu" else None
+            ),
             cache=self.cache,
             top=self.top,
             sampler=self._sampling if self._draws_from_part else None,
@@ -98,11 +101,6 @@ class LocalEngine(Engine):
         )
         self.files.require_unchanged()
         return columns
-
-    @property
-    def _buffer_bytes(self) -> int | None:
-        """Memory for the logits of a chunk; None on a GPU: the linear functions choose from the free memory."""
-        return CPU_BUFFER_BYTES if self.pair.policy.device.type == "cpu" else None
 
     @property
     def _draws_from_part(self) -> bool:

@@ -157,52 +157,32 @@ def clusters_per_group(clusters: int) -> int:
 class ClusterSums:
     """Sums within clusters of named columns, added one shard at a time."""
 
-    def __init__(self, *, is_one_model: bool = False) -> None:
+    def __init__(self, clusters: int, *, is_one_model: bool = False) -> None:
         """Begin with no sums.
 
         Args:
+            clusters: number of clusters.
             is_one_model: whether policy and reference are the same model, so that their divergences are known to be 0.
         """
         self.is_one_model = is_one_model
-        self.group_size = 1
+        self.group_size = clusters_per_group(clusters)
         """Number of neighbouring clusters that share a sum."""
+        self._size = -(-clusters // self.group_size)
         self._sums: dict[SumKey, Floats] = {}
-        self._size = 0
 
     def add(self, clusters: NDArray[np.int64], columns: Mapping[SumKey, Floats]) -> None:
         """Add each row of each column to the sum of the row's cluster."""
-        if not len(clusters):
-            return
-        while clusters_per_group(int(clusters.max()) + 1) > self.group_size:
-            self._double_group_size()
         groups = clusters // self.group_size
-        self._size = max(self._size, int(groups.max()) + 1)
-        first = int(groups.min())
         for key, values in columns.items():
-            sums = self._sums.setdefault(key, np.zeros(0))
-            if len(sums) < self._size:
-                sums = np.concatenate([sums, np.zeros(max(self._size, 2 * len(sums)) - len(sums))])
-                self._sums[key] = sums
-            part = np.bincount(groups - first, weights=values)
-            sums[first : first + len(part)] += part
+            self._sums[key] = self[key] + np.bincount(groups, weights=values, minlength=self._size)
 
     def __getitem__(self, key: SumKey) -> Floats:
         """The sum of each cluster; 0 for a key that was never added."""
-        sums = self._sums.get(key, np.zeros(0))[: self._size]
-        return np.concatenate([sums, np.zeros(self._size - len(sums))])
+        return self._sums.get(key, np.zeros(self._size))
 
     def __contains__(self, key: SumKey) -> bool:
         """Whether a column of this key was added."""
         return key in self._sums
-
-    def _double_group_size(self) -> None:
-        """Merge neighbouring groups in pairs."""
-        for key in self._sums:
-            sums = self[key]
-            even_sums = np.concatenate([sums, np.zeros(len(sums) % 2)])
-            self._sums[key] = even_sums[0::2] + even_sums[1::2]
-        self._size = (self._size + 1) // 2
-        self.group_size *= 2
 
 
 class SequenceTerms(NamedTuple):

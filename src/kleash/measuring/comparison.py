@@ -127,9 +127,9 @@ def _read(path: Path) -> _Run:
     hashes: list[str] = []
     first_sequences: list[int] = []
     sums: list[Floats] = []
-    parts = folder.token_parts(["prompt_id", "sample_id", *columns_of(known)])
+    parts = folder.parts("tokens", ["prompt_id", "sample_id", *columns_of(known)])
     names = ["prompt_id", "sample_id", "prompt_hash"]
-    for tokens, sequences in zip(parts, folder.sequence_parts(names), strict=True):
+    for tokens, sequences in zip(parts, folder.parts("sequences", names), strict=True):
         starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
         counts = np.ones(len(tokens["prompt_id"]))
         values = [

@@ -181,7 +181,7 @@ def token_quantiles(
     groups = (clusters.labels // clusters_per_group(clusters.count)).astype(np.int32)
     parts: list[np.ndarray] = [np.zeros(0, np.int32)]
     first_sequence = 0
-    for part in folder.token_parts(["prompt_id", "sample_id"]):
+    for part in folder.parts("tokens", ["prompt_id", "sample_id"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
         lengths = np.diff([*starts, len(part["prompt_id"])])
         parts.append(np.repeat(groups[first_sequence : first_sequence + len(starts)], lengths))
@@ -191,7 +191,7 @@ def token_quantiles(
     headline_share = np.nan
     for name in DIVERGENCES:
         statistic = STATISTICS[name]
-        columns = [part[name] for part in folder.token_parts([name])]
+        columns = [part[name] for part in folder.parts("tokens", [name])]
         values = np.concatenate([np.zeros(0, np.float32), *columns])
         estimates = quantiles(
             values,

@@ -126,7 +126,7 @@ class LargestDrift:
 def _texts_of_prompts(folder: RunFolder, prompts: set[int], *, on_text: bool) -> dict[int, str]:
     """The beginning of each of these prompts' texts by its id."""
     texts: dict[int, str] = {}
-    for part in folder.sequence_parts(["prompt_id", "prompt", "response"]):
+    for part in folder.parts("sequences", ["prompt_id", "prompt", "response"]):
         for prompt_id, prompt, response in zip(*part.values(), strict=True):
             if prompt_id in prompts and not texts.get(int(prompt_id)):
                 texts[int(prompt_id)] = shorten_text(prompt + response if on_text else prompt)
@@ -177,7 +177,7 @@ def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenize
     """
     rank_of = {(sequence.prompt_id, sequence.sample_id): rank for rank, sequence in enumerate(sequences)}
     parts: dict[int, dict[str, NDArray[Any]]] = {}
-    for part in folder.top_parts(list(TOP_COLUMNS)):
+    for part in folder.parts("alternatives", list(TOP_COLUMNS)):
         for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
             rank = rank_of.get((int(part["prompt_id"][begin]), int(part["sample_id"][begin])))
             if rank is not None:

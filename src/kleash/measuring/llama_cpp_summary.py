@@ -49,7 +49,7 @@ def llama_cpp_text(folder: Path) -> str:
     """
     run = RunFolder(folder)
     kld = "llama_cpp_kld" if "llama_cpp_kld" in run.token_columns() else "kl_reference_policy"
-    parts = list(run.token_parts([*STORED_COLUMNS, kld]))
+    parts = list(run.parts("tokens", [*STORED_COLUMNS, kld]))
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if np.isnan(columns[kld]).any():
         raise OptionError(

@@ -50,6 +50,7 @@ from kleash.measuring.sequence_clusters import (
     sequence_starts,
 )
 from kleash.measuring.shard_scoring import OpenRun, ScoredSource
+from kleash.measuring.shards import source_warnings
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
@@ -131,7 +132,8 @@ def make_measurement(
     numbers, padding_notes, padding_warnings = _numbers(run, totals.sums, statistics)
     has_kl = "kl_policy_reference" in statistics
     warnings = (
-        *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings, *source.checks.warnings()),
+        *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
+        *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
         *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), *padding_warnings),
     )
     return Measurement(
@@ -233,7 +235,9 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
     """
     columns = [np.zeros((3, 0), dtype=np.int64)]
     tokens = truncated = 0
-    for part in folder.sequence_parts(["prompt_id", "sample_id", "prompt_hash", "tokens", "finish_reason"]):
+    for part in folder.parts(
+        "sequences", ["prompt_id", "sample_id", "prompt_hash", "tokens", "finish_reason"]
+    ):
         columns.append(
             np.stack([part["prompt_id"], part["sample_id"], hashes_as_ints(part["prompt_hash"])]).astype(
                 np.int64
@@ -241,7 +245,9 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
         )
         tokens += int(part["tokens"].sum(dtype=np.int64))
         truncated += part["finish_reason"].count("length")
-    any_unknown = any(np.isnan(part["logp_sampled"]).any() for part in folder.token_parts(["logp_sampled"]))
+    any_unknown = any(
+        np.isnan(part["logp_sampled"]).any() for part in folder.parts("tokens", ["logp_sampled"])
+    )
     prompt, sample, prompt_hash = np.concatenate(columns, axis=1)
     distinct = distinct_prompts(prompt, sample, prompt_hash, on_text=on_text)
     clusters = clusters_of(distinct, sample, on_text=on_text)
@@ -279,11 +285,12 @@ def sum_tokens(
         statistics: names of the statistics that can be computed.
         headline: name of the KL of the binnings and of the largest drift.
     """
-    sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift(column=headline)
+    sums = ClusterSums(clusters.count, is_one_model=is_one_model)
+    largest = LargestDrift(column=headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
     first_sequence = tokens = 0
     has_kl = "kl_policy_reference" in statistics
-    for part in folder.token_parts([*columns_to_read(statistics), "text"]):
+    for part in folder.parts("tokens", [*columns_to_read(statistics), "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
         labels = clusters.labels[first_sequence : first_sequence + len(starts)]
         first_sequence += len(starts)

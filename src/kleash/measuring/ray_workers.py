@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -144,7 +144,7 @@ class RayEngine(Engine):
                     calls[actor.run.remote(shard)] = (actor, shard)
             if is_read and not any(shard for _, shard in calls.values()):
                 return
-            reference = _first_finished(self.ray, list(calls))
+            (reference,), _ = self.ray.wait(list(calls), num_returns=1)
             actor, shard = calls.pop(reference)
             answer = _get(self.ray, reference)
             _require_same(self.loaded.header, answer.header, "on another worker")
@@ -170,11 +170,6 @@ def _require_same(first: RunHeader, other: RunHeader, where: str) -> None:
             f"the workers measure different things: {'; '.join(differences)}; all nodes need the same versions and "
             "files"
         )
-
-
-def _first_finished(ray: ModuleType, calls: list[Any]) -> Any:
-    """The first of some calls that is finished."""
-    return ray.wait(calls, num_returns=1)[0][0]
 
 
 def _get(ray: ModuleType, call: Any) -> Any:
@@ -221,9 +216,8 @@ def ray_engine(job: MeasureJob, reporter: ProgressReporter) -> Generator[RayEngi
         actor: Any = ray.remote(max_restarts=MAX_RESTARTS, max_task_retries=MAX_RETRIES)(ShardWorker)
         actors = start_actors(ray, job, actor, (job, str(Path.cwd())))
         try:
-            loaded: LoadedModels = _get(
-                ray, _first_finished(ray, [each.describe.remote() for each in actors])
-            )
+            (first,), _ = ray.wait([each.describe.remote() for each in actors], num_returns=1)
+            loaded: LoadedModels = _get(ray, first)
             fingerprints = {role: checkpoint.fingerprint() for role, checkpoint in checkpoints.items()}
             versions = {f"the version of {name}": version(name) for name in PACKAGES}
             own_header = replace(
@@ -268,11 +262,6 @@ def without_networks(pair: Pair) -> Pair:
         )
 
     return replace(pair, policy=described(pair.policy), reference=described(pair.reference), tokenizer=None)
-
-
-def kept_cluster(job: WorkerOptions) -> Any:
-    """Context in which this process stays connected to the Ray cluster of a job, if it has one, over several runs."""
-    return connected_cluster(job) if job.engine == "ray" else nullcontext()
 
 
 @contextmanager
@@ -355,7 +344,10 @@ def start_actors(ray: ModuleType, job: WorkerOptions, actor: Any, arguments: tup
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     amounts = reserved(job, has_gpus=any(node.get("GPU", 0) for node in nodes))
-    places = sum(_places_on(node, amounts) for node in nodes)
+    places = sum(
+        min((int(node.get(name, 0.0) / amount) for name, amount in amounts.items()), default=1)
+        for node in nodes
+    )
     if not places:
         requested_amounts = ",".join(f"{name}={amount:g}" for name, amount in amounts.items())
         raise ClusterError(
@@ -371,8 +363,3 @@ def start_actors(ray: ModuleType, job: WorkerOptions, actor: Any, arguments: tup
     if "memory" in amounts:
         options["memory"] = int(amounts["memory"])
     return [actor.options(**options).remote(*arguments) for _ in range(job.workers or places)]
-
-
-def _places_on(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:
-    """The number of workers that fit on a node with these resources."""
-    return min((int(node.get(name, 0.0) / amount) for name, amount in amounts.items()), default=1)

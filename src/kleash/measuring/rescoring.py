@@ -62,12 +62,12 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
     """The run's sequences in order, read lazily from the source or, for generated responses, from the run's files."""
     kind, path = job.source
     if kind != "prompts":
-        count = sum(len(part["prompt_id"]) for part in folder.sequence_parts(["prompt_id"]))
+        count = sum(len(part["prompt_id"]) for part in folder.parts("sequences", ["prompt_id"]))
         yield from islice(source_sequences(job, pair), count)
         return
     limit = MAX_NOISE_TOKENS if job.limit is None else min(job.limit, MAX_NOISE_TOKENS)
     prompts = read_prompts(path, pair, limit=limit, reading=job)
-    for part in folder.token_parts(["prompt_id", "sample_id", "token_id"]):
+    for part in folder.parts("tokens", ["prompt_id", "sample_id", "token_id"]):
         for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
             if part["prompt_id"][begin] >= len(prompts):
                 return

@@ -8,7 +8,7 @@ number of processes.
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard, sequence_rows
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences, sum_sequences
-from kleash.measuring.shards import SourceChecks, plan_shards
+from kleash.measuring.shards import plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
 from kleash.store import RunFolder
@@ -54,7 +54,8 @@ class OpenRun:
 class ScoredSource:
     """What was read of a source whose shards are all on disk."""
 
-    checks: SourceChecks
+    declared: Sequence[tuple[bool, float | None]]
+    """As in ``ShardPlan``."""
     notes: tuple[str, ...]
     """What the chat template renders of the source."""
 
@@ -103,8 +104,8 @@ class RunningKL:
         # read after the names: each file has its checksum before it has its name
         checksums = folder.checksums()
         while (index := len(self._sums)) in on_disk:
-            part = folder.token_part(index, ["prompt_id", "sample_id", column], checksums)
-            hashes = folder.sequence_part(index, ["prompt_hash"], checksums)["prompt_hash"]
+            part = folder.part("tokens", index, ["prompt_id", "sample_id", column], checksums)
+            hashes = folder.part("sequences", index, ["prompt_hash"], checksums)["prompt_hash"]
             yield sum_sequences(part, hashes, column)
 
     def _add(self, sums: SequenceSums) -> None:
@@ -156,7 +157,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
             if run.folder.stop is None:
                 run.folder.write_stop(running.stop)
     run.folder.require_shards(total)
-    return ScoredSource(checks=claims.checks.first(total), notes=plan.notes)
+    return ScoredSource(declared=plan.declared, notes=plan.notes)
 
 
 @dataclass(kw_only=True)
@@ -169,13 +170,7 @@ class ShardClaims:
     """Shards that are reported as scored, or were on disk at the start."""
     total: int = 0
     """Shards of the plan so far."""
-    checks: SourceChecks = field(init=False)
-    """Those of all shards of the plan so far."""
     _open_claims: dict[int, ExitStack] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Begin with empty checks."""
-        self.checks = SourceChecks(temperature=self.run.job.temperature)
 
     def __enter__(self) -> "ShardClaims":
         """Begin."""
@@ -196,7 +191,6 @@ class ShardClaims:
             if self.running.stop is not None and shard.index >= self.running.stop:
                 return
             self.total += 1
-            self.checks.add(shard.sequences)
             shard_claim = self._open_claims[shard.index] = ExitStack()
             is_ours = not self.run.folder.has(shard.index) and shard_claim.enter_context(
                 claim(self.run.folder.root, _claim_of(shard.index))
@@ -245,4 +239,4 @@ def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest
         claims.release(shard.index)
         if running.stop is not None:
             break
-    deque(claimed, maxlen=0)  # to the end of the plan, since the checks of the source count all shards
+    deque(claimed, maxlen=0)  # to the end of the plan, whose shards are counted

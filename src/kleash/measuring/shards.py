@@ -1,8 +1,8 @@
-"""The shards of a run's source, which are scored and written as a whole, and checks of the source's fields."""
+"""The shards of a run's source, which are scored and written as a whole, and warnings about the source."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kleash.engines import Shard
@@ -29,6 +29,8 @@ class ShardPlan:
     """Total number of sequences; None for text, whose windows are counted as they are read."""
     notes: tuple[str, ...]
     """What the chat template renders of the source."""
+    declared: Sequence[tuple[bool, float | None]] = ()
+    """Of each given response whether it was tokenised again, and its temperature, if the source has it."""
 
 
 def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
@@ -39,15 +41,18 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
     """
     kind, path = job.source
     if kind != "prompts":
-        forms = Counter[SourceForm]()
+        forms, declared = Counter[SourceForm](), list[tuple[bool, float | None]]()
         if kind == "text" and not job.has_base_logits:
             forms = count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
         elif kind == "responses":
-            forms = Counter[SourceForm](sequence.prompt_form for sequence in source_sequences(job, pair))
+            for sequence in source_sequences(job, pair):
+                forms[sequence.prompt_form] += 1
+                declared.append((sequence.retokenised, sequence.temperature))
         groups = group_by_cost(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
         notes = describe_forms(kind, forms, pair.tokenizer, job)
-        return ShardPlan(shards=shards, sequences=None if kind == "text" else forms.total(), notes=notes)
+        total = None if kind == "text" else forms.total()
+        return ShardPlan(shards=shards, sequences=total, notes=notes, declared=declared)
     prompts = read_prompts(path, pair, limit=job.limit, reading=job)
     response_tokens = job.samples_per_prompt * job.max_new_tokens
     groups = group_by_cost(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
@@ -93,32 +98,19 @@ def group_by_cost(
         yield group
 
 
-@dataclass(kw_only=True)
-class SourceChecks:
-    """Which responses were tokenised again, or declare another temperature, by shard."""
+def source_warnings(declared: Sequence[tuple[bool, float | None]], temperature: float) -> tuple[str, ...]:
+    """Warnings of the measurement about given responses.
 
-    temperature: float
-    """Temperature of the run."""
-    shards: list[list[tuple[bool, float | None]]] = field(default_factory=list)
-    """Of each sequence whether it was tokenised again, and its temperature, if that is declared."""
-
-    def add(self, sequences: Sequence[TokenSequence]) -> None:
-        """Add the sequences of the next shard."""
-        self.shards.append([(sequence.retokenised, sequence.temperature) for sequence in sequences])
-
-    def first(self, count: int) -> "SourceChecks":
-        """The checks of the first shards alone."""
-        return SourceChecks(temperature=self.temperature, shards=self.shards[:count])
-
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings of the measurement about its source."""
-        rows = [row for shard in self.shards for row in shard]
-        warnings = retokenisation_warnings(len(rows), sum(retokenised for retokenised, _ in rows))
-        temperatures = sorted({value for _, value in rows if value is not None} - {self.temperature})
-        if not temperatures:
-            return warnings
-        warning = (
-            f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
-            f"were scored at {self.temperature:g}; set --temperature"
-        )
-        return (*warnings, warning)
+    Args:
+        declared: as in ``ShardPlan``, of the responses that were scored.
+        temperature: of the run.
+    """
+    warnings = retokenisation_warnings(len(declared), sum(retokenised for retokenised, _ in declared))
+    temperatures = sorted({value for _, value in declared if value is not None} - {temperature})
+    if not temperatures:
+        return warnings
+    warning = (
+        f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
+        f"were scored at {temperature:g}; set --temperature"
+    )
+    return (*warnings, warning)

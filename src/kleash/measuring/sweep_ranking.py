@@ -60,7 +60,7 @@ def rank_candidates(
         kleash=__version__,
         reference=job.reference,
         rank_by=job.statistic,
-        job=_options(job),
+        job={name: list(value) if isinstance(value, tuple) else value for name, value in vars(job).items()},
         candidates=tuple(candidates),
         pairs=(),
         clusters=0,
@@ -139,11 +139,6 @@ def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[in
     }
 
 
-def _options(job: SweepJob) -> dict[str, object]:
-    """The options of a sweep as they are recorded."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(job).items()}
-
-
 def read_sequences(path: Path, statistic: str) -> SequenceSums:
     """The sequences of a finished run with the sums of a statistic, from its files.
 
@@ -167,8 +162,8 @@ def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
     folder = RunFolder(path)
     folder.require_shards(shards)
     parts = zip(
-        folder.token_parts(["prompt_id", "sample_id", statistic]),
-        folder.sequence_parts(["prompt_hash"]),
+        folder.parts("tokens", ["prompt_id", "sample_id", statistic]),
+        folder.parts("sequences", ["prompt_hash"]),
         strict=True,
     )
     return SequenceSums.concatenate(

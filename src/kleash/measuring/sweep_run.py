@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.keywords import job_of_keywords
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.ray_workers import kept_cluster
+from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
 from kleash.measuring.run import measure, require_folder_of_all
 from kleash.measuring.sequence_clusters import SequenceSums
@@ -111,7 +112,8 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> S
             _check_folder(out, resume=job.resume)
 
     try:
-        with taking_part(out, check), kept_cluster(job):
+        # one connection over all candidates
+        with taking_part(out, check), connected_cluster(job) if job.engine == "ray" else nullcontext():
             result = _sweep(job, out, reporter)
     except KeyboardInterrupt as stop:
         raise Interrupted(

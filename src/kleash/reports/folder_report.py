@@ -9,7 +9,7 @@ from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
 from kleash.store.audit import Audit, read_audits
-from kleash.store.job_folder import HEADER, read_header
+from kleash.store.job_folder import HEADER
 from kleash.store.measurement import Measurement
 from kleash.store.steps import STEPS
 from kleash.store.sweep import SWEEP, Sweep
@@ -26,7 +26,11 @@ def kind_of_folder(folder: Path) -> str:
     """
     try:
         kind = next((name for name in (STEPS, SWEEP) if (folder / name).exists()), None)
-        if kind is None and (folder / HEADER).exists() and "algorithm" in read_header(folder).settings:
+        if (
+            kind is None
+            and (folder / HEADER).exists()
+            and "algorithm" in TrainingFolder(folder).header().settings
+        ):
             kind = STEPS
     except RunFolderError:
         raise

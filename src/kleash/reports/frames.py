@@ -38,5 +38,5 @@ def to_pandas(result: Any) -> Any:
     files = RunFolder(result.folder)
     there = files.token_columns()
     names = [name for name in (*TOKEN_COLUMNS, *OPTIONAL_COLUMNS) if name in there]
-    tables = (files.token_parts(names), files.sequence_parts(list(SEQUENCE_COLUMNS)))
+    tables = (files.parts("tokens", names), files.parts("sequences", list(SEQUENCE_COLUMNS)))
     return RunFrames(*(pandas.concat(map(pandas.DataFrame, parts), ignore_index=True) for parts in tables))

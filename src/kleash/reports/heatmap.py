@@ -61,7 +61,7 @@ def read_sequences(folder: RunFolder, keys: Iterable[SequenceKey]) -> dict[Seque
     sequences: dict[SequenceKey, SequenceTokens] = {}
     if not codes.size:
         return sequences
-    for part in folder.token_parts(["prompt_id", "sample_id", "text", *COLUMNS]):
+    for part in folder.parts("tokens", ["prompt_id", "sample_id", "text", *COLUMNS]):
         part_codes = _code(part["prompt_id"].astype(np.int64), part["sample_id"].astype(np.int64))
         rows = np.flatnonzero(np.isin(part_codes, codes))
         for code in np.unique(part_codes[rows]):
@@ -164,7 +164,7 @@ def colour_thresholds(largest: float, first: float) -> tuple[float, ...]:
 def read_prompts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[SequenceKey, str]:
     """The prompts of the sequences ``keys``."""
     prompts: dict[SequenceKey, str] = {}
-    for part in folder.sequence_parts(["prompt_id", "sample_id", "prompt"]):
+    for part in folder.parts("sequences", ["prompt_id", "sample_id", "prompt"]):
         for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True):
             key = int(prompt), int(sample)
             if key in keys:

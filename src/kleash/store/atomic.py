@@ -2,24 +2,18 @@
 
 import errno
 import os
-import platform
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
 
 from kleash.errors import RunFolderError
 
 TEMPORARY = ".writing-"
-"""How the names of unfinished files begin; machine and process that write them follow."""
+"""How the names of unfinished files begin."""
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC})
 """Numbers of the errors of a full disk: that of the machine, or a user's quota on a shared one."""
-ABANDONED_S = 24 * 3600.0
-"""Age from which an unfinished file of another machine counts as left behind."""
 
 
 def write_atomically(
@@ -45,7 +39,7 @@ def write_atomically(
     try:
         if not path.name or path.is_dir():
             raise RunFolderError(f"{path} is a folder; give the name of a file")
-        with os.fdopen(os.open(unfinished, _NEW_FILE, 0o666), "wb") as file:
+        with unfinished.open("xb") as file:
             if not callable(content):
                 # Half of a surrogate pair (in a path that is not UTF-8) becomes an escape that JSON understands.
                 file.write(
@@ -68,9 +62,6 @@ def write_atomically(
         raise
 
 
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-
-
 def require_utf8(folder: Path) -> None:
     """See that a folder in which safetensors files will lie has a name that safetensors can open.
 
@@ -86,23 +77,21 @@ def require_utf8(folder: Path) -> None:
 
 
 def temporary_name() -> str:
-    """A new name for a file or folder that is being written: its machine, its process and a random number."""
-    return f"{TEMPORARY}{_machine()}-{os.getpid()}-{token_hex(6)}"
+    """A new name for a file or folder that is being written."""
+    return f"{TEMPORARY}{token_hex(8)}"
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files and folders in ``folder`` whose writer is no longer running.
+    """Remove the unfinished files and folders in ``folder``, into which no other process writes meanwhile.
 
     Raises:
         OSError: if one cannot be removed.
     """
     for path in folder.glob(f"{TEMPORARY}*"):
-        with suppress(FileNotFoundError):  # another process removes it, or gives it its name
-            if _is_abandoned(path):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def remove_folder(folder: Path) -> None:
@@ -141,31 +130,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@cache
-def _machine() -> str:
-    """Stands for the machine, or the container, in which process numbers mean something."""
-    try:
-        space = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        space = ""
-    return sha256(f"{platform.node()} {space}".encode("utf-8", "backslashreplace")).hexdigest()[:8]
-
-
-def _is_abandoned(path: Path) -> bool:
-    machine, _, rest = path.name.removeprefix(TEMPORARY).partition("-")
-    process = rest.partition("-")[0]
-    if not process.isascii() or not process.isdigit() or len(machine) != 8:
-        return True  # of an older kleash, which put no process into the name
-    if machine != _machine():
-        return time.time() - path.lstat().st_mtime > ABANDONED_S
-    if int(process) == os.getpid():
-        return False
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        return False
-    return False

@@ -124,22 +124,13 @@ class WrittenLogits:
         return to_json(self)
 
 
-def cache_checksums(folder: Path) -> Checksums:
-    """The checksums of a cache's files.
-
-    Raises:
-        RunFolderError: if they are damaged, or missing where there must be some.
-    """
-    return Checksums.read(folder)
-
-
 def cache_fingerprint(folder: Path) -> str:
     """The hash of the checksums of a cache's hidden states; those of an engine differ from kleash's by rounding.
 
     Raises:
-        RunFolderError: as ``cache_checksums``.
+        RunFolderError: if they are damaged.
     """
-    return cache_checksums(folder).fingerprint(lambda name: name.startswith("part-"))
+    return Checksums.read(folder).fingerprint(lambda name: name.startswith("part-"))
 
 
 def read_label(folder: Path) -> CacheLabel:
@@ -149,7 +140,7 @@ def read_label(folder: Path) -> CacheLabel:
         RunFolderError: if the file is damaged, or of another version of kleash.
     """
     what = "a part of a reference cache"
-    return cache_checksums(folder).read_record(CacheLabel, folder / LABEL, what, REMAKE_CACHE)
+    return Checksums.read(folder).read_record(CacheLabel, folder / LABEL, what, REMAKE_CACHE)
 
 
 def read_contents(folder: Path) -> CacheContents:
@@ -158,6 +149,6 @@ def read_contents(folder: Path) -> CacheContents:
     Raises:
         RunFolderError: if the file is damaged.
     """
-    return cache_checksums(folder).read_record(
+    return Checksums.read(folder).read_record(
         CacheContents, folder / CONTENTS, "a part of a reference cache", REMAKE_CACHE
     )

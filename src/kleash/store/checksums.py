@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import cannot_write, sync_folder, write_atomically
@@ -67,7 +67,7 @@ class Checksums:
         Raises:
             RunFolderError: if a file of checksums is damaged.
         """
-        files = (root / CHECKSUMS, *_other_checksums(root))
+        files = (root / CHECKSUMS, *sorted(root.glob(OTHER_CHECKSUMS)))
         return cls(root, [line for path in files for line in _lines_of(path)])
 
     @property
@@ -120,8 +120,12 @@ class Checksums:
         """
         content = self.read_bytes(path, advice)
         try:
-            data = parse_json(content)
-            _require_schema(path, kind, data)
+            data, schema = parse_json(content), getattr(kind, "schema", None)
+            if schema is not None and data.get("schema") != schema:
+                raise RunFolderError(
+                    f"{path} has schema {data.get('schema')} and this kleash reads {schema}; read it with the version "
+                    "that wrote it, or make it again in another folder"
+                )
             return decode(kind, data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"{path} cannot be read as {what}: {error}; {advice}") from error
@@ -194,16 +198,11 @@ def record_checksums(root: Path, *paths: Path) -> None:
 def begin_checksums(root: Path) -> None:
     """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
-    for path in _other_checksums(root):
+    for path in root.glob(OTHER_CHECKSUMS):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(path, error) from error
-
-
-def _other_checksums(root: Path) -> list[Path]:
-    """The checksum files of all writers but the first."""
-    return sorted(root.glob(OTHER_CHECKSUMS))
 
 
 def _lines_of(path: Path) -> list[ChecksumLine]:
@@ -220,8 +219,19 @@ def _lines_of(path: Path) -> list[ChecksumLine]:
 @lru_cache(maxsize=64)
 def _parsed_lines(path: Path, content: bytes) -> list[ChecksumLine]:
     """The lines of a file of checksums with this content; a run of many shards is asked for them at every pass."""
-    whole_lines = content.split(b"\n")[:-1]  # what follows the last line break is half written
-    return [_parsed(path, number, line) for number, line in enumerate(whole_lines, 1)]
+    lines: list[ChecksumLine] = []
+    for number, line in enumerate(
+        content.split(b"\n")[:-1], 1
+    ):  # what follows the last line break is half written
+        try:
+            record = dict(parse_json(line))
+            checksum = None if record.get("removed") else FileChecksum(record["bytes"], record["sha256"])
+            lines.append((record["file"], checksum))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunFolderError(
+                f"{path}, line {number}, is damaged: {error}; take the line out and run again with --resume, or {COPY}"
+            ) from error
+    return lines
 
 
 def record_removal(root: Path, path: Path) -> None:
@@ -277,17 +287,6 @@ def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
         return list(threads.map(function, paths))
 
 
-def _require_schema(path: Path, kind: type, data: Any) -> None:
-    """Check that JSON data have the schema that a record of this kind has by default, if it has one."""
-    schema = getattr(kind, "schema", None)
-    stored_schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else schema
-    if schema is not None and stored_schema != schema:
-        raise RunFolderError(
-            f"{path} has schema {stored_schema} and this kleash reads {schema}; read it with the version that "
-            "wrote it, or make it again in another folder"
-        )
-
-
 def _unreadable(path: Path, error: OSError, advice: str) -> RunFolderError:
     """The error about a file that cannot be read."""
     return RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}")
@@ -319,16 +318,3 @@ def _append(root: Path, *lines: str, writer: str = "") -> None:
 def check_of(record: Mapping[str, Any]) -> str:
     """16 hex digits that stand for a record of plain values, whatever the order of its keys."""
     return sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _parsed(path: Path, number: int, line: bytes) -> ChecksumLine:
-    try:
-        record = dict(parse_json(line))
-        name = str(record["file"])
-        if record.get("removed"):
-            return name, None
-        return name, FileChecksum(int(record["bytes"]), str(record["sha256"]))
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunFolderError(
-            f"{path}, line {number}, is damaged: {error}; take the line out and run again with --resume, or {COPY}"
-        ) from error

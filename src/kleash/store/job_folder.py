@@ -1,7 +1,7 @@
 """Folders that a job writes: the header that identifies the run, and the lock of the process that writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -77,7 +77,7 @@ class RunHeader:
                 if name != PLACE_OF_CACHE
             },
             "the source's content (sha256)": self.source_sha256[:16],
-            **{_described(what): mark for what, mark in self.fingerprints.items()},
+            **{f"the fingerprint of the {what}": mark for what, mark in self.fingerprints.items()},
             "the sampler": self.sampler,
             **self.environment,
         }
@@ -91,41 +91,6 @@ def probe_change(first: Sequence[float], second: Sequence[float]) -> float:
     return median(0.0 if before == after else abs(before - after) for before, after in pairs)
 
 
-def _described(what: str) -> str:
-    role, _, part = what.partition(" ")
-    return f"the fingerprint of the {role}'s {part or 'weights and tokenizer'}"
-
-
-def check_root(root: Path, *, resume: bool, begun: bool, is_leftover: Callable[[str], bool]) -> None:
-    """Check, without changing anything, that a run may be written to ``root``.
-
-    Args:
-        root: a folder, or nothing yet.
-        resume: whether it is to be continued.
-        begun: whether there is something in it to continue.
-        is_leftover: whether a run that was killed before it had begun may have left a file of this name.
-
-    Raises:
-        RunFolderError: if not.
-    """
-    if not root.exists():
-        return
-    if not root.is_dir():
-        raise RunFolderError(f"{root} is a file; --out names a folder")
-    if (root / HEADER).exists():
-        if not resume and begun:
-            raise RunFolderError(
-                f"{root} holds a run already; go on with it with --resume, or give another --out"
-            )
-        return
-    names = [path.name for path in root.iterdir() if not path.name.startswith(TEMPORARY)]
-    strangers = sorted(name for name in names if not is_leftover(name))
-    if strangers:
-        raise RunFolderError(
-            f"{root} exists and is not a run of kleash (it holds {strangers[0]}); give another --out"
-        )
-
-
 def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     """Check that the run in a folder is the one that is to be continued.
 
@@ -135,15 +100,6 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     differences = stored.differences(header)
     if differences:
         raise RunFolderError(f"{root} holds another run: {'; '.join(differences)}; give another --out")
-
-
-def read_header(root: Path) -> RunHeader:
-    """The header of the run in a folder.
-
-    Raises:
-        RunFolderError: if there is none, or it is damaged or of another schema.
-    """
-    return Checksums.read(root).read_record(RunHeader, root / HEADER, "the header of a run")
 
 
 def begin_header(root: Path, header: RunHeader) -> None:
@@ -188,16 +144,28 @@ class JobFolder(ABC):
         Raises:
             RunFolderError: if not.
         """
+        root = self.root
         try:
-            check_root(self.root, resume=resume, begun=self.begun, is_leftover=self._is_leftover)
+            if not root.exists():
+                return
+            if not root.is_dir():
+                raise RunFolderError(f"{root} is a file; --out names a folder")
+            if (root / HEADER).exists():
+                if not resume and self.begun:
+                    raise RunFolderError(
+                        f"{root} holds a run already; go on with it with --resume, or give another --out"
+                    )
+                return
+            names = sorted(path.name for path in root.iterdir() if not path.name.startswith(TEMPORARY))
         except RunFolderError:
             raise
         except OSError as error:  # a name that is too long, a folder that may not be read
-            raise cannot_write(self.root, error) from error
-
-    def _is_leftover(self, name: str) -> bool:
-        """Whether a killed run may have left a file of this name."""
-        return any(fnmatchcase(name, pattern) for pattern in self.leftovers)
+            raise cannot_write(root, error) from error
+        for name in names:
+            if not any(fnmatchcase(name, pattern) for pattern in self.leftovers):
+                raise RunFolderError(
+                    f"{root} exists and is not a run of kleash (it holds {name}); give another --out"
+                )
 
     @property
     @abstractmethod
@@ -208,9 +176,9 @@ class JobFolder(ABC):
         """The header of the run in this folder.
 
         Raises:
-            RunFolderError: if there is none, or it is damaged.
+            RunFolderError: if there is none, or it is damaged or of another schema.
         """
-        return read_header(self.root)
+        return self.checksums().read_record(RunHeader, self.root / HEADER, "the header of a run")
 
     def checksums(self) -> Checksums:
         """The checksums of the run's files.

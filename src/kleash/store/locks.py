@@ -10,7 +10,6 @@ from pathlib import Path
 from secrets import token_hex
 
 from kleash.errors import RunFolderError
-from kleash.extras import import_extra
 from kleash.store.atomic import cannot_write
 
 try:
@@ -29,7 +28,7 @@ LOCK_FILES = frozenset({LOCK, PROCESSES, CLAIMS})
 
 @contextmanager
 def folder_lock(root: Path, advice: str, *, on_wait: Callable[[], None] | None = None) -> Generator[None]:
-    """Hold ``root``, made if it is missing, for this process alone.
+    """Hold ``root``, made if it is missing, for this process alone, unless the disk knows no locks.
 
     Args:
         root: the folder.
@@ -39,25 +38,16 @@ def folder_lock(root: Path, advice: str, *, on_wait: Callable[[], None] | None =
     Raises:
         RunFolderError: if another process holds it and ``on_wait`` is None, or it cannot be written.
     """
-    filelock = import_extra("filelock", "models")
+    descriptor = _open_lock(root, LOCK)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(root / LOCK)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
+        if fcntl is not None and _try_lock(descriptor) is False:
             if on_wait is None:
-                raise
+                raise RunFolderError(f"another process is writing {root}; {advice}")
             on_wait()
-            lock.acquire()
-    except filelock.Timeout as error:
-        raise RunFolderError(f"another process is writing {root}; {advice}") from error
-    except OSError as error:
-        raise cannot_write(root, error) from error
-    try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
 
 
 @contextmanager
@@ -78,10 +68,7 @@ def taking_part(root: Path, check: Callable[[bool | None], None]) -> Generator[b
     Raises:
         RunFolderError: if the folder cannot be written. And what ``check`` raises.
     """
-    try:
-        descriptor, is_alone = _joined(root)
-    except OSError as error:
-        raise cannot_write(root, error) from error
+    descriptor, is_alone = _joined(root)
     try:
         check(is_alone)
         yield _shares(descriptor) if is_alone else False
@@ -98,15 +85,13 @@ def taking_part(root: Path, check: Callable[[bool | None], None]) -> Generator[b
 
 def _joined(root: Path) -> tuple[int, bool | None]:
     """The locked file of the processes of a folder, and whether this one is alone; None if that cannot be seen."""
-    path = root / PROCESSES
     while True:
-        root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = _open_lock(root, PROCESSES)
         is_alone = _try_lock(descriptor)
         if fcntl is not None and is_alone is False:
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for the check of the process that begins
         with suppress(FileNotFoundError):  # the last process has taken the folder away meanwhile
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
+            if os.path.samestat(os.fstat(descriptor), (root / PROCESSES).stat()):
                 return descriptor, is_alone
         os.close(descriptor)
 
@@ -131,11 +116,7 @@ def claim(root: Path, name: str) -> Generator[bool]:
     Raises:
         RunFolderError: if the claim cannot be written.
     """
-    try:
-        (root / CLAIMS).mkdir(exist_ok=True)
-        descriptor = os.open(root / CLAIMS / name, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise cannot_write(root / CLAIMS / name, error) from error
+    descriptor = _open_lock(root / CLAIMS, name)
     try:
         is_ours = _try_lock(descriptor) is not False
         if is_ours:
@@ -181,6 +162,19 @@ def _claimant(root: Path, name: str) -> str:
         return (root / CLAIMS / name).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _open_lock(folder: Path, name: str) -> int:
+    """The descriptor of a file that is locked, made with its folder if it is missing.
+
+    Raises:
+        RunFolderError: if it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def _try_lock(descriptor: int) -> bool | None:

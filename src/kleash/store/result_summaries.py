@@ -203,7 +203,7 @@ def _(sweep: Sweep) -> Summary:
         f"{label_of(sweep.rank_by)} per token; those that share a letter are tied",
         facts=(
             ("reference", Name(sweep.reference)),
-            ("sample", _sample_size(sweep.tokens, None, "", sweep.clusters)),
+            ("sample", f"{counted(sweep.tokens, 'token')}, {counted(sweep.clusters, 'independent cluster')}"),
             *(("note", note) for note in sweep.notes),
             *_gate_fact(sweep.gate),
         ),
@@ -406,9 +406,3 @@ def _held_out_clause(held_out: Mapping[str, float]) -> str:
         if name in held_out
     ]
     return "".join(f"; {part}" for part in parts)
-
-
-def _sample_size(tokens: int, sequences: int | None, noun: str, clusters: int | None) -> str:
-    """The number of tokens, sequences and clusters, in words."""
-    counts = [(tokens, "token"), (sequences, noun), (clusters, "independent cluster")]
-    return ", ".join(counted(count, word) for count, word in counts if count is not None)

@@ -32,7 +32,6 @@ from kleash.store.tables import (
     column_names,
     encode_table,
     read_columns,
-    read_parts,
 )
 
 KINDS = ("tokens", "sequences", "alternatives")
@@ -92,7 +91,10 @@ class RunFolder(JobFolder):
         def check(is_alone: bool | None) -> None:
             self.check(resume=resume or is_alone is False)
             if is_alone:
-                self._discard_unfinished()
+                with self.making_result(
+                    lambda: None
+                ):  # a source in memory is written before the run is joined
+                    self._discard_unfinished()
 
         with taking_part(self.root, check) as is_alone:
             yield self if is_alone else replace(self, writer=token_hex(4))
@@ -107,7 +109,8 @@ class RunFolder(JobFolder):
     def _discard_unfinished(self) -> None:
         """Take away what does not count of the run that a process alone continues.
 
-        That is the header if no shard was finished, and the sequences of shards of which another file is lost.
+        That is the header if no shard was finished, unfinished files, and the sequences of shards of which another
+        file is lost.
         """
         lost = [self.root / HEADER]
         if self.begun:
@@ -115,11 +118,13 @@ class RunFolder(JobFolder):
             counting = {self._part("sequences", index) for index in self._whole_shards()}
             lost = [self._part("sequences", index) for index in self._indices("sequences")]
             lost = [path for path in lost if path not in counting]
-        for path in lost:
-            try:
+        try:
+            for folder in (self.root, *(self.root / kind for kind in KINDS)):
+                remove_leftovers(folder)
+            for path in lost:
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise cannot_write(path, error) from error
+        except OSError as error:
+            raise cannot_write(self.root, error) from error
 
     def begin(self, header: RunHeader, on_wait: Callable[[], None]) -> None:
         """Write the header of the run, or see that it is the one that others have written.
@@ -134,9 +139,8 @@ class RunFolder(JobFolder):
         """
         with self.making_result(on_wait):
             try:
-                for folder in (self.root, *(self.root / kind for kind in KINDS)):
-                    folder.mkdir(exist_ok=True)
-                    remove_leftovers(folder)
+                for kind in KINDS:
+                    (self.root / kind).mkdir(exist_ok=True)
             except OSError as error:
                 raise cannot_write(self.root, error) from error
             if (self.root / HEADER).exists() or self.begun:
@@ -240,42 +244,29 @@ class RunFolder(JobFolder):
         """Write ``measurement.json``: with it the run is finished."""
         self._write(self.root / MEASUREMENT, measurement.to_json())
 
-    def token_part(self, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
-        """The named columns of ``tokens/`` of one shard, verified by checksums that were read before."""
-        return read_columns(self._part("tokens", index), names, checksums.read_bytes)
+    def part(self, kind: str, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
+        """The named columns of one shard in a folder of ``KINDS``, verified by checksums that were read before."""
+        return read_columns(self._part(kind, index), names, checksums.read_bytes)
 
-    def sequence_part(self, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
-        """The named columns of ``sequences/`` of one shard, as ``token_part``."""
-        return read_columns(self._part("sequences", index), names, checksums.read_bytes)
+    def parts(self, kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
+        """The named columns in a folder of ``KINDS``, verified, a shard at a time, so that only one is in memory.
+
+        Not every shard has a file of alternatives.
+        """
+        checksums = self.checksums()
+        for index in self.finished_shards():
+            path = self._part(kind, index)
+            if kind in COUNTED_KINDS or path.exists() or checksums.expects(path):
+                yield self.part(kind, index, names, checksums)
 
     def token_columns(self) -> frozenset[str]:
         """The names of the columns of ``tokens/``; an older folder has fewer. All shards have those of the first."""
         first = self._part("tokens", self.finished_shards()[0])
         return column_names(first, self.checksums().read_bytes)
 
-    def token_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        """The named columns of ``tokens/``, a shard at a time, verified."""
-        return self._parts("tokens", names)
-
-    def sequence_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        """The named columns of ``sequences/``, a shard at a time, verified."""
-        return self._parts("sequences", names)
-
-    def top_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        """The named columns of ``alternatives/``, a shard at a time, verified, of the shards that have such a file."""
-        checksums = self.checksums()
-        paths = [self._part("alternatives", index) for index in self.finished_shards()]
-        return read_parts(
-            [path for path in paths if path.exists() or checksums.expects(path)], names, checksums.read_bytes
-        )
-
     def alternatives(self) -> dict[str, Any]:
         """The columns of ``alternatives.parquet``, verified."""
         return read_columns(self.root / ALTERNATIVES, list(ALTERNATIVE_COLUMNS), self.checksums().read_bytes)
-
-    def _parts(self, kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
-        paths = [self._part(kind, index) for index in self.finished_shards()]
-        return read_parts(paths, names, self.checksums().read_bytes)
 
     def _indices(self, kind: str) -> list[int]:
         """The numbers of the shards that have a file of this kind, in rising order."""

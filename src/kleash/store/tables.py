@@ -1,6 +1,6 @@
 """The columns of the run folder's Parquet files."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -184,11 +184,3 @@ def _damage_as_error(path: Path) -> Generator[None]:
             type(error).__name__
         ]
         raise RunFolderError(f"{path} cannot be read ({reason[0]}); {REMAKE}") from error
-
-
-def read_parts(
-    paths: list[Path], names: list[str], read: Callable[[Path, str], bytes] | None = None
-) -> Iterator[dict[str, Any]]:
-    """``read_columns`` of one file after the other, so that only one is in memory."""
-    for path in paths:
-        yield read_columns(path, names, read)

@@ -17,8 +17,8 @@ from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
+from kleash.engines.base import WHOLE_DISTRIBUTION_COLUMNS
 from kleash.engines.endpoints import engine as engine_module
-from kleash.engines.endpoints.engine import UNKNOWN_COLUMNS
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
 from kleash.measuring import compare, measure
@@ -284,7 +284,7 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
     }
     for weighting, drawn_from in (("unweighted", logp), ("importance", mu)):
         quantities = token_quantities(
-            columns, weighting, known_statistics(columns, [*UNKNOWN_COLUMNS, "entropy_policy"])
+            columns, weighting, known_statistics(columns, [*WHOLE_DISTRIBUTION_COLUMNS, "entropy_policy"])
         )
         estimates = quantities[SumKey(LISTED_AND_SAMPLED)]
         assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kleash.engines.base import (
+    WHOLE_DISTRIBUTION_COLUMNS,
     Engine,
     EngineTraits,
     Shard,
@@ -30,16 +31,9 @@ from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import ROUNDING, RoundingKind, checked_reader, columns_in_batches
 from kleash.models.tokenizers import token_texts
 from kleash.store.measurement import ModelRecord
-from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import BOUND_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30
-UNKNOWN_COLUMNS = tuple(
-    name
-    for name, statistic in STATISTICS.items()
-    if statistic.function is stored_column and len(statistic.models) == 2
-)
-"""Columns of both models that need the server's whole distribution; so does the entropy of its model."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,7 +99,9 @@ class EndpointEngine(Engine):
         )
         is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
         return EngineTraits(
-            unknown_columns=dict.fromkeys((*UNKNOWN_COLUMNS, f"entropy_{self.endpoint_role}"), reason),
+            unknown_columns=dict.fromkeys(
+                (*WHOLE_DISTRIBUTION_COLUMNS, f"entropy_{self.endpoint_role}"), reason
+            ),
             float32_gap_reloads=self.endpoint_role == "policy" and not is_float32,
             no_noise_floor="the reference is behind a server, which scores a sequence in batches of its own choice",
         )

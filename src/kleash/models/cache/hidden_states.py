@@ -13,8 +13,8 @@ from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import KleashError, ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.sources.sequences import TokenSequence
-from kleash.store.cache import REMAKE_CACHE, cache_checksums
-from kleash.store.checksums import write_checked
+from kleash.store.cache import REMAKE_CACHE
+from kleash.store.checksums import Checksums, write_checked
 from kleash.store.file_hashes import watch_files
 
 KEY_BYTES = 16
@@ -50,7 +50,7 @@ class HiddenStateStore:
         """Number of the file that was read last, and the file."""
         self.tokens = 0
         """Total number of positions."""
-        checksums = cache_checksums(folder)
+        checksums = Checksums.read(folder)
         for path in sorted(folder.glob("part-*.safetensors")):
             if checksums.expects(path):
                 watch_files([path])

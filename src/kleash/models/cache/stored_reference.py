@@ -26,7 +26,7 @@ from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
 from kleash.sources.sequences import TokenSequence
 from kleash.store import CacheContents
 from kleash.store.atomic import cannot_write
-from kleash.store.cache import CONTENTS, LABEL, REMAKE_CACHE, cache_checksums, read_contents, read_label
+from kleash.store.cache import CONTENTS, LABEL, REMAKE_CACHE, read_contents, read_label
 from kleash.store.checksums import Checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.file_hashes import watch_files
@@ -61,7 +61,7 @@ class StoredReference:
     @property
     def checksums(self) -> Checksums:
         """The checksums of the cache's files as they are now."""
-        return cache_checksums(self.folder)
+        return Checksums.read(self.folder)
 
     def check_reference(self, name: str, revision: str | None, dtype: str) -> None:
         """Check that the requested reference is the cached one.
