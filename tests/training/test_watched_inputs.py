@@ -12,7 +12,7 @@ from tiny_models import save_tiny
 from kleash.errors import ChangedInputError
 from kleash.records import DPOJob, GRPOJob, PPOJob, StepRecord, TrainJob, read_steps
 from kleash.training import train
-from kleash.training.run_log import Display
+from kleash.training.run_log import Display, NullDisplay
 from kleash.training.runner import run_job
 
 KIND = "kleash.training.example_rewards:kind_words"
@@ -32,7 +32,7 @@ def test_prompts_that_change_while_models_load_are_refused(tmp_path: Path, text:
         run_job(PPOJob(prompts=str(prompts), out=str(tmp_path / "run")), trainer)
 
 
-class Emptying(Display):
+class Emptying(NullDisplay):
     """Empties all files below a folder once a step is finished."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_no_input_is_read_after_the_first_step(tmp_path: Path, kind: str) -> Non
         "grpo with lora": lambda: GRPOJob(samples_per_prompt=2, lora_rank=2, **online),
         "dpo": lambda: DPOJob(policy=policy, reference=reference, pairs=str(inputs / "pairs.jsonl"), **SMALL),
     }[kind]()
-    expected = trained(job, tmp_path / "undisturbed", Display())
+    expected = trained(job, tmp_path / "undisturbed", NullDisplay())
     assert trained(job, tmp_path / "disturbed", Emptying(inputs)) == expected
     assert len(expected[1]) == 2 and not any(
         path.stat().st_size for path in inputs.rglob("*") if path.is_file()

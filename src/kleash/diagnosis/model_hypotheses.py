@@ -312,8 +312,8 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
     parts = list[WeightGroup]()
     for group, share in zip(groups, of_kinds, strict=True):
         is_split = share > PARTIAL and bool((np.abs(of_kinds - 0.5) < 0.5 - PARTIAL).any())
-        split = [replace(group, name=path, modules=(path,)) for path in group.modules]
-        parts += split if is_split and not group.tensors else [group]
+        split = [replace(group, name=path, parts=(path,)) for path in group.parts]
+        parts += split if is_split else [group]
     of_parts = shares(parts)
     chosen = [group for group, share in zip(parts, of_parts, strict=True) if share > 0.5]
     best = left(chosen)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kleash.errors import RunFolderError, TrackerWarning
 from kleash.jobs import TrainJob
@@ -57,8 +57,8 @@ class LogOptions:
         return dict(self.described)
 
 
-class Display:
-    """Shows the progress of a run; this one shows nothing."""
+class Display(Protocol):
+    """What shows the progress of a run: an object with these methods, as the command's progress line."""
 
     def note(self, sentence: str) -> None:
         """Show a note."""
@@ -68,6 +68,10 @@ class Display:
 
     def stepped(self, record: StepRecord) -> None:
         """Show a finished step."""
+
+
+class NullDisplay(Display):
+    """Shows nothing."""
 
 
 class RunLog:
@@ -103,7 +107,7 @@ class RunLog:
             monitor: other thresholds than those of ``HackingMonitor``; its target is the job's.
         """
         self.folder, self.job = folder, job
-        self.display = Display() if display is None else display
+        self.display = NullDisplay() if display is None else display
         self.monitor = replace(
             monitor if monitor is not None else HackingMonitor(),
             target_nats=getattr(job, "target_nats", None),
