@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kleash.errors import KleashError, OptionError
@@ -76,3 +77,15 @@ def test_a_path_is_as_good_as_its_name(unhooked: None) -> None:
     assert json.loads(json.dumps(measured.settings())) == measured.settings()
     assert CacheJob(**here, text=Path("a.txt")).measurement().text == "a.txt"  # type: ignore[arg-type]
     assert PPOJob(policy=Path("tuned"), prompts=Path("p.txt"), reward=("judge",)).source == "p.txt"  # type: ignore[arg-type]
+
+
+def test_what_means_the_same_is_taken(unhooked):
+    job = MeasureJob(limit=np.int64(3), temperature=1, out=Path("a"))
+    assert (job.limit, job.temperature, job.out) == (3, 1.0, "a")
+    assert type(job.limit) is int
+    assert MeasureJob(temperature=np.float32(0.5)).temperature == 0.5
+    assert PPOJob(reward=["a:b"]).reward == ("a:b",)
+    with pytest.raises(OptionError, match="--reward must be a tuple of texts; it is 'a:b'"):
+        PPOJob(reward="a:b")
+    with pytest.raises(OptionError, match="--limit must be a whole number"):
+        MeasureJob(limit=2.5)

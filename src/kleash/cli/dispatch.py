@@ -165,12 +165,11 @@ def _cache(job: CacheJob) -> int:
     """Run ``kleash cache``, print what was written and the command that uses it, and return its exit code, 0."""
     require_one_process("kleash cache")
     from kleash.measuring import cache_reference
-    from kleash.measuring.progress import ProgressReporter
     from kleash.measuring.reference_cache import default_cache
 
     job = replace(job, out=job.out if job.out is not None else default_cache())
     with nullcontext() if job.quiet else Progress(activity="caching", step="reading") as progress:
-        contents = cache_reference(job, progress or ProgressReporter())
+        contents = cache_reference(job, progress)
     if job.json:
         sys.stdout.write(contents.to_json())
         return 0

@@ -1,5 +1,6 @@
 """The jobs of ``kleash train``: one for each way of training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -245,3 +246,9 @@ def refuse_tighten_on_hacking(job: TrainJob) -> None:
         raise OptionError(
             f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking"
         )
+
+
+ALGORITHMS: Mapping[str, type[TrainJob]] = {
+    job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
+}
+"""Word after ``kleash train`` -> its job."""

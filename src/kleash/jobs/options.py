@@ -77,7 +77,8 @@ def checked_option(name: str, value: Any, annotation: Any) -> Any:
         return _converted(value, annotation)
     except ValueError as error:
         words, wrong = error.args
-        is_plain = type(wrong) in (str, int, float, tuple, list)
+        wrong = str(wrong) if isinstance(wrong, PurePath) else wrong
+        is_plain = isinstance(wrong, str | int | float | None) or type(wrong) in (tuple, list)
         shown = repr(wrong)[:MAX_SHOWN] if is_plain else f"a {type(wrong).__name__}"
         raise OptionError(f"{flag(name)} must be {words}; it is {shown}") from error
 
