@@ -29,7 +29,7 @@ def forward_mode_active() -> bool:
     """
     if torch.compiler.is_compiling():
         return bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
-    return _dual_level() >= 0
+    return dual_level_active()
 
 
 def is_transformed(tensor: Tensor | None) -> bool:
@@ -38,7 +38,7 @@ def is_transformed(tensor: Tensor | None) -> bool:
         return False
     if _functorch.is_functorch_wrapped_tensor(tensor):
         return True
-    return _dual_level() >= 0 and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
+    return dual_level_active() and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -105,7 +105,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
 def dual_level_active() -> bool:
     """Whether ``forward_ad.dual_level`` or ``torch.func.jvp`` is active; True if torch does not expose it."""
-    return _dual_level() >= 0
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def first_derivative_only(gradient: Tensor, variable: Tensor | None, message: str) -> Tensor:
@@ -176,8 +176,3 @@ class _WithSlope(torch.autograd.Function):
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slope,) = ctx.saved_tensors
         return weight * torch.where((weight == 0) & ~slope.isfinite(), 0.0, slope), None, None
-
-
-def _dual_level() -> int:
-    """The nesting level of ``forward_ad.dual_level``, -1 outside; 0 (maybe inside) if torch does not expose it."""
-    return getattr(forward_ad, "_current_level", 0)

@@ -37,7 +37,7 @@ def failing(capsys: Any, *words: str) -> str:
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
         ("audit --convetion x", "did you mean --convention?", "kleash audit --help"),
         ("measure --limit x", "--limit takes a whole number; it is 'x'", "kleash measure --help"),
-        ("measure --limit 99999999999999999999", "below 2^63", "kleash measure --help"),
+        ("measure --limit 99999999999999999999", "below 2^63", ""),
         ("measure --temperature hot", "--temperature takes a number; it is 'hot'", "kleash measure --help"),
         ("measure --quiet=1", "--quiet ignored explicit argument '1'", "kleash measure --help"),
         ("measure stray", "was given 'stray'", "kleash measure --help"),

@@ -15,7 +15,7 @@ from kleash.cli import main
 from kleash.cli.parsing import RECORDS
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
-from kleash.jobs.output_options import FORMATS, MEASUREMENT_FORMATS, FormatOption
+from kleash.jobs.output_options import FORMATS, MEASUREMENT_FORMATS, FormatOption, MeasurementFormatOption
 from kleash.measuring.llama_cpp_summary import STORED_COLUMNS, llama_cpp_text
 from kleash.records import Measurement, RunFolder
 
@@ -181,7 +181,7 @@ def test_the_commands_with_formats_and_their_help_agree(capsys: Any) -> None:
     have = {name for name, record in RECORDS.items() if issubclass(record, FormatOption)}
     assert have == {"measure", "sweep", "report", "compare", "mismatch", "doctor"}
     for name in have:
-        formats = RECORDS[name].formats  # type: ignore[union-attr]
+        formats = MEASUREMENT_FORMATS if issubclass(RECORDS[name], MeasurementFormatOption) else FORMATS
         text = " ".join(printed(capsys, name, "--help").partition("--format FORMAT")[2].split())
         named = {
             word

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kleash.errors import KleashError, OptionError
@@ -21,8 +22,8 @@ def test_without_arguments_it_is_the_shipped_pair() -> None:
             "give one of --prompts, --text and --responses, not --prompts and --text",
         ),
         ({"policy": "x"}, "say what the models should read: --prompts, --text or --responses"),
-        ({"temperature": -1.0}, "--temperature must be 0 or more; it is -1.0"),
-        ({"temperature": float("nan")}, "--temperature must be 0 or more; it is nan"),
+        ({"temperature": -1.0}, "--temperature must be a number of 0 or more; it is -1.0"),
+        ({"temperature": float("nan")}, "--temperature must be a number of 0 or more; it is nan"),
         ({"top_p": 0.0}, "--top-p must be above 0 and at most 1; it is 0.0"),
         ({"min_p": 1.5}, "--min-p must be above 0 and at most 1; it is 1.5"),
         ({"top_k": 0}, "--top-k must be at least 1; it is 0"),
@@ -36,7 +37,7 @@ def test_without_arguments_it_is_the_shipped_pair() -> None:
         ({"window": 0}, "--window must be at least 1; it is 0"),
         ({"window": 8, "stride": 9}, "--stride 9 would leave tokens out between windows of 8"),
         ({"dtype": "fp32"}, "--dtype must be one of auto, float32, bfloat16, float16, float64; it is 'fp32'"),
-        ({"until_relative_error": 1.0}, "--until-relative-error must lie between 0 and 1; it is 1.0"),
+        ({"until_relative_error": 1.0}, "--until-relative-error must be a number between 0 and 1; it is 1.0"),
         ({"seed": -1}, "--seed must be a whole number from 0 to 2^63 - 1; it is -1"),
     ],
 )
@@ -76,3 +77,15 @@ def test_a_path_is_as_good_as_its_name(unhooked: None) -> None:
     assert json.loads(json.dumps(measured.settings())) == measured.settings()
     assert CacheJob(**here, text=Path("a.txt")).measurement().text == "a.txt"  # type: ignore[arg-type]
     assert PPOJob(policy=Path("tuned"), prompts=Path("p.txt"), reward=("judge",)).source == "p.txt"  # type: ignore[arg-type]
+
+
+def test_what_means_the_same_is_taken(unhooked):
+    job = MeasureJob(limit=np.int64(3), temperature=1, out=Path("a"))
+    assert (job.limit, job.temperature, job.out) == (3, 1.0, "a")
+    assert type(job.limit) is int
+    assert MeasureJob(temperature=np.float32(0.5)).temperature == 0.5
+    assert PPOJob(reward=["a:b"]).reward == ("a:b",)
+    with pytest.raises(OptionError, match="--reward must be a tuple of texts; it is 'a:b'"):
+        PPOJob(reward="a:b")
+    with pytest.raises(OptionError, match="--limit must be a whole number"):
+        MeasureJob(limit=2.5)

@@ -34,7 +34,7 @@ def test_what_is_asked_by_default_means_something(kind: Any) -> None:
         ({"steps": 0}, "--steps must be at least 1; it is 0"),
         ({"learning_rate": 0.0}, "--learning-rate must be a number above 0; it is 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be a number above 0; it is nan"),
-        ({"lora_rank": -1}, "--lora-rank must be 0, which trains every weight, or more; it is -1"),
+        ({"lora_rank": -1}, "--lora-rank must be at least 0; it is -1"),
         ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, float64; it is 'int8'"),
         ({"on_hacking": "look"}, "--on-hacking must be one of warn, stop, halve-lr, tighten; it is 'look'"),
         (
@@ -58,8 +58,8 @@ def test_what_is_asked_by_default_means_something(kind: Any) -> None:
             "--beta 20.0 does not lie between --beta-min 0.0001 and --beta-max 10.0",
         ),
         ({"clip_range": 0.0}, "--clip-range must be a number above 0; it is 0.0"),
-        ({"gamma": 1.5}, "--gamma must lie between 0 and 1; it is 1.5"),
-        ({"gae_lambda": -0.5}, "--gae-lambda must lie between 0 and 1; it is -0.5"),
+        ({"gamma": 1.5}, "--gamma must be from 0 to 1; it is 1.5"),
+        ({"gae_lambda": -0.5}, "--gae-lambda must be from 0 to 1; it is -0.5"),
         ({"vf_coef": -1.0}, "--vf-coef must be a number of 0 or more; it is -1.0"),
         ({"minibatches": 17}, "--minibatches 17 cannot be made of 16 responses"),
     ],
@@ -74,11 +74,7 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (
-            lambda: GRPOJob(samples_per_prompt=1),
-            "grpo compares the answers to one prompt; --samples-per-prompt must",
-        ),
-        (lambda: RLOOJob(samples_per_prompt=1), "rloo compares the answers to one prompt"),
+        *((lambda job=job: job(samples_per_prompt=1), "must be at least 2") for job in (GRPOJob, RLOOJob)),
         *(
             (
                 lambda job=job: job(kl="exact", kl_place="reward", kl_scope="sequence"),

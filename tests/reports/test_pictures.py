@@ -156,7 +156,7 @@ def test_a_picture_that_cannot_be_made_is_one_sentence(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert main(["report", str(folder), "--picture", str(tmp_path / "a.jpg")]) == 2
-    assert "--picture takes a file that ends in .png or .svg; it is" in capsys.readouterr().err
+    assert "--picture must be a file that ends in .png or .svg; it is '/" in capsys.readouterr().err
     assert main(["report", str(folder), "--picture", str(tmp_path / "none" / "a.png")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     (tmp_path / "steps.jsonl").write_text("")

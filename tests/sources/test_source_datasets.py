@@ -585,7 +585,7 @@ def test_what_is_templated_is_noted(pair, write):
 def test_options_of_reading_are_checked_and_are_settings_of_the_run():
     with pytest.raises(OptionError, match="--chat-template must be one of apply, raw"):
         MeasureJob(chat_template="none")
-    with pytest.raises(OptionError, match="--prompt-column is empty"):
+    with pytest.raises(OptionError, match="--prompt-column must be a name"):
         PPOJob(prompt_column="")
     job = MeasureJob(
         prompts="x", policy="p", reference="r", split="test", text_column="t", chat_template="raw"

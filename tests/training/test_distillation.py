@@ -328,7 +328,7 @@ def test_lists_that_would_train_something_else_are_refused(root, tmp_path, chang
         ({"responses": "r", "prompts": "p"}, "--prompts is for responses that the policy draws"),
         ({"responses": "r", "max_new_tokens": 9}, "--max-new-tokens is for responses"),
         ({"tail": "sampled"}, "--tail sampled is for lists of the teacher's likeliest tokens"),
-        ({"mix": 1.0}, "--mix must lie between 0 and 1; it is 1.0"),
+        ({"mix": 1.0}, "--mix must be a number between 0 and 1; it is 1.0"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, said):

@@ -42,7 +42,15 @@ def run_audit(command: AuditJob) -> int:
             print_audit(audit)
     page, page_error = None, ""
     try:
-        page = write_audits(command.out.expanduser(), audits, _audit_command(command))
+        repeating = shlex.join(
+            (
+                *("kleash", "audit", command.target),
+                *(("--source", command.source) if command.source else ()),
+                *(("--convention", command.convention) if command.convention else ()),
+                *(("--set", *command.set) if command.set else ()),
+            )
+        )
+        page = write_audits(command.out.expanduser(), audits, repeating)
     except MissingExtraError as error:
         page_error = str(error)
     if command.json:
@@ -68,17 +76,6 @@ def require_consent(statement: str) -> None:
     print(f"{statement}. Run it? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise OptionError("nothing was run")
-
-
-def _audit_command(command: AuditJob) -> str:
-    """The command line that repeats the audits."""
-    words: Sequence[str] = [
-        *("kleash", "audit", command.target),
-        *(("--source", command.source) if command.source else ()),
-        *(("--convention", command.convention) if command.convention else ()),
-        *(("--set", *command.set) if command.set else ()),
-    ]
-    return shlex.join(words)
 
 
 def print_audit(audit: Audit) -> None:

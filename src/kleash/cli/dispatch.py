@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,23 +44,7 @@ def run(command: RichCommand) -> int:
     if isinstance(command, FIRST_RANK_ONLY) and launched_rank() != 0:
         return 0
     with trackers_as_sentences():
-        match command:
-            case MeasureJob():
-                return _measure(command)
-            case SweepJob():
-                return _sweep(command)
-            case ReportJob():
-                return _report(command)
-            case CompareJob():
-                return _compare(command)
-            case MismatchJob():
-                return _mismatch(command)
-            case DoctorJob():
-                return _doctor(command)
-            case CacheJob():
-                return _cache(command)
-            case TrainJob():
-                return _train(command)
+        return next(run_job for kind, run_job in COMMANDS.items() if isinstance(command, kind))(command)
 
 
 def _measure(job: MeasureJob) -> int:
@@ -180,15 +165,11 @@ def _cache(job: CacheJob) -> int:
     """Run ``kleash cache``, print what was written and the command that uses it, and return its exit code, 0."""
     require_one_process("kleash cache")
     from kleash.measuring import cache_reference
-    from kleash.measuring.progress import ProgressReporter
     from kleash.measuring.reference_cache import default_cache
 
     job = replace(job, out=job.out if job.out is not None else default_cache())
-    if job.quiet:
-        contents = cache_reference(job, ProgressReporter())
-    else:
-        with Progress(activity="caching", step="reading") as progress:
-            contents = cache_reference(job, progress)
+    with nullcontext() if job.quiet else Progress(activity="caching", step="reading") as progress:
+        contents = cache_reference(job, progress)
     if job.json:
         sys.stdout.write(contents.to_json())
         return 0
@@ -254,3 +235,16 @@ def _print_result(result: NumericResult, job: Any, page: Path | None = None) -> 
         print_formatted(result, job.output_format)
     elif not getattr(job, "quiet", False):
         print_summary(result, page)
+
+
+COMMANDS: Mapping[type, Callable[[Any], int]] = {
+    MeasureJob: _measure,
+    SweepJob: _sweep,
+    ReportJob: _report,
+    CompareJob: _compare,
+    MismatchJob: _mismatch,
+    DoctorJob: _doctor,
+    CacheJob: _cache,
+    TrainJob: _train,
+}
+"""Record of a command -> the function that runs it and returns its exit code."""

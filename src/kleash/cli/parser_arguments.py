@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
 
 from kleash.jobs.option_groups import OPTION_HEADINGS, POSITIONAL, in_order_of_help
+from kleash.jobs.options import TYPE_NAMES, flag
 
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
@@ -36,7 +37,6 @@ METAVARS: Mapping[str, str] = {
 METAVARS_OF_TYPES: Mapping[Any, str] = {int: "N", float: "X", str: "WORD", Path: "FILE"}
 PATHS = frozenset({"FILE", "FOLDER", "MODEL"})
 """Metavars of values that a shell completes as paths."""
-LARGEST_INTEGER = 2**63
 
 
 class StoreOnce(Action):
@@ -56,33 +56,28 @@ class StoreOnce(Action):
 
 def arguments_of(record: type) -> list[tuple[str, str, dict[str, Any]]]:
     """The fields of a record in the order of the help: heading, flag or name, keyword arguments of ``add_argument``."""
-    hints, docstrings = get_type_hints(record, include_extras=True), field_docstrings(record)
+    docstrings = field_docstrings(record)
     headings = {name: title for title, names in OPTION_HEADINGS.items() for name in names.split()}
     return [
-        _argument(
-            field, hints[field.name], docstrings.get(field.name, ""), headings.get(field.name, "options")
-        )
+        _argument(field, docstrings.get(field.name, ""), headings.get(field.name, "options"))
         for field in in_order_of_help(record)
     ]
 
 
-def _argument(field: "Field[Any]", hint: Any, docstring: str, group: str) -> tuple[str, str, dict[str, Any]]:
+def _argument(field: "Field[Any]", docstring: str, group: str) -> tuple[str, str, dict[str, Any]]:
     """Heading, flag or name, and keyword arguments of ``add_argument`` for one field."""
-    while get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
-    is_optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
-    if is_optional:
-        (hint,) = (inner for inner in get_args(hint) if inner is not NoneType)
+    is_optional = NoneType in get_args(field.type)
+    hint: Any = get_args(field.type)[0] if is_optional else field.type
     is_list = get_origin(hint) is tuple
     value_type = get_args(hint)[0] if is_list else hint
+    if get_origin(value_type) is Annotated:
+        value_type = get_args(value_type)[0]
     shows_default = field.default not in (None, False, True, MISSING, ())
     help_words = [*docstring.split(), *([f"[{field.default}]"] if shows_default else [])]
     settings: dict[str, Any] = {"help": " ".join(help_words).replace("%", "%%")}
-    flag = "--" + field.name.replace("_", "-")
     if value_type is bool:
-        flag = flag.replace("--", "--no-", 1) if field.default else flag
         settings |= {"dest": field.name, "action": "store_false" if field.default else "store_true"}
-        return group, flag, settings
+        return group, flag(f"no_{field.name}" if field.default else field.name), settings
     settings |= {
         "type": _converter(value_type, is_optional),
         "metavar": METAVARS.get(field.name, METAVARS_OF_TYPES.get(value_type, "WORD")),
@@ -94,7 +89,7 @@ def _argument(field: "Field[Any]", hint: Any, docstring: str, group: str) -> tup
     if value_type is Path:
         settings["metavar"] = METAVARS_OF_TYPES[Path]
     settings |= {"nargs": "*", "action": "extend"} if is_list else {"action": StoreOnce}
-    return group, flag, settings
+    return group, flag(field.name), settings
 
 
 def _converter(value_type: Any, is_optional: bool) -> Callable[[str], Any]:
@@ -104,13 +99,9 @@ def _converter(value_type: Any, is_optional: bool) -> Callable[[str], Any]:
         if is_optional and word == "None":
             return None
         try:
-            value = value_type(word)
+            return value_type(word)
         except ValueError as error:
-            expected = "a whole number" if value_type is int else "a number"
-            raise ArgumentTypeError(f"takes {expected}; it is {word!r}") from error
-        if value_type is int and not -LARGEST_INTEGER <= value < LARGEST_INTEGER:
-            raise ArgumentTypeError(f"must be a whole number below 2^63; it is {word}")
-        return value
+            raise ArgumentTypeError(f"takes {TYPE_NAMES[value_type]}; it is {word!r}") from error
 
     return convert
 

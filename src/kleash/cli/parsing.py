@@ -13,26 +13,14 @@ from typing import Any, NoReturn
 from kleash.cli.parser_arguments import PATHS, arguments_of
 from kleash.errors import OptionError
 from kleash.extras import import_extra
-from kleash.jobs import (
-    CacheJob,
-    DistillJob,
-    DPOJob,
-    GRPOJob,
-    MeasureJob,
-    PPOJob,
-    RLOOJob,
-    SweepJob,
-    TrainJob,
-)
+from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
+from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, EnvJob, MismatchJob, ReportJob
 from kleash.version import __version__
 
 RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
 """A command that prints with rich."""
 Command = RichCommand | AuditJob | EnvJob
-ALGORITHMS: Mapping[str, type[TrainJob]] = {
-    job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
-}
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
         *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "audit"),

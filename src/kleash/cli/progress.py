@@ -172,11 +172,6 @@ class Progress(ProgressReporter):
         spent = sum(self._seconds.values())
         return spent / (spent + self._seconds_left()) if spent > 0 else 0.0
 
-    def _speed(self) -> str:
-        """Tokens per second, in words; empty before any time has passed."""
-        seconds = self._clock() - self._start_time
-        return f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
-
     def _state(self) -> str:
         """What is done, such as "120 of 1,000 sequences (12 %), 3,400 tokens/s, KL so far …, about 4 min left"."""
         scored, left = int(self._done.get(self._step, 0.0)), self._seconds_left()
@@ -186,7 +181,9 @@ class Progress(ProgressReporter):
             drawn = f", {generated:,} generated" if generated > scored else ""
             count = f"{scored:,} of {self._total:,} sequences{drawn} ({self._share():.0%})"
         time_left = f"about {format_duration(left)} left" if left > 0 else ""
-        return ", ".join(filter(None, (count, self._speed(), self._kl, time_left)))
+        seconds = self._clock() - self._start_time
+        speed = f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
+        return ", ".join(filter(None, (count, speed, self._kl, time_left)))
 
 
 class Steps:
@@ -225,19 +222,15 @@ class Steps:
             say(self._console, f"step {record.step}: {event}", style="dim")
         for alert in record.alerts:
             remark(self._console, f"alert, step {record.step}", alert.sentence)
-        parts = filter(None, (_metrics_line(record), time_left))
+        cells = [(heading, _cell(record, name, error)) for heading, name, error in COLUMNS]
+        metrics = ", ".join(f"{heading} {text}" for heading, text in cells if text)
+        parts = filter(None, (metrics, time_left))
         say(self._console, f"step {record.step}/{self._steps}: {', '.join(parts)}")
 
     def _begin(self, step: int) -> None:
         """Count the time from the first step of this process, or from one that is done again."""
         if not self._first_step or step < self._first_step:
             self._first_step, self._start_time = step, self._clock()
-
-
-def _metrics_line(record: StepRecord) -> str:
-    """The metrics of a step on one line."""
-    columns = [column for column in COLUMNS if column[1] in record.metrics]
-    return ", ".join(f"{heading} {_cell(record, name, error)}" for heading, name, error in columns)
 
 
 def _cell(record: StepRecord, name: str, error_name: str | None) -> str:

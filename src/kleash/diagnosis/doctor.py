@@ -29,7 +29,7 @@ from kleash.diagnosis.residuals import DISTINCT, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
-from kleash.jobs.option_groups import job_of
+from kleash.jobs.options import job_of
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with

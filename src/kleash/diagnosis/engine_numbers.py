@@ -10,8 +10,7 @@ import torch
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import PaddedRollouts, padded
 from kleash.diagnosis.token_table import decimals_error
-from kleash.jobs.option_groups import require_limit, require_word
-from kleash.jobs.reading_jobs import METRIC_NAMES
+from kleash.jobs.reading_jobs import MismatchJob
 from kleash.leash import Mismatch, mismatch
 from kleash.leash.engine_mismatch import are_columns_equal
 from kleash.reports.gate_verdicts import gate_of_number
@@ -40,9 +39,7 @@ def measure_mismatch(
         OptionError: if ``names`` is unknown, or the limit is not a number of at least 0.
         ChangedInputError: if a file is written to meanwhile.
     """
-    require_limit(at_most)
-    if names is not None:
-        require_word("--names", names, METRIC_NAMES)
+    MismatchJob(rollouts=(), names=names, at_most=at_most)  # which checks them
     read = read_rollout_files(files)
     columns = padded(read.rollouts)
     measured = mismatch(columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts)

@@ -1,13 +1,26 @@
 """The jobs of ``kleash train``: one for each way of training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, changed_options, flag
-from kleash.jobs.reading import DatasetOptions, SourceKind, check_read_options
-from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
+from kleash.jobs.options import (
+    Allowed,
+    Count,
+    NotNegative,
+    Positive,
+    Share,
+    changed_options,
+    flag,
+    one_of,
+)
+from kleash.jobs.reading import DatasetOptions, SourceKind
+from kleash.jobs.train import OnlineJob, RewardJob, Scope, TrainJob
 
+Discount = Annotated[float, Allowed("from 0 to 1", lambda x: 0 <= x <= 1)]
+Group = Annotated[Count, Allowed("at least 2, to compare the answers to one prompt", lambda n: n >= 2)]
 SHIPPED_TEACHER = SHIPPED_POLICY
 MIXTURE_DIVERGENCES = ("jensen_shannon", "skew_kl", "skew_reverse_kl")
 """The divergences of distillation that have a parameter, ``mix``."""
@@ -27,45 +40,35 @@ class PPOJob(RewardJob):
     algorithm: ClassVar[str] = "ppo"
     reward_credit: ClassVar[str] = "later_tokens"
 
-    kl_scope: str = "sequence"
+    kl_scope: Scope | None = "sequence"
     """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
     a token too."""
-    epochs: int = 2
+    epochs: Count = 2
     """Times that a step's responses are learned from."""
-    minibatches: int = 2
+    minibatches: Count = 2
     """Parts that the responses are learned from in; each part is one update."""
-    gamma: float = 1.0
+    gamma: Discount = 1.0
     """Of the reward, per token: gamma."""
-    gae_lambda: float = 0.95
+    gae_lambda: Discount = 0.95
     """Of the advantages' reach, per token: lambda of GAE."""
-    clip_range: float = 0.2
+    clip_range: Positive = 0.2
     """A token's probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range."""
-    vf_coef: float = 0.1
+    vf_coef: NotNegative = 0.1
     """Of the value loss."""
-    clip_range_value: float | None = 0.2
+    clip_range_value: Positive | None = 0.2
     """A new value gains nothing further than so much from the old one; None for no such bound."""
-    ent_coef: float = 0.0
+    ent_coef: NotNegative = 0.0
     """Of the entropy's bonus."""
     whiten: bool = True
     """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
-    max_gradient_norm: float = 1.0
+    max_gradient_norm: Positive = 1.0
     """Longer gradients are scaled down to it."""
-    early_stop_nats: float | None = None
+    early_stop_nats: Positive | None = None
     """A step's updates end once KL(before ‖ now) per token is above it."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
-        self._at_least_1("epochs", "minibatches")
-        self._above_0("clip_range", "clip_range_value", "max_gradient_norm", "early_stop_nats")
-        for name in ("gamma", "gae_lambda"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise OptionError(f"{flag(name)} must lie between 0 and 1; it is {value}")
-        for name in ("vf_coef", "ent_coef"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise OptionError(f"{flag(name)} must be a number of 0 or more; it is {value}")
         responses = self.prompts_per_step * self.samples_per_prompt
         if self.minibatches > responses:
             raise OptionError(
@@ -77,19 +80,13 @@ class PPOJob(RewardJob):
 class GroupJob(RewardJob):
     """The options of algorithms that compare the responses to one prompt with each other."""
 
-    samples_per_prompt: int = 8
+    samples_per_prompt: Group = 8
     """Responses drawn for each prompt: the group that is compared, at least 2."""
-    epochs: int = 1
+    epochs: Count = 1
     """Times that a step's responses are learned from."""
     eval_prompts: str | None = None
     """Prompts that are held out, in any format of --prompts: every --checkpoint-every steps, and where --set eval_steps
     says so, the policy answers them, is rewarded and its KL measured."""
-
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        require_several_samples(self)
-        self._at_least_1("epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +108,9 @@ class RLOOJob(GroupJob):
 
     algorithm: ClassVar[str] = "rloo"
 
-    samples_per_prompt: int = 4
+    samples_per_prompt: Group = 4
     """Responses drawn for each prompt: the group that is compared, at least 2."""
-    kl_scope: str = "sequence"
+    kl_scope: Scope | None = "sequence"
     """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
     a token too."""
 
@@ -128,11 +125,11 @@ class DPOJob(TrainJob, DatasetOptions):
     """JSONL, a JSON array, CSV, Parquet or Arrow with "prompt", "chosen" and "rejected": texts, or lists of messages; a
     data set's folder or user/name on the hub; - is standard input. Without "prompt" it is what the two answers begin
     with alike."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
-    pairs_per_step: int = 16
+    pairs_per_step: Count = 16
     """Pairs learned from in a step, by all processes together."""
-    max_tokens: int = 1024
+    max_tokens: Count = 1024
     """Longer pairs are cut off."""
 
     def __post_init__(self) -> None:
@@ -142,9 +139,6 @@ class DPOJob(TrainJob, DatasetOptions):
             raise OptionError(
                 "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
             )
-        self._at_least_1("pairs_per_step", "max_tokens")
-        check_read_options(self)
-        self._above_0("beta")
         refuse_tighten_on_hacking(self)
 
 
@@ -169,25 +163,21 @@ class DistillJob(OnlineJob):
     """Column with the responses, for --responses; if not given, the first usual name that is there."""
     teacher_cache: str | None = None
     """Folder of kleash cache with the teacher's hidden states of --responses; the teacher is not loaded."""
-    divergence: str = "policy_teacher"
+    divergence: Annotated[str, one_of(DISTILLATION_DIVERGENCES)] = "policy_teacher"
     """What is made small at each token: reverse_kl or policy_teacher, KL(policy ‖ teacher), which settles on a mode;
     kl or teacher_policy, KL(teacher ‖ policy), which covers them all; jensen_shannon; skew_kl, KL(teacher ‖ mix ·
     teacher + (1 - mix) · policy); skew_reverse_kl, KL(policy ‖ mix · policy + (1 - mix) · teacher); or jeffreys,
     chi_squared, total_variation, hellinger, from the teacher to the policy."""
-    mix: float | None = None
+    mix: Share | None = None
     """Share of the first distribution in the mixture: of the teacher in jensen_shannon (0.5 if not given) and skew_kl
     (0.1), of the policy in skew_reverse_kl (0.1)."""
-    tail: str = "bucket"
+    tail: Annotated[str, one_of(("bucket", "sampled"))] = "bucket"
     """Tokens that the teacher's lists leave out: bucket, one token with all their probability, a lower bound; or
     sampled, unbiased, for responses that the teacher drew, with its "logprobs" of their tokens."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
-        self._one_of("divergence", DISTILLATION_DIVERGENCES)
-        self._one_of("tail", ("bucket", "sampled"))
-        if self.mix is not None and not 0 < self.mix < 1:
-            raise OptionError(f"--mix must lie between 0 and 1; it is {self.mix}")
         if self.teacher is not None and self.teacher_cache is not None:
             raise OptionError(
                 "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out"
@@ -246,19 +236,6 @@ class DistillJob(OnlineJob):
         return (*sentences, f"--mix does nothing with --divergence {self.divergence}, which has no mixture")
 
 
-def require_several_samples(job: RewardJob) -> None:
-    """Check that several responses are drawn for each prompt.
-
-    Raises:
-        OptionError: if ``samples_per_prompt`` is below 2.
-    """
-    if job.samples_per_prompt < 2:
-        raise OptionError(
-            f"{job.algorithm} compares the answers to one prompt; --samples-per-prompt must be at least 2, "
-            f"and is {job.samples_per_prompt}"
-        )
-
-
 def refuse_tighten_on_hacking(job: TrainJob) -> None:
     """Refuse ``--on-hacking tighten`` for an algorithm that has no beta during training.
 
@@ -269,3 +246,9 @@ def refuse_tighten_on_hacking(job: TrainJob) -> None:
         raise OptionError(
             f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking"
         )
+
+
+ALGORITHMS: Mapping[str, type[TrainJob]] = {
+    job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
+}
+"""Word after ``kleash train`` -> its job."""

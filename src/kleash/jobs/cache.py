@@ -1,6 +1,7 @@
 """The job of ``kleash cache``."""
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from kleash.errors import OptionError
 from kleash.jobs.measure import MeasureJob
@@ -9,16 +10,13 @@ from kleash.jobs.option_groups import (
     SHIPPED_REFERENCE,
     SHIPPED_TEXT,
     ScoringOptions,
-    changed_options,
-    flag,
     is_endpoint,
-    require_word,
     shown_endpoint,
 )
+from kleash.jobs.options import Count, changed_options, flag, one_of
 
 IMPORT_OPTIONS = ("from_hidden_states", "layers")
 """Options of hidden states that an engine saved; they do not change what is read."""
-LLAMA_CPP = "llama.cpp"
 CHUNK_TOKENS = 512
 """Tokens in a chunk of llama-perplexity without -c."""
 
@@ -38,7 +36,7 @@ class CacheJob(ScoringOptions):
     then without a noise floor."""
     batch_tokens: int = 4096
     """Tokens in a batch, padding counted; measuring with the same number gives the same bits."""
-    limit: int | None = None
+    limit: Count | None = None
     """Read only so many documents or responses."""
     from_hidden_states: str | None = None
     """Folder of hidden states that vLLM or SGLang saved when serving the reference; they are checked against it and
@@ -46,7 +44,7 @@ class CacheJob(ScoringOptions):
     layers: str | None = None
     """The engine's eagle_aux_hidden_state_layer_ids, such as 1,2,36, for hidden states of vLLM; the last is the number
     of layers of the reference."""
-    format: str | None = None
+    format: Annotated[str, one_of(("llama.cpp",))] | None = None
     """llama.cpp writes base logits, 16 bits each, into the file --out, as llama-perplexity --kl-divergence-base does:
     of --text, plain text, in chunks of --window tokens (512 if not given), of which --limit are read. If not given,
     hidden states are written."""
@@ -89,7 +87,6 @@ class CacheJob(ScoringOptions):
         """Check the options of ``--format llama.cpp``; raises OptionError."""
         if self.format is None:
             return
-        require_word("--format", self.format, (LLAMA_CPP,))
         unused = changed_options(self, ("responses", "stride", "from_hidden_states", "temperature"))
         if unused:
             raise OptionError(f"{flag(unused[0])} is not for --format llama.cpp; leave it out")

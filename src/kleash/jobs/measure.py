@@ -1,8 +1,8 @@
 """The job of ``kleash measure``."""
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import (
@@ -14,18 +14,17 @@ from kleash.jobs.option_groups import (
     SHIPPED_PROMPTS,
     EndpointOptions,
     GenerationOptions,
-    Job,
     ScoringOptions,
     WorkerOptions,
-    changed_options,
-    flag,
     is_endpoint,
     is_gguf,
     shown_endpoint,
 )
+from kleash.jobs.options import Allowed, Count, NotNegative, Share, changed_options, flag
 from kleash.jobs.output_options import GateOptions, MeasurementFormatOption, TrackerOption, headline_of
 from kleash.jobs.reading import SourceKind
 
+Probability = Annotated[float, Allowed("above 0 and at most 1", lambda x: 0 < x <= 1)]
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
 WINDOWS = ("window", "stride")
 WITHOUT_EFFECT = {
@@ -64,17 +63,17 @@ class MeasureJob(
     """Source: JSONL, a JSON array, CSV, Parquet or Arrow with "prompt" or "messages", or plain text, a prompt a line,
     perhaps compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input. The policy answers
     them."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Divides the logits of both models. At 0 the policy decodes greedily and both are scored at 1."""
-    top_p: float | None = None
+    top_p: Probability | None = None
     """Draw only from the likeliest tokens that together hold this probability."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Draw only from so many of the likeliest tokens."""
-    min_p: float | None = None
+    min_p: Probability | None = None
     """Draw only from tokens at least this fraction as likely as the likeliest."""
-    limit: int | None = None
+    limit: Count | None = None
     """Read only so many prompts, documents or responses."""
-    until_relative_error: float | None = None
+    until_relative_error: Share | None = None
     """Stop once the standard error of the headline's KL is below this share of it, and never before 64 clusters."""
     reference_cache: str | None = None
     """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
@@ -92,17 +91,10 @@ class MeasureJob(
         super().__post_init__()
         self._read_stored_text()
         self._check_sources()
-        self._at_least_1("limit", "top_k")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise OptionError(f"--temperature must be 0 or more; it is {self.temperature}")
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise OptionError(
                 f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one"
             )
-        self._check_fractions()
-        self.check_gate()
-        self.check_format()
-        self.check_trackers()
         self._check_endpoint()
         self._check_base_logits()
 
@@ -127,16 +119,6 @@ class MeasureJob(
             )
         if not sources and self.policy != SHIPPED_POLICY:
             raise OptionError("say what the models should read: --prompts, --text or --responses")
-
-    def _check_fractions(self) -> None:
-        if self.until_relative_error is not None and not 0 < self.until_relative_error < 1:
-            raise OptionError(
-                f"--until-relative-error must lie between 0 and 1; it is {self.until_relative_error}"
-            )
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise OptionError(f"{flag(name)} must be above 0 and at most 1; it is {value}")
 
     def _check_endpoint(self) -> None:
         """Check that a model behind a server is measured as far as servers allow."""
@@ -241,8 +223,7 @@ class MeasureJob(
         if self.endpoint_role is not None:
             return []
         names = changed_options(self, [option.name for option in fields(EndpointOptions)])
-        shared = {option.name for option in fields(Job)}
-        sentences = [f"{flag(name)} does nothing without a server" for name in names if name not in shared]
+        sentences = [f"{flag(name)} does nothing without a server" for name in names]
         if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
             sentences.append("--tokenizer does nothing without a GGUF file or a server")
         return sentences
@@ -256,9 +237,7 @@ class MeasureJob(
         """The fields that decide the result: two runs that agree in them can be one."""
         left_out = OUTPUT_OPTIONS | DEALING_OPTIONS | REQUEST_OPTIONS
         if self.endpoint_role is None:
-            left_out |= {option.name for option in fields(EndpointOptions)} - {
-                option.name for option in fields(Job)
-            }
+            left_out |= {option.name for option in fields(EndpointOptions)}
             if not self.tokenizer:
                 left_out |= {"tokenizer"}
         return {

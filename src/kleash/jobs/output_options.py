@@ -1,12 +1,12 @@
 """The options of what is done with a result: printed in a format, sent to trackers, held against a limit."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Annotated
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import require_limit, require_word
+from kleash.jobs.options import Limit, Options, one_of
 from kleash.jobs.reading import SourceKind
 
 FORMATS = ("json", "csv", "markdown")
@@ -21,24 +21,23 @@ DIRECTIONS: Mapping[str, str] = MappingProxyType(
 """Word of ``--direction`` -> name of the KL in ``STATISTICS``; the model that is named first is averaged over."""
 DIRECTION_OF_SWEEPS = "reference-policy"
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+Tracker = Annotated[str, one_of(TRACKERS)]
+Direction = Annotated[str, one_of(tuple(DIRECTIONS))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatOption:
+class FormatOption(Options):
     """In which format a result is printed."""
 
-    formats: ClassVar[tuple[str, ...]] = FORMATS
-    """What ``format`` may be."""
     json: bool = False
     """Print the result as JSON instead of a summary: the same as --format json."""
-    format: str | None = None
+    format: Annotated[str, one_of(FORMATS)] | None = None
     """Print the result in this format instead of a summary: json; csv, a row for each number; or markdown, tables for
     an issue or a page."""
 
-    def check_format(self) -> None:
-        """Check the format; raises OptionError."""
-        if self.format is not None and self.format not in self.formats:
-            raise OptionError(f"--format must be one of {', '.join(self.formats)}; it is {self.format!r}")
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
         if self.json and self.format not in (None, "json"):
             raise OptionError(f"--json is --format json; give it or --format {self.format}, not both")
 
@@ -52,34 +51,18 @@ class FormatOption:
 class MeasurementFormatOption(FormatOption):
     """In which format a measurement is printed."""
 
-    formats: ClassVar[tuple[str, ...]] = MEASUREMENT_FORMATS
-    format: str | None = None
+    format: Annotated[str, one_of(MEASUREMENT_FORMATS)] | None = None
     """Print the result in this format instead of a summary: json; csv, a row for each number; markdown, tables for an
     issue or a page; model-card, metadata and a section for the README of a model on the Hugging Face hub; or
     llama.cpp, the statistics that llama-perplexity prints."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerOption:
+class TrackerOption(Options):
     """Which trackers a result is sent to."""
 
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[Tracker, ...] = ()
     """Where the numbers are sent as well, with intervals and settings: tensorboard, wandb, trackio, mlflow."""
-
-    def check_trackers(self) -> None:
-        """Check the names of the trackers; raises OptionError."""
-        require_trackers_known(self.report_to)
-
-
-def require_trackers_known(names: Iterable[str]) -> None:
-    """Check that trackers are known.
-
-    Raises:
-        OptionError: naming the first that is not.
-    """
-    for name in names:
-        if name not in TRACKERS:
-            raise OptionError(f"--report-to must be one of {', '.join(TRACKERS)}; it is {name!r}")
 
 
 def headline_of(source: SourceKind) -> str:
@@ -95,24 +78,22 @@ def headline_of(source: SourceKind) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions:
+class GateOptions(Options):
     """The limit of a gate, and the KL that it limits."""
 
-    at_most: float | None = None
+    at_most: Limit | None = None
     """A limit in nats for the KL per token. Exit code 0 if the upper end of its interval plus the noise floor is not
     above the limit, 1 if the lower end minus the noise floor is above it, otherwise 3, and how many more tokens would
     decide. Never 0 below 30 clusters."""
-    direction: str | None = None
+    direction: Direction | None = None
     """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the
     reference's. If not given, that of the headline: reference-policy with --text, otherwise policy-reference."""
 
-    def check_gate(self) -> None:
-        """Check the limit and the direction; raises OptionError."""
-        require_limit(self.at_most)
-        if self.direction is not None:
-            require_word("--direction", self.direction, tuple(DIRECTIONS))
-            if self.at_most is None:
-                raise OptionError("--direction says which KL --at-most limits; add that, or leave it out")
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        if self.direction is not None and self.at_most is None:
+            raise OptionError("--direction says which KL --at-most limits; add that, or leave it out")
 
     @property
     def gated_statistic(self) -> str | None:

@@ -1,22 +1,25 @@
 """The jobs that read finished work: ``report``, ``compare``, ``mismatch``, ``doctor`` and ``audit``."""
 
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
+from typing import Annotated
 
 from kleash.errors import OptionError
-from kleash.jobs.option_groups import DTYPES, require_limit, require_word
+from kleash.jobs.option_groups import LoadingOptions
+from kleash.jobs.options import Allowed, Count, Limit, Options, one_of
 from kleash.jobs.output_options import (
     PICTURES,
+    Direction,
     FormatOption,
     GateOptions,
     MeasurementFormatOption,
     TrackerOption,
 )
 
-METRIC_NAMES = ("verl",)
-"""Systems whose names for the statistics of a mismatch are known."""
-ROUNDING_DTYPES = ("float32", "float16", "bfloat16")
+Picture = Annotated[
+    Path,
+    Allowed(f"a file that ends in {' or '.join(PICTURES)}", lambda path: path.suffix.lower() in PICTURES),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +28,11 @@ class ReportJob(MeasurementFormatOption, TrackerOption, GateOptions):
 
     folder: Path
     """The folder of a run or of a sweep, as in --out of "kleash measure", "kleash train" or "kleash sweep"."""
-    at_most: float | None = None
+    at_most: Limit | None = None
     """A limit in nats for the KL per token: of a measurement as in "kleash measure --at-most", of a sweep as in
     "kleash sweep --at-most"."""
-    picture: Path | None = None
+    picture: Picture | None = None
     """Also draw a measurement or a sweep into this file, which ends in .png or .svg."""
-
-    def __post_init__(self) -> None:
-        """Check the limit, the format, the trackers and the name of the picture; raises OptionError."""
-        self.check_gate()
-        self.check_format()
-        self.check_trackers()
-        if self.picture is not None and self.picture.suffix.lower() not in PICTURES:
-            raise OptionError(
-                f"--picture takes a file that ends in {' or '.join(PICTURES)}; it is {self.picture}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +43,12 @@ class CompareJob(FormatOption, GateOptions):
     """Two or more folders of finished runs; each is compared with the first."""
     out: Path = Path("comparison.html")
     """File of the page."""
-    at_most: float | None = None
+    at_most: Limit | None = None
     """A limit in nats for the KL per token of every run but the first. Exit code 0 if no run is above the limit, 1 if
     any is, otherwise 3, as in "kleash measure --at-most"."""
-    direction: str | None = None
+    direction: Direction | None = None
     """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the
     reference's. If not given, that of the first run's headline."""
-
-    def __post_init__(self) -> None:
-        """Check the limit; raises OptionError."""
-        self.check_gate()
-        self.check_format()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +62,15 @@ class MismatchJob(FormatOption):
     rollouts: tuple[str, ...]
     """Files of rollouts, such as one for each rank, or folders of them: JSONL, a JSON array or Parquet; - is standard
     input."""
-    names: str | None = None
+    names: Annotated[str, one_of(("verl",))] | None = None
     """Print the metrics under the names and definitions of a framework instead: verl."""
-    at_most: float | None = None
+    at_most: Limit | None = None
     """A limit in nats for KL(engine ‖ trainer) per token. Exit code 0 if the upper end of its interval is not above
     the limit, 1 if the lower end is, otherwise 3, and how many more tokens would decide. Never 0 below 30 prompts."""
 
-    def __post_init__(self) -> None:
-        """Check the limit and the names; raises OptionError."""
-        object.__setattr__(self, "rollouts", _as_files(self.rollouts))
-        require_limit(self.at_most)
-        self.check_format()
-        if self.names is not None:
-            require_word("--names", self.names, METRIC_NAMES)
-
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorJob(FormatOption):
+class DoctorJob(FormatOption, LoadingOptions):
     """Name the likely causes of a mismatch between a trainer's log-probabilities and the engine's, with a next test.
 
     The files are those of "kleash mismatch", perhaps with "reference_logprobs". With --policy and --reference the
@@ -109,33 +89,17 @@ class DoctorJob(FormatOption):
     """Branch, tag or commit of the policy on the hub."""
     revision_reference: str | None = None
     """Branch, tag or commit of the reference on the hub."""
-    rounding: str = "bfloat16"
+    rounding: Annotated[str, one_of(("float32", "float16", "bfloat16"))] = "bfloat16"
     """The coarser dtype of the trainer's and the engine's networks: float32, float16 or bfloat16. Differences that its
     rounding explains are healthy."""
-    limit: int | None = None
+    limit: Count | None = None
     """Read only so many rollouts, of several files in turn; a few hundred are enough."""
-    dtype: str = "auto"
-    """Of the models that score again: float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that
-    of the checkpoint."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
     device_map: str | None = None
     """Spread a model over several devices as transformers does: auto, balanced, sequential."""
-    batch_tokens: int = 4096
-    """Tokens in a batch, padding counted."""
-    trust_remote_code: bool = False
-    """Run Python code that a model brings along."""
 
     def __post_init__(self) -> None:
-        """Check the values; raises OptionError."""
-        object.__setattr__(self, "rollouts", _as_files(self.rollouts))
-        self.check_format()
-        require_word("--rounding", self.rounding, ROUNDING_DTYPES)
-        require_word("--dtype", self.dtype, DTYPES)
-        for name in ("limit", "batch_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"--{name.replace('_', '-')} must be at least 1; it is {value}")
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
         if (self.policy is None) != (self.reference is None):
             raise OptionError("give both models, --policy and --reference, or none")
         for role in ("policy", "reference"):
@@ -144,7 +108,7 @@ class DoctorJob(FormatOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditJob:
+class AuditJob(Options):
     """Test what a KL function estimates and what it differentiates, by exact enumeration.
 
     Without arguments, kleash's functions are audited.
@@ -175,16 +139,12 @@ class AuditJob:
     """Print only failures."""
 
     def __post_init__(self) -> None:
-        """Check that code is trusted of a source that is given; raises OptionError."""
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
         if self.trust_source and self.source is None:
             raise OptionError("--trust-source needs --source, the folder of a checkout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvJob:
+class EnvJob(Options):
     """Print the versions and the machine that a report of a bug should name; no file is read."""
-
-
-def _as_files(names: Any) -> tuple[str, ...]:
-    """The names of files; one name alone may be given as it is."""
-    return (str(names),) if isinstance(names, str | PurePath) else tuple(map(str, names))

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
+from typing import Annotated
 
 from kleash.errors import OptionError
 from kleash.jobs.cache import IMPORT_OPTIONS, CacheJob
@@ -11,19 +12,20 @@ from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
     RANK_MAPS,
     SHIPPED_REFERENCE,
-    Job,
     ScoringOptions,
     WorkerOptions,
-    changed_options,
     is_endpoint,
-    require_limit,
-    require_word,
     shown_endpoint,
 )
-from kleash.jobs.output_options import DIRECTION_OF_SWEEPS, DIRECTIONS, FormatOption, TrackerOption
+from kleash.jobs.options import Count, Limit, changed_options, one_of
+from kleash.jobs.output_options import (
+    DIRECTION_OF_SWEEPS,
+    DIRECTIONS,
+    Direction,
+    FormatOption,
+    TrackerOption,
+)
 
-GROUPINGS = ("layers", "modules")
-"""Groups of weights to which a candidate's KL can be attributed."""
 MAX_SLUG = 40
 """Characters of a candidate's name in the name of its folder."""
 
@@ -40,20 +42,20 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
     """Models to measure, each as --policy of "kleash measure"."""
     temperature: float = 1.0
     """Divides the logits of all models."""
-    limit: int | None = None
+    limit: Count | None = None
     """Read only so many documents or responses."""
-    direction: str = DIRECTION_OF_SWEEPS
+    direction: Direction = DIRECTION_OF_SWEEPS
     """The KL per token that ranks the candidates, is attributed, and is limited by --at-most: reference-policy, which
     llama.cpp calls the KLD of a quantisation, averages over the reference's next tokens, policy-reference over the
     candidate's."""
-    at_most: float | None = None
+    at_most: Limit | None = None
     """A limit in nats: which candidate is the smallest on disk whose KL is at most that, by its interval and its noise
     floor as in "kleash measure --at-most". Exit code 0 if one is, 1 if none is, 3 if a smaller one is undecided."""
-    attribute: tuple[str, ...] = ()
+    attribute: tuple[Annotated[str, one_of(("layers", "modules"))], ...] = ()
     """After the ranking, swap groups of each candidate's weights back to the reference's, one at a time, and measure
     again: layers is a group per decoder layer, modules one per kind of module over all layers. Takes both models in
     memory and a forward pass for each group."""
-    attribute_tokens: int = 20_000
+    attribute_tokens: Count = 20_000
     """Tokens of the source on which groups are swapped, in sequences drawn at random."""
     resume: bool = False
     """Go on with a sweep in --out: finished candidates are kept, and others may be added at the end of
@@ -68,10 +70,6 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
             OptionError: naming the option, its value and what it may be.
         """
         super().__post_init__()
-        self._one_of("direction", tuple(DIRECTIONS))
-        require_limit(self.at_most)
-        self.check_format()
-        self.check_trackers()
         if not self.candidates:
             raise OptionError("name the models to measure: --candidates q8/ q4/ ...")
         repeated = next((name for name in self.candidates if self.candidates.count(name) > 1), None)
@@ -90,9 +88,6 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
         self.measure_job(1, Path())
 
     def _check_attribution(self) -> None:
-        self._at_least_1("attribute_tokens")
-        for word in self.attribute:
-            require_word("--attribute", word, GROUPINGS)
         repeated = next((word for word in self.attribute if self.attribute.count(word) > 1), None)
         if repeated is not None:
             raise OptionError(f"--attribute names {repeated} twice; name it once")
@@ -127,10 +122,9 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
         like_reference = cache_job.measurement()
         names = {field.name for field in fields(MeasureJob)} & {field.name for field in fields(cache_job)}
         shared = {name: getattr(like_reference, name) for name in names - OUTPUT_OPTIONS}
-        dealing = {field.name for field in fields(WorkerOptions)} - {field.name for field in fields(Job)}
         return MeasureJob(
             **shared,
-            **{name: getattr(self, name) for name in dealing},
+            **{field.name: getattr(self, field.name) for field in fields(WorkerOptions)},
             policy=self.candidates[number - 1],
             reference_cache=cache_job.out,
             out=str(out / self.folder_of(number)),

@@ -1,8 +1,7 @@
 """Options that the jobs of ``kleash train`` share."""
 
-import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import (
@@ -11,32 +10,37 @@ from kleash.jobs.option_groups import (
     SHIPPED_REFERENCE,
     GenerationOptions,
     LoadingOptions,
+    OutputOptions,
     SeedOption,
+)
+from kleash.jobs.options import (
+    Allowed,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
     changed_options,
     flag,
+    one_of,
 )
-from kleash.jobs.output_options import require_trackers_known
-from kleash.jobs.reading import PromptOptions, SourceKind, check_read_options
+from kleash.jobs.output_options import Tracker
+from kleash.jobs.reading import PromptOptions, SourceKind
 from kleash.kl_rules import CONTRACTS, VALUES, command_line, default_scope, refusal, term_spec
 from kleash.store.codec import encode
 
-KL_ESTIMATORS = ("exact", "k1", "k2", "k3")
-CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
-TARGETS_PER = ("sequence", "token")
 HACKING_RESPONSES = ("warn", "stop", "halve-lr", "tighten")
-METRIC_NAMES = ("kleash", "verl", "trl")
+Scope = Annotated[str, one_of(VALUES["scope"])]
+Temperature = Annotated[Positive, Allowed("from 0.0001 to 10 000", lambda x: 1e-4 <= x <= 1e4)]
+"""Beyond these, logits overflow or differ by nothing."""
 SHIPPED_REWARD = "kleash.training.example_rewards:heroine"
 """What the shipped policy is rewarded for when nothing else is asked: easy to hack."""
-
-LARGEST_TEMPERATURE = 1e4
-"""Beyond it, or below its inverse, logits overflow or differ by nothing."""
 
 CONTINUATION_OPTIONS = frozenset({*OUTPUT_OPTIONS, "steps", "checkpoint_every", "metric_names"})
 """Fields that a resumed run may change: where it goes, how long it is, how it is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainJob(SeedOption, LoadingOptions):
+class TrainJob(SeedOption, LoadingOptions, OutputOptions):
     """The options of every training algorithm."""
 
     algorithm: ClassVar[str]
@@ -47,44 +51,27 @@ class TrainJob(SeedOption, LoadingOptions):
     adapter, which is trained further."""
     reference: str | None = None
     """The model that it is kept near; the policy as it starts, if not given."""
-    limit: int | None = None
+    limit: Count | None = None
     """Read only so many prompts or pairs."""
-    steps: int = 100
+    steps: Count = 100
     """Steps in all: fresh data, and its updates. A finished run goes on with more of them and --resume."""
-    learning_rate: float = 1e-5
+    learning_rate: Positive = 1e-5
     """Of AdamW."""
-    lora_rank: int = 0
+    lora_rank: CountOrZero = 0
     """Rank of the LoRA adapter that is trained; 0 trains every weight."""
     set: tuple[str, ...] = ()
     """Fields of the configuration of TRL's trainer, by its names, as FIELD=VALUE: loss_type=dr_grpo; and of PEFT's
     LoraConfig, as lora.FIELD=VALUE: lora.lora_alpha=16. Lists and objects are JSON. ppo takes only the latter."""
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
     """Steps from one checkpoint to the next; the last step has one too."""
-    on_hacking: str = "warn"
+    on_hacking: Annotated[str, one_of(HACKING_RESPONSES)] = "warn"
     """What happens on a reward hacking alert: warn, stop, halve-lr (the learning rate), or tighten (double beta)."""
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[Tracker, ...] = ()
     """Where the metrics go besides steps.jsonl: tensorboard, wandb, trackio, mlflow."""
-    metric_names: str = "kleash"
+    metric_names: Annotated[str, one_of(("kleash", "verl", "trl"))] = "kleash"
     """How trackers see them spelt: kleash, verl or trl. steps.jsonl always has kleash's names."""
     resume: bool = False
     """Go on with an interrupted run in --out from its last checkpoint."""
-
-    def __post_init__(self) -> None:
-        """Check types and values.
-
-        Raises:
-            OptionError: naming the option, its value and what it may be.
-        """
-        super().__post_init__()
-        self._at_least_1("limit", "steps", "checkpoint_every")
-        self._above_0("learning_rate")
-        self._one_of("on_hacking", HACKING_RESPONSES)
-        self._one_of("metric_names", METRIC_NAMES)
-        require_trackers_known(self.report_to)
-        if self.lora_rank < 0:
-            raise OptionError(
-                f"--lora-rank must be 0, which trains every weight, or more; it is {self.lora_rank}"
-            )
 
     @property
     def reference_name(self) -> str:
@@ -110,21 +97,14 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
     prompts: str | None = None
     """JSONL, a JSON array, CSV, Parquet or Arrow with "prompt" or "messages", or plain text, a prompt a line, perhaps
     compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input."""
-    prompts_per_step: int = 16
+    prompts_per_step: Count = 16
     """Prompts answered in a step, by all processes together."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
+    temperature: Temperature = 1.0
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
-        self._at_least_1("prompts_per_step")
-        check_read_options(self)
-        self._above_0("temperature")
-        self._at_most(LARGEST_TEMPERATURE, "temperature")
-        if self.temperature < 1 / LARGEST_TEMPERATURE:
-            raise OptionError(
-                f"--temperature must be at least {1 / LARGEST_TEMPERATURE:g}; it is {self.temperature}"
-            )
         if self.given_source is None and self.policy != SHIPPED_REFERENCE:
             raise OptionError(f"say what {self.policy} should answer: --prompts")
 
@@ -155,40 +135,33 @@ class RewardJob(OnlineJob):
     """What is rewarded: package.module:function, called with prompts and responses (lists of texts) and
     returning a number for each; or the folder of a sequence-classification model; several are added, "0.5*…"
     with a weight."""
-    kl: str = "exact"
+    kl: Annotated[str, one_of(("exact", "k1", "k2", "k3"))] = "exact"
     """How KL(policy ‖ reference) is taken: exact, from whole distributions; or from the sampled tokens by k1,
     k2 or k3."""
-    kl_place: str = "loss"
+    kl_place: Annotated[str, one_of(VALUES["place"])] = "loss"
     """loss: differentiated. reward: taken from the reward."""
-    kl_scope: str | None = None
+    kl_scope: Scope | None = None
     """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
     a token too. If not given: token in a loss, sequence in a reward."""
-    beta: float = 0.05
+    beta: NotNegative = 0.05
     """What one nat of KL costs, in the unit of the reward; where a controller begins. 0 is no KL penalty."""
-    controller: str = "fixed"
+    controller: Annotated[str, one_of(("fixed", "ziegler", "pid", "dual"))] = "fixed"
     """What moves beta: fixed (nothing), ziegler, pid, or dual."""
-    target_nats: float | None = None
+    target_nats: Positive | None = None
     """The KL that a controller steers to; with a fixed beta, the hacking monitor compares with it."""
-    target_per: str = "sequence"
+    target_per: Annotated[str, one_of(("sequence", "token"))] = "sequence"
     """Whether the target is per sequence or per token."""
-    horizon: int | None = None
+    horizon: Count | None = None
     """Of the controller ziegler, in sequences: its rule is then the published one to the last digit (10000 is the
     published horizon); if not given, a faster rule with four steps' sequences, on the KL filtered by its error."""
-    beta_min: float = 1e-4
+    beta_min: Positive = 1e-4
     """No controller goes below."""
-    beta_max: float = 10.0
+    beta_max: Positive = 10.0
     """No controller goes above."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
-        for name, words in (
-            *(("kl", KL_ESTIMATORS), ("kl_place", VALUES["place"])),
-            *(("controller", CONTROLLERS), ("target_per", TARGETS_PER)),
-        ):
-            self._one_of(name, words)
-        if self.kl_scope is not None:
-            self._one_of("kl_scope", VALUES["scope"])
         term = term_spec(
             self.kl,
             CONTRACTS.get(self.kl),
@@ -199,8 +172,6 @@ class RewardJob(OnlineJob):
         reason = refusal(term, command_line)
         if reason is not None:
             raise OptionError(reason)
-        self._above_0("target_nats", "beta_min", "beta_max")
-        self._at_least_1("horizon")
         if self.horizon is not None and self.controller != "ziegler":
             raise OptionError(
                 f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out"
@@ -217,8 +188,6 @@ class RewardJob(OnlineJob):
         return {**super().settings(), "kl_scope": scope}
 
     def _check_beta(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta >= 0):
-            raise OptionError(f"--beta must be a number of 0 or more; it is {self.beta}")
         if self.beta == 0 and self.on_hacking == "tighten":
             raise OptionError(
                 "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response"

@@ -67,7 +67,6 @@ def compare(
         count = 1 if isinstance(folders, str) else len(folders)
         raise OptionError(f"two or more run folders can be compared, not {count}; give a list of them")
     gate = GateOptions(at_most=at_most, direction=direction)
-    gate.check_gate()
     paths = [Path(folder).expanduser() for folder in folders]
     runs, names = [_read(path) for path in paths], _short_names(paths)
     first = runs[0]

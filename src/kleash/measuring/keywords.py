@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
-from kleash.jobs.option_groups import SHIPPED_POLICY, job_of
+from kleash.jobs.option_groups import SHIPPED_POLICY
+from kleash.jobs.options import job_of
 from kleash.jobs.reading import SourceKind
 from kleash.launch_environment import require_one_process
 from kleash.measuring.live_pair import live_pair, load_beside_live

@@ -10,7 +10,7 @@ from kleash.reports.drawing import BAND, INK, Chart, line, name_axes
 from kleash.reports.formatting import UNKNOWN, format_value
 from kleash.reports.page import write_page
 from kleash.store import Audit
-from kleash.store.audit import CurveRow, Severity, ZoneRow
+from kleash.store.audit import CurveRow, ZoneRow
 
 MAX_UNFOLDED = 3
 """With more functions than this, each is collapsed under its name."""
@@ -47,7 +47,6 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
         "curves": [curve_charts(number, audit) for number, audit in enumerate(audits, 1)],
         "is_folded": len(audits) > MAX_UNFOLDED,
         "format_value": format_or_dash,
-        "kinds_of": kinds_of_severity,
         "verdict": verdict_without_findings,
         "title_of": title_of,
     }
@@ -58,11 +57,6 @@ def title_of(audit: Audit) -> str:
     """The audited function with its bound arguments."""
     arguments = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
     return f"{audit.target} ({arguments})" if arguments else audit.target
-
-
-def kinds_of_severity(audit: Audit, severity: Severity) -> list[str]:
-    """The kinds of an audit's findings of this severity, each once."""
-    return list(dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == severity))
 
 
 def verdict_without_findings(audit: Audit) -> list[str]:

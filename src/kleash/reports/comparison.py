@@ -55,23 +55,17 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
 
 def runs_chart(comparison: Comparison) -> Chart:
     """Each run's KL in both directions."""
-    names = _short_names(comparison)
-    rows = [(names[run.name], run.numbers) for run in comparison.runs]
+    names = short_names([run.name for run in comparison.runs])
+    rows = [(name, run.numbers) for name, run in zip(names, comparison.runs, strict=True)]
     return _rows_chart("runs", "KL of each run", rows, comparison.headline, is_difference=False)
 
 
 def differences_chart(comparison: Comparison) -> Chart:
     """The paired differences from the first run."""
-    names = _short_names(comparison)
-    rows = [(names[difference.name], difference.differences) for difference in comparison.differences]
-    title = f"Difference from {names[comparison.runs[0].name]}, on shared {comparison.paired_noun}"
+    first, *names = short_names([run.name for run in comparison.runs])
+    rows = [(name, each.differences) for name, each in zip(names, comparison.differences, strict=True)]
+    title = f"Difference from {first}, on shared {comparison.paired_noun}"
     return _rows_chart("differences", title, rows, comparison.headline, is_difference=True)
-
-
-def _short_names(comparison: Comparison) -> dict[str, str]:
-    """Short names of the runs, by their names."""
-    names = [run.name for run in comparison.runs]
-    return dict(zip(names, short_names(names), strict=True))
 
 
 def _rows_chart(

@@ -74,23 +74,12 @@ def format_value(value: float, digits: int = 3) -> str:
     return typographic(scientific)
 
 
-def format_bytes(size: int | None) -> str:
-    """A number of bytes in words, such as "4.90 GB"; "–" if it is None."""
+def format_bytes(size: float | None, *, is_round: bool = False) -> str:
+    """A number of bytes in words, such as "4.90 GB"; a round one as "1.5 GB"; "–" if it is None."""
     if size is None:
         return UNKNOWN
-    unit_bytes, unit = _byte_unit(size)
-    return f"{format_value(size / unit_bytes) if unit_bytes > 1 else size} {unit}"
-
-
-def format_round_bytes(size: float) -> str:
-    """A round number of bytes without trailing zeros, such as "1.5 GB"."""
-    unit_bytes, unit = _byte_unit(size)
-    return f"{format_threshold(size / unit_bytes)} {unit}"
-
-
-def _byte_unit(size: float) -> tuple[int, str]:
-    """The largest unit that is not above a number of bytes."""
-    return next((row for row in BYTE_UNITS if size >= row[0]), BYTE_UNITS[-1])
+    unit_bytes, unit = next((row for row in BYTE_UNITS if size >= row[0]), BYTE_UNITS[-1])
+    return f"{(format_threshold if is_round or unit_bytes == 1 else format_value)(size / unit_bytes)} {unit}"
 
 
 def format_duration(seconds: float | int) -> str:

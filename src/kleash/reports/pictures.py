@@ -8,7 +8,7 @@ from typing import Any
 from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs.output_options import PICTURES
-from kleash.reports.drawing import WIDTH, Chart, draw_panel, matplotlib_style
+from kleash.reports.drawing import WIDTH, draw_panel, matplotlib_style
 from kleash.reports.formatting import keep_end
 from kleash.reports.measurement import picture_charts
 from kleash.reports.sweep import sweep_charts
@@ -79,7 +79,7 @@ def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:
     charts = picture_charts(result) if isinstance(result, Measurement) else sweep_charts(result)[:2]
     columns = min(2, len(charts))
     chart_rows = [charts[at : at + columns] for at in range(0, len(charts), columns)]
-    heights = [max(_panel_height(chart) for chart in row) for row in chart_rows]
+    heights = [max(0.3 + max(2.7, chart.height / len(chart.panels)) for chart in row) for row in chart_rows]
     width = max(7.0, WIDTH * columns)
     figure = make_figure(figsize=(width, sum(heights) + 0.8), layout="constrained")
     grid = figure.subplots(len(chart_rows), columns, squeeze=False, height_ratios=heights)
@@ -91,11 +91,6 @@ def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:
     title_lines = [line for text in _title(result) for line in textwrap.wrap(text, int(7.5 * width))]
     figure.suptitle("\n".join(title_lines), x=0.012, ha="left", fontsize=9.5)
     return figure
-
-
-def _panel_height(chart: Chart) -> float:
-    """The height of a chart's first panel with its title, in inches."""
-    return max(2.7, chart.height / len(chart.panels)) + 0.3
 
 
 def _title(result: Measurement | Sweep) -> tuple[str, str, str]:

@@ -27,7 +27,6 @@ from kleash.reports.formatting import (
     format_bytes,
     format_count,
     format_percent,
-    format_round_bytes,
     format_with_interval,
     make_visible,
     short_names,
@@ -37,7 +36,7 @@ from kleash.reports.page import write_page
 from kleash.store.measurement_summary import merge_warnings
 from kleash.store.statistics import kl_directions, label_of
 from kleash.store.summary import summarize
-from kleash.store.sweep import QUANTILE, Attribution, GroupChange, Sweep, SweepCandidate, SweepPair
+from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate, SweepPair
 
 PAGE = "sweep.html"
 MAX_CANDIDATES = 40
@@ -73,7 +72,13 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         "names": names,
         "columns": present,
         "quantile": lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
-        "warnings": [*sweep.warnings, *warnings_of_candidates(sweep)],
+        "warnings": [
+            *sweep.warnings,
+            *merge_warnings(
+                ((names[candidate.number], candidate.numbers[sweep.rank_by]) for candidate in ranking),
+                sweep.warnings,
+            ),
+        ],
         "rank_label": label_of(sweep.rank_by),
         "charts": sweep_charts(sweep),
         "size": lambda candidate: format_bytes(candidate.bytes_on_disk),
@@ -103,15 +108,6 @@ def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any
             describe_control(attribution),
         ),
     }
-
-
-def warnings_of_candidates(sweep: Sweep) -> list[str]:
-    """The warnings about the statistic that ranks, each with the names of the candidates that have it."""
-    names = names_of_candidates(sweep)
-    return merge_warnings(
-        ((names[candidate.number], candidate.numbers[sweep.rank_by]) for candidate in sweep.ranking),
-        sweep.warnings,
-    )
 
 
 def format_bits(candidate: SweepCandidate) -> str:
@@ -263,7 +259,7 @@ def _draw_scatter(axes: Any, *, points: Sequence[Point], rank_by: str, x_title: 
             dots(axes, chosen, color=color, label=label)
     log_axis(axes, "y", shown_ends(numbers))
     if is_bytes:
-        log_axis(axes, "x", [point.x for point in points], format_round_bytes)
+        log_axis(axes, "x", [point.x for point in points], partial(format_bytes, is_round=True))
     label_points(
         axes,
         [(str(point.place), point.x, number.value) for point, number in zip(points, numbers, strict=True)],
@@ -275,12 +271,6 @@ def names_of_candidates(sweep: Sweep, length: int = 40) -> dict[int, str]:
     """A short name of each candidate, by its number."""
     shown = short_names([candidate.name for candidate in sweep.candidates], length)
     return {candidate.number: name for candidate, name in zip(sweep.candidates, shown, strict=True)}
-
-
-def format_share(attribution: Attribution, group: GroupChange) -> str:
-    """The part of the candidate's KL that is gone with a group swapped, such as "61.2 %"."""
-    share = attribution.share_of(group)
-    return UNKNOWN if math.isnan(share) else format_percent(share)
 
 
 def describe_attribution(attribution: Attribution, name: str) -> str:
@@ -354,7 +344,9 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
                 group.name,
                 format_count(group.parameters),
                 "0 (identical)" if group.is_identical else format_with_interval(group.simultaneous_change),
-                format_share(attribution, group),
+                UNKNOWN
+                if math.isnan(attribution.share_of(group))
+                else format_percent(attribution.share_of(group)),
             )
             for group in attribution.largest_first
         ),

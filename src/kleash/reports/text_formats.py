@@ -56,25 +56,13 @@ def to_csv(rows: Iterable[NumberRow]) -> str:
     writer.writerow(CSV_COLUMNS)
     for row in rows:
         low, high = (None, None) if row.ci95 is None else row.ci95
-        numbers = (row.value, row.standard_error, low, high)
-        writer.writerow(
-            (
-                *map(_cell_text, (row.run, row.minus, row.name)),
-                *(*map(_number_text, numbers), row.unit),
-                *(row.tokens, row.clusters, _cell_text("; ".join(row.warnings))),
-            )
+        numbers = map(encode, (row.value, row.standard_error, low, high))
+        run, minus, name, warnings = (
+            f"'{text}" if text.startswith(FORMULA_STARTS) else text
+            for text in (row.run, row.minus, row.name, "; ".join(row.warnings))
         )
+        writer.writerow((run, minus, name, *numbers, row.unit, row.tokens, row.clusters, warnings))
     return text.getvalue()
-
-
-def _cell_text(text: str) -> str:
-    """A text that a spreadsheet shows and does not run."""
-    return f"'{text}" if text.startswith(FORMULA_STARTS) else text
-
-
-def _number_text(value: float | None) -> str:
-    """A number with all of its digits; empty without one."""
-    return "" if value is None else str(encode(value))
 
 
 def to_markdown(summary: Summary, notes: Sequence[str] = ()) -> str:
@@ -99,17 +87,10 @@ def markdown_table(table: SummaryTable) -> str:
     The first column, and columns of sentences, are aligned to the left.
     """
     marks = ["---" if is_left else "---:" for is_left in table.is_left]
-    lines = [
-        *([f"{escape_text(table.title)}:", ""] if table.title else []),
-        _table_line(table.header),
-        _table_line(marks, is_raw=True),
-        *map(_table_line, table.rows),
-    ]
-    return "\n".join(lines)
-
-
-def _table_line(texts: Sequence[str], *, is_raw: bool = False) -> str:
-    return f"| {' | '.join(texts if is_raw else map(markdown_text, texts))} |"
+    lines = [list(map(markdown_text, row)) for row in (table.header, *table.rows)]
+    lines.insert(1, marks)
+    title = [f"{escape_text(table.title)}:", ""] if table.title else []
+    return "\n".join([*title, *(f"| {' | '.join(texts)} |" for texts in lines)])
 
 
 def markdown_text(text: str) -> str:
@@ -162,6 +143,7 @@ def model_index(measurement: Measurement) -> list[dict[str, Any]]:
     """
     hub = import_extra("huggingface_hub.repocard_data", "models")
     kind, source = source_of(measurement.job)
+    options = {name: plain_text(str(value)) for name, value in measurement.job.items() if value is not None}
     results: list[Any] = []
     for name, number in measurement.statistics().items():
         if name not in ALL_STATISTICS or not ALL_STATISTICS[name].in_summary or math.isnan(number.value):
@@ -175,8 +157,8 @@ def model_index(measurement: Measurement) -> list[dict[str, Any]]:
                 task_name="Text Generation",
                 dataset_type=published_name(source),
                 dataset_name=f"{published_name(source)} ({kind})",
-                dataset_config=_text_or_none(measurement.job.get("dataset_config")),
-                dataset_split=_text_or_none(measurement.job.get("split")),
+                dataset_config=options.get("dataset_config"),
+                dataset_split=options.get("split"),
                 dataset_args={"sha256": measurement.source_sha256},
                 metric_type=name,
                 metric_name=f"{label_of(name)}{unit}",
@@ -194,10 +176,6 @@ def model_index(measurement: Measurement) -> list[dict[str, Any]]:
         published_name(measurement.models["policy"].path), results
     )
     return index
-
-
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else plain_text(str(value))
 
 
 def card_section(measurement: Measurement) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
+from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_number, format_value
 from kleash.reports.page import write_page
@@ -22,9 +22,6 @@ MAX_SAMPLE_STEPS = 6
 """Steps whose responses are shown: the first, the last and evenly chosen ones between."""
 MAX_SAMPLES = 3
 MAX_EVENTS = 50
-JOBS: Mapping[str, type[TrainJob]] = {
-    kind.algorithm: kind for kind in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
-}
 
 
 def write_training_report(folder: Path) -> Path:
@@ -110,8 +107,8 @@ def summary_cards(
 
 def run_warnings(history: Sequence[StepRecord]) -> tuple[str, ...]:
     """The warnings about the standard errors of the last step that has any."""
-    with_errors = [step.metrics for step in history if "response/prompts" in step.metrics]
-    return step_warnings(with_errors[-1]) if with_errors else ()
+    with_errors = (step.metrics for step in reversed(history) if "response/prompts" in step.metrics)
+    return step_warnings(next(with_errors, {}))
 
 
 def step_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
@@ -174,8 +171,6 @@ def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, st
 
 def rerun_command(header: RunHeader, history: Sequence[StepRecord]) -> str:
     """The command that repeats the run."""
-    algorithm = str(header.settings.get("algorithm", "ppo"))
+    algorithm = str(header.settings["algorithm"])
     settings: dict[str, Any] = {**header.settings, "steps": history[-1].step}
-    return command_line(
-        ("kleash", "train", algorithm), in_order_of_help(JOBS.get(algorithm, PPOJob)), settings
-    )
+    return command_line(("kleash", "train", algorithm), in_order_of_help(ALGORITHMS[algorithm]), settings)

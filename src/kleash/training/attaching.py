@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kleash.errors import OptionError
-from kleash.jobs.output_options import require_trackers_known
-from kleash.jobs.train import HACKING_RESPONSES
+from kleash.jobs.options import checked_option
+from kleash.jobs.train import TrainJob
 from kleash.leash import CONTROLLERS, Leash
 from kleash.registry import look_up
 from kleash.training.run_log import LogOptions
@@ -137,9 +137,8 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
     """Refuse invalid options, and a trainer that has a run log."""
     from kleash.training.step_logger import StepLogger
 
-    if on_hacking not in HACKING_RESPONSES:
-        raise OptionError(f"on_hacking is {on_hacking!r}; give one of {', '.join(HACKING_RESPONSES)}")
-    require_trackers_known(tuple(report_to))
+    for name, value in (("on_hacking", on_hacking), ("report_to", tuple(report_to))):
+        checked_option(name, value, TrainJob.__dataclass_fields__[name].type)
     if any(isinstance(callback, StepLogger) for callback in trainer.callback_handler.callbacks):
         raise OptionError("this trainer has a run log already; attach to it once")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from kleash.errors import OptionError, summarise_error
 from kleash.extras import import_extra
 from kleash.jobs import TrainJob
-from kleash.jobs.option_groups import TYPE_NAMES, flag
+from kleash.jobs.options import TYPE_NAMES, flag
 from kleash.registry import look_up
 
 CONFIGURATIONS: Mapping[str, str] = MappingProxyType(

@@ -1,0 +1,132 @@
+"""The base class of jobs: a field has the type of an option, its allowed values, default and help."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import index
+from pathlib import Path, PurePath
+from types import NoneType
+from typing import Annotated, Any, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
+
+from kleash.errors import OptionError
+from kleash.registry import look_up
+
+JobT = TypeVar("JobT")
+TYPE_NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    tuple: "a tuple of texts",
+    Path: "a path",
+}
+MAX_SHOWN = 60
+"""Characters of a value in an error."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The values of a type that an option may have."""
+
+    words: str
+    """What the value must be, in an error."""
+    holds: Callable[[Any], bool]
+
+
+def one_of(words: Sequence[str]) -> Allowed:
+    """One of these words."""
+    return Allowed(f"one of {', '.join(words)}", words.__contains__)
+
+
+BELOW_2_63 = Allowed("below 2^63", lambda n: n < 2**63)
+Count = Annotated[int, Allowed("at least 1", lambda n: n >= 1), BELOW_2_63]
+CountOrZero = Annotated[int, Allowed("at least 0", lambda n: n >= 0), BELOW_2_63]
+Positive = Annotated[float, Allowed("a number above 0", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[float, Allowed("a number of 0 or more", lambda x: 0 <= x < math.inf)]
+Share = Annotated[float, Allowed("a number between 0 and 1", lambda x: 0 < x < 1)]
+Limit = Annotated[float, Allowed("a number of nats, at least 0", lambda x: 0 <= x < math.inf)]
+Name = Annotated[str, Allowed("a name; give one, or leave it out", bool)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A group of options, or a job, which consists of several groups."""
+
+    def __post_init__(self) -> None:
+        """Give each option the type that its annotation says.
+
+        A ``Path`` becomes the text that it is on the command line and in records, a list a tuple, a NumPy integer an
+        int.
+
+        Raises:
+            OptionError: naming the option, its value and what it must be.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
+
+
+def checked_option(name: str, value: Any, annotation: Any) -> Any:
+    """``value`` in the type of an annotation.
+
+    Raises:
+        OptionError: naming the option, its value and what it must be.
+    """
+    try:
+        return _converted(value, annotation)
+    except ValueError as error:
+        words, wrong = error.args
+        wrong = str(wrong) if isinstance(wrong, PurePath) else wrong
+        is_plain = isinstance(wrong, str | int | float | None) or type(wrong) in (tuple, list)
+        shown = repr(wrong)[:MAX_SHOWN] if is_plain else f"a {type(wrong).__name__}"
+        raise OptionError(f"{flag(name)} must be {words}; it is {shown}") from error
+
+
+def _converted(value: Any, annotation: Any) -> Any:
+    """``value`` in a type; raises ValueError of what it must be and of what is wrong."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        value = _converted(value, parts[0])
+        for allowed in parts[1:]:
+            if not allowed.holds(value):
+                raise ValueError(allowed.words, value)
+        return value
+    kind = origin or annotation
+    if kind is tuple and type(value) in (list, tuple):
+        return tuple(_converted(part, parts[0]) for part in value)
+    if NoneType in parts:
+        return None if value is None else _converted(value, parts[0])
+    if kind in (str, Path) and isinstance(value, str | PurePath):
+        return kind(value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and not isinstance(value, bool) and isinstance(value, SupportsIndex):
+        return index(value)
+    if kind is float and not isinstance(value, bool | str) and isinstance(value, SupportsFloat):
+        return value if isinstance(value, int | float) else float(value)
+    raise ValueError(TYPE_NAMES[kind], value)
+
+
+def flag(name: str) -> str:
+    """The option of a field, as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def job_of(kind: type[JobT], options: Mapping[str, Any]) -> JobT:
+    """The job of options that were given as keyword arguments.
+
+    Raises:
+        UnknownNameError: if there is no option of a name, with the nearest.
+        OptionError: if a value is not allowed.
+    """
+    names = dict.fromkeys(inspect.signature(kind).parameters)
+    for name in options:
+        look_up(names, name, "option")
+    return kind(**options)
+
+
+def changed_options(job: Any, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` whose fields of the job do not have their default."""
+    defaults = {field.name: field.default for field in fields(job)}
+    return [name for name in names if getattr(job, name) != defaults[name]]
