@@ -313,7 +313,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
 @pytest.mark.parametrize(
     ("asked", "error", "reason"),
     [
-        ({"on_hacking": "pray"}, OptionError, "on_hacking is 'pray'; give one of warn"),
+        ({"on_hacking": "pray"}, OptionError, "--on-hacking must be one of warn, .*; it is 'pray'"),
         ({"on_hacking": "tighten"}, OptionError, "doubles the beta of a controller; give target_nats"),
         ({"report_to": ("paper",)}, (OptionError, UnknownNameError), "paper"),
         ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
