@@ -74,10 +74,12 @@ def monitor(folder, **more):
 
 def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path, capsys):
     trainer = grpo(trl, folder, tmp_path, max_steps=3)
-    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out=tmp_path / "run")
+    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out=tmp_path / "run", rollouts_every=2)
     trainer.train()
     steps = read_steps(tmp_path / "run")
     assert [step.step for step in steps] == [1, 2, 3]
+    written = sorted(path.name for path in (tmp_path / "run" / "rollouts").iterdir())
+    assert written == ["step-000000-rank-0.jsonl", "step-000002-rank-0.jsonl"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for step, entry in zip(steps, logged, strict=True):
         assert step.metrics["kl/exact_per_token"] == pytest.approx(entry["kl/per_token"], rel=1e-5, abs=1e-9)

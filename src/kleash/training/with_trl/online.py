@@ -17,7 +17,13 @@ from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
-from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
+from kleash.training.with_trl.runs import (
+    PROMPT_COLUMN,
+    held_out_arguments,
+    run_trainer,
+    shared_arguments,
+    silent_trainer,
+)
 
 MAX_ROWS = 10**7
 """Largest number of rows of the data set, which has the prompts of all steps."""
@@ -118,18 +124,11 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
         "temperature": job.temperature,
         "num_iterations": job.epochs,
         "beta": job.beta,
-        **({} if job.eval_prompts is None else _evaluation(job)),
-    }
-
-
-def _evaluation(job: GRPOJob | RLOOJob) -> dict[str, Any]:
-    """The arguments by which held-out prompts are answered; the checkpoint of the largest held-out reward is kept."""
-    return {
-        "eval_strategy": "steps",
-        "eval_steps": job.checkpoint_every * job.epochs,
-        "per_device_eval_batch_size": job.samples_per_prompt,
-        "metric_for_best_model": "eval_reward",
-        "greater_is_better": True,
+        **(
+            {}
+            if job.eval_prompts is None
+            else held_out_arguments(job, rows=job.samples_per_prompt, updates=job.epochs, best="eval_reward")
+        ),
     }
 
 

@@ -98,16 +98,17 @@ class ResponseRecorder:
         samples, self._samples = self._samples, []
         return samples
 
-    def pop_evaluation(self) -> dict[str, float]:
-        """Metrics of the responses of an evaluation, and the paired change from the best one before. A collective."""
+    def pop_evaluation(self) -> tuple[dict[str, float], list[Sample]]:
+        """Metrics of an evaluation with the paired change from the best one before, and its responses. A collective."""
         local, self._responses["eval"] = self._responses["eval"], []
         responses = gather_object(local)
         if not responses:
-            return {}
+            return {}, []
         measured = response_metrics(responses, self.trainer.beta)
         metrics = {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured}
+        samples = to_samples(responses)
         if "eval/reward" not in metrics:
-            return metrics
+            return metrics, samples
         rewards = _rewards_by_prompt(responses)
         if self._best is not None:
             shared = [prompt for prompt in rewards if prompt in self._best]
@@ -118,7 +119,7 @@ class ResponseRecorder:
                 metrics["eval/reward_change_error"] = change.standard_error
         if metrics.get("eval/reward_change", 1.0) > 0:
             self._best = rewards
-        return metrics
+        return metrics, samples
 
     def _calculate_rewards(
         self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any

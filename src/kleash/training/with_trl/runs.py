@@ -138,6 +138,24 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
     }
 
 
+def held_out_arguments(job: TrainJob, *, rows: int, best: str, updates: int = 1) -> dict[str, Any]:
+    """The arguments by which held-out rows are evaluated with each checkpoint, of which the best is kept.
+
+    Args:
+        job: the training job.
+        rows: held-out rows of a batch on one process.
+        best: the metric of the evaluation that tells the best checkpoint: a loss, or a reward.
+        updates: optimiser updates per step.
+    """
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": job.checkpoint_every * updates,
+        "per_device_eval_batch_size": rows,
+        "metric_for_best_model": best,
+        "greater_is_better": not best.endswith("loss"),
+    }
+
+
 def largest_divisor(number: int, *, at_most: int) -> int:
     """The largest divisor of ``number`` that is at most ``at_most``; at least 1."""
     return next(divisor for divisor in range(min(at_most, number), 0, -1) if number % divisor == 0)
