@@ -218,7 +218,10 @@ def _(comparison: TrainingComparison) -> Summary:
 
 def _number_cells(number: Estimate | None) -> tuple[str, str]:
     """A number with its error, and its interval; empty where there is none."""
-    return ("", "") if number is None else (with_error(number), cells(number)[1] or UNKNOWN_INTERVAL)
+    if number is None:
+        return "", ""
+    interval = cells(number)[1] if any(map(math.isfinite, number.ci95)) else ""
+    return with_error(number), interval or UNKNOWN_INTERVAL
 
 
 def comparison_warnings(comparison: Comparison) -> list[str]:

@@ -22,15 +22,15 @@ from kleash.training.with_trl.runs import (
     held_out_arguments,
     run_trainer,
     shared_arguments,
-    silent_trainer,
+    suppress_output,
 )
 
 MAX_ROWS = 10**7
 """Largest number of rows of the data set, which has the prompts of all steps."""
 
 
-@silent_trainer
-def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_grpo(job: GRPOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by TRL's GRPO with a KL term to its reference.
 
     TRL generates, computes advantages and updates; rewards, KL term, beta and run log are kleash's. The loss is TRL's
@@ -39,7 +39,7 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
 
     Args:
         job: the training job; ``out`` is set.
-        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
+        run_log: records the steps; None on ranks other than 0.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
@@ -55,8 +55,8 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
     return _train(job, run_log, LeashedGRPOTrainer, settings)
 
 
-@silent_trainer
-def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_rloo(job: RLOOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by TRL's RLOO with a KL term to its reference; arguments and errors as ``train_grpo``.
 
     The baseline of each response is the mean of the other responses to its prompt; advantages are not rescaled.

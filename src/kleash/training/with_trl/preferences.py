@@ -18,14 +18,14 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
-from kleash.training.with_trl.runs import held_out_arguments, run_trainer, shared_arguments, silent_trainer
+from kleash.training.with_trl.runs import held_out_arguments, run_trainer, shared_arguments, suppress_output
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""
 
 
-@silent_trainer
-def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by TRL's DPO, from pairs of a chosen and a rejected response.
 
     The log ratios that DPO logs are on responses of the data set and estimate no KL. So every ``checkpoint_every``
@@ -34,7 +34,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
 
     Args:
         job: the training job; ``out`` is set.
-        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
+        run_log: records the steps; None on ranks other than 0.
 
     Raises:
         SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
