@@ -53,12 +53,8 @@ def page(name: str, audits: Sequence[Audit]) -> str:
     if target.package != "kleash":
         lines[-1] += f" {'Get' if target.repository else 'Install'} it with `{target.install}`."
     notes = [f"- {note}" for note in shared] + [f"- not audited: {code}" for code in target.not_audited]
-    lines += ["", *notes, *([""] if notes else []), *table(audits), ""]
-    if target.repository:
-        return "\n".join([*lines, *(faults(audit) for audit in audits), "", made_now(), ""])
-    for audit in audits:
-        lines += details(audit)
-    return "\n".join([*lines, made_now(), ""])
+    lines += ["", *notes, *([""] if notes else []), *table(audits), "", "## Faults", ""]
+    return "\n".join([*lines, *(faults(audit) for audit in audits), "", made_now(), ""])
 
 
 def table(audits: Sequence[Audit]) -> list[str]:
@@ -101,7 +97,21 @@ def severity(audit: Audit) -> str:
 
 def with_range(quantity: str, within: str) -> str:
     """The quantity, with the log ratios for which value or gradient are that quantity."""
-    return f"{quantity}, {within.replace('log p - log q', 'u')}" if within else quantity
+    text = f"{quantity}, {within}" if within else quantity
+    for long, short in SHORT.items():
+        text = text.replace(long, short)
+    return text
+
+
+SHORT = {
+    "log p - log q": "u",
+    "E_p (u)^2 / 2": "E u²/2",
+    "E_p |u|": "E |u|",
+    ", where no log ratio is large": ", u small",
+    ", as long as u is": ", u",
+    "none of the table": "none",
+}
+"""Words of an audit -> those of a cell, which index.md explains."""
 
 
 def value_off_policy(audit: Audit) -> str:
@@ -129,7 +139,7 @@ def gradient_off_policy(audit: Audit) -> str:
         chosen = [row for row in rows if row.target == target and row.pair != SEQUENCES]
         if all(row.relative_error < 1e-3 for row in chosen):
             return (target if is_right_for_several else f"{target} for one token") + truncation
-    return "none of the table"
+    return "none"
 
 
 def zones(audit: Audit) -> str:
@@ -166,7 +176,7 @@ def padding(kinds: set[str]) -> str:
     effects = {
         "padding_in_denominator": "counted in the denominator",
         "padding_counts": "counts",
-        "nan_from_padding": "NaN and infinity reach the result",
+        "nan_from_padding": "NaN passes",
     }
     return "; ".join(effect for kind, effect in effects.items() if kind in kinds) or "ignored"
 
@@ -186,22 +196,15 @@ def in_bfloat16(audit: Audit) -> str:
 
 
 def faults(audit: Audit) -> str:
-    """The kinds of the faults of one case, and how it was called."""
-    kinds = dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults)
+    """How one case was called, and the kinds of its faults."""
+    kinds = dict.fromkeys(STYLES[finding.severity].format(finding.kind) for finding in audit.faults)
+    call = audit.summary.partition(" -> ")[0]
     arguments = "".join(f", `{key}={value}`" for key, value in audit.arguments.items())
     name = audit.target.partition(":")[2]
-    return f"- `{name}`, called as `{audit.summary}`{arguments}: {', '.join(kinds) or 'no fault'}."
+    return f"- `{name}`, `{call}`{arguments}: {', '.join(kinds) or 'none'}"
 
 
-def details(audit: Audit) -> list[str]:
-    """What is wrong with one case, and the kinds of its other faults."""
-    wrong = [finding for finding in audit.faults if finding.severity == "wrong"]
-    fragile = dict.fromkeys(f"`{finding.kind}`" for finding in audit.faults if finding.severity == "fragile")
-    arguments = "".join(f", `{key}={value}`" for key, value in audit.arguments.items())
-    lines = [f"## {audit.target}", "", f"`{audit.summary}`{arguments}: {audit.verdict[0]}", ""]
-    lines += [f"- **wrong**: {finding.sentence} Remedy: {finding.remedy}." for finding in wrong]
-    lines += [f"- *fragile*: {', '.join(fragile)}." if fragile else ""]
-    return [*lines, *([""] if fragile else [])] if wrong or fragile else lines[:4]
+STYLES = {"wrong": "**{}**", "fragile": "*{}*"}
 
 
 def says_the_same(old: str, new: str) -> bool:
