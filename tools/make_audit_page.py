@@ -12,6 +12,7 @@ words exactly and numbers to within a factor of two. It ignores the line with da
 import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -53,8 +54,10 @@ def page(name: str, audits: Sequence[Audit]) -> str:
     if target.package != "kleash":
         lines[-1] += f" {'Get' if target.repository else 'Install'} it with `{target.install}`."
     notes = [f"- {note}" for note in shared] + [f"- not audited: {code}" for code in target.not_audited]
+    usual = Counter(map(call, audits)).most_common(1)[0][0]
     lines += ["", *notes, *([""] if notes else []), *table(audits), "", "## Faults", ""]
-    return "\n".join([*lines, *(faults(audit) for audit in audits), "", made_now(), ""])
+    lines += [f"Called as `{usual}`, unless another call stands here.", ""]
+    return "\n".join([*lines, *(faults(audit, usual) for audit in audits), "", made_now(), ""])
 
 
 def table(audits: Sequence[Audit]) -> list[str]:
@@ -195,13 +198,18 @@ def in_bfloat16(audit: Audit) -> str:
     return "NaN" if any(error != error for error in errors) else f"{max(errors):.1g}"
 
 
-def faults(audit: Audit) -> str:
-    """How one case was called, and the kinds of its faults."""
+def call(audit: Audit) -> str:
+    """The call of the audited function, without what it returns."""
+    return audit.summary.partition(" -> ")[0]
+
+
+def faults(audit: Audit, usual: str) -> str:
+    """The kinds of the faults of one case, with its call where that is not the usual one."""
     kinds = dict.fromkeys(STYLES[finding.severity].format(finding.kind) for finding in audit.faults)
-    call = audit.summary.partition(" -> ")[0]
+    calls = "" if call(audit) == usual else f", `{call(audit)}`"
     arguments = "".join(f", `{key}={value}`" for key, value in audit.arguments.items())
     name = audit.target.partition(":")[2]
-    return f"- `{name}`, `{call}`{arguments}: {', '.join(kinds) or 'none'}"
+    return f"- `{name}`{calls}{arguments}: {', '.join(kinds) or 'none'}"
 
 
 STYLES = {"wrong": "**{}**", "fragile": "*{}*"}
