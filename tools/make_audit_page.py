@@ -28,8 +28,6 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference" / "audits"
 MADE = "Made on "
 TRUNCATED = re.compile(r"is truncated: (.*) it no longer")
 SEQUENCES = "sequences"
-ROUNDING = 1e-4
-"""Relative errors up to this size are rounding, which depends on the machine."""
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 
 
@@ -63,8 +61,7 @@ def page(name: str, audits: Sequence[Audit]) -> str:
 def table(audits: Sequence[Audit]) -> list[str]:
     """A row for each case."""
     heads = ["case", "place", "severity", "value", "gradient", "over several tokens", "value off-policy"]
-    heads += ["gradient off-policy"]
-    heads += ["clamped", "extreme inputs", "padding", "near", "bfloat16"]
+    heads += ["gradient off-policy", "clamped", "extreme inputs", "padding"]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     return [*rows, *(f"| {' | '.join(cells(audit, len(heads)))} |" for audit in audits)]
 
@@ -80,13 +77,7 @@ def cells(audit: Audit, columns: int) -> list[str]:
         with_range(audit.gradient, audit.gradient_range) or "–",
     ]
     texts += [LEVELS[audit.gradient_level], value_off_policy(audit), gradient_off_policy(audit)]
-    texts += [
-        zones(audit),
-        edges(audit),
-        padding(kinds) if audit.masks else "–",
-        near(audit),
-        in_bfloat16(audit),
-    ]
+    texts += [zones(audit), edges(audit), padding(kinds) if audit.masks else "–"]
     return [cell.replace("|", "\\|") for cell in texts]
 
 
@@ -184,20 +175,6 @@ def padding(kinds: set[str]) -> str:
     return "; ".join(effect for kind, effect in effects.items() if kind in kinds) or "ignored"
 
 
-def near(audit: Audit) -> str:
-    """The relative error in float32 at a KL of 1e-6 nats."""
-    rows = [row for row in audit.accuracy if row.dtype == "float32" and 5e-7 < row.kl < 5e-6]
-    return f"{rows[0].relative_error:.1g}" if rows else "–"
-
-
-def in_bfloat16(audit: Audit) -> str:
-    """The largest relative error in bfloat16."""
-    errors = [row.relative_error for row in audit.accuracy if row.dtype == "bfloat16"]
-    if not errors:
-        return "–"
-    return "NaN" if any(error != error for error in errors) else f"{max(errors):.1g}"
-
-
 def call(audit: Audit) -> str:
     """The call of the audited function, without what it returns."""
     return audit.summary.partition(" -> ")[0]
@@ -216,7 +193,7 @@ STYLES = {"wrong": "**{}**", "fragile": "*{}*"}
 
 
 def says_the_same(old: str, new: str) -> bool:
-    """Whether two texts have the same words, and numbers that agree to a factor of two or are rounding errors."""
+    """Whether two texts have the same words, and numbers that agree to a factor of two."""
     if NUMBER.split(old) != NUMBER.split(new):
         return False
     pairs = zip(NUMBER.findall(old), NUMBER.findall(new), strict=True)
@@ -229,8 +206,8 @@ def number(text: str) -> float:
 
 
 def alike(a: float, b: float) -> bool:
-    """Whether one is between half and twice the other, or both are rounding errors, which depend on the machine."""
-    return max(abs(a), abs(b)) <= ROUNDING or (a * b > 0 and 0.5 <= a / b <= 2)
+    """Whether one is between half and twice the other."""
+    return a * b > 0 and 0.5 <= a / b <= 2
 
 
 def differs(name: str, new: str) -> bool:
