@@ -178,7 +178,7 @@ def test_each_algorithm_is_a_command(algorithm: str, capsys: pytest.CaptureFixtu
 
 
 def test_every_option_has_help() -> None:
-    shown = without_torch("train", "ppo", "--help").stdout
+    shown = without_torch("train", "ppo", "--help-all").stdout
     for field in fields(PPOJob):
         switch = "no-" if field.default is True else ""
         assert f"--{switch}{field.name.replace('_', '-')} " in shown

@@ -106,8 +106,8 @@ def _report(job: ReportJob) -> int:
 
     folder, is_printed = job.folder.expanduser(), job.output_format is None
     if not is_printed:
-        is_general = job.output_format in FORMATS
-        require_measurement(folder, f"--format {job.output_format}", or_sweep=is_general)
+        option = "--json" if job.json else f"--format {job.output_format}"
+        require_measurement(folder, option, or_sweep=job.json or job.output_format in FORMATS)
     for option, value in (("--picture", job.picture), ("--report-to", job.report_to)):
         if value:
             require_measurement(folder, option, or_sweep=True)
