@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kleash.cli.parsing import RichCommand
-from kleash.cli.printing import print_formatted, print_gates, print_summary
+from kleash.cli.parsing import DryRun, RichCommand
+from kleash.cli.printing import print_formatted, print_gates, print_summary, print_texts
 from kleash.cli.progress import Progress, Steps
 from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.errors import CannotRunError, OptionError
@@ -21,6 +21,7 @@ from kleash.launch_environment import launched_rank, require_one_process
 from kleash.reports.formatting import format_bytes, measure_command
 from kleash.store import WrittenLogits
 from kleash.store.cache import read_label
+from kleash.store.codec import to_json
 from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
 from kleash.store.training_comparison import TrainingComparison
@@ -32,17 +33,26 @@ SHIPPED_PAIR = (
 """Note of a measurement of the shipped models."""
 EXIT_FAILED = 2
 """Exit code of a sweep if a candidate could not be measured, or its KL not attributed."""
-FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob)
+FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob, DryRun)
 """Commands of which the first of several launched processes does the work; the others exit with 0 at once."""
 
 
-def run(command: RichCommand) -> int:
+def run(command: RichCommand | DryRun) -> int:
     """Run a command and return its exit code.
 
     Raises:
         KleashError: if the command fails.
     """
     if isinstance(command, FIRST_RANK_ONLY) and launched_rank() != 0:
+        return 0
+    if isinstance(command, DryRun):
+        from kleash.measuring.dry_run import dry_run
+
+        plan = dry_run(command.job)
+        if command.job.json:
+            sys.stdout.write(to_json(plan))
+        else:
+            print_texts(plan)
         return 0
     with trackers_as_sentences():
         return next(run_job for kind, run_job in COMMANDS.items() if isinstance(command, kind))(command)
