@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import loading, source_of
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
+from kleash.measuring.run import default_out
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import Pair, ReferenceCache, describe_source, load_reference
 from kleash.models.base_logits import encode_rows, split_chunks, write_header
@@ -49,11 +49,6 @@ from kleash.store.locks import folder_lock
 
 ROUNDING_COLUMNS = ("prompt_id", "sample_id", "kl_policy_reference")
 """Columns of the noise floor and the dtype gap that are stored."""
-
-
-def default_cache() -> str:
-    """The folder of a cache without ``--out``, named by date and time."""
-    return str(Path("kleash-caches") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
 def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
@@ -118,7 +113,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     reporter = reporter if reporter is not None else ProgressReporter()
     if job.writes_base_logits:
         return write_base_logits(job, reporter)
-    folder = Path(job.out if job.out is not None else default_cache()).expanduser()
+    folder = Path(job.out if job.out is not None else default_out("kleash-caches")).expanduser()
     check_cache_folder(folder)
     saved = (
         None if job.from_hidden_states is None else EngineStates(Path(job.from_hidden_states).expanduser())

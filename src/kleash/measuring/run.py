@@ -34,14 +34,15 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 
 
-def default_out() -> str:
-    """The folder of a run without ``--out``, named by date and time.
+def default_out(parent: str = "kleash-runs") -> str:
+    """The folder of a job without ``--out``, in ``parent``, named by date and time.
 
     Raises:
         OptionError: if a launcher started several processes, which would make up several names.
     """
-    require_folder_of_all("the run")
-    return str(Path("kleash-runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+    if launched_world_size() > 1:
+        raise OptionError("several processes must agree on one folder; give --out")
+    return str(Path(parent) / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
 class SharedMeasurement(NamedTuple):
@@ -116,16 +117,6 @@ def measure_together(
     for sentence in send_result(job.report_to, result.measurement, folder_of(job)) if result.is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result
-
-
-def require_folder_of_all(what: str) -> None:
-    """Check that this process was started alone, since it is to make up the name of a folder.
-
-    Raises:
-        OptionError: if a launcher started several.
-    """
-    if launched_world_size() > 1:
-        raise OptionError(f"several processes must agree on the folder of {what}; give --out")
 
 
 def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> SharedMeasurement:

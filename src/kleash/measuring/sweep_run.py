@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from kleash.measuring.keywords import job_of_keywords
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
-from kleash.measuring.run import measure, require_folder_of_all
+from kleash.measuring.run import default_out, measure
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
@@ -44,12 +44,8 @@ T = TypeVar("T")
 
 CANDIDATES = "candidates"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
-
-
-def default_sweep() -> str:
-    """The folder of a sweep without ``--out``, named by date and time; errors as for ``default_out``."""
-    require_folder_of_all("the sweep")
-    return str(Path("kleash-sweeps") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+PARENT = "kleash-sweeps"
+"""Folder of the sweeps without ``--out``."""
 
 
 class SharedSweep(NamedTuple):
@@ -98,12 +94,14 @@ def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None,
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
-    return sweep_together(job_of_keywords(SweepJob, job, options, default_sweep), reporter).sweep
+    return sweep_together(
+        job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)), reporter
+    ).sweep
 
 
 def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> SharedSweep:
     """``sweep``, with whether this process made it."""
-    out = Path(job.out if job.out is not None else default_sweep()).expanduser()
+    out = Path(job.out if job.out is not None else default_out(PARENT)).expanduser()
     reporter = reporter if reporter is not None else ProgressReporter()
     require_trackers(job.report_to)
 
