@@ -1,6 +1,5 @@
 """The summaries of all kinds of results, registered for ``summarize``."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
+from kleash.store.metrics import number_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
@@ -32,7 +32,6 @@ from kleash.store.summary import (
     Name,
     Summary,
     SummaryTable,
-    bare_number,
     cells,
     counted,
     summarize,
@@ -401,7 +400,7 @@ def _held_out_clause(held_out: Mapping[str, float]) -> str:
     """The reward and the KL of the last evaluation with their standard errors; empty without one."""
     names = (("held-out reward", "eval/reward", ""), ("KL", "eval/kl_per_sequence", " nats per sequence"))
     parts = [
-        f"{label} {with_error(bare_number(held_out[name], held_out.get(f'{name}_error', math.nan)))}{unit}"
+        f"{label} {with_error(number_of(held_out, name))}{unit}"
         for label, name, unit in names
         if name in held_out
     ]
