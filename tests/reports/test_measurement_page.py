@@ -24,6 +24,7 @@ from kleash.reports.heatmap import read_sequences
 from kleash.reports.measurement import join_tokens, token_row
 from kleash.reports.page import script_json
 from kleash.store.measurement import PromptDrift, SequenceTotal
+from kleash.store.summary import cells, with_error
 
 
 class Outline(HTMLParser):
@@ -323,8 +324,10 @@ def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path: Path) -> None:
 
 def test_a_comparison_states_direction_and_shared_prompts(comparison_page: Path) -> None:
     text = Outline(comparison_page).text
-    assert "step 400: further from its reference: " in text
-    assert "on 200 shared prompts" in text
+    assert "difference from the first" in text and "shared prompts" in text
+    difference = synthetic_comparison().differences[0]
+    number = difference.differences["kl_policy_reference"]
+    assert f"{with_error(number)}{cells(number)[1]}{difference.shared_prompts}" in text
     assert "sources differ" in text
     assert "few shared prompts" in text
     assert "points" in text

@@ -1,5 +1,6 @@
 """The summaries of all kinds of results, registered for ``summarize``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -119,6 +120,7 @@ def _(comparison: Comparison) -> Summary:
             rows=tuple(_kl_row(run, difference, kl) for run, difference in pairs),
         )
         for kl in kl_directions(comparison.headline)
+        if all(kl in run.numbers or f"{kl}_lower" in run.numbers for run in comparison.runs)
     )
     perplexity_table = SummaryTable(
         header=("run", *map(label_of, PERPLEXITIES), "difference of the policy's", "95 % interval"),
@@ -222,7 +224,7 @@ def _(sweep: Sweep) -> Summary:
                 if sweep.failed
                 else ()
             ),
-            *(_attribution_table(sweep, attribution) for attribution in sweep.attributions),
+            *(attribution_table(sweep, attribution) for attribution in sweep.attributions),
         ),
         warnings=(
             *sweep.warnings,
@@ -251,18 +253,22 @@ def _candidate_row(candidate: SweepCandidate, sweep: Sweep) -> tuple[str, ...]:
     )
 
 
-def _attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
-    """The changes of a candidate's groups of weights, in the order of the network; or why there are none."""
+def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
+    """The changes of a candidate's groups of weights, the largest part of the KL first; or why there are none."""
     names = {candidate.number: candidate.name for candidate in sweep.candidates}
     title = f"{names[attribution.candidate]} by {attribution.grouping}, one group of weights swapped back"
     if attribution.failure:
         return SummaryTable(title=title, header=("not attributed",), rows=((attribution.failure,),))
     rows: list[tuple[str, ...]] = []
-    for group in attribution.groups:
+    for group in attribution.largest_first:
         value, interval, _, unit = cells(group.simultaneous_change)
         interval = "identical weights" if group.is_identical else interval or UNKNOWN_INTERVAL
-        share = f"{attribution.share_of(group):.1%}"
-        rows.append((group.name, f"{value} {unit}", interval, share, f"{group.parameters:,}"))
+        share = attribution.share_of(group)
+        share_cell = "" if math.isnan(share) else f"{share:.1%}"
+        rows.append((group.name, f"{value} {unit}", interval, share_cell, f"{group.parameters:,}"))
+    for name, number in attribution.changes_together.items():
+        value, interval, _, unit = cells(number)
+        rows.append((name, f"{value} {unit}", interval or UNKNOWN_INTERVAL, "", ""))
     header = ("group", "change", "simultaneous 95 % interval", "share of the KL", "weights")
     return SummaryTable(title=title, header=header, rows=tuple(rows))
 

@@ -131,6 +131,20 @@ class Attribution:
         """Whether there are numbers of groups whose weights differ from the reference's."""
         return not self.failure and not all(group.is_identical for group in self.groups)
 
+    @property
+    def changes_together(self) -> dict[str, Estimate]:
+        """The changes of several groups, by what they are in words; empty if no group was swapped.
+
+        Errors of several groups can reinforce or cancel each other, so that single changes need not add up.
+        """
+        numbers = {
+            "sum of these": self.sum_of_changes,
+            "all at once": self.change_of_all,
+            "sum minus all at once": self.interaction,
+            "none, a second time": self.control,
+        }
+        return {name: number for name, number in numbers.items() if number is not None and self.has_changes}
+
     def share_of(self, group: GroupChange) -> float:
         """The part of the candidate's mean that is gone with this group swapped; NaN if the mean is 0."""
         value = 0.0 if self.mean is None else self.mean.value
