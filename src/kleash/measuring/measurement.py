@@ -25,8 +25,8 @@ from kleash.measuring.estimand import (
     Estimand,
     estimand_of,
     measured_padding,
-    on_policy_warnings,
-    weight_warnings,
+    on_policy_warning,
+    weight_warning,
 )
 from kleash.measuring.estimates import (
     bins,
@@ -71,14 +71,12 @@ class SequenceCounts:
     """Prompts of the source that are among the sequences, equal ones counted each."""
     all_have_logprobs: bool
 
-    def notes(self, *, on_text: bool) -> tuple[str, ...]:
-        """That equal prompts are one cluster, where there are any; ``on_text`` if they are documents."""
+    def note(self, *, on_text: bool) -> str:
+        """That equal prompts are one cluster, or "" if there are none; ``on_text`` if they are documents."""
         if self.record.prompts == self.listed_prompts:
-            return ()
+            return ""
         noun = "documents" if on_text else "prompts"
-        return (
-            f"{self.record.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster",
-        )
+        return f"{self.record.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +127,16 @@ def make_measurement(
     _require_same_tokens(run.folder, totals.tokens, counts.record.tokens)
     write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
     rounding = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
-    numbers, padding_notes, padding_warnings = _numbers(run, totals.sums, statistics)
+    numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
     has_kl = "kl_policy_reference" in statistics
     warnings = (
         *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
         *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
-        *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), *padding_warnings),
+        *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), padding_warning),
+    )
+    notes = (
+        *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
+        *(counts.note(on_text=on_text), *run.job.without_effect()),
     )
     return Measurement(
         **_provenance(run, estimand, models),
@@ -145,11 +147,8 @@ def make_measurement(
         **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
-        warnings=tuple(dict.fromkeys(warnings)),
-        notes=(
-            *(*run.pair.notes, *padding_notes, *run.source_notes, *source.notes),
-            *(*counts.notes(on_text=on_text), *run.job.without_effect()),
-        ),
+        warnings=tuple(filter(None, dict.fromkeys(warnings))),
+        notes=tuple(filter(None, notes)),
         seconds=seconds(),
     )
 
@@ -173,13 +172,13 @@ def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelReco
 
 def _numbers(
     run: OpenRun, sums: ClusterSums, statistics: Collection[str]
-) -> tuple[dict[str, Estimate], tuple[str, ...], tuple[str, ...]]:
-    """The statistics by name, and the notes and warnings about rows of the heads that are no tokens."""
+) -> tuple[dict[str, Estimate], str, str]:
+    """The statistics by name, and the note and the warning about rows of the heads that are no tokens, or ""."""
     numbers = with_reasons({name: statistic_estimate(sums, name) for name in statistics})
-    notes, warnings = measured_padding(numbers, int(sums[TOKENS].sum()), run.job.endpoint_role)
-    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warnings else ():
-        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *warnings))
-    return numbers, notes, warnings
+    note, warning = measured_padding(numbers, int(sums[TOKENS].sum()), run.job.endpoint_role)
+    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warning else ():
+        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, warning))
+    return numbers, note, warning
 
 
 def _exact_fields(
@@ -312,10 +311,10 @@ def sum_tokens(
 
 
 def sampling_warnings(estimand: Estimand, totals: RunTotals, *, has_kl: bool) -> tuple[str, ...]:
-    """The warnings about how the tokens were drawn, where the exact KL is known."""
+    """The warnings about how the tokens were drawn, where the exact KL is known; some may be empty."""
     if not has_kl:
         return ()
-    warnings = weight_warnings(totals.terms.weight, estimand)
-    if estimand.weighting is not None:
-        warnings = (*on_policy_warnings(estimator_error(totals.sums, "k1"), estimand), *warnings)
-    return warnings
+    warning = weight_warning(totals.terms.weight, estimand)
+    if estimand.weighting is None:
+        return (warning,)
+    return on_policy_warning(estimator_error(totals.sums, "k1"), estimand), warning

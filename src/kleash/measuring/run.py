@@ -15,7 +15,7 @@ from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
-from kleash.measuring.estimand import sampler_notes
+from kleash.measuring.estimand import sampler_note
 from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import make_measurement
@@ -177,10 +177,8 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         if pair is None:
             pair = workers.pair if workers is not None else load_models(on_device_of_rank(job), digest)
         kind, name = job.source
-        source_notes = (
-            *(() if job.has_base_logits else describe_source(kind, name, job)),
-            *sampler_notes(job, pair.policy),
-        )
+        described = () if job.has_base_logits else describe_source(kind, name, job)
+        source_notes = tuple(filter(None, (*described, sampler_note(job, pair.policy))))
         for sentence in (*pair.notes, *source_notes):
             reporter.note(sentence)
         folder.begin(
