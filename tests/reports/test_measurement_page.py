@@ -276,15 +276,15 @@ def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurem
         tokens = read_sequences(RunFolder(run[0]), [key])
         row = token_row(drift, tokens, {(*key, drift.position - 1)})
         before = [rows[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
-        assert row.before == join_tokens(before)
-        assert bool(row.before) is any(before)
+        assert row["before"] == join_tokens(before)
+        assert bool(row["before"]) is any(before)
         text, p, q, rank = rows[(*key, drift.position)]
         assert text == drift.text
-        assert row.p == pytest.approx(math.exp(p), rel=6e-4)
-        assert row.q == pytest.approx(math.exp(q), rel=6e-4)
-        assert row.rank == rank
-        assert row.is_shown is False
-        assert token_row(drift, tokens, {(*key, drift.position)}).is_shown is True
+        assert row["p"] == pytest.approx(math.exp(p), rel=6e-4)
+        assert row["q"] == pytest.approx(math.exp(q), rel=6e-4)
+        assert row["rank"] == rank
+        assert row["is_shown"] is False
+        assert token_row(drift, tokens, {(*key, drift.position)})["is_shown"] is True
 
 
 def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path: Path) -> None:

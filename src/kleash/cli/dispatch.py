@@ -56,10 +56,9 @@ def _measure(job: MeasureJob) -> int:
         is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
         if progress is not None and is_shipped and not job.has_base_logits:
             progress.note(SHIPPED_PAIR)
-        result = measure_together(job, progress)
-    if not result.is_own:
+        measurement, is_own = measure_together(job, progress)
+    if not is_own:
         return 0
-    measurement = result.measurement
     _print_result(measurement, job, measurement.folder and measurement.folder / "report.html")
     return exit_code_of([measurement.gate])
 
@@ -77,10 +76,9 @@ def _sweep(job: SweepJob) -> int:
     if job.out is None:
         job = replace(job, out=default_out(PARENT))
     with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
-        shared = sweep_together(job, progress)
-    if not shared.is_own:
+        result, is_own = sweep_together(job, progress)
+    if not is_own:
         return 0
-    result = shared.sweep
     _print_result(result, job, Path(str(job.out)) / PAGE)
     names = {candidate.number: candidate.name for candidate in result.candidates}
     failures = {candidate.name: f"measured: {candidate.failure}" for candidate in result.failed}

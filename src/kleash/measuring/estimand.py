@@ -138,7 +138,8 @@ def _description(job: MeasureJob, vocabulary: str) -> str:
     temperature = job.temperature if job.temperature > 0 else 1.0
     what = "the exact divergence"
     if job.endpoint_role is not None:
-        what = f"bounds, from the {job.top_logprobs} tokens that the {job.endpoint_role}'s server lists, of the divergence"
+        listed = f"the {job.top_logprobs} tokens that the {job.endpoint_role}'s server lists"
+        what = f"bounds, from {listed}, of the divergence"
     elif job.has_base_logits:
         what = "bounds, from 16 bits for each of the reference's log-probabilities, of the divergence"
     return (

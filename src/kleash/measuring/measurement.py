@@ -49,8 +49,8 @@ from kleash.measuring.sequence_clusters import (
     hashes_as_ints,
     sequence_starts,
 )
-from kleash.measuring.shard_scoring import OpenRun, ScoredSource
-from kleash.measuring.shards import source_warnings
+from kleash.measuring.shard_scoring import OpenRun
+from kleash.measuring.shards import ShardPlan, source_warnings
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
@@ -90,14 +90,14 @@ class RunTotals:
 
 
 def make_measurement(
-    run: OpenRun, engine: Engine, source: ScoredSource, seconds: Callable[[], float]
+    run: OpenRun, engine: Engine, source: ShardPlan, seconds: Callable[[], float]
 ) -> Measurement:
     """The measurement of a run whose shards are all on disk; writes ``alternatives.parquet``.
 
     Args:
         run: the run.
         engine: by which some sequences are scored again.
-        source: what was read of it.
+        source: its shards, which are scored.
         seconds: the time since the start.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,8 +22,8 @@ from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, header_of, load_models
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
-from kleash.measuring.shard_scoring import OpenRun, ScoredSource, run_shards
-from kleash.measuring.shards import hash_source
+from kleash.measuring.shard_scoring import OpenRun, run_shards
+from kleash.measuring.shards import ShardPlan, hash_source
 from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirrored, mirrored, process_group
 from kleash.models import Pair, describe_source, turns_of
 from kleash.models.threads import threads_for_scoring
@@ -43,14 +43,6 @@ def default_out(parent: str = "kleash-runs") -> str:
     if launched_world_size() > 1:
         raise OptionError("several processes must agree on one folder; give --out")
     return str(Path(parent) / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
-
-
-class SharedMeasurement(NamedTuple):
-    """A measurement that several processes may have worked on."""
-
-    measurement: Measurement
-    is_own: bool
-    """Whether this process made it of the shards, rather than another one."""
 
 
 def measure(
@@ -98,13 +90,13 @@ def measure(
     """
     with pair_in_memory(options) as (names, pair):
         job = job_of_keywords(MeasureJob, job, names, default_out)
-        return measure_together(job, reporter, pair).measurement
+        return measure_together(job, reporter, pair)[0]
 
 
 def measure_together(
     job: MeasureJob, reporter: ProgressReporter | None = None, pair: Pair | None = None
-) -> SharedMeasurement:
-    """``measure``, with whether this process made the measurement.
+) -> tuple[Measurement, bool]:
+    """``measure``, with whether this process made the measurement of the shards, rather than another one.
 
     Args:
         job: what to measure, and how.
@@ -113,30 +105,32 @@ def measure_together(
     """
     if job.out is None:
         job = replace(job, out=default_out())
-    result = _measure(job, reporter if reporter is not None else ProgressReporter(), pair)
-    for sentence in send_result(job.report_to, result.measurement, folder_of(job)) if result.is_own else ():
+    measurement, is_own = _measure(job, reporter if reporter is not None else ProgressReporter(), pair)
+    for sentence in send_result(job.report_to, measurement, folder_of(job)) if is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
-    return result
+    return measurement, is_own
 
 
-def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> SharedMeasurement:
+def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> tuple[Measurement, bool]:
     """``measure_together`` without trackers."""
     with opened_run(job, reporter, pair) as run:
         start = monotonic()
         with _engine(run) as local_engine:
             if is_mirrored(job) and not is_first_of_weights(job):
                 follow(local_engine)
-                return SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
+                return Measurement.read(run.folder.root), False
             with mirrored(local_engine, job) as engine:
                 source = run_shards(run, engine)
                 result = None
                 with turns_of(run.pair, engine.traits.temperature):
                     if is_first_of_weights(job):
                         result = _made_measurement(run, engine, source, start)
-        return result or SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
+        return result or (Measurement.read(run.folder.root), False)
 
 
-def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start: float) -> SharedMeasurement:
+def _made_measurement(
+    run: OpenRun, engine: Engine, source: ShardPlan, start: float
+) -> tuple[Measurement, bool]:
     """The measurement of a run whose shards are on disk: made and written by the first process that gets here."""
 
     def note() -> None:
@@ -144,7 +138,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start:
 
     with run.folder.making_result(note):
         if run.folder.measurement_version() not in (None, run.measurement_before):
-            return SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
+            return Measurement.read(run.folder.root), False
         if engine.traits.float32_gap_reloads:
             run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
@@ -157,7 +151,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start:
         require_unchanged_files()
         run.folder.write_measurement(measurement)
         write_report(run.folder.root)
-        return SharedMeasurement(measurement, is_own=True)
+        return measurement, True
 
 
 @contextmanager

@@ -8,7 +8,7 @@ number of processes.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard, sequence_rows
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences, sum_sequences
-from kleash.measuring.shards import plan_shards
+from kleash.measuring.shards import ShardPlan, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
 from kleash.store import RunFolder
@@ -48,16 +48,6 @@ class OpenRun:
     """Which columns are read."""
     measurement_before: tuple[int, ...] | None = None
     """The ``measurement_version`` of the folder when this process began."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredSource:
-    """What was read of a source whose shards are all on disk."""
-
-    declared: Sequence[tuple[bool, float | None]]
-    """As in ``ShardPlan``."""
-    notes: tuple[str, ...]
-    """What the chat template renders of the source."""
 
 
 @dataclass(kw_only=True)
@@ -123,10 +113,10 @@ class RunningKL:
             self.stop = len(self._sums)
 
 
-def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
+def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
     """Score and write the shards that are not on disk and that no other process scores.
 
-    Returns when all shards are on disk, or ``until_relative_error`` is reached.
+    Returns the plan when all shards are on disk, or ``until_relative_error`` is reached.
 
     Raises:
         RunFolderError: if a shard cannot be written.
@@ -157,7 +147,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
             if run.folder.stop is None:
                 run.folder.write_stop(running.stop)
     run.folder.require_shards(total)
-    return ScoredSource(declared=plan.declared, notes=plan.notes)
+    return plan
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,14 +48,6 @@ PARENT = "kleash-sweeps"
 """Folder of the sweeps without ``--out``."""
 
 
-class SharedSweep(NamedTuple):
-    """A sweep that several processes may have worked on."""
-
-    sweep: Sweep
-    is_own: bool
-    """Whether this process made it of the measurements, rather than another one."""
-
-
 def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None, **options: Any) -> Sweep:
     """Measure several candidates against one reference, and rank them.
 
@@ -94,13 +86,11 @@ def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None,
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
-    return sweep_together(
-        job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)), reporter
-    ).sweep
+    return sweep_together(job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)), reporter)[0]
 
 
-def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> SharedSweep:
-    """``sweep``, with whether this process made it."""
+def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> tuple[Sweep, bool]:
+    """``sweep``, with whether this process made it of the measurements, rather than another one."""
     out = Path(job.out if job.out is not None else default_out(PARENT)).expanduser()
     reporter = reporter if reporter is not None else ProgressReporter()
     require_trackers(job.report_to)
@@ -112,14 +102,14 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> S
     try:
         # one connection over all candidates
         with taking_part(out, check), connected_cluster(job) if job.engine == "ray" else nullcontext():
-            result = _sweep(job, out, reporter)
+            result, is_own = _sweep(job, out, reporter)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
         ) from stop
-    for sentence in send_result(job.report_to, result.sweep, out) if result.is_own else ():
+    for sentence in send_result(job.report_to, result, out) if is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
-    return result
+    return result, is_own
 
 
 def _check_folder(out: Path, *, resume: bool) -> None:
@@ -141,7 +131,7 @@ def _check_folder(out: Path, *, resume: bool) -> None:
         raise RunFolderError(f"{out} holds other files; give another --out")
 
 
-def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
+def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep, bool]:
     """``sweep_together`` in a folder that this process takes part in."""
 
     def note() -> None:
@@ -180,7 +170,7 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
         is_own = written in (None, before) or written != result.to_json()
         if is_own:
             _write(out, result)
-    return SharedSweep(result, is_own)
+    return result, is_own
 
 
 def _written(out: Path) -> str | None:
