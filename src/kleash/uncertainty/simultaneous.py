@@ -164,17 +164,12 @@ def _differences(
     seed: int,
 ) -> tuple[tuple[PairDifference, ...], float]:
     """The differences of these pairs of candidates, and the critical value of all of them together."""
-    estimates = [
-        paired_difference(
-            sums[:, i],
-            counts[:, i],
-            sums[:, j],
-            counts[:, j],
-            unit=unit,
-            known_value=_known_difference(known_values[i], known_values[j]),
-        )
-        for i, j in indices
-    ]
+    estimates: list[Estimate] = []
+    for i, j in indices:
+        first, second = known_values[i], known_values[j]
+        known = None if first is None or second is None else first - second
+        columns = (sums[:, i], counts[:, i], sums[:, j], counts[:, j])
+        estimates.append(paired_difference(*columns, unit=unit, known_value=known))
     active = (counts > 0).any(axis=1)
     varying = [pair for pair, estimate in zip(indices, estimates, strict=True) if estimate.standard_error > 0]
     critical_value = _critical_value(sums[active], counts[active], varying, seed)
@@ -185,11 +180,6 @@ def _differences(
         for (i, j), estimate in zip(indices, estimates, strict=True)
     )
     return pairs, critical_value
-
-
-def _known_difference(first: float | None, second: float | None) -> float | None:
-    """The difference of two means, if both are known."""
-    return None if first is None or second is None else first - second
 
 
 def _widened(estimate: Estimate, widening: float) -> tuple[float, float]:
