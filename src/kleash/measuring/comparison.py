@@ -105,7 +105,7 @@ class _Run:
     @property
     def on_text(self) -> bool:
         """Whether the pairs are windows of documents."""
-        return self.measurement.job.get("text") is not None
+        return self.measurement.source_kind == "text"
 
     @property
     def noun(self) -> str:
@@ -120,7 +120,7 @@ def _read(path: Path) -> _Run:
     folder.require_shards(measurement.counts.shards)
     columns = folder.token_columns()
     known = tuple(name for name in SUMMED if columns.issuperset(ALL_STATISTICS[name].columns))
-    on_text = measurement.job.get("text") is not None
+    on_text = measurement.source_kind == "text"
     names = ["prompt_id", "sample_id", "prompt_hash"]
     parts = folder.parts("tokens", ["prompt_id", "sample_id", *columns_of(known)])
     sequences: list[tuple[int, int, str]] = []
@@ -265,9 +265,7 @@ def _compared(run: _Run, name: str, at_most: float | None = None, limited: str |
         noise_floor=measurement.noise_floor,
         gate=None if at_most is None else gate_of_measurement(measurement, at_most, limited),
         warnings=tuple(all_warnings(measurement)),
-        source=next(
-            (kind for kind in ("text", "responses") if measurement.job.get(kind) is not None), "prompts"
-        ),
+        source=measurement.source_kind,
     )
 
 

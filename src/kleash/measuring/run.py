@@ -184,7 +184,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
             if threads is not None:
                 reporter.note(threads)
         if is_resumable:
-            stack.enter_context(_resumable(folder.root))
+            stack.enter_context(resumable(folder.root))
         yield OpenRun(
             job=job,
             pair=pair,
@@ -198,14 +198,12 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
 
 
 @contextmanager
-def _resumable(out: str | Path) -> Generator[None]:
-    """Context of work that an interruption leaves resumable in ``out``."""
+def resumable(out: Path, how: str = "finished shards are on disk: resume with --resume") -> Generator[None]:
+    """Context of work that an interruption leaves resumable in ``out``; ``how``, in words before the folder."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"{str(stop) or 'interrupted'}; finished shards are on disk: resume with --resume --out {out}"
-        ) from stop
+        raise Interrupted(f"{str(stop) or 'interrupted'}; {how} --out {out}") from stop
 
 
 def folder_of(job: MeasureJob) -> Path:

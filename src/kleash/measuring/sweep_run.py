@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from kleash.checkpoints.resolution import find_checkpoint, repository_of
-from kleash.errors import Interrupted, KleashError, ModelError, RunFolderError, TrackerWarning
+from kleash.errors import KleashError, ModelError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.keywords import job_of_keywords
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
-from kleash.measuring.run import default_out, measure
+from kleash.measuring.run import default_out, measure, resumable
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
@@ -35,7 +35,7 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import watched_files, watching_files
-from kleash.store.job_folder import SOURCE, require_same
+from kleash.store.job_folder import ADVICE_IF_LOCKED, SOURCE, require_same
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.sweep import SWEEP, Attribution, Sweep, SweepCandidate
 from kleash.version import __version__
@@ -43,7 +43,6 @@ from kleash.version import __version__
 T = TypeVar("T")
 
 CANDIDATES = "candidates"
-ADVICE_IF_LOCKED = "wait for it, or give another --out"
 PARENT = "kleash-sweeps"
 """Folder of the sweeps without ``--out``."""
 
@@ -99,14 +98,14 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> t
         if is_alone is not False:
             _check_folder(out, resume=job.resume)
 
-    try:
-        # one connection over all candidates
-        with taking_part(out, check), connected_cluster(job) if job.engine == "ray" else nullcontext():
-            result, is_own = _sweep(job, out, reporter)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
-        ) from stop
+    how = "what is finished is on disk: run the same command again with --resume"
+    # one connection over all candidates
+    with (
+        resumable(out, how),
+        taking_part(out, check),
+        connected_cluster(job) if job.engine == "ray" else nullcontext(),
+    ):
+        result, is_own = _sweep(job, out, reporter)
     for sentence in send_result(job.report_to, result, out) if is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
     return result, is_own

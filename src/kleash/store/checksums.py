@@ -169,6 +169,28 @@ class Checksums:
         return path.relative_to(self.root).as_posix()
 
 
+def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str) -> T:
+    """The record of this kind in the JSON file of a finished job.
+
+    Args:
+        kind: as for ``Checksums.read_record``, as are ``what`` and ``advice``.
+        path: the file, whose folder has the checksums.
+        what: what the file is.
+        missing: what to do where the file is missing.
+        advice: what to do where it is damaged.
+
+    Raises:
+        RunFolderError: if it is missing, damaged, or of another schema.
+    """
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}") from error
+    except OSError as error:  # a file in place of a folder, a name that is too long
+        raise RunFolderError(f"{path} cannot be read as {what}: {error.strerror or error}") from error
+    return Checksums.read(path.parent).read_record(kind, path, what, advice)
+
+
 def write_checked(
     root: Path, path: Path, content: str | bytes | Callable[[Path], None], *, writer: str = ""
 ) -> None:
