@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from kleash.engines import Engine, Shard
 from kleash.jobs import MeasureJob
@@ -137,7 +138,10 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
         is_first_pass = False
         with turns_of(run.pair, engine.traits.temperature), claims:
             _score(engine, claims, plan.shards, largest)
-        is_complete = agreed(run.job, claims.wait_for_others)
+        wait = partial(
+            wait_for_parts, run.folder.root, claims.missing, run.reporter.note, poll_seconds=POLL_S
+        )
+        is_complete = agreed(run.job, wait)
         running.advance()
         if is_complete:
             break
@@ -195,13 +199,7 @@ class ShardClaims:
                 sequences = len(shard.sequences) or len(shard.prompts) * self.run.job.samples_per_prompt
                 self.run.reporter.add_scored(sequences, 0)
 
-    def wait_for_others(self) -> bool:
-        """Wait until all shards are on disk; False if one is missing that no process scores."""
-        return wait_for_parts(
-            self.run.folder.root, self._missing, self.run.reporter.note, poll_seconds=POLL_S
-        )
-
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
         """The claims of the shards that are not on disk."""
         self.running.advance()
         total, on_disk = self.running.stop or self.total, self.run.folder.on_disk()

@@ -174,10 +174,7 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep,
 
 def _written(out: Path) -> str | None:
     """The text of ``sweep.json``; None if there is none yet."""
-    try:
-        return (out / SWEEP).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+    return (out / SWEEP).read_text(encoding="utf-8") if (out / SWEEP).exists() else None
 
 
 def _check_runs(job: SweepJob, out: Path) -> None:
@@ -257,7 +254,12 @@ def _measure_candidate(
     )
 
     def measure_and_read() -> Measurement:
-        measurement = _measure(job.measure_job(number, out), digest, reporter)
+        measure_job = job.measure_job(number, out)
+        measurement = _finished_run(measure_job, digest)
+        if measurement is None:
+            measurement = measure(replace(measure_job, resume=True), reporter)
+        else:
+            reporter.note(f"{measure_job.out} is finished, and kept")
         sequences[number] = read_sequences(out / candidate.folder, job.statistic)
         return measurement
 
@@ -267,15 +269,6 @@ def _measure_candidate(
         return replace(candidate, failure=failure)
     file = out / candidate.folder / "measurement.json"
     return measured_candidate(replace(candidate, measurement_sha256=file_checksum(file).sha256), measurement)
-
-
-def _measure(job: MeasureJob, digest: str, reporter: ProgressReporter) -> Measurement:
-    """The measurement of a candidate: that of its finished run, if there is one."""
-    finished = _finished_run(job, digest)
-    if finished is not None:
-        reporter.note(f"{job.out} is finished, and kept")
-        return finished
-    return measure(replace(job, resume=True), reporter)
 
 
 def _attribute_candidate(
