@@ -102,6 +102,7 @@ def make_measurement(
 
     Raises:
         SourceError: if no token was scored.
+        RunFolderError: if tokens/ has another number of tokens than sequences/.
     """
     on_text = run.job.source[0] == "text"
     counts = count_sequences(run.folder, on_text=on_text)
@@ -124,15 +125,20 @@ def make_measurement(
         statistics=statistics,
         headline=run.job.headline,
     )
-    _require_same_tokens(run.folder, totals.tokens, counts.record.tokens)
+    if totals.tokens != counts.record.tokens:  # of processes that may round apart, on a disk without locks
+        raise RunFolderError(
+            f"{run.folder.root} has {totals.tokens} tokens in tokens/ and {counts.record.tokens} in sequences/: some "
+            "files are of different processes; measure again into another --out, with one process"
+        )
     write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
-    rounding = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
+    noise_floor, dtype_gap = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
+    no_floor = "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}"
     numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
     has_kl = "kl_policy_reference" in statistics
     warnings = (
         *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
         *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
-        *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), padding_warning),
+        *(no_floor, *sampling_warnings(estimand, totals, has_kl=has_kl), padding_warning),
     )
     notes = (
         *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
@@ -145,8 +151,8 @@ def make_measurement(
         left_out={} if has_kl else reasons_left_out(engine.traits.unknown_columns),
         estimators=estimator_records(totals.sums),
         **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
-        noise_floor=rounding.noise_floor,
-        dtype_gap=rounding.dtype_gap,
+        noise_floor=noise_floor,
+        dtype_gap=dtype_gap,
         warnings=tuple(filter(None, dict.fromkeys(warnings))),
         notes=tuple(filter(None, notes)),
         seconds=seconds(),
@@ -210,19 +216,6 @@ def device_of(pair: Pair) -> str:
     local_models = [model for model in (pair.policy, pair.reference) if not isinstance(model, ServedModel)]
     devices = [str(model.device_map or model.device) for model in local_models]
     return " and ".join(dict.fromkeys(devices))
-
-
-def _require_same_tokens(folder: RunFolder, scored: int, counted: int) -> None:
-    """See that no shard has files of two processes, which may round apart on a disk without locks.
-
-    Raises:
-        RunFolderError: if tokens/ has another number of tokens than sequences/.
-    """
-    if scored != counted:
-        raise RunFolderError(
-            f"{folder.root} has {scored} tokens in tokens/ and {counted} in sequences/: some files are of different "
-            "processes; measure again into another --out, with one process"
-        )
 
 
 def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:

@@ -10,7 +10,7 @@ from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_number, format_value
 from kleash.reports.page import write_page
-from kleash.reports.training_charts import run_charts
+from kleash.reports.training_charts import run_charts, thin_steps
 from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, metric_of, number_of
@@ -123,11 +123,7 @@ def format_metric(metrics: Mapping[str, float], name: str) -> str:
 
 def samples_by_step(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:
     """Sampled responses of up to ``MAX_SAMPLE_STEPS`` steps, the first and the last among them."""
-    steps = sorted({record.step for record in records})
-    if len(steps) > MAX_SAMPLE_STEPS:
-        steps = [
-            steps[round(at * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1))] for at in range(MAX_SAMPLE_STEPS)
-        ]
+    steps = thin_steps(sorted({record.step for record in records}), MAX_SAMPLE_STEPS)
     return [
         (step, [record.sample for record in records if record.step == step][:MAX_SAMPLES]) for step in steps
     ]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kleash.reports.drawing import (
     ACCENT,
@@ -19,6 +19,8 @@ from kleash.reports.drawing import (
 from kleash.reports.formatting import format_value
 from kleash.store import StepRecord
 from kleash.store.metrics import number_of
+
+StepT = TypeVar("StepT", StepRecord, int)
 
 MAX_POINTS = 400
 """Points of a curve; longer histories are thinned evenly."""
@@ -89,30 +91,21 @@ def run_charts(
         }
         if present:
             limit = target if name == f"kl-{per}" else None
-            charts[name] = _metric_chart(name, title, y, history, present, limit)
+            charts[name] = Chart(
+                name=name,
+                title=title,
+                panels=(partial(_draw_metrics, history=history, curves=present, y=y, target=limit),),
+                description=describe_change(history, present, y, limit),
+                header=("Step", *present.values()),
+                rows=tuple(
+                    (
+                        str(step.step),
+                        *(format_value(step.metrics.get(metric, math.nan)) for metric in present),
+                    )
+                    for step in thin_steps(history, MAX_ROWS)
+                ),
+            )
     return charts
-
-
-def _metric_chart(
-    name: str,
-    title: str,
-    y: str,
-    history: Sequence[StepRecord],
-    curves: Curves,
-    target: float | None,
-) -> Chart:
-    """The chart of metrics over steps, at least one of which a step has."""
-    return Chart(
-        name=name,
-        title=title,
-        panels=(partial(_draw_metrics, history=history, curves=curves, y=y, target=target),),
-        description=describe_change(history, curves, y, target),
-        header=("Step", *curves.values()),
-        rows=tuple(
-            (str(record.step), *(format_value(record.metrics.get(metric, math.nan)) for metric in curves))
-            for record in thin_steps(history, MAX_ROWS)
-        ),
-    )
 
 
 def _draw_metrics(
@@ -162,8 +155,8 @@ def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:
     return [record.metrics.get(metric, math.nan) for record in history]
 
 
-def thin_steps(history: Sequence[StepRecord], limit: int) -> list[StepRecord]:
-    """At most ``limit`` evenly chosen steps, the first and the last among them."""
+def thin_steps(history: Sequence[StepT], limit: int) -> list[StepT]:
+    """At most ``limit`` evenly chosen steps, or their numbers, the first and the last among them."""
     if len(history) <= limit:
         return list(history)
     return [history[round(index * (len(history) - 1) / (limit - 1))] for index in range(limit)]

@@ -281,7 +281,7 @@ def _groups_of_ties(are_tied: Bool[np.ndarray, "candidates candidates"]) -> list
         for second in range(len(are_tied) - 1, first - 1, -1):
             if not are_tied[first, second] or memberships[first, second]:
                 continue
-            group = sorted(_largest_group(first, second, are_tied, memberships == 0))
+            group = _largest_group(first, second, are_tied, memberships == 0)
             groups.append(group)
             memberships[np.ix_(group, group)] += 1
     for group in reversed(list(groups)):
@@ -297,7 +297,7 @@ def _largest_group(
     second: int,
     are_tied: Bool[np.ndarray, "candidates candidates"],
     is_open: Bool[np.ndarray, "candidates candidates"],
-) -> set[int]:
+) -> list[int]:
     """A group of tied candidates with these two, to which none can be added.
 
     The next member is the one with the most open pairs with those before.
@@ -308,17 +308,14 @@ def _largest_group(
         are_tied: as in ``_groups_of_ties``.
         is_open: whether a pair is in no other group.
     """
-    group = {first, second}
-    common = are_tied[first] & are_tied[second]
-    gains = is_open[first].astype(np.int64) + is_open[second]
-    common[[first, second]] = False
-    while common.any():
-        member = int(np.argmax(np.where(common, gains, -1)))
-        group.add(member)
-        common = common & are_tied[member]
-        common[member] = False
-        gains = gains + is_open[member]
-    return group
+    group = [first, second]
+    while True:
+        common = np.all(are_tied[group], axis=0)
+        common[group] = False
+        if not common.any():
+            return sorted(set(group))
+        gains = is_open[group].sum(axis=0)
+        group.append(int(np.argmax(np.where(common, gains, -1))))
 
 
 def _letter_names(count: int) -> list[str]:
