@@ -67,10 +67,9 @@ def _measure(job: MeasureJob) -> int:
         is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
         if progress is not None and is_shipped and not job.has_base_logits:
             progress.note(SHIPPED_PAIR)
-        result = measure_together(job, progress)
-    if not result.is_own:
+        measurement, is_own = measure_together(job, progress)
+    if not is_own:
         return 0
-    measurement = result.measurement
     _print_result(measurement, job, measurement.folder and measurement.folder / "report.html")
     return exit_code_of([measurement.gate])
 
@@ -81,16 +80,16 @@ def _sweep(job: SweepJob) -> int:
 
     It is 0 if another process makes the ranking.
     """
-    from kleash.measuring.sweep_run import default_sweep, sweep_together
+    from kleash.measuring.run import default_out
+    from kleash.measuring.sweep_run import PARENT, sweep_together
     from kleash.reports.sweep import PAGE
 
     if job.out is None:
-        job = replace(job, out=default_sweep())
+        job = replace(job, out=default_out(PARENT))
     with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
-        shared = sweep_together(job, progress)
-    if not shared.is_own:
+        result, is_own = sweep_together(job, progress)
+    if not is_own:
         return 0
-    result = shared.sweep
     _print_result(result, job, Path(str(job.out)) / PAGE)
     names = {candidate.number: candidate.name for candidate in result.candidates}
     failures = {candidate.name: f"measured: {candidate.failure}" for candidate in result.failed}
@@ -180,9 +179,9 @@ def _cache(job: CacheJob) -> int:
     """Run ``kleash cache``, print what was written and the command that uses it, and return its exit code, 0."""
     require_one_process("kleash cache")
     from kleash.measuring import cache_reference
-    from kleash.measuring.reference_cache import default_cache
+    from kleash.measuring.run import default_out
 
-    job = replace(job, out=job.out if job.out is not None else default_cache())
+    job = replace(job, out=job.out if job.out is not None else default_out("kleash-caches"))
     with nullcontext() if job.quiet else Progress(activity="caching", step="reading") as progress:
         contents = cache_reference(job, progress)
     if job.json:
