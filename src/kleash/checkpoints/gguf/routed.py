@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     EXPERTS,
