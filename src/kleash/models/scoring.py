@@ -395,11 +395,11 @@ def score_against_itself(
     """
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
     read = hidden_state_reader(model)
-
-    def read_singly(batch: Sequence[TokenSequence]) -> Tensor:
-        return torch.cat([read([sequence]) for sequence in batch])
-
-    readers = PairReaders(pair=pair, policy=read, reference=states or read_singly)
+    readers = PairReaders(
+        pair=pair,
+        policy=read,
+        reference=states or (lambda batch: torch.cat([read([sequence]) for sequence in batch])),
+    )
     return score_with_readers(readers, sequences, temperature, batch_tokens, options)
 
 

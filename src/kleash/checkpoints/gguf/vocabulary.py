@@ -145,11 +145,6 @@ def find_difference(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> s
         tokenizer: a transformers tokenizer.
         owner: whose tokenizer it is: "the reference's tokenizer".
     """
-    return _different_tokens(vocabulary, tokenizer, owner) or _different_merges(vocabulary, tokenizer, owner)
-
-
-def _different_tokens(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> str | None:
-    """The differences in the text of each id, and in the types of special tokens; None if there are none."""
     texts = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     differences: list[str] = []
@@ -176,7 +171,7 @@ def _different_tokens(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) ->
                 f"token {token_id}, {text!r}, is {kind_name} in the file and special in {owner}"
             )
     if not differences:
-        return None
+        return _different_merges(vocabulary, tokenizer, owner)
     return (
         f"{vocabulary.subject} has {len(vocabulary.tokens)} tokens, of which {len(differences)} differ from "
         f"{owner}: {'; '.join(differences[:3])}"
