@@ -173,22 +173,6 @@ class EngineStateReader:
             "prefix caching, from the weights, adapter and quantisation of --reference",
         )
 
-    def check_copy(self, first: EngineRequest, hidden: Tensor, copy: EngineRequest, other: Tensor) -> None:
-        """Check that two requests with the same tokens have the same final hidden states.
-
-        Raises:
-            ModelError: if they differ by more than rounding.
-        """
-        subject = f"{first} and {copy} hold the same tokens"
-        check_rounding(
-            other,
-            hidden,
-            self.model.dtype,
-            subject,
-            "the same",
-            "delete the file that is not of this reference",
-        )
-
     def check_token_logps(
         self, request: EngineRequest, sequence: TokenSequence, hidden: Float[Tensor, "response dim"]
     ) -> float:
