@@ -74,14 +74,11 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
     special_ids = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in settings.items()
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and type(value) is int
+        if key.startswith("tokenizer.ggml.")
+        and key.endswith("_token_id")
+        and type(value) is int
+        and 0 <= value < len(tokens)  # 2^32 - 1 is llama.cpp's id of no token
     }
-    for name, token_id in special_ids.items():
-        # 2^32 - 1 is llama.cpp's id of no token.
-        if not 0 <= token_id < len(tokens) and token_id != (1 << 32) - 1:
-            raise ModelError(
-                f"{subject} names token {token_id} as {name} and has {len(tokens)} tokens; convert it again"
-            )
     template = settings.get("tokenizer.chat_template")
     return GGUFVocabulary(
         subject=subject,
@@ -89,7 +86,7 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
         types=types,
         merges=merges,
         scores=scores,
-        special_ids={name: value for name, value in special_ids.items() if value < len(tokens)},
+        special_ids=special_ids,
         add_bos=adds_begin_token(settings),
         chat_template=template if isinstance(template, str) else None,
     )

@@ -28,7 +28,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def check_layout(saved: EngineStates, model: Model, layers: tuple[int, ...] | None) -> None:
-    """Check the width of the rows, the token ids, and the list of layers.
+    """Check the width of the rows, and the list of layers.
 
     Args:
         saved: the engine's files.
@@ -40,11 +40,11 @@ def check_layout(saved: EngineStates, model: Model, layers: tuple[int, ...] | No
         ModelError: if the files cannot be of the model.
     """
     assert model.head.weight is not None, "a cache has a head"
-    dim, (least, most) = model.head.weight.shape[1], saved.token_range
-    if saved.layout.dim != dim or least < 0 or most >= model.vocab_size:
+    dim = model.head.weight.shape[1]
+    if saved.layout.dim != dim:
         raise ModelError(
-            f"{saved.folder} holds {saved.layout}, for token ids from {least} to {most}, and {model.path} has {dim} "
-            f"numbers and {model.vocab_size} tokens; give the model that the engine served as --reference"
+            f"{saved.folder} holds {saved.layout}, and {model.path} has {dim} numbers; give the model that the engine "
+            "served as --reference"
         )
     depth = getattr(model.network.config.get_text_config(decoder=True), "num_hidden_layers", None)
     shown = "not given" if layers is None else f"{','.join(map(str, layers))}"

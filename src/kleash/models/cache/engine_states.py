@@ -100,8 +100,6 @@ class EngineStates:
             OptionError: if it holds no hidden states.
         """
         self.folder = folder
-        self.token_range: tuple[int, int] = (0, 0)
-        """Smallest and largest token id."""
         self._requests: dict[str, list[EngineRequest]] = {}
         self._logps: dict[str, EngineRequest] = {}
         self._first: EngineRequest | None = None
@@ -215,12 +213,10 @@ class EngineStates:
             raise ModelError(f"{request} holds no tokens; let the engine save it again")
         if self._first is None:
             self._first, self.layout = request, layout
-            self.token_range = token_ids[0], token_ids[0]
         elif layout != self.layout:
             raise ModelError(
                 f"{request} holds {layout} and {self._first} {self.layout}; give a folder of one engine's run"
             )
-        self.token_range = min(*self.token_range, *token_ids), max(*self.token_range, *token_ids)
         self._requests.setdefault(hash_tokens(tuple(token_ids)), []).append(request)
 
 
