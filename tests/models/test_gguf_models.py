@@ -619,9 +619,7 @@ def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: P
     with pytest.raises(ModelError, match=rf"it should have {len(data)} bytes and has {len(data) - 64}"):
         read_gguf_header(path)
     path.write_bytes(data + bytes(64))
-    with pytest.raises(
-        ModelError, match=rf"its tensors end at byte {len(data)}, and it has {len(data) + 64}"
-    ):
+    with pytest.raises(ModelError, match=rf"it should have {len(data)} bytes and has {len(data) + 64}"):
         read_gguf_header(path)
 
 

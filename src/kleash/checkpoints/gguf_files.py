@@ -23,7 +23,6 @@ HUB_FILE = re.compile(r"([\w][\w.-]*/[\w][\w.-]*):([^\\:]+\.gguf)", re.IGNORECAS
 """Name of a file in a repository of the hub: "owner/name:file.gguf"."""
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 """Name of a part of a model that gguf-split has divided."""
-MAX_PARTS = 1000
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -102,19 +101,17 @@ class _Parser:
 
     def _value(self, kind: int, key: str) -> Any:
         """The value of a setting: a number, a text, or a list of them."""
+        is_list, count = kind == ARRAY, 1
+        if is_list:
+            (kind,) = self._numbers("<u4", 1, key)
+            (count,) = self._numbers("<u8", 1, key)
         if kind in NUMBERS:
-            return self._numbers(NUMBERS[kind], 1, key)[0]
-        if kind == STRING:
-            return self._string(key)
-        if kind != ARRAY:
+            values = self._numbers(NUMBERS[kind], count, key)
+        elif kind == STRING:
+            values = [self._string(key) for _ in range(count)]
+        else:
             raise _DamagedError(f"the setting {key[:80]!r} has the unknown type {kind}")
-        (kind,) = self._numbers("<u4", 1, key)
-        (count,) = self._numbers("<u8", 1, key)
-        if kind in NUMBERS:
-            return self._numbers(NUMBERS[kind], count, key)
-        if kind != STRING:
-            raise _DamagedError(f"the setting {key[:80]!r} is an array of the type {kind}")
-        return [self._string(key) for _ in range(count)]
+        return values if is_list else values[0]
 
     def _tensor(self) -> StoredTensor:
         """A tensor, with its offset from the first byte of the weights."""
@@ -150,10 +147,8 @@ class _Parser:
                     f"{tensor.name!r} begins at {tensor.offset} of its weights and the one before ends at {end}"
                 )
             end = tensor.offset + tensor.num_bytes
-        if start + end > self._size:
+        if not 0 <= self._size - start - end < alignment:
             raise _DamagedError(f"it should have {start + end} bytes and has {self._size}")
-        if self._size - start - end >= alignment:
-            raise _DamagedError(f"its tensors end at byte {start + end}, and it has {self._size}")
         return tuple(replace(tensor, offset=start + tensor.offset) for tensor in tensors)
 
     def _string(self, what: str) -> str:
@@ -207,19 +202,11 @@ class GGUFFiles:
 
 
 def list_part_names(name: str) -> list[str]:
-    """The file names of all parts of the model that the file ``name`` belongs to; ``name`` alone if it is not split.
-
-    Raises:
-        ModelError: if the numbers in the name contradict each other.
-    """
+    """The file names of all parts of the model that the file ``name`` belongs to; ``name`` alone if it is not split."""
     match = SPLIT_NAME.fullmatch(name)
     if match is None:
         return [name]
-    number, count = int(match[2]), int(match[3])
-    if not 1 <= number <= count <= MAX_PARTS:
-        raise ModelError(
-            f"{name} is part {number} of {count} by its name; rename the files as gguf-split wrote them"
-        )
+    count = int(match[3])
     return [f"{match[1]}-{part:05d}-of-{count:05d}{name[-len(SUFFIX) :]}" for part in range(1, count + 1)]
 
 

@@ -168,13 +168,7 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
 
 
 def _scale_part(tensors: ModuleTensors) -> str:
-    """The last part of the name of the tensor that holds the scales.
-
-    Raises:
-        ModelError: if there are two.
-    """
-    has_both = {SCALES, BLOCK_SCALES} <= tensors.headers.keys()
-    tensors.require(not has_both, f"has both {SCALES} and {BLOCK_SCALES}")
+    """The last part of the name of the tensor that holds the scales."""
     return BLOCK_SCALES if BLOCK_SCALES in tensors.headers else SCALES
 
 
