@@ -4,12 +4,12 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
@@ -203,10 +203,8 @@ def is_message_list(value: Any) -> bool:
 
 def is_finite_number(value: Any) -> bool:
     """Whether a value is a finite number that fits a float; integers in JSON can be too large for one."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(float(value))
-    except OverflowError:
-        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def without_nulls(value: Any) -> Any:
