@@ -19,7 +19,7 @@ from kleash.errors import KleashError, ModelError, NonFiniteError, OptionError, 
 from kleash.measuring import cache_reference, measure
 from kleash.measuring.llama_cpp_summary import format_llama_cpp
 from kleash.models.base_logit_bounds import impossible_row, kl_bounds, logp_intervals, reverse_kl_bounds
-from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits
+from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits, row_values
 from kleash.models.heads import head_logits
 from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder, WrittenLogits
 
@@ -161,7 +161,7 @@ def test_a_code_that_changes_what_probabilities_sum_to_is_named(
 ) -> None:
     policy, _, path = written
     file = open_base_logits(path)
-    row_bytes = 2 * file.row_values
+    row_bytes = 2 * row_values(file.vocab_size)
     place = 20 + 4 * file.chunks * CONTEXT + row_bytes * (2 * file.scored + 5)
     token = int(np.argmin(np.abs(file.read(2, 5, 6).codes[0].astype(int) - 50_000)))
     data = bytearray(path.read_bytes())
@@ -384,10 +384,10 @@ def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> 
     ("layout", "offset", "value", "reason"),
     [
         ("<8s", 0, b"_logits-", "does not begin with _logits_"),
-        ("<i", 8, 1, "claims 8 chunks of 1 tokens"),
-        ("<i", 8, 33, "should have .* and has"),
+        ("<i", 8, 1, "of 8 chunks of 1 tokens .* by its header"),
+        ("<i", 8, 33, "chunks of 33 tokens .* by its header, and has"),
         ("<i", 12, 2**30, "a vocabulary of 1073741824"),
-        ("<i", 16, 2**31 - 1, "for 2147483647 chunks of 32 tokens"),
+        ("<i", 16, 2**31 - 1, "of 2147483647 chunks of 32 tokens"),
         ("<i", 20, 320, "a token beyond its vocabulary of 320"),
         ("<f", 20 + 4 * 256, math.nan, "has the scale nan and the smallest"),
         ("<f", 24 + 4 * 256, -30.0, "the smallest log-probability -30 at scored position 0 of chunk 0"),
@@ -408,7 +408,7 @@ def test_a_file_that_ends_within_its_header_is_refused(written: tuple[Path, ...]
     path = tmp_path / "base.kld"
     for length in (8, 15, 19):
         path.write_bytes(written[2].read_bytes()[:length])
-        with pytest.raises(SourceError, match=f"ends within its header of 20 bytes, after {length}"):
+        with pytest.raises(SourceError, match=f"by its header, and has {length} bytes"):
             open_base_logits(path)
 
 
