@@ -20,6 +20,7 @@ from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, header_of, load_models
+from kleash.measuring.own_responses import with_responses
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
 from kleash.measuring.shard_scoring import OpenRun, run_shards
@@ -142,6 +143,8 @@ def _made_measurement(
         if engine.traits.float32_gap_reloads:
             run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
+        if run.job.show_reference:
+            measurement = replace(measurement, prompts=with_responses(run, measurement.prompts))
         for sentence in measurement.notes:
             if sentence not in (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect()):
                 run.reporter.note(sentence)
