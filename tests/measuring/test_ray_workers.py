@@ -15,7 +15,6 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import (
     LoadedModels,
     RayEngine,
-    WorkerResult,
     connected_cluster,
     reserved,
     start_actors,
@@ -60,9 +59,7 @@ def actor(header: RunHeader) -> Any:
     def remote(answer: Any) -> Any:
         return SimpleNamespace(remote=lambda *_: lambda: answer)
 
-    return SimpleNamespace(
-        __ray_ready__=remote(True), describe=remote(loaded), run=remote(WorkerResult(header, result))
-    )
+    return SimpleNamespace(__ray_ready__=remote(True), describe=remote(loaded), run=remote((header, result)))
 
 
 def engine_of(*headers: RunHeader) -> RayEngine:

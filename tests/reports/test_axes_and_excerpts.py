@@ -11,7 +11,7 @@ from histories import healthy
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
 from kleash.records import Measurement, Number
-from kleash.reports.comparison import differences_chart, runs_chart
+from kleash.reports.comparison import comparison_charts
 from kleash.reports.drawing import format_tick, log_ticks
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns
 from kleash.reports.sweep import pairs_in_order, sweep_charts
@@ -45,7 +45,11 @@ def test_numbers_at_ticks_are_short() -> None:
 
 def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) -> None:
     comparison = synthetic_comparison()
-    all_charts = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
+    all_charts = [
+        *charts(run[1]).values(),
+        comparison_charts(comparison)["runs"],
+        comparison_charts(comparison)["differences"],
+    ]
     all_charts += [*run_charts(healthy(20), target=3.0).values(), *sweep_charts(synthetic_sweep())]
     logarithmic = 0
     for chart in all_charts:
@@ -71,8 +75,8 @@ def test_no_text_of_a_chart_lies_beyond_it(run: tuple[Path, Measurement]) -> Non
         *charts(run[1]).values(),
         *run_charts(healthy(20), target=3.0).values(),
         *sweep_charts(long),
-        runs_chart(comparison),
-        differences_chart(comparison),
+        comparison_charts(comparison)["runs"],
+        comparison_charts(comparison)["differences"],
     ]:
         panels = drawn(chart)
         width, height = panels[0].figure.bbox.size
@@ -105,8 +109,8 @@ def test_the_noun_is_window_only_where_documents_were_split(run: tuple[Path, Mea
 def test_a_comparison_on_text_uses_the_noun_document() -> None:
     comparison = synthetic_comparison()
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
-    assert differences_chart(texts).title.endswith("on shared documents")
-    assert differences_chart(comparison).title.endswith("on shared prompts")
+    assert comparison_charts(texts)["differences"].title.endswith("on shared documents")
+    assert comparison_charts(comparison)["differences"].title.endswith("on shared prompts")
 
 
 def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path, Measurement]) -> None:

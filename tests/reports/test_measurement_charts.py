@@ -9,7 +9,7 @@ from drawn_charts import bands, curves, dots, drawn, intervals, legend, ticks
 from synthetic_run import synthetic_comparison
 
 from kleash.records import Measurement, Number
-from kleash.reports.comparison import differences_chart, runs_chart
+from kleash.reports.comparison import comparison_charts
 from kleash.reports.measurement import noise_floor_note
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
@@ -170,7 +170,10 @@ def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, sa
 
 def test_only_the_chart_of_differences_has_a_line_at_zero() -> None:
     comparison = synthetic_comparison()
-    (differences,), (runs,) = drawn(differences_chart(comparison)), drawn(runs_chart(comparison))
+    (differences,), (runs,) = (
+        drawn(comparison_charts(comparison)["differences"]),
+        drawn(comparison_charts(comparison)["runs"]),
+    )
     lines = [
         [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "-"]
         for axes in (differences, runs)
