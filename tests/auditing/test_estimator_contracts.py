@@ -12,12 +12,7 @@ from kleash.auditing import audit, from_fields
 from kleash.divergences import divergence
 from kleash.estimators import ESTIMATORS
 
-FOLLOWS = {
-    "zero": "zero",
-    "sum |p - q|": "sum |p - q|",
-    "KL(p ‖ q)": "KL(p ‖ q)",
-    "KL(q ‖ p)": "KL(q ‖ p)",
-}
+FOLLOWS = {"zero": "zero", "sum |p - q|": "sum |p - q|", "KL(p ‖ q)": "KL(p ‖ q)", "KL(q ‖ p)": "KL(q ‖ p)"}
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -67,10 +67,7 @@ CASES = {
         lambda p, q: divergence("chi_squared", p, q),
         lambda p, q: sum((a - b) ** 2 / b for a, b in zip(p, q, strict=True) if b),
     ),
-    "total_variation": (
-        total_variation,
-        lambda p, q: sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
-    ),
+    "total_variation": (total_variation, lambda p, q: sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2),
     "hellinger": (
         hellinger,
         lambda p, q: mp.sqrt(sum((mp.sqrt(a) - mp.sqrt(b)) ** 2 for a, b in zip(p, q, strict=True)) / 2),

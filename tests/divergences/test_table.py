@@ -7,13 +7,7 @@ import pytest
 import torch
 from distributions import gradients, log
 
-from kleash.divergences import (
-    DIVERGENCES,
-    alpha_record,
-    divergence,
-    jensen_shannon_record,
-    skew_kl_record,
-)
+from kleash.divergences import DIVERGENCES, alpha_record, divergence, jensen_shannon_record, skew_kl_record
 from kleash.divergences.table import identity
 
 RECORDS = {

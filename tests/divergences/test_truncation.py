@@ -176,10 +176,7 @@ def test_invalid_temperatures_raise(temperature):
 
 @pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(2, 0), torch.zeros(3, dtype=torch.int64)])
 def test_scalars_empty_vocabularies_and_integers_raise(wrong, unhooked):
-    with pytest.raises(
-        ShapeError,
-        match="give floating-point numbers with the vocabulary on the last axis, at least one token",
-    ):
+    with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last axis"):
         truncate(wrong)
     with pytest.raises(ShapeError, match=r"^logits is"):
         at_temperature(wrong, 1.0)

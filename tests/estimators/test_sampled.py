@@ -104,13 +104,7 @@ def test_right_as_reward_agrees_with_the_enumerated_gradient(name):
 
 @pytest.mark.parametrize(
     ("name", "attached", "valid"),
-    [
-        ("k1", True, True),
-        ("k2", False, True),
-        ("k2", True, False),
-        ("k3", True, True),
-        ("k3", False, False),
-    ],
+    [("k1", True, True), ("k2", False, True), ("k2", True, False), ("k3", True, True), ("k3", False, False)],
 )
 def test_off_policy_gradients_with_attached_and_detached_weights(name, attached, valid):
     """Samples of mu, each weighted by rho = p / mu, with or without the gradient of the weight."""

@@ -130,10 +130,7 @@ def test_prime_rl_raises_on_a_missing_reference_and_on_changed_records(prime, mo
     monkeypatch.setattr(
         prime, "LossOutputs", dataclass(type("Other", (), {"__annotations__": {"loss": Any}}))
     )
-    with pytest.raises(
-        CannotRunError,
-        match=r"prime-rl lacks LossOutputs\.metrics; this recipe was written for prime-rl 0\.8",
-    ):
+    with pytest.raises(CannotRunError, match=r"prime-rl lacks LossOutputs\.metrics; this recipe was written"):
         prime_rl_loss.leashed_loss(inputs, beta=1.0)
 
 
@@ -161,16 +158,12 @@ def test_slime_advantages_subtract_k1_of_the_token_and_later_tokens():
 def test_slime_raises_on_missing_entries_and_split_responses():
     args, logprobs = Namespace(kl_coef=0.1), [torch.zeros(2)]
     data = {"log_probs": logprobs, "rewards": [1.0], "loss_masks": [torch.ones(2)]}
-    with pytest.raises(
-        CannotRunError, match=r"slime passed no ref_log_probs; this recipe was written for slime 0\."
-    ):
+    with pytest.raises(CannotRunError, match=r"slime passed no ref_log_probs; this recipe was written for"):
         slime_advantages.leashed_advantages(args, data)
     with pytest.raises(CannotRunError, match="passed no kl_coef"):
         slime_advantages.leashed_advantages(Namespace(), data)
     data |= {"ref_log_probs": logprobs, "loss_masks": [torch.ones(4)]}
-    with pytest.raises(
-        CannotRunError, match=r"a response has 4 tokens and 2 log-probabilities here .*parallel-size 1"
-    ):
+    with pytest.raises(CannotRunError, match=r"a response has 4 tokens and 2 log-probabilities here"):
         slime_advantages.leashed_advantages(args, data)
 
 
@@ -240,9 +233,7 @@ def test_skyrl_takes_beta_from_the_leash_or_from_its_own_controller():
 
 
 def test_skyrl_mixin_requires_a_trainer_as_base_class():
-    with pytest.raises(
-        CannotRunError, match="Alone has no base class with apply_reward_kl_penalty after Leashed"
-    ):
+    with pytest.raises(CannotRunError, match="Alone has no base class with apply_reward_kl_penalty after"):
         type("Alone", (skyrl_rewards.LeashedRewards,), {})
 
 
@@ -284,9 +275,7 @@ def test_tinker_sums_unmasked_tokens_and_returns_metrics():
     assert metrics == {"kl": pytest.approx((0.125 + 4.5) / 3), "tokens": 3.0}
     loss.backward()
     assert [x.grad.tolist() for x in logp] == [[1.0, 0.0, 0.0], [6.0]]
-    with pytest.raises(
-        ShapeError, match=r"datum by datum: \[3\], \[3, 1\], \[3, 1\], \[3, 1\], \[3\]; pass the same"
-    ):
+    with pytest.raises(ShapeError, match=r"datum by datum: \[3\], \[3, 1\], \[3, 1\], \[3, 1\], \[3\]; pass"):
         function([None], logp[:1])
 
 

@@ -4,13 +4,7 @@ import math
 
 import pytest
 import torch
-from estimator_study.normals import (
-    SHIFTS,
-    gauss_legendre,
-    noise_crossing,
-    normal_case,
-    sign_changes,
-)
+from estimator_study.normals import SHIFTS, gauss_legendre, noise_crossing, normal_case, sign_changes
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from estimator_study.results import Study
@@ -14,7 +13,7 @@ def study() -> Study:
     return estimator_study()
 
 
-def test_every_table_of_the_readme_is_printed_by_the_command(root: Path) -> None:
+def test_every_table_of_the_readme_is_printed_by_the_command(root):
     text = (root / "examples/estimator_study/README.md").read_text(encoding="utf-8")
     written = [line for line in text.splitlines() if line.startswith(("| ", "### "))]
     command = [sys.executable, str(root / "examples/estimator_study")]
@@ -23,7 +22,7 @@ def test_every_table_of_the_readme_is_printed_by_the_command(root: Path) -> None
     assert len(written) > 100
 
 
-def test_numbers_in_the_prose_match_the_tables(study: Study, root: Path) -> None:
+def test_numbers_in_the_prose_match_the_tables(study, root):
     text = " ".join((root / "examples/estimator_study/README.md").read_text(encoding="utf-8").split())
     ratios = [
         (case.row("k1").standard_deviation / case.row("exact").standard_deviation) ** 2

@@ -9,14 +9,7 @@ from statistics import fmean
 import pytest
 
 from kleash.jobs import PPOJob
-from kleash.leash import (
-    DualBeta,
-    FixedBeta,
-    PIDBeta,
-    ZieglerBeta,
-    beta_from_dict,
-    beta_reason,
-)
+from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta, beta_from_dict, beta_reason
 from kleash.training.job_schedule import leash_of
 
 NAN, INF = math.nan, math.inf

@@ -7,17 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from toy_algorithms import DEVIATING, REGIONS, RIGHT
-from toy_mdp import (
-    BETA,
-    GROUP,
-    MASK,
-    POLICY,
-    SCORES,
-    TOKENS,
-    analytic_gradient,
-    apart,
-    said,
-)
+from toy_mdp import BETA, GROUP, MASK, POLICY, SCORES, TOKENS, analytic_gradient, apart, said
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "algorithms.md"
 TRUTH = analytic_gradient()

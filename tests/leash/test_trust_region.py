@@ -10,26 +10,11 @@ from hypothesis import strategies as st
 
 from kleash.errors import OptionError, ShapeError, UnknownNameError
 from kleash.estimators import importance_weights
-from kleash.leash import (
-    geometric_mask,
-    intersection,
-    kl_mask,
-    truncated_weights,
-    window_weights,
-)
+from kleash.leash import geometric_mask, intersection, kl_mask, truncated_weights, window_weights
 
 NAN, INF = float("nan"), float("inf")
-ESTIMATE = {
-    "k1": lambda u: u,
-    "abs": abs,
-    "k2": lambda u: u * u / 2,
-    "k3": lambda u: math.expm1(-u) + u,
-}
-OVER = {
-    "sequence_sum": sum,
-    "sequence_mean": lambda xs: sum(xs) / len(xs),
-    "sequence_max": max,
-}
+ESTIMATE = {"k1": lambda u: u, "abs": abs, "k2": lambda u: u * u / 2, "k3": lambda u: math.expm1(-u) + u}
+OVER = {"sequence_sum": sum, "sequence_mean": lambda xs: sum(xs) / len(xs), "sequence_max": max}
 
 
 @st.composite

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import (
-    CHUNKED,
-    EVERY,
-    REFERENCE,
-    TRAITS,
-    head_case,
-    in_float64,
-    logp_by_numpy,
-)
+from linear_cases import CHUNKED, EVERY, REFERENCE, TRAITS, head_case, in_float64, logp_by_numpy
 
 from kleash.errors import OptionError
 from kleash.linear import Head, log_probabilities, token_statistics

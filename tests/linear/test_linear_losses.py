@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import (
-    CHUNKED,
-    EVERY,
-    REFERENCE,
-    head_case,
-    in_float64,
-    leaves_of,
-    relative_rms,
-)
+from linear_cases import CHUNKED, EVERY, REFERENCE, head_case, in_float64, leaves_of, relative_rms
 
 from kleash.divergences import kl
 from kleash.errors import CannotRunError, ShapeError

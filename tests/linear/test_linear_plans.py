@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import (
-    CHUNKED,
-    REFERENCE,
-    SMALL,
-    TINY,
-    head_case,
-    leaves_of,
-    relative_rms,
-)
+from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, leaves_of, relative_rms
 from torch.utils.checkpoint import checkpoint
 
 from kleash.linear import (

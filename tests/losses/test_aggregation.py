@@ -123,9 +123,7 @@ def test_one_process_needs_no_reduction():
 
 def test_invalid_aggregation_arguments_are_errors(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(
-        UnknownNameError, match=r"no aggregation is called 'seq_mean'.*did you mean 'sequence_mean'"
-    ):
+    with pytest.raises(UnknownNameError, match=r"no aggregation is called 'seq_mean'.*did you mean"):
         aggregate(x, mask, "seq_mean")
     for length in (None, 0):
         with pytest.raises(OptionError, match=f"length is {length}; give the number of tokens"):

@@ -7,13 +7,7 @@ import torch
 from compiling import compiles
 from every_response import World, error, gradient
 
-from kleash.divergences import (
-    DIVERGENCES,
-    alpha_record,
-    divergence,
-    jensen_shannon_record,
-    skew_kl_record,
-)
+from kleash.divergences import DIVERGENCES, alpha_record, divergence, jensen_shannon_record, skew_kl_record
 from kleash.divergences.table import identity
 from kleash.errors import DetachedError, UnknownNameError
 from kleash.estimators import importance_weights

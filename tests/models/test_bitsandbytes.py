@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +110,7 @@ def write_module(folder: Path, tensors: dict[str, np.ndarray], settings: Any, me
         (pack_integers, "bitsandbytes int8, rows"),
     ],
 )
-def test_codes_of_bitsandbytes_are_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[np.ndarray], Module], kind: str
-) -> None:
+def test_codes_of_bitsandbytes_are_unpacked(tmp_path, monkeypatch, pack, kind):
     tensors, expected = pack(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)))
     weight, found_kind = unpacked(write_module(tmp_path, tensors, BITSANDBYTES))
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
@@ -127,17 +124,13 @@ def test_codes_of_bitsandbytes_are_unpacked(
         ("weight.quant_map", np.ones(256, np.float32), "has 256 numbers in weight.quant_map, and not 16"),
         ("weight.quant_map", None, "has no tensor weight.quant_map"),
         ("weight", np.ones((9, 1), np.uint8), "has 9 bytes for 1050 weights of 4 bits"),
-        (
-            "weight.quant_state.bitsandbytes__nf4",
-            np.frombuffer(b"{", np.uint8),
-            "has a quant_state that is not JSON",
-        ),
+        ("weight.quant_state.bitsandbytes__nf4", np.frombuffer(b"{", np.uint8), "has a quant_state that is"),
         ("weight.quant_state.bitsandbytes__nf4", np.zeros(9999, np.uint8), "has a quant_state of 9999 bytes"),
         ("blocksize", 0, "has the quant_state .*'blocksize': 0"),
         ("shape", [2**50, 2], "has the quant_state"),
     ],
 )
-def test_damaged_codes_are_refused(tmp_path: Path, part: str, value: Any, reason: str) -> None:
+def test_damaged_codes_are_refused(tmp_path, part, value, reason):
     changes = {} if part.startswith("weight") else {part: value}
     tensors, _ = pack_codes(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)), **changes)
     if not changes:
@@ -149,7 +142,7 @@ def test_damaged_codes_are_refused(tmp_path: Path, part: str, value: Any, reason
 
 
 @pytest.mark.parametrize("columns", [16, 48])
-def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path: Path, columns: int) -> None:
+def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path, columns):
     tensors, _ = pack_codes(np.random.default_rng(1).normal(size=(32, columns)))
     folder = write_module(tmp_path, tensors, BITSANDBYTES)
     stored = load_file(folder / "model.safetensors")
@@ -159,7 +152,7 @@ def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path: Path
         unpacked(folder)
 
 
-def test_damaged_integers_are_refused(tmp_path: Path) -> None:
+def test_damaged_integers_are_refused(tmp_path):
     tensors, _ = pack_integers(np.ones((4, 6)))
     folder = write_module(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)}, BITSANDBYTES)
     with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU"):
@@ -183,8 +176,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_model_of_bitsandbytes_is_measured_by_its_weights_also_under_an_adapter(
-    source: Path, tmp_path: Path, pack: Any, settings: dict[str, Any]
-) -> None:
+    source, tmp_path, pack, settings
+):
     dense = tmp_path / "dense"
     folder = save_packed(source, tmp_path / "packed", pack, settings, dense=dense)
     pair = load_pair(str(folder), str(dense), dtype="float64")
@@ -200,7 +193,7 @@ def test_a_model_of_bitsandbytes_is_measured_by_its_weights_also_under_an_adapte
     assert score(adapted, [SEQUENCE])["kl_policy_reference"].min() > 1e-4
 
 
-def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path):
     source = save_tiny(tmp_path / "source")
     torch.manual_seed(0)
     config = GptOssConfig(
@@ -254,7 +247,7 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["hqq", "torchao", "exl3"])
-def test_a_format_that_cannot_be_loaded_is_named(source: Path, tmp_path: Path, method: str) -> None:
+def test_a_format_that_cannot_be_loaded_is_named(source, tmp_path, method):
     def pack(weight: np.ndarray) -> Module:
         return {"codes": weight.astype(np.float32)}, weight
 
@@ -266,9 +259,7 @@ def test_a_format_that_cannot_be_loaded_is_named(source: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("settings", "dtype"), [(None, torch.int8), ({"quant_method": "ptpc_fp8"}, torch.float8_e4m3fn)]
 )
-def test_codes_that_nothing_decodes_are_no_weights(
-    source: Path, tmp_path: Path, settings: dict[str, Any] | None, dtype: torch.dtype
-) -> None:
+def test_codes_that_nothing_decodes_are_no_weights(source, tmp_path, settings, dtype):
     folder = shutil.copytree(source, tmp_path / "codes")
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -282,7 +273,7 @@ def test_codes_that_nothing_decodes_are_no_weights(
         load_pair(str(folder), str(source))
 
 
-def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) -> None:
+def test_one_matrix_without_its_scales_is_refused(source, tmp_path):
     def pack(weight: np.ndarray) -> Module:
         return {
             "weight": weight.astype(np.int8),
@@ -299,9 +290,7 @@ def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) 
         load_pair(str(folder), str(source))
 
 
-def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(
-    source: Path, tmp_path: Path
-) -> None:
+def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "dense")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -311,9 +300,7 @@ def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(
     assert any("its files hold ordinary weights, which were read as they are" in note for note in pair.notes)
 
 
-def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(
-    source: Path, tmp_path: Path
-) -> None:
+def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(source, tmp_path):
     compiled = dict(dynamo_counters["frames"])
 
     def pack(weight: np.ndarray) -> Module:

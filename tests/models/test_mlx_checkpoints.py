@@ -83,7 +83,7 @@ def unpacked(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> tuple[
 @pytest.mark.parametrize(
     ("bits", "group_size"), [(1, 32), (2, 32), (3, 64), (4, 32), (5, 32), (6, 64), (8, 64)]
 )
-def test_integers_are_unpacked(tmp_path: Path, bits: int, group_size: int) -> None:
+def test_integers_are_unpacked(tmp_path, bits, group_size):
     weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(bits))
     tensors, values = pack_affine(weight, bits, group_size)
     result, kind = unpacked(tmp_path, tensors, {"bits": bits, "group_size": group_size})
@@ -92,7 +92,7 @@ def test_integers_are_unpacked(tmp_path: Path, bits: int, group_size: int) -> No
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_small_floats_are_unpacked(tmp_path: Path, mode: str) -> None:
+def test_small_floats_are_unpacked(tmp_path, mode):
     tensors, values = pack_floats(mode)
     group_size = 16 if mode == "nvfp4" else 32
     settings = {"bits": 8 if mode == "mxfp8" else 4, "group_size": group_size, "mode": mode}
@@ -174,7 +174,7 @@ def require_equal(folder: Path, dense: Path) -> Any:
     return pair
 
 
-def test_a_model_with_a_tied_embedding_and_settings_of_single_modules(tmp_path: Path) -> None:
+def test_a_model_with_a_tied_embedding_and_settings_of_single_modules(tmp_path):
     source = save_tiny(tmp_path / "source", "qwen3", hidden_size=64, intermediate_size=96)
     own = {
         "model.embed_tokens": {"group_size": 64, "bits": 6},
@@ -192,7 +192,7 @@ def test_a_model_with_a_tied_embedding_and_settings_of_single_modules(tmp_path: 
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_next"])
-def test_stacked_experts_moved_kernels_and_shifted_norms(tmp_path: Path, architecture: str) -> None:
+def test_stacked_experts_moved_kernels_and_shifted_norms(tmp_path, architecture):
     config = tiny_config(architecture)
     config.initializer_range = 0.2
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def test_stacked_experts_moved_kernels_and_shifted_norms(tmp_path: Path, archite
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "gemma3"])
-def test_a_text_tower_has_the_names_of_mlx(tmp_path: Path, family: str) -> None:
+def test_a_text_tower_has_the_names_of_mlx(tmp_path, family):
     def rename(name: str) -> str:
         inner = name.replace("model.language_model.", "model.")
         return inner if inner.startswith("language_model.") else f"language_model.{inner}"
@@ -225,15 +225,13 @@ def test_a_text_tower_has_the_names_of_mlx(tmp_path: Path, family: str) -> None:
         ({}, "biases", r"has no tensor biases"),
     ],
 )
-def test_settings_and_tensors_that_do_not_fit_are_refused(
-    tmp_path: Path, change: dict[str, Any], part: str, reason: str
-) -> None:
+def test_settings_and_tensors_that_do_not_fit_are_refused(tmp_path, change, part, reason):
     tensors, _ = pack_affine(torch.randn(40, 192), 4, 32)
     with pytest.raises(ModelError, match=reason):
         unpacked(tmp_path, {key: x for key, x in tensors.items() if key != part}, AFFINE | change)
 
 
-def test_an_architecture_whose_weights_mlx_changes_is_refused(tmp_path: Path) -> None:
+def test_an_architecture_whose_weights_mlx_changes_is_refused(tmp_path):
     config = {"model_type": "falcon_h1", "quantization": AFFINE}
     save_file({"m.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))

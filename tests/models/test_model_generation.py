@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from kleash.errors import NonFiniteError, OptionError
-from kleash.models import Pair, Prompt, Sampling, draw, generate, keyed_draws, load_pair
+from kleash.models import Prompt, Sampling, draw, generate, keyed_draws, load_pair
 from kleash.sources.sequences import batch_by_length, hash_tokens
 
 TEXTS = ((0, 50, 60, 70), (0,), (0, 9, 8, 7, 6, 5, 4, 3, 200, 201, 202, 203), (0, 100, 101))
@@ -88,7 +88,7 @@ def responses(found):
     return [one.response_ids for one in found]
 
 
-def test_draws_do_not_depend_on_batches_or_order(pair: Pair):
+def test_draws_do_not_depend_on_batches_or_order(pair):
     sampling = Sampling(max_new_tokens=20, samples_per_prompt=2)
     together = generate(pair.policy, prompts(), sampling)
     assert [(one.prompt_id, one.sample_id) for one in together] == [
@@ -107,7 +107,7 @@ def test_draws_do_not_depend_on_batches_or_order(pair: Pair):
     assert not set(responses(other)) & set(responses(together))
 
 
-def test_a_copy_of_a_prompt_draws_further_samples(pair: Pair):
+def test_a_copy_of_a_prompt_draws_further_samples(pair):
     sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
     twice = generate(pair.policy, prompts((TEXTS[0], TEXTS[0])), sampling)
     at_once = generate(pair.policy, prompts(TEXTS[:1]), replace(sampling, samples_per_prompt=4))
@@ -115,7 +115,7 @@ def test_a_copy_of_a_prompt_draws_further_samples(pair: Pair):
     assert [one.sample_id for one in twice] == [0, 1, 0, 1]
 
 
-def test_logp_sampled_is_the_policys_without_truncation(folders, pair: Pair):
+def test_logp_sampled_is_the_policys_without_truncation(folders, pair):
     policy, _ = folders("llama")
     for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=15, temperature=1.3)):
         z = double_logits(policy, [*one.prompt_ids, *one.response_ids]).numpy() / 1.3
@@ -134,7 +134,7 @@ def test_logp_sampled_is_the_policys_without_truncation(folders, pair: Pair):
     ],
     ids=["min_p", "both"],
 )
-def test_logp_sampled_of_truncated_draws_agrees_with_transformers(folders, pair: Pair, cut, warpers):
+def test_logp_sampled_of_truncated_draws_agrees_with_transformers(folders, pair, cut, warpers):
     policy, _ = folders("llama")
     sampling = Sampling(max_new_tokens=15, temperature=0.9, **cut)
     found = generate(pair.policy, prompts(), sampling)
@@ -147,7 +147,7 @@ def test_logp_sampled_of_truncated_draws_agrees_with_transformers(folders, pair:
         np.testing.assert_allclose(one.logp_sampled, wanted, rtol=3e-5, atol=3e-6)
 
 
-def test_temperature_zero_is_greedy(folders, pair: Pair):
+def test_temperature_zero_is_greedy(folders, pair):
     policy, _ = folders("llama")
     for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0.0)):
         rows = double_logits(policy, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
@@ -156,7 +156,7 @@ def test_temperature_zero_is_greedy(folders, pair: Pair):
         assert (one.logp_sampled == 0).all()
 
 
-def test_a_response_ends_with_its_end_token(pair: Pair):
+def test_a_response_ends_with_its_end_token(pair):
     free = generate(pair.policy, prompts(), Sampling(max_new_tokens=30, seed=1))
     assert {one.finish_reason for one in free} == {"length"}
     ends = (free[0].response_ids[4], free[2].response_ids[7])
@@ -180,7 +180,7 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
     assert told[0] == (4, pytest.approx(4 / 30)) and sum(responses) == pytest.approx(len(ended))
 
 
-def test_an_end_token_at_max_new_tokens_is_a_stop(pair: Pair):
+def test_an_end_token_at_max_new_tokens_is_a_stop(pair):
     free = generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=5))
     (one,) = generate(
         replace(pair.policy, eos_token_ids=free[0].response_ids[4:]),
@@ -191,7 +191,7 @@ def test_an_end_token_at_max_new_tokens_is_a_stop(pair: Pair):
 
 
 @pytest.mark.parametrize("length", [125, 128])
-def test_a_response_ends_at_the_context_length(pair: Pair, length):
+def test_a_response_ends_at_the_context_length(pair, length):
     full = prompts((tuple(range(3, 3 + length)), (0,)))
     long, short = generate(pair.policy, full, Sampling(max_new_tokens=20))
     assert len(long.response_ids) == 128 - length + 1
@@ -404,7 +404,7 @@ class Crossings(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 9, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.0}])
-def test_no_tensor_of_vocabulary_size_leaves_the_device(pair: Pair, cut):
+def test_no_tensor_of_vocabulary_size_leaves_the_device(pair, cut):
     with Crossings() as crossings:
         generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=3, **cut))
     assert 0 < max(crossings.sizes) < pair.policy.vocab_size
@@ -434,7 +434,7 @@ def test_invalid_sampling_options_are_errors(options, message):
         Sampling(**options)
 
 
-def test_no_prompts_give_no_responses(pair: Pair):
+def test_no_prompts_give_no_responses(pair):
     assert generate(pair.policy, [], Sampling()) == []
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from kleash.checkpoints import files, resolution
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
-from kleash.models import Model, Pair, load_pair, score
+from kleash.models import Model, load_pair, score
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_auto_dtype_is_float32_on_a_cpu(tmp_path):
     assert load_pair(str(folder), str(folder), device="cpu").policy.dtype == torch.float32
 
 
-def test_padded_heads_of_equal_size_are_kept(pair: Pair):
+def test_padded_heads_of_equal_size_are_kept(pair):
     assert pair.notes == ("both heads have 320 rows for 300 tokens; the 20 others are kept",)
     assert pair.vocab_size == 320
 
@@ -113,7 +113,7 @@ def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
     refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
 
 
-def test_fewer_logits_than_tokens_are_an_error(pair: Pair, unhooked):
+def test_fewer_logits_than_tokens_are_an_error(pair, unhooked):
     from kleash.models.pair_loading import pair_models
 
     with pytest.raises(ModelError, match=r"the reference .* has 299 logits"):
@@ -346,7 +346,7 @@ def test_the_fingerprint_changes_with_any_tensor_only(folders, copied, tmp_path)
     assert find_checkpoint(str(copied)).fingerprint() != print_of
 
 
-def test_the_context_length_of_a_pair_is_the_shorter_one(pair: Pair):
+def test_the_context_length_of_a_pair_is_the_shorter_one(pair):
     shorter = replace(pair, reference=replace(pair.reference, context_length=40))
     assert shorter.context_length == 40
     unlimited = replace(shorter, policy=replace(pair.policy, context_length=None))

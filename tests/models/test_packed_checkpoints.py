@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import Packer, pack_awq, pack_gptq, packed_checkpoint, save_packed
+from packed_checkpoints import pack_awq, pack_gptq, packed_checkpoint, save_packed
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_adapter
@@ -83,9 +83,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("pack", "settings", "kind"), LAYOUTS)
-def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(
-    tmp_path: Path, pack: Packer, settings: dict[str, Any], kind: str
-) -> None:
+def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(tmp_path, pack, settings, kind):
     tensors, values = pack(np.random.default_rng(0).normal(size=(160, 96)))
     save_file(
         {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()},
@@ -129,9 +127,7 @@ def exact_kl(policy: Path, reference: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("format_name", ["gptq", "awq"])
-def test_the_kl_is_that_of_the_dequantised_weights(
-    source: Path, format_name: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_kl_is_that_of_the_dequantised_weights(source, format_name, request):
     folder, dense = request.getfixturevalue(format_name)
     expected = exact_kl(dense, source)
     assert expected.min() > 1e-4
@@ -152,7 +148,7 @@ def test_the_kl_is_that_of_the_dequantised_weights(
     assert np.all(score(load_pair(str(folder), str(folder)), [SEQUENCE])["kl_policy_reference"] == 0)
 
 
-def test_an_adapter_is_measured_over_unpacked_weights(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_is_measured_over_unpacked_weights(gptq, tmp_path):
     folder, dense = gptq
     adapters = [tiny_adapter(tmp_path / base.name, dense, base_name=str(base)) for base in gptq]
     over_packed = load_pair(str(adapters[0]), str(folder))
@@ -163,7 +159,7 @@ def test_an_adapter_is_measured_over_unpacked_weights(gptq: tuple[Path, Path], t
     np.testing.assert_array_equal(kl, score(over_dense, [SEQUENCE])["kl_policy_reference"])
 
 
-def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq: tuple[Path, Path], source: Path) -> None:
+def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq, source):
     pair = load_pair(str(gptq[0]), str(source))
     weights = pair.policy.record().weights
     assert weights is not None
@@ -179,7 +175,7 @@ def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq: tuple[Path,
     assert pair.policy.parameters == pair.reference.parameters
 
 
-def test_a_packed_head_is_unpacked_and_not_tied_to_the_embedding(tmp_path: Path) -> None:
+def test_a_packed_head_is_unpacked_and_not_tied_to_the_embedding(tmp_path):
     source = save_tiny(tmp_path / "source", **SHAPES)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -201,9 +197,7 @@ def test_a_packed_head_is_unpacked_and_not_tied_to_the_embedding(tmp_path: Path)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
-def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
-    gptq: tuple[Path, Path], tmp_path: Path, value: float
-) -> None:
+def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(gptq, tmp_path, value):
     folder = tmp_path / "biased"
     shutil.copytree(gptq[0], folder)
     tensors = load_file(folder / "model.safetensors")
@@ -221,9 +215,7 @@ def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
         "down_proj.lora_A.weight",
     ],
 )
-def test_tensors_that_a_matrix_has_beside_its_format_are_refused(
-    gptq: tuple[Path, Path], tmp_path: Path, name: str
-) -> None:
+def test_tensors_that_a_matrix_has_beside_its_format_are_refused(gptq, tmp_path, name):
     folder = shutil.copytree(gptq[0], tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
     tensors[f"model.layers.0.mlp.{name}"] = torch.full((96,), 2.0)
@@ -239,7 +231,7 @@ def test_tensors_that_a_matrix_has_beside_its_format_are_refused(
         load_pair(str(folder), str(gptq[1]))
 
 
-def test_matrices_that_gpt2_has_transposed_are_packed_as_those_of_linear_layers(tmp_path: Path) -> None:
+def test_matrices_that_gpt2_has_transposed_are_packed_as_those_of_linear_layers(tmp_path):
     source = save_tiny(tmp_path / "source", "gpt2", n_embd=64)
 
     def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -261,9 +253,7 @@ def test_matrices_that_gpt2_has_transposed_are_packed_as_those_of_linear_layers(
     assert score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"].min() > 1e-4
 
 
-def test_experts_that_are_packed_one_by_one_are_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_are_packed_one_by_one_are_unpacked(tmp_path, monkeypatch):
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -298,9 +288,7 @@ def test_experts_that_are_packed_one_by_one_are_unpacked(
         ("g_idx", lambda t: t + 1, "has a g_idx from 1 to 2, and groups from 0 to 1"),
     ],
 )
-def test_damaged_tensors_are_refused_with_their_module(
-    gptq: tuple[Path, Path], tmp_path: Path, part: str, change: Any, reason: str
-) -> None:
+def test_damaged_tensors_are_refused_with_their_module(gptq, tmp_path, part, change, reason):
     folder = damaged_copy(gptq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
     module = re.escape(
         "the policy " + str(folder) + " cannot be unpacked: its module model.layers.0.self_attn.q_proj"
@@ -310,9 +298,7 @@ def test_damaged_tensors_are_refused_with_their_module(
 
 
 @pytest.mark.parametrize(("layout", "byte", "other"), [("gptq", 0x77, "gptq_v2"), ("gptq_v2", 0x88, "gptq")])
-def test_symmetric_weights_have_the_zero_points_of_their_layout(
-    gptq: tuple[Path, Path], tmp_path: Path, layout: str, byte: int, other: str
-) -> None:
+def test_symmetric_weights_have_the_zero_points_of_their_layout(gptq, tmp_path, layout, byte, other):
     folder = shutil.copytree(gptq[0], tmp_path / "symmetric")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= {"sym": True, "checkpoint_format": layout}
@@ -341,7 +327,7 @@ def test_symmetric_weights_have_the_zero_points_of_their_layout(
         load_pair(str(folder), str(gptq[1]))
 
 
-def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_has_the_same_contents(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "twice")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -367,9 +353,7 @@ def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Pat
         ("qweight", lambda t: t.long(), r"has qweight as I64 \[64, 8\], and not as I32"),
     ],
 )
-def test_damaged_tensors_of_awq_are_refused(
-    awq: tuple[Path, Path], tmp_path: Path, part: str, change: Any, reason: str
-) -> None:
+def test_damaged_tensors_of_awq_are_refused(awq, tmp_path, part, change, reason):
     folder = damaged_copy(awq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
     with pytest.raises(ModelError, match=f"its module model.layers.0.self_attn.q_proj {reason}"):
         load_pair(str(folder), str(awq[1]))
@@ -402,9 +386,7 @@ def damaged_copy(source: Path, folder: Path, name: str, change: Any) -> Path:
         ({"quant_method": "awq", "version": "gemm"}, r"has scales of \[3, 64\] and qzeros of \[3"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
-    gptq: tuple[Path, Path], tmp_path: Path, settings: dict[str, Any], reason: str
-) -> None:
+def test_settings_that_do_not_fit_are_refused(gptq, tmp_path, settings, reason):
     folder = tmp_path / "changed"
     shutil.copytree(gptq[0], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -414,9 +396,7 @@ def test_settings_that_do_not_fit_are_refused(
         load_pair(str(folder), str(gptq[1]))
 
 
-def test_packed_weights_run_on_an_accelerator_that_has_the_package(
-    gptq: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_weights_run_on_an_accelerator_that_has_the_package(gptq, monkeypatch):
     assert not has_kernels(packed_checkpoint(gptq[0]), torch.device("cuda"))
     monkeypatch.setitem(transformers_formats.KERNEL_PACKAGES, "gptq", "json")
     assert has_kernels(packed_checkpoint(gptq[0]), torch.device("cuda"))
@@ -427,8 +407,8 @@ def test_packed_weights_run_on_an_accelerator_that_has_the_package(
 @pytest.mark.parametrize("name", ["m", ".*"])
 @pytest.mark.parametrize("with_groups", [True, False])
 def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_allow_others(
-    tmp_path: Path, name: str, with_groups: bool
-) -> None:
+    tmp_path, name, with_groups
+):
     pack = pack_gptq(4, 96, act_order=False, version=1, with_groups=with_groups)
     tensors, expected = pack(np.random.default_rng(0).normal(size=(32, 192)))
     stored = {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()}
@@ -445,7 +425,7 @@ def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_all
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
 
 
-def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+def test_settings_in_a_file_of_their_own_are_read(gptq, tmp_path):
     folder = tmp_path / "old"
     shutil.copytree(gptq[0], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -459,7 +439,7 @@ def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_p
 
 
 @pytest.mark.parametrize("family", ["gemma3n"])  # whole models are as any other
-def test_a_text_tower_is_unpacked_under_the_names_of_the_composite_model(tmp_path: Path, family: str) -> None:
+def test_a_text_tower_is_unpacked_under_the_names_of_the_composite_model(tmp_path, family):
     source = save_tower(tmp_path / "source", family)
     dense, folder = tmp_path / "dense", tmp_path / "packed"
     settings = {"quant_method": "gptq", "bits": 8, "group_size": -1}

@@ -22,7 +22,7 @@ def with_settings(source: Path, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_matrices_of_8_bits_without_scales_are_named(tmp_path: Path) -> None:
+def test_matrices_of_8_bits_without_scales_are_named(tmp_path):
     source = save_tiny(tmp_path / "source")
     folder = with_settings(source, tmp_path / "fp8", quant_method="fp8", activation_scheme="dynamic")
     stored = {
@@ -43,9 +43,7 @@ def test_matrices_of_8_bits_without_scales_are_named(tmp_path: Path) -> None:
     ("block", "dtype", "kv_cache"),
     [(16, torch.float32, None), (20, torch.bfloat16, None), (20, torch.float8_e8m0fnu, "static")],
 )
-def test_fp8_blocks_are_decoded_bit_for_bit(
-    tmp_path: Path, block: int, dtype: torch.dtype, kv_cache: str | None
-) -> None:
+def test_fp8_blocks_are_decoded_bit_for_bit(tmp_path, block, dtype, kv_cache):
     """Blocks of 20 rows and columns do not divide the matrices, as those of DeepSeek-V3 do not."""
     source = save_tiny(tmp_path / "source")
     folder = with_settings(

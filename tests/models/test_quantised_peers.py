@@ -30,7 +30,7 @@ def cases(formats_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[P
 
 
 @pytest.mark.parametrize("package", NUM_CASES)
-def test_matrices_are_unpacked_as_their_package_dequantises_them(cases: list[Path], package: str) -> None:
+def test_matrices_are_unpacked_as_their_package_dequantises_them(cases, package):
     folders = [folder for folder in cases if folder.name.startswith(package)]
     assert len(folders) == NUM_CASES[package]
     for folder in folders:

@@ -194,9 +194,7 @@ def write_module(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(tmp_path, monkeypatch, case):
     tensors, settings, expected, kind = CASES[case]()
     packed = find_packed_modules(packed_checkpoint(write_module(tmp_path, tensors, settings)))
     assert packed is not None
@@ -215,29 +213,17 @@ def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(
         ("int4", "weight_shape", None, "has no tensor weight_shape"),
         ("int4", "weight_shape", lambda t: t - 1, r"has a weight_shape of \[79, 95\] and 80"),
         ("int4", "weight_packed", lambda t: t[:, :5], "packs 96 columns into 5 words,"),
-        (
-            "int4",
-            "weight_scale",
-            lambda t: t[:, :2].repeat(1, 2),
-            r"has scales of shape \[80, 4\] for 80 x 96",
-        ),
+        ("int4", "weight_scale", lambda t: t[:, :2].repeat(1, 2), r"has scales of shape \[80, 4\] for 80 x"),
         ("int4", "weight_scale", lambda t: t[:7], r"has scales of shape \[7, 3\] for 80 x 96 weights"),
         ("int4-zeros", "weight_zero_point", lambda t: t[:3], r"has a weight_zero_point of shape \[3, 2\]"),
         ("int4-order", "weight_g_idx", lambda t: t + 1, "has a weight_g_idx from 1 to 3, and groups"),
         ("int4-order", "weight_g_idx", lambda t: t[:9], "has a weight_g_idx of 9 inputs"),
-        (
-            "fp8-rows",
-            "weight",
-            lambda t: t.to(torch.bfloat16),
-            r"has weight as BF16 \[80, 96\], and not as I8",
-        ),
+        ("fp8-rows", "weight", lambda t: t.to(torch.bfloat16), r"has weight as BF16 \[80, 96\], and not as"),
         ("fp8-blocks", "weight_scale", lambda t: t[:2], r"has scales of shape \[2, 4\]"),
         ("nvfp4", "weight_global_scale", lambda t: t.repeat(2), r"has weight_global_scale of shape \[2\],"),
     ],
 )
-def test_damaged_tensors_are_refused_with_their_module(
-    tmp_path: Path, case: str, part: str, change: Any, reason: str
-) -> None:
+def test_damaged_tensors_are_refused_with_their_module(tmp_path, case, part, change, reason):
     tensors, settings, _, _ = CASES[case]()
     tensor = tensors.pop(part)
     if change is not None:
@@ -255,10 +241,7 @@ def test_damaged_tensors_are_refused_with_their_module(
         ({"format": "marlin-24"}, "its format is 'marlin-24'"),
         ({"format": ["dense"]}, r"""its format is "\['dense'\]\""""),
         ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"""its quant_algo is "\['FP8'\]\""""),
-        (
-            {"quant_method": "gptq", "checkpoint_format": ["gptq"]},
-            r"""its checkpoint_format is "\['gptq'\]\"""",
-        ),
+        ({"quant_method": "gptq", "checkpoint_format": ["gptq"]}, r"its checkpoint_format is"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its format is 'sparse-24-bitmask'"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "its transform_config rotates activations"),
         ({"quant_method": "gptq", "rotation": "hadamard"}, "its rotation rotates activations"),
@@ -280,14 +263,14 @@ def test_damaged_tensors_are_refused_with_their_module(
         ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "its weight_scale_semantics"),
     ],
 )
-def test_settings_that_are_not_read_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_settings_that_are_not_read_are_refused(tmp_path, change, reason):
     tensors, settings, _, _ = CASES["int4"]()
     folder = write_module(tmp_path, tensors, settings | change)
     with pytest.raises(ModelError, match=f"is quantised .* in a layout that is not read: {reason}"):
         find_packed_modules(packed_checkpoint(folder))
 
 
-def test_settings_without_packed_tensors_are_refused(tmp_path: Path) -> None:
+def test_settings_without_packed_tensors_are_refused(tmp_path):
     folder = write_module(
         tmp_path, {"weight": torch.ones(2, 2)}, {"quant_method": "gptq", "bits": 4, "group_size": 2}
     )
@@ -295,7 +278,7 @@ def test_settings_without_packed_tensors_are_refused(tmp_path: Path) -> None:
         find_packed_modules(packed_checkpoint(folder))
 
 
-def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path: Path) -> None:
+def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path):
     source = save_tiny(
         tmp_path / "source", hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16
     )
@@ -333,9 +316,7 @@ def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path
 @pytest.mark.parametrize(
     ("stored", "exponent_bits", "bias"), [(torch.float8_e4m3fn, 4, 7), (torch.float8_e5m2, 5, 15)]
 )
-def test_every_float_of_8_bits_is_decoded_by_its_formula(
-    stored: torch.dtype, exponent_bits: int, bias: int, dtype: torch.dtype
-) -> None:
+def test_every_float_of_8_bits_is_decoded_by_its_formula(stored, exponent_bits, bias, dtype):
     # (-1)^s 2^(e - bias) (1 + m), or (-1)^s 2^(1 - bias) m for e = 0, where m is a fraction of one.
     fraction_bits = 7 - exponent_bits
     codes = np.arange(256)

@@ -108,21 +108,9 @@ def test_a_pickled_adapter_is_not_read(over, base):
     ("name", "settings", "reason"),
     [
         ("config.json", {"attn_implementation": "someone/kernel:run"}, "whose code would be fetched and run"),
-        (
-            "config.json",
-            {"_attn_implementation_internal": "someone/kernel"},
-            "whose code would be fetched and run",
-        ),
-        (
-            "config.json",
-            {"experts_implementation": {"": "someone/kernel"}},
-            "whose code would be fetched and run",
-        ),
-        (
-            "config.json",
-            {"transformers_weights": "adapter_model.bin"},
-            "takes its weights from 'adapter_model.bin'",
-        ),
+        ("config.json", {"_attn_implementation_internal": "someone/kernel"}, "whose code would be fetched"),
+        ("config.json", {"experts_implementation": {"": "someone/kernel"}}, "whose code would be fetched"),
+        ("config.json", {"transformers_weights": "adapter_model.bin"}, "takes its weights from"),
         ("config.json", {"transformers_weights": "../else.safetensors"}, "takes its weights from"),
     ],
 )
@@ -319,10 +307,7 @@ def test_unusable_devices_are_errors(base, options, error):
     [
         ("{{ 'a' * 10**10 }}", "it takes more than 1024 MiB of memory"),
         ("{{ 'a'.ljust(10**10) }}", "it takes more than 1024 MiB of memory"),
-        (
-            "{% for i in range(90000) %}{{ 'a' * 300 }}{% endfor %}",
-            "its text is longer than 16777216 characters",
-        ),
+        ("{% for i in range(90000) %}{{ 'a' * 300 }}{% endfor %}", "its text is longer than 16777216"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{% for", "unexpected"),

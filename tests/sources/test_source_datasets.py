@@ -160,9 +160,7 @@ def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(pair, writ
     column = pa.array(["a" * 2**20])
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"prompt": column}), sink, compression="zstd", use_dictionary=False)
-    with pytest.raises(
-        SourceError, match="has a column, 'prompt', that unpacks to more than 200 times its size"
-    ):
+    with pytest.raises(SourceError, match="has a column, 'prompt', that unpacks to more than 200 times its"):
         read_prompts(write("a.parquet", sink.getvalue().to_pybytes()), pair)
 
 
@@ -430,21 +428,13 @@ def test_choices_of_columns_are_noted(write):
     [
         (jsonl({"a": 1, "b": 2}), {}, "expected a field 'prompt' or 'messages'"),
         (jsonl({"a": 1, "b\x1b": 2}), {"prompt_column": "c"}, "line 1: there is no column 'c'; there"),
-        (
-            jsonl({"prompt": "x"}, {"q": "y"}),
-            {"prompt_column": "prompt"},
-            "line 2: there is no column 'prompt'; there are 'q'",
-        ),
+        (jsonl({"prompt": "x"}, {"q": "y"}), {"prompt_column": "prompt"}, "line 2: there is no column"),
         (jsonl({"a": 3}), {"prompt_column": "a"}, "expected 'a' to be text or a list"),
         (jsonl({"a": None}), {"prompt_column": "a"}, "expected 'a' to be text or a list"),
         (jsonl({"question": 3}), {}, "expected 'question' to be text or a list"),
         (b"The sea\n", {"prompt_column": "a"}, "line 1: there is no column 'a'; there are 'prompt'"),
         (jsonl({f"c{n}": 1 for n in range(20)}), {"prompt_column": "a"}, "'c15' and 4 more: give one"),
-        (
-            jsonl({"prompt": "x", "messages": [USER]}),
-            {},
-            "found both; keep one, or choose by --prompt-column",
-        ),
+        (jsonl({"prompt": "x", "messages": [USER]}), {}, "found both; keep one, or choose by"),
         (jsonl({"prompt": "x"}, {"question": "y"}), {}, "line 2: expected a field 'prompt' or"),
     ],
 )

@@ -143,11 +143,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.csv", 'prompt\n"x"y\n', "line 2: it is not CSV"),
         ("a.csv", "text\nx\n", "line 2: expected a field 'prompt' or"),
         ("a.csv", "messages\nx\n", "line 2: expected 'messages' to be JSON"),
-        (
-            "a.csv",
-            "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n",
-            "to be JSON .* that Python prints are none",
-        ),
+        ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n", "to be JSON .* that Python prints are"),
         ("a.csv", b"prompt\nna\xefve\n", "line 2: expected UTF-8 and found byte 0xef"),
         ("a.csv", "prompt\n", "holds no prompt"),
         ("a.parquet", "prompt\nx\n", "cannot be read as Parquet"),
@@ -388,10 +384,7 @@ def test_pairs_of_conversations_may_repeat_the_prompt_as_text(pair, write):
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
         ({"prompt": "x", "chosen": [ANSWER], "rejected": [OTHER]}, "each a text or each a list of messages"),
         ({"prompt": "x", "chosen": "a", "rejected": None}, "each a text or each a list of messages"),
-        (
-            {"prompt": [USER], "chosen": ["a"], "rejected": ["b"]},
-            "each message to have a 'role' and 'content'",
-        ),
+        ({"prompt": [USER], "chosen": ["a"], "rejected": ["b"]}, "each message to have a 'role' and"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "each a text or each a list of messages"),
     ],
 )
@@ -544,7 +537,7 @@ def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
         ("rollouts", "JSONL, a JSON array or Parquet"),
     ],
 )
-def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats: str, write, tmp_path):
+def test_errors_name_the_formats_that_a_kind_of_source_takes(kind, formats, write, tmp_path):
     contents = {
         "JSONL": ("a.jsonl", '{"prompt": "a"}'),
         "a JSON array": ("a.json", '[{"prompt": "a"}]'),
