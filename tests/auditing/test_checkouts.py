@@ -92,9 +92,8 @@ def test_only_what_the_function_needs_is_executed(checkout):
         "stand-ins, whose use is an error, replace not_there_at_all.deep.Batch",
     )
     assert type(loaded.function).__name__ == "function", "it is not compiled"
-    assert torch.compile.__module__ == "torch" and not any(
-        name.startswith("checkout:") for name in sys.modules
-    )
+    assert torch.compile.__module__ == "torch"
+    assert not any(name.startswith("checkout:") for name in sys.modules)
     assert load_function(checkout, "pack:k2_penalty").file == "pack/losses.py"
 
 
@@ -135,9 +134,8 @@ def test_an_import_that_is_needed_says_what_was_used_of_it(checkout, name, words
 def test_the_commit_is_that_of_the_file_as_it_is(tmp_path):
     assert commit_of(write_checkout(tmp_path / "bare", {"a.py": ""}, commit=False), "a.py") == "no git commit"
     source = write_checkout(tmp_path / "git", {"pack/a.py": "x = 1\n", "b.py": ""})
-    git = subprocess.run(
-        ["git", "-C", str(source), "log", "-1", "--format=%H"], capture_output=True, text=True
-    )
+    command = ["git", "-C", str(source), "log", "-1", "--format=%H"]
+    git = subprocess.run(command, capture_output=True, text=True)
     assert commit_of(source, "b.py") == commit_of(source / "pack", "a.py") == f"commit {git.stdout.strip()}"
     (source / "pack/a.py").write_text("x = 2\n")
     assert commit_of(source, "pack/a.py") == f"commit {git.stdout.strip()}, with changes in pack/a.py"
@@ -151,11 +149,8 @@ OF_EACH_TOKEN = {
     **{f"nemo-rl:loss_{kind}_approximation": (kind, "behaviour") for kind in ("k2", "k3")},
     **{f"nemo-rl:reward_{kind}": (kind, "") for kind in ("k1", "k2", "k3")},
     "nemo-rl:gen_kl_error": ("k3", ""),
-    **{
-        f"skyrl:{place}_{kind}": (kind, "mask")
-        for place in ("loss", "reward")
-        for kind in ("k1", "abs", "k2", "k3")
-    },
+    **{f"skyrl:loss_{kind}": (kind, "mask") for kind in ("k1", "abs", "k2", "k3")},
+    **{f"skyrl:reward_{kind}": (kind, "mask") for kind in ("k1", "abs", "k2", "k3")},
     **{f"{name}:{kind}": (kind, "") for name in ("slime", "miles") for kind in ESTIMATORS},
     **{f"{name}:{kind}_unbiased": (kind, "behaviour") for name in ("slime", "miles") for kind in ESTIMATORS},
     **{f"{name}:reward_{kind}": (kind, "") for name in ("slime", "miles") for kind in ("k1", "low_var_kl")},
@@ -171,10 +166,8 @@ OF_RESPONSES = (
 
 
 def test_every_case_of_every_framework_is_tested():
-    assert {f"{target.name}:{case.name}" for target in REPOSITORIES for case in target.cases} == {
-        *OF_EACH_TOKEN,
-        *OF_RESPONSES,
-    }
+    cases = {f"{target.name}:{case.name}" for target in REPOSITORIES for case in target.cases}
+    assert cases == {*OF_EACH_TOKEN, *OF_RESPONSES}
     assert all(target.repository.startswith("https://github.com/") for target in REPOSITORIES)
 
 
@@ -216,10 +209,8 @@ def test_the_command_records_the_commit(checkout, tmp_path, monkeypatch, capsys)
     (typed,) = json.loads(capsys.readouterr().out)["audits"]
     assert typed["versions"]["slime/utils/ppo_utils.py"] == commit
     assert (typed["value"], typed["gradient"]) == ("KL(p ‖ q)", "KL(q ‖ p)")
-    assert (
-        f"kleash audit {target} --source {checkout} --convention loss"
-        in (tmp_path / "audit.html").read_text()
-    )
+    page = (tmp_path / "audit.html").read_text()
+    assert f"kleash audit {target} --source {checkout} --convention loss" in page
 
 
 class Terminal(io.StringIO):
@@ -243,9 +234,8 @@ def test_foreign_code_runs_once_that_is_allowed(tmp_path, monkeypatch, answer, c
     said = io.StringIO() if answer is None else Terminal()
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(sys, "stdin", io.StringIO() if answer is None else Terminal(answer))
-    assert (
-        main(["audit", "pack/asks.py:k1", "--source", "source", "--convention", "reward", "--quiet"]) == code
-    )
+    command = ["audit", "pack/asks.py:k1", "--source", "source", "--convention", "reward", "--quiet"]
+    assert main(command) == code
     assert words in said.getvalue()
     assert (tmp_path / "ran").exists() is (code == 0)
 

@@ -55,15 +55,7 @@ def test_modules_in_the_working_directory_are_found(own):
 
 @pytest.mark.parametrize(
     ("typed", "value"),
-    [
-        ("-.5", -0.5),
-        ("True", True),
-        ("None", None),
-        ("'k3'", "k3"),
-        ("k3+", "k3+"),
-        ("a=b", "a=b"),
-        ("1 +", "1 +"),
-    ],
+    [("-.5", -0.5), ("True", True), ("None", None), ("'k3'", "k3"), *((x, x) for x in ("k3+", "a=b", "1 +"))],
 )
 def test_argument_values_are_literals_or_strings(own, typed, value):
     (case,) = cases_of("own_kl_code:mine", "loss", (f"name={typed}",))

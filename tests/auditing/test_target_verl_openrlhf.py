@@ -41,9 +41,10 @@ def test_verl_synonyms_of_estimators(inputs):
         assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))
 
 
-@pytest.mark.parametrize(
-    ("mode", "weights"), [("token-mean", [1 / 5, 1 / 5]), ("seq-mean-token-mean", [1 / 6, 1 / 4])]
-)
+MODES = [("token-mean", [1 / 5, 1 / 5]), ("seq-mean-token-mean", [1 / 6, 1 / 4])]
+
+
+@pytest.mark.parametrize(("mode", "weights"), MODES)
 def test_verl_aggregations(inputs, by_hand, mode, weights):
     sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
     close(of(f"verl:loss_{mode}", inputs)[0], (sums * torch.tensor(weights)).sum(), 1e-7)

@@ -187,16 +187,17 @@ def test_a_fault_is_named_first_without_models(fault, is_of_trainer):
     assert fault not in ALIKE or ALIKE[fault] in first.alike
 
 
+def summed(logp: Array) -> Array:
+    return logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME)
+
+
 OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "base 2": ("logarithms to base 2", lambda logp: logp / np.log(2)),
     "base 10": ("logarithms to base 10", lambda logp: logp / np.log(10)),
     "probabilities": ("probabilities, not their logarithms", np.exp),
     "negative": ("negative log-likelihoods", np.negative),
     "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
-    "sums of responses": (
-        "do not depend on each other",
-        lambda logp: logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME),
-    ),
+    "sums of responses": ("do not depend on each other", summed),
     "entropies": ("they are logits", lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp)))),
     "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
 }
@@ -217,20 +218,17 @@ def in_bfloat16(column: Array) -> Array:
     return torch.from_numpy(column).bfloat16().double().numpy()
 
 
-HEALTHY_NOISE: dict[str, Callable[[World, Array], Array]] = {
-    "heavy tails": lambda world, size: 0.005 * size * world.random.standard_t(2, len(size)),
-    "two kernels": lambda world, size: (
-        size
-        * np.where(world.random.random(len(size)) < 0.3, 0.03, 0.003)
-        * world.random.standard_normal(len(size))
-    ),
-    "half of the tokens equal": lambda world, size: (
-        0.01 * size * world.random.standard_normal(len(size)) * (world.random.random(len(size)) < 0.5)
-    ),
-    "shrinking": lambda world, size: (
-        0.03 * size * world.random.standard_normal(len(size)) / (1 + world.position / 3)
-    ),
+def two_kernels(world: World) -> Array:
+    return np.where(world.random.random(len(world.tokens)) < 0.3, 0.03, 0.003)
+
+
+HEALTHY_NOISE: dict[str, Callable[[World], Any]] = {
+    "heavy tails": lambda world: 0.005 / np.sqrt(world.random.chisquare(2, len(world.tokens)) / 2),
+    "two kernels": two_kernels,
+    "half of the tokens equal": lambda world: 0.01 * (world.random.random(len(world.tokens)) < 0.5),
+    "shrinking": lambda world: 0.03 / (1 + world.position / 3),
 }
+"""The size of each token's errors of its logits."""
 
 
 @pytest.mark.parametrize("kind", HEALTHY_NOISE)
@@ -238,7 +236,8 @@ def test_rounding_that_varies_among_tokens_is_healthy(kind):
     """Errors of logits below those that bfloat16 explains, in any mixture: not some tokens' experts or prompts."""
     world = World(0)
     trainer = world.logp(world.logits)
-    engine = np.minimum(trainer + HEALTHY_NOISE[kind](world, 1 - np.exp(trainer)), 0)
+    errors = HEALTHY_NOISE[kind](world) * world.random.standard_normal(len(trainer))
+    engine = np.minimum(trainer - np.expm1(trainer) * errors, 0)
     assert diagnose(world.rollouts(trainer, engine)).findings == ()
 
 
@@ -381,17 +380,11 @@ def test_few_tokens_are_not_diagnosed():
     assert not diagnosis.examined and diagnosis.findings == () and "too few" in diagnosis.notes[0]
 
 
-def written(path: Path, rollouts: list[RolloutRecord], **changes: Any) -> str:
-    rows = [
-        {
-            "prompt_token_ids": list(rollout.prompt_ids),
-            "response_token_ids": list(rollout.response_ids),
-            "trainer_logprobs": rollout.trainer.tolist(),
-            "engine_logprobs": rollout.engine.tolist(),
-        }
-        for rollout in rollouts
-    ]
-    path.write_text("\n".join(json.dumps(row | changes) for row in rows))
+def written(path: Path, rollouts: list[RolloutRecord]) -> str:
+    names = "prompt_token_ids", "response_token_ids", "trainer_logprobs", "engine_logprobs"
+    columns = ((one.prompt_ids, one.response_ids, one.trainer, one.engine) for one in rollouts)
+    rows = [dict(zip(names, map(np.ndarray.tolist, map(np.asarray, each)), strict=True)) for each in columns]
+    path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 

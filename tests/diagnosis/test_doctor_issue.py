@@ -73,12 +73,12 @@ class Rollouts:
 @pytest.fixture(scope="module")
 def penalised(pair: Pair) -> Rollouts:
     processor: Any = RepetitionPenaltyLogitsProcessor(1.1)
-    return Rollouts(pair, 24, 40, processor)
+    return Rollouts(pair, 16, 40, processor)
 
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> Rollouts:
-    return Rollouts(pair, 16, 40)
+    return Rollouts(pair, 12, 40)
 
 
 @pytest.fixture(scope="module")

@@ -182,14 +182,9 @@ def test_columns_that_are_equal_bit_for_bit_pass_with_a_note_if_they_have_severa
 
 
 def test_few_decimals_are_a_noise_floor(tmp_path):
-    rows = [
-        row
-        | {
-            name: [round(x, 2) for x in row["engine_logprobs"]]
-            for name in ("engine_logprobs", "trainer_logprobs")
-        }
-        for row in records(80)
-    ]
+    rows = records(80)
+    for row in rows:
+        row["engine_logprobs"] = row["trainer_logprobs"] = [round(x, 2) for x in row["engine_logprobs"]]
     path = written(tmp_path / "rounded.jsonl", rows)
     gates = [measure_mismatch(path, at_most=limit).gate for limit in (4e-5, 6e-5)]
     assert [gate.verdict for gate in gates if gate] == ["undecided", "passed"]
@@ -261,9 +256,8 @@ def test_token_exports_of_prime_rl_are_split_at_the_first_token_of_the_loss(tmp_
     weights = {"rl_weights": [0.0, 0.0, 0.0, 0.0, 1.0], "loss_mask": [False, True, True, False, True]}
     (rollout,) = read_rollouts(written(tmp_path / "mixed.jsonl", [token_export(**weights)]))
     assert rollout.response_ids == (6, 7, 8, 9)
-    assert rollout.is_counted.tolist() == [False, False, False, True], (
-        "tokens of a frozen model are not drawn"
-    )
+    counted = rollout.is_counted.tolist()
+    assert counted == [False, False, False, True], "tokens of a frozen model are not drawn"
 
 
 @pytest.mark.parametrize(
@@ -284,10 +278,8 @@ def test_names_of_fields_are_those_of_the_installed_frameworks(module, column, r
     for row in rows:
         for name in row[1 + column]:
             assert f'"{name}"' in source, name
-            assert name in {
-                *FIELD_NAMES.get(row[0][0], ()),
-                *(RESPONSE_MASKS if row[0] == ["response_mask"] else ()),
-            }
+            masks = RESPONSE_MASKS if row[0] == ["response_mask"] else ()
+            assert name in {*FIELD_NAMES.get(row[0][0], ()), *masks}
 
 
 def test_files_of_several_ranks_are_measured_as_one(tmp_path, capsys):
@@ -299,14 +291,9 @@ def test_files_of_several_ranks_are_measured_as_one(tmp_path, capsys):
     (tmp_path / "logs" / "config.json").write_text("{}")
     (tmp_path / "logs" / "rank-5.jsonl").touch()
     whole = measure_mismatch(written(tmp_path / "whole.jsonl", rows))
-    for names in (
-        str(tmp_path / "logs"),
-        [
-            str(tmp_path / "logs" / name)
-            for name in ("rank-2.jsonl", "../logs/rank-2.jsonl", "rank-[3-4].jsonl")
-        ],
-        str(tmp_path / "logs" / "rank-*.jsonl"),
-    ):
+    logs = tmp_path / "logs"
+    one_by_one = ("rank-2.jsonl", "../logs/rank-2.jsonl", "rank-[3-4].jsonl")
+    for names in (str(logs), [str(logs / name) for name in one_by_one], str(logs / "rank-*.jsonl")):
         record = measure_mismatch(names)
         assert record.numbers == whole.numbers and record.values == whole.values
         expected = {**dict.fromkeys(parts, 12), **({} if isinstance(names, list) else {"rank-5.jsonl": 0})}
@@ -325,15 +312,12 @@ def test_a_file_whose_mismatch_is_above_that_of_the_others_is_named(tmp_path):
     for rank in range(3):
         rows = records(60, shift=0.3 if rank == 2 else 0.02, seed=rank)
         if rank == 1:  # another framework's name, and a mask that is null
-            rows = [
-                {"rollout_log_probs": row.pop("engine_logprobs"), **row, "response_mask": None}
-                for row in rows
-            ]
+            for row in rows:
+                row |= {"rollout_log_probs": row.pop("engine_logprobs"), "response_mask": None}
         written(tmp_path / "logs" / f"rank-{rank}.jsonl", rows)
     (one_sided,) = measure_mismatch(tmp_path / "logs").notes
-    assert one_sided.startswith(
-        f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
-    )
+    words = f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
+    assert one_sided.startswith(words)
     equal = [written(tmp_path / name, records(60)) for name in ("a.jsonl", "b.jsonl")]
     assert measure_mismatch(equal).notes == (), "equal files have no side"
 
@@ -382,16 +366,12 @@ def padded_row(number: int, length: int, values: tuple[float, float] = (0.0, 0.0
     """A response of so many tokens, padded to 12 tokens as in a batch of verl."""
     draw = np.random.default_rng(number)
     trainer = -draw.exponential(size=length)
-    columns = (trainer, trainer * (1 - 0.01 * draw.standard_normal(length)))
+    engine = trainer * (1 - 0.01 * draw.standard_normal(length))
     return {
         "prompts": [5, number + 6],
         "responses": [*draw.integers(10, 99, length).tolist(), *[0] * (12 - length)],
-        **{
-            name: [*column.tolist(), *[value] * (12 - length)]
-            for name, column, value in zip(
-                ("old_log_probs", "rollout_log_probs"), columns, values, strict=True
-            )
-        },
+        "old_log_probs": [*trainer.tolist(), *[values[0]] * (12 - length)],
+        "rollout_log_probs": [*engine.tolist(), *[values[1]] * (12 - length)],
     }
 
 
@@ -405,11 +385,9 @@ def test_padding_without_a_mask_is_named_before_any_number(tmp_path, capsys, val
     assert "padding" in captured.err and "'response_mask'" in captured.err and not captured.out
     assert main(["doctor", path]) == 0
     assert "padding without a mask" in " ".join(capsys.readouterr().out.split())
-    masked = [
-        {**row, "response_mask": [index < 4 + number % 7 for index in range(12)]}
-        for number, row in enumerate(rows)
-    ]
-    kept = measure_mismatch(written(tmp_path / "masked.jsonl", masked))
+    for number, row in enumerate(rows):
+        row["response_mask"] = [index < 4 + number % 7 for index in range(12)]
+    kept = measure_mismatch(written(tmp_path / "masked.jsonl", rows))
     assert kept.tokens == sum(4 + number % 7 for number in range(40))
 
 
@@ -437,16 +415,10 @@ def test_a_batch_of_verl_is_written_and_read(tmp_path):
     ids = torch.arange(20).reshape(2, 10)
     masks = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 10])
     columns = -torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    data = DataProto.from_dict(
-        {
-            "prompts": ids[:, :4],
-            "responses": ids[:, 4:],
-            "attention_mask": masks,
-            "response_mask": masks[:, 4:],
-            **dict(zip(("old_log_probs", "rollout_log_probs", "ref_log_prob"), columns, strict=True)),
-            "token_level_scores": columns[0],
-        }
-    )
+    batch = {"prompts": ids[:, :4], "responses": ids[:, 4:], "attention_mask": masks}
+    batch |= {"response_mask": masks[:, 4:], "token_level_scores": columns[0]}
+    batch |= dict(zip(("old_log_probs", "rollout_log_probs", "ref_log_prob"), columns, strict=True))
+    data = DataProto.from_dict(batch)
     path = tmp_path / "rollouts" / "3.jsonl"
     write_rollouts(path, data.batch, version=3)
     first, second = read_rollouts(str(path))
@@ -485,8 +457,7 @@ def test_an_experience_of_openrlhf_is_written_and_read(tmp_path):
 
 def test_a_batch_without_a_column_is_not_written(tmp_path):
     ids = torch.ones(2, 3, dtype=torch.long)
+    batch = {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()}
     with pytest.raises(OptionError, match="rollout_log_probs"):
-        write_rollouts(
-            tmp_path / "x.jsonl", {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()}
-        )
+        write_rollouts(tmp_path / "x.jsonl", batch)
     assert not list(tmp_path.iterdir())

@@ -33,11 +33,8 @@ def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
     rows = {line[:16].strip(): [float(x) for x in re.findall(r"\d+\.\d+", line[16:])] for line in table}
     assert list(rows) == ["reference", *example.LEASHES, example.TRL]
     assert rows["reference"][2:] == [0, 0] and all(0 <= row[0] <= 1 for row in rows.values())
+    files = (tmp_path / "seed-0" / f"{name}.jsonl" for name in ("train", "held_out"))
     train, held_out = (
-        {
-            json.loads(line)["prompt"]
-            for line in (tmp_path / "seed-0" / f"{name}.jsonl").read_text().splitlines()
-        }
-        for name in ("train", "held_out")
+        {json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files
     )
     assert len(train) == 4 and len(held_out) == 3 and not train & held_out

@@ -24,11 +24,9 @@ def test_every_table_of_the_readme_is_printed_by_the_command(root):
 
 def test_numbers_in_the_prose_match_the_tables(study, root):
     text = " ".join((root / "examples/estimator_study/README.md").read_text(encoding="utf-8").split())
-    ratios = [
-        (case.row("k1").standard_deviation / case.row("exact").standard_deviation) ** 2
-        for case in study.cases
-        if case.name.startswith("markov-")
-    ]
+    cases = [case for case in study.cases if case.name.startswith("markov-")]
+    spreads = [[case.row(name).standard_deviation for name in ("k1", "exact")] for case in cases]
+    ratios = [(k1 / exact) ** 2 for k1, exact in spreads]
     assert f"by {min(ratios):.0f} (logits 1 ×" in text
     assert f"{max(ratios):,.0f}".replace(",", " ") + " (0.05 ×" in text
     assert f"{study.noise_crossing:.3f} nats" in text

@@ -1,6 +1,5 @@
 """Checkpoints with a ``quantization_config`` that are decoded when they are loaded."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny
+from tiny_models import edit_json, save_tiny
 
 from kleash.errors import ModelError
 from kleash.models import load_pair
@@ -17,8 +16,7 @@ from kleash.models import load_pair
 def with_settings(source: Path, folder: Path, **settings: Any) -> Path:
     """A copy of a checkpoint with a quantization_config."""
     shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(folder / "config.json", quantization_config=settings)
     return folder
 
 
@@ -73,6 +71,5 @@ def test_fp8_blocks_are_decoded_bit_for_bit(tmp_path, block, dtype, kv_cache):
     unpacked = f"is quantised (fp8), and its 14 packed matrices were unpacked; the format also quantises {rounded} in"
     assert any(unpacked in note for note in pair.notes)
     weights = pair.policy.record().weights
-    assert weights is not None
     assert weights.modules["model.layers.0-1.mlp.up_proj"] == f"fp8, blocks of {block} x {block}"
     assert weights.bits_per_weight == 8 * weights.bytes / pair.reference.parameters

@@ -58,15 +58,6 @@ def test_only_missing_sequences_are_computed(pair, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
-def test_the_key_depends_on_the_prompts_length(pair, tmp_path):
-    (one,) = random_sequences(((5, 7),))
-    whole = one.prompt_ids + one.response_ids
-    moved = replace(one, prompt_ids=whole[:6], response_ids=whole[6:])
-    cache = ReferenceCache(tmp_path, pair.reference)
-    score(pair, [one], cache=cache)
-    same(score(pair, [moved], cache=cache), score(pair, [moved]))
-
-
 def test_hidden_states_are_stored_in_the_models_dtype(folders, tmp_path):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference), dtype="bfloat16")

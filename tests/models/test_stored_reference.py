@@ -28,7 +28,7 @@ from kleash.models import (
     score,
 )
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
-from kleash.models.cache.stored_reference import finish_cache, head_tensors, save_rounding_columns
+from kleash.models.cache.stored_reference import finish_cache, save_rounding_columns
 from kleash.models.scoring import checked_reader
 from kleash.records import CacheContents
 
@@ -70,20 +70,6 @@ def test_a_stored_reference_scores_as_the_loaded_one(folders, pair, tmp_path):
     np.testing.assert_allclose(warm["logp_reference"][warm["prompt_id"] == 1], wanted, rtol=2e-5)
     assert without.reference.record() == pair.reference.record()
     assert without.context_length == pair.context_length
-
-
-def test_cached_sequences_are_not_read_again(folders, tmp_path):
-    made(tmp_path, folders("llama")[1], random_sequences())
-    model = load_reference(str(folders("llama")[1]), None, Loading()).reference
-    cache = ReferenceCache(tmp_path, model)
-
-    def unasked(_: Any) -> torch.Tensor:
-        raise AssertionError("the reference was asked")
-
-    cache.fill(unasked, random_sequences()[1:], 4096)
-    assert len(cache.states) == 4 and all(one in cache for one in random_sequences())
-    with pytest.raises(AssertionError, match="was asked"):
-        cache.fill(unasked, random_sequences(((2, 2),)), 4096)
 
 
 def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path):
@@ -263,11 +249,3 @@ def test_bias_scale_and_softcap_are_restored(folders, tmp_path):
     assert head.bias is not None and torch.equal(head.bias, bias)
     assert (head.scale, head.softcap) == (0.25, 3.0)
     assert model.head.weight is not None and torch.equal(head.weight, model.head.weight)
-
-
-def test_head_tensors_are_weight_and_bias(pair):
-    weight = pair.reference.head.weight
-    assert weight is not None
-    assert set(head_tensors(pair.reference.head)) == {"weight"}
-    both = head_tensors(replace(pair.reference.head, bias=torch.arange(len(weight)).float()))
-    assert both["bias"].tolist() == list(range(len(weight))) and torch.equal(both["weight"], weight)

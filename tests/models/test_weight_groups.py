@@ -19,19 +19,8 @@ from kleash.models.weight_groups import swapped_weights, weight_groups
 
 PairFolders = Callable[[str], tuple[Path, Path]]
 ARCHITECTURES = (
-    *(
-        "bloom",
-        "deepseek_v3",
-        "falcon_h1",
-        "gemma3n_text",
-        "gpt2",
-        "gpt_oss",
-        "jamba",
-        "llama",
-        "mamba",
-        "mixtral",
-    ),
-    *("qwen3_next", "rwkv"),
+    *("bloom", "deepseek_v3", "falcon_h1", "gemma3n_text", "gpt2", "gpt_oss", "jamba", "llama", "mamba"),
+    *("mixtral", "qwen3_next", "rwkv"),
 )
 IDS = torch.tensor([[0, 5, 9, 31, 200, 7, 7, 120]])
 
@@ -65,11 +54,10 @@ def test_every_weight_is_in_exactly_one_group_and_all_together_are_the_reference
     for seed in (0, 1):
         torch.manual_seed(seed)
         networks.append(AutoModelForCausalLM.from_config(tiny_config(architecture)).eval())
-    models: list[Any] = [
+    policy, reference = (
         LoadedNetwork(network=network, role=role, dtype=network.dtype, head=Head(weight=None))
         for network, role in zip(networks, ("policy", "reference"), strict=True)
-    ]
-    policy, reference = models
+    )
     ids = torch.tensor([[1, 5, 9, 3, 7, 2]])
     with torch.no_grad():
         before, expected = (network(ids, use_cache=False).logits for network in networks)

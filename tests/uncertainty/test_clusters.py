@@ -31,14 +31,13 @@ def test_few_documents_are_split_into_blocks_of_neighbouring_windows():
     ]
 
 
-def test_a_single_document_is_split_into_blocks():
-    labels, warnings = cluster_labels(np.zeros(9, int), np.arange(9))
-    assert labels.tolist() == [0] * 8 + [1]
-    assert "fewer than 30 documents (1)" in warnings[0]
-
-
 def test_documents_are_split_below_thirty():
-    for documents, options, is_split in ((29, {}, True), (30, {}, False), (30, {"few": 31}, True)):
+    for documents, options, is_split in (
+        (1, {}, True),
+        (29, {}, True),
+        (30, {}, False),
+        (30, {"few": 31}, True),
+    ):
         ids = np.repeat(np.arange(documents), 9)
         labels, warnings = cluster_labels(ids, np.tile(np.arange(9), documents), **options)
         assert labels.max() + 1 == documents * (2 if is_split else 1)

@@ -25,9 +25,8 @@ def two_steps() -> tuple[np.ndarray, np.ndarray]:
     """U and C of every sequence."""
     sampled, exact = [], []
     for (first, second), occurrences in OCCURRENCES.items():
-        u = math.log(FIRST_P[first] / FIRST_Q[first]) + math.log(
-            THEN_P[first][second] / THEN_Q[first][second]
-        )
+        u = math.log(FIRST_P[first] / FIRST_Q[first])
+        u += math.log(THEN_P[first][second] / THEN_Q[first][second])
         c = kl(FIRST_P, FIRST_Q) + kl(THEN_P[first], THEN_Q[first])
         sampled += [u] * occurrences
         exact += [c] * occurrences

@@ -71,12 +71,6 @@ def test_no_end_is_farther_than_two_and_a_half_times_students_t():
     assert distances_in_errors(sums, counts) == pytest.approx((t, 2.5 * t))
 
 
-def test_the_interval_does_not_depend_on_the_order_of_the_clusters():
-    sums, counts = lognormal_prompts(4000, seed=6)
-    order = np.random.default_rng(1).permutation(4000)
-    assert ratio_of_sums(sums[order], counts[order], lower=0.0) == ratio_of_sums(sums, counts, lower=0.0)
-
-
 @pytest.mark.parametrize("clusters", [30, 300])
 @pytest.mark.parametrize("name", ["normal", "lognormal 1"])
 def test_each_end_has_its_nominal_error_rate(benchmark, name, clusters):
@@ -180,12 +174,8 @@ def test_a_constant_is_exact_only_if_it_is_the_known_value():
         paired_difference(zeros, counts, zeros, counts, known_value=0.0),
         controlled_total(zeros, zeros, labels, known_value=0.0).estimate,
     ):
-        assert (estimate.value, estimate.standard_error, estimate.ci95, estimate.warnings) == (
-            0,
-            0,
-            (0, 0),
-            (),
-        )
+        numbers = estimate.value, estimate.standard_error, estimate.ci95, estimate.warnings
+        assert numbers == (0, 0, (0, 0), ())
         assert estimate.is_exact and estimate.relative_error == 0
         assert str(estimate).startswith("0 nats exactly, over ")
     assert (means.half_width == 0).all() and np.isnan(running_mean(zeros, counts).half_width).all()
@@ -206,22 +196,18 @@ def test_every_estimator_handles_a_constant_sample():
     for estimate in estimates:
         assert estimate.warnings[0] == "only 7 clusters; below 30 the error itself is uncertain"
     known = [estimate.ci95 == (0.0, 0.0) for estimate in estimates]
-    assert known == [False, False, False, True, True, False, False], (
-        "seven equal clusters bound the 0.3 quantile and the median"
-    )
+    # Seven equal clusters bound the 0.3 quantile and the median.
+    assert known == [False, False, False, True, True, False, False]
     difference = paired_difference(counts, counts, counts, counts, unit="probability", lower=-1.0, upper=1.0)
     assert difference.ci95 == pytest.approx((-unseen_share(7, 0.975), unseen_share(7, 0.975)))
-    assert all(
-        estimate.ci95 == (0.0, 0.0) and not estimate.warnings
-        for estimate in quantiles(*sample, lower=0.0, known_value=0.0)
-    )
+    exact = quantiles(*sample, lower=0.0, known_value=0.0)
+    assert all(estimate.ci95 == (0.0, 0.0) and not estimate.warnings for estimate in exact)
 
 
 def test_two_clusters_are_few_and_not_equal():
     few = "only 2 clusters; below 30 the error itself is uncertain"
-    warnings = paired_difference(
-        *(np.array(pair) for pair in ((3.0, 1), (10, 20), (2.0, 9), (10, 20)))
-    ).warnings
+    sides = (np.array(pair) for pair in ((3.0, 1), (10, 20), (2.0, 9), (10, 20)))
+    warnings = paired_difference(*sides).warnings
     assert warnings == (few,)
     one_sided = ratio_of_sums(np.array([3.0, 1.0]), np.array([10, 20]), lower=0.0).warnings
     assert one_sided[0] == few and not any("same mean" in warning for warning in one_sided)
