@@ -93,7 +93,7 @@ def test_semantics_of_logits_agree_with_truncate():
     [
         (Semantics(), "the full softmax at temperature 1"),
         (Semantics(temperature=0.7, top_p=1.0, min_p=0.0), "the full softmax at temperature 0.7"),
-        (Semantics(top_k=20, top_p=0.95, min_p=0.1), "cut to top_k 20, top_p 0.95, min_p 0.1 at temperature"),
+        (Semantics(top_k=20, min_p=0.1), "cut to top_k 20, min_p 0.1 at temperature 1"),
     ],
 )
 def test_semantics_as_text(semantics, words):
