@@ -128,7 +128,7 @@ def test_axes_of_one_name_have_one_size(function, unhooked):
     for name, axes in tensors.items():
         shared = {axis for other, theirs in tensors.items() if other != name for axis in theirs.split()}
         for axis in set(axes.split()) & shared:
-            sizes: dict[str, int] = {}
+            sizes = {}
             given = {n: tensor_of(parameters[n], sizes, axis if n == name else None) for n in tensors}
             for one in (given[name], given[name][0]):  # of another size, and with an axis less
                 with pytest.raises((ShapeError, VocabularyMismatchError)):

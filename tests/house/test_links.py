@@ -35,17 +35,17 @@ MENTION = re.compile(r"\b(?:docs/[\w/-]+|README|DESIGN|CONTRIBUTING|CHANGELOG)\.
 """A page that a source file names, with an anchor or without."""
 
 
-def slug(heading: str) -> str:
+def slug(heading):
     """The anchor that GitHub gives a heading: lower case, punctuation dropped, each space a hyphen."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     text = re.sub(r"[`*]|<[^>]+>", "", text).strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The anchors of a page; the second heading of one text ends in -1, the third in -2."""
     text = FENCED_BLOCK.sub("", text)
-    seen: Counter[str] = Counter()
+    seen = Counter()
     names = set(HTML_ANCHOR.findall(text))
     for heading in HEADING.findall(text):
         name = slug(heading)
@@ -54,14 +54,14 @@ def anchors(text: str) -> set[str]:
     return names
 
 
-def links(text: str) -> list[str]:
+def links(text):
     """The targets of a page's links and pictures, without those outside the project and those in code."""
     text = CODE_SPAN.sub("``", FENCED_BLOCK.sub("", text))
     found = [link for kind in (INLINE_LINK, REFERENCE_LINK, HTML_LINK) for link in kind.findall(text)]
     return [link for link in found if not EXTERNAL.match(link)]
 
 
-def broken(page: Path, targets: list[str]) -> list[str]:
+def broken(page, targets):
     """The links of a page that name a file or an anchor that does not exist."""
     wrong = []
     for link in targets:
@@ -76,11 +76,11 @@ def broken(page: Path, targets: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_anchors_resolve(page: Path) -> None:
+def test_links_and_anchors_resolve(page):
     assert broken(page, links(page.read_text(encoding="utf-8"))) == []
 
 
-def test_pages_named_in_source_files_exist() -> None:
+def test_pages_named_in_source_files_exist():
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.toml", "*.html", "*.c", "Makefile"],
         cwd=ROOT,

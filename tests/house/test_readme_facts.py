@@ -28,12 +28,7 @@ NAMES = {"verl": "verl", "trl": "TRL", "liger-kernel": "Liger"}
                 r'"mse", "k2"',
             ),
         ),
-        (
-            "trl",
-            "trl",
-            "trainer/grpo_config.py",
-            (r"use_bias_correction_kl: bool = field\(\s+default=True",),
-        ),
+        ("trl", "trl", "trainer/grpo_config.py", (r"use_bias_correction_kl: bool = field\(\s+default=True",)),
         ("trl", "trl", "trainer/grpo_trainer.py", (r"torch\.exp\(ref_per_token_logps - per_token_logps\)",)),
         ("trl", "trl", "kernels/chunked_divergence.py", (r"class ChunkedDivergenceFunction",)),
         (
@@ -45,7 +40,7 @@ NAMES = {"verl": "verl", "trl": "TRL", "liger-kernel": "Liger"}
         ("liger-kernel", "liger_kernel", "chunked_loss/jsd_loss.py", (r"class LigerFusedLinearJSDLoss",)),
     ],
 )
-def test_a_cell_of_the_table(package: str, module: str, path: str, patterns: tuple[str, ...]) -> None:
+def test_a_cell_of_the_table(package, module, path, patterns):
     spec = find_spec(module)
     assert spec is not None and spec.submodule_search_locations
     source = (Path(next(iter(spec.submodule_search_locations))) / path).read_text()
@@ -54,6 +49,6 @@ def test_a_cell_of_the_table(package: str, module: str, path: str, patterns: tup
     assert f"| {NAMES[package]} {version(package)} |" in (ROOT / "README.md").read_text()
 
 
-def test_the_citation_has_the_version() -> None:
+def test_the_citation_has_the_version():
     (cited,) = CITATION.findall((ROOT / "CITATION.cff").read_text())
     assert cited == kleash.__version__

@@ -21,7 +21,7 @@ SHORT = Sampling(max_new_tokens=5, samples_per_prompt=2, temperature=0.8)
 
 pytestmark = [
     # What TRL and PEFT read that transformers has renamed, and what reentrant checkpointing says.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 ]
 
 

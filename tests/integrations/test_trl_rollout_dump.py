@@ -2,9 +2,7 @@
 
 import json
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def trl() -> SimpleNamespace:
+def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -37,7 +35,7 @@ def trl() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
@@ -51,9 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("RLOO", {}),
     ],
 )
-def test_rollouts_of_a_run_are_written_and_read(
-    trl: Any, folder: Path, tmp_path: Path, capsys: Any, kind: str, settings: dict[str, Any]
-) -> None:
+def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, kind, settings):
     config = getattr(trl, f"{kind.removeprefix('Leashed')}Config")
     runs = []
     for name in ("with", "without"):
@@ -101,7 +97,7 @@ def test_rollouts_of_a_run_are_written_and_read(
     assert "8 responses" in " ".join(capsys.readouterr().out.split())
 
 
-def test_other_trainers_and_intervals_are_refused(trl: Any, tmp_path: Path) -> None:
+def test_other_trainers_and_intervals_are_refused(trl, tmp_path):
     with pytest.raises(OptionError, match="write_rollouts"):
         trl.RolloutDump(tmp_path).attach(SimpleNamespace(add_callback=print))
     with pytest.raises(OptionError, match="at least 1"):

@@ -10,7 +10,7 @@ from kleash.jobs.option_groups import SHIPPED_PROMPTS
 from kleash.records import CacheJob, MeasureJob
 
 
-def test_without_arguments_it_is_the_shipped_pair() -> None:
+def test_without_arguments_it_is_the_shipped_pair():
     assert MeasureJob().source == ("prompts", SHIPPED_PROMPTS)
 
 
@@ -41,7 +41,7 @@ def test_without_arguments_it_is_the_shipped_pair() -> None:
         ({"seed": -1}, "--seed must be a whole number from 0 to 2^63 - 1; it is -1"),
     ],
 )
-def test_what_means_nothing_is_refused_with_its_reason(options: dict[str, object], message: str) -> None:
+def test_what_means_nothing_is_refused_with_its_reason(options, message):
     with pytest.raises(OptionError) as caught:
         MeasureJob(**options)
     assert str(caught.value) == message
@@ -58,17 +58,17 @@ def test_what_means_nothing_is_refused_with_its_reason(options: dict[str, object
         ({"min_p": 0.1}, True),
     ],
 )
-def test_it_knows_whether_draws_leave_something_out(options: dict[str, object], truncates: bool) -> None:
+def test_it_knows_whether_draws_leave_something_out(options, truncates):
     assert MeasureJob(**options).truncates is truncates
 
 
-def test_settings_leave_out_where_the_result_goes() -> None:
+def test_settings_leave_out_where_the_result_goes():
     plain, elsewhere = MeasureJob(), MeasureJob(out="x", resume=True, quiet=True, json=True)
     assert plain.settings() == elsewhere.settings()
     assert plain.settings() != MeasureJob(seed=1).settings()
 
 
-def test_a_path_is_as_good_as_its_name(unhooked: None) -> None:
+def test_a_path_is_as_good_as_its_name(unhooked):
     here = {"reference": Path("models/base"), "out": Path("runs") / "first"}
     measured = MeasureJob(**here, policy=Path("tuned"), text=Path("a.txt"), reference_cache=Path("cache"))  # type: ignore[arg-type]
     assert measured == MeasureJob(

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 
@@ -14,17 +13,11 @@ from kleash.records import DistillJob, DPOJob, GRPOJob, MeasureJob, PPOJob, RLOO
 from kleash.store.codec import decode, to_json
 from kleash.store.job_folder import RunHeader
 
-JOBS: tuple[Any, ...] = (
-    PPOJob,
-    GRPOJob,
-    RLOOJob,
-    lambda **more: DPOJob(**{"pairs": "p.jsonl", **more}),
-    DistillJob,
-)
+JOBS = (PPOJob, GRPOJob, RLOOJob, lambda **more: DPOJob(**{"pairs": "p.jsonl", **more}), DistillJob)
 
 
 @pytest.mark.parametrize("kind", JOBS)
-def test_what_is_asked_by_default_means_something(kind: Any) -> None:
+def test_what_is_asked_by_default_means_something(kind):
     assert isinstance(kind(), TrainJob)
 
 
@@ -64,7 +57,7 @@ def test_what_is_asked_by_default_means_something(kind: Any) -> None:
         ({"minibatches": 17}, "--minibatches 17 cannot be made of 16 responses"),
     ],
 )
-def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], said: str) -> None:
+def test_what_means_nothing_is_refused_in_a_sentence(options, said):
     with pytest.raises(OptionError) as error:
         PPOJob(**options)
     assert said in str(error.value)
@@ -93,12 +86,12 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
         (lambda: DistillJob(on_hacking="tighten"), "distill has no beta that could be tightened"),
     ],
 )
-def test_each_algorithm_refuses_what_it_cannot_do(ask: Any, said: str) -> None:
+def test_each_algorithm_refuses_what_it_cannot_do(ask, said):
     with pytest.raises(OptionError, match=said.replace("(", "\\(")):
         ask()
 
 
-def test_a_fixed_beta_may_lie_beyond_the_bounds_of_controllers() -> None:
+def test_a_fixed_beta_may_lie_beyond_the_bounds_of_controllers():
     assert PPOJob(beta=20.0).beta == 20.0
     assert PPOJob(beta=0.0).beta == 0.0
     assert PPOJob(on_hacking="tighten").on_hacking == "tighten"
@@ -111,7 +104,7 @@ LOSSES |= {("k3", "token"), ("k3", "sequence")}
 
 @pytest.mark.parametrize("job", [PPOJob, GRPOJob, RLOOJob])
 @pytest.mark.parametrize(("kl", "place", "scope"), list(itertools.product(*KL_OPTIONS)))
-def test_a_kl_is_accepted_if_its_gradient_is_the_named_one(job: Any, kl: str, place: str, scope: str) -> None:
+def test_a_kl_is_accepted_if_its_gradient_is_the_named_one(job, kl, place, scope):
     """An exact KL in the reward is right only with its own gradient in the loss, which PPO adds and TRL does not."""
     rewards = {("k1", "sequence"), *([("exact", "sequence")] if job is PPOJob else [])}
     is_right = (kl, scope) in (LOSSES if place == "loss" else rewards)
@@ -123,7 +116,7 @@ def test_a_kl_is_accepted_if_its_gradient_is_the_named_one(job: Any, kl: str, pl
     assert is_accepted == is_right
 
 
-def test_a_refused_kl_names_the_options_to_take_instead() -> None:
+def test_a_refused_kl_names_the_options_to_take_instead():
     with pytest.raises(OptionError, match=r"its mean is not .* take --kl exact, k1 or k3"):
         PPOJob(kl="k2", kl_scope="sequence")
     with pytest.raises(
@@ -135,9 +128,7 @@ def test_a_refused_kl_names_the_options_to_take_instead() -> None:
 
 
 @pytest.mark.parametrize(("place", "kl", "scope"), [("loss", "exact", "token"), ("reward", "k1", "sequence")])
-def test_an_unset_scope_of_grpo_is_token_in_a_loss_and_sequence_in_a_reward(
-    place: str, kl: str, scope: str
-) -> None:
+def test_an_unset_scope_of_grpo_is_token_in_a_loss_and_sequence_in_a_reward(place, kl, scope):
     """The settings on disk name the scope, so that a folder of a run that named it is resumed without naming it."""
     unset = GRPOJob(kl=kl, kl_place=place)
     assert unset.kl_scope is None
@@ -149,11 +140,11 @@ def test_an_unset_scope_of_grpo_is_token_in_a_loss_and_sequence_in_a_reward(
 
 
 @pytest.mark.parametrize("job", [PPOJob, RLOOJob])
-def test_the_default_scope_of_ppo_and_rloo_is_sequence(job: Any) -> None:
+def test_the_default_scope_of_ppo_and_rloo_is_sequence(job):
     assert job().kl_scope == job(kl="k1", kl_place="reward").settings()["kl_scope"] == "sequence"
 
 
-def test_two_runs_are_one_if_all_that_decides_the_result_agrees() -> None:
+def test_two_runs_are_one_if_all_that_decides_the_result_agrees():
     job = PPOJob(reward=("a:b",), out="x")
     same = replace(job, out="y", resume=True, quiet=True, json=True, steps=500, checkpoint_every=1)
     same = replace(same, report_to=("wandb",), metric_names="trl")
@@ -169,7 +160,7 @@ def test_two_runs_are_one_if_all_that_decides_the_result_agrees() -> None:
     assert set(job.settings()) - {"algorithm"} < {field.name for field in fields(job)}
 
 
-def test_settings_come_back_from_disk_as_they_were() -> None:
+def test_settings_come_back_from_disk_as_they_were():
     header = RunHeader(
         kleash="1", settings=PPOJob(reward=("a:b", "0.5*c:d")).settings(), source_sha256="a", fingerprints={}
     )
@@ -179,13 +170,13 @@ def test_settings_come_back_from_disk_as_they_were() -> None:
     assert header.differences(other) == ["--reward was ['a:b', '0.5*c:d'] and is now ['a:b']"]
 
 
-def test_a_resumed_run_must_be_of_the_same_algorithm() -> None:
+def test_a_resumed_run_must_be_of_the_same_algorithm():
     one = RunHeader(kleash="1", settings=GRPOJob().settings(), source_sha256="", fingerprints={})
     other = replace(one, settings={**GRPOJob().settings(), "algorithm": "rloo"})
     assert one.differences(other) == ["--algorithm was 'grpo' and is now 'rloo'"]
 
 
-def test_an_option_means_the_same_in_measuring_and_in_training() -> None:
+def test_an_option_means_the_same_in_measuring_and_in_training():
     measuring = {field.name: field for field in fields(MeasureJob)}
     for name in (
         "dtype",
@@ -201,7 +192,7 @@ def test_an_option_means_the_same_in_measuring_and_in_training() -> None:
         assert {field.name: field for field in fields(PPOJob)}[name].default == measuring[name].default
 
 
-def test_asking_does_not_load_torch() -> None:
+def test_asking_does_not_load_torch():
     code = (
         "import sys, kleash.records as r, kleash.store.metrics as m\n"
         "r.PPOJob(); m.METRICS; r.DPOJob(pairs='x')\n"

@@ -4,20 +4,17 @@ import errno
 import json
 import shutil
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command_forks import CommandForks
 from safetensors.torch import load_file, save_file
 from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
 import kleash.store.atomic
 from kleash.cli import main
-from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
+from kleash.measuring import CacheJob, MeasureJob, cache_reference, measure
 
 DOCUMENTS = [
     "The sea was calm and the boat went out before the sun had come up.",
@@ -25,55 +22,55 @@ DOCUMENTS = [
     "A long road leads out of the town; nobody remembers where it was meant to end. " * 2,
     "It is said that the clock has never been right.",
 ]
-WINDOWS: dict[str, Any] = {"window": 24, "stride": 16, "batch_tokens": 64}
+WINDOWS = {"window": 24, "stride": 16, "batch_tokens": 64}
 """Fourteen windows in two shards."""
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n\n".join(DOCUMENTS))
     return path
 
 
 @pytest.fixture(scope="session")
-def cached(pair: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cached(pair, text, tmp_path_factory):
     out = tmp_path_factory.mktemp("cached") / "cache"
     cache_reference(CacheJob(reference=str(pair[1]), text=str(text), out=str(out), **WINDOWS))
     return out
 
 
 @pytest.fixture(scope="session")
-def plain(pair: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(pair, text, tmp_path_factory):
     """The same text measured without a cache."""
     out = tmp_path_factory.mktemp("plain") / "run"
     measured(pair, text, out)
     return out
 
 
-def measured(pair: tuple[Path, Path], text: Path, out: Path, **more: Any) -> Measurement:
+def measured(pair, text, out, **more):
     policy, reference = map(str, pair)
     options = {"policy": policy, "reference": reference, "text": str(text), **WINDOWS, **more}
     return measure(MeasureJob(out=str(out), **options))
 
 
-def columns(out: Path, kind: str = "tokens") -> dict[str, np.ndarray]:
+def columns(out, kind="tokens"):
     table = pq.read_table(out / kind)
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
-def parts(out: Path) -> dict[str, bytes]:
+def parts(out):
     return {path.name: path.read_bytes() for path in sorted((out / "tokens").iterdir())}
 
 
-def numbers(out: Path) -> dict[str, Any]:
+def numbers(out):
     """All that a measurement says except when, how long, and that it was read from a cache."""
     measured = json.loads((out / "measurement.json").read_text())
     measured["job"].pop("reference_cache")
     return {name: value for name, value in measured.items() if name not in ("seconds", "finished", "notes")}
 
 
-def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+def contents(folder):
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -81,7 +78,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def said(error: pytest.CaptureFixture[str], *words: object) -> str:
+def said(error, *words):
     """The one line that a command ends with which cannot be, without its "kleash: "."""
     error.readouterr()
     assert main([*map(str, words), "--quiet"]) == 2
@@ -90,13 +87,11 @@ def said(error: pytest.CaptureFixture[str], *words: object) -> str:
     return line.removeprefix("kleash: ").strip()
 
 
-def options(**more: Any) -> list[str]:
+def options(**more):
     return [word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def test_results_with_the_cache_are_bit_equal(
-    pair: tuple[Path, Path], text: Path, cached: Path, plain: Path, tmp_path: Path
-) -> None:
+def test_results_with_the_cache_are_bit_equal(pair, text, cached, plain, tmp_path):
     before = contents(cached)
     result = measured(pair, text, tmp_path / "run", reference_cache=str(cached), reference=str(cached))
     assert parts(tmp_path / "run") == parts(plain) and len(parts(plain)) == 2
@@ -111,15 +106,13 @@ def test_results_with_the_cache_are_bit_equal(
         assert np.array_equal(stored[name], exact[name]), name
 
 
-def test_a_finished_cache_replaces_loading_the_reference(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_cache_replaces_loading_the_reference(pair, text, cached, tmp_path, monkeypatch):
     import kleash.models.network_loading as networks
 
-    roles: list[str] = []
+    roles = []
     load = networks._load_base
 
-    def counting(checkpoint: Any, *rest: Any) -> Any:
+    def counting(checkpoint, *rest):
         roles.append(checkpoint.role)
         return load(checkpoint, *rest)
 
@@ -129,7 +122,7 @@ def test_a_finished_cache_replaces_loading_the_reference(
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
-def test_other_batch_sizes_agree_with_float64(architecture: str, tmp_path: Path, text: Path) -> None:
+def test_other_batch_sizes_agree_with_float64(architecture, tmp_path, text):
     """Heads with a softcap, a scale, or none; the oracle is the models' own logits in float64."""
     policy, reference = tiny_pair(tmp_path, architecture)
     cache = str(tmp_path / "cache")
@@ -160,9 +153,7 @@ def test_other_batch_sizes_agree_with_float64(architecture: str, tmp_path: Path,
     assert checked == len(tokens["token_id"]) > 50
 
 
-def test_bfloat16_results_are_bit_equal_with_their_dtype_gap(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path
-) -> None:
+def test_bfloat16_results_are_bit_equal_with_their_dtype_gap(pair, text, tmp_path):
     cache = tmp_path / "cache"
     job = CacheJob(reference=str(pair[1]), text=str(text), out=str(cache), dtype="bfloat16", **WINDOWS)
     cache_contents = cache_reference(job)
@@ -175,9 +166,7 @@ def test_bfloat16_results_are_bit_equal_with_their_dtype_gap(
     assert numbers(tmp_path / "run")["dtype_gap"]["value"] > 0
 
 
-def test_a_cache_of_responses_serves_another_temperature(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_of_responses_serves_another_temperature(pair, tmp_path, capsys):
     source = tmp_path / "rollouts.jsonl"
     lines = [
         {
@@ -218,7 +207,7 @@ def test_a_cache_of_responses_serves_another_temperature(
     assert numbers(tmp_path / "warmer")["noise_floor"]["value"] >= 0
 
 
-def test_a_run_on_prompts_fills_its_cache(pair: tuple[Path, Path], cached: Path, tmp_path: Path) -> None:
+def test_a_run_on_prompts_fills_its_cache(pair, cached, tmp_path):
     cache = tmp_path / "cache"
     shutil.copytree(cached, cache)
     source = tmp_path / "prompts.txt"
@@ -232,9 +221,7 @@ def test_a_run_on_prompts_fills_its_cache(pair: tuple[Path, Path], cached: Path,
     assert parts(tmp_path / "first") == parts(tmp_path / "second")
 
 
-def test_a_killed_cache_job_resumes_to_the_same_bytes(
-    pair: tuple[Path, Path], text: Path, cached: Path, command_forks: CommandForks, tmp_path: Path
-) -> None:
+def test_a_killed_cache_job_resumes_to_the_same_bytes(pair, text, cached, command_forks, tmp_path):
     out = tmp_path / "cache"
     words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS), "--quiet"]
     process = command_forks.start(words)
@@ -256,7 +243,7 @@ def test_a_killed_cache_job_resumes_to_the_same_bytes(
     assert both[0] == both[1]
 
 
-def test_a_repeated_document_is_stored_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_repeated_document_is_stored_once(pair, tmp_path):
     source = tmp_path / "twice.txt"
     source.write_text("\n\n".join([*DOCUMENTS, *DOCUMENTS]))
     cache = tmp_path / "cache"
@@ -269,9 +256,7 @@ def test_a_repeated_document_is_stored_once(pair: tuple[Path, Path], tmp_path: P
     assert result.counts.tokens == 2 * tokens
 
 
-def test_other_windows_raise_with_both_settings(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_windows_raise_with_both_settings(pair, text, cached, tmp_path, capsys):
     words = options(
         policy=pair[0], reference=pair[1], text=text, out=tmp_path / "run", reference_cache=cached
     )
@@ -281,9 +266,7 @@ def test_other_windows_raise_with_both_settings(
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
-def test_missing_documents_and_another_text_raise(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_documents_and_another_text_raise(pair, text, cached, tmp_path, capsys):
     few = tmp_path / "few"
     cache_reference(CacheJob(reference=str(pair[1]), text=str(text), out=str(few), limit=2, **WINDOWS))
     words = options(policy=pair[0], reference=pair[1], text=text, out=tmp_path / "run", **WINDOWS)
@@ -299,9 +282,7 @@ def test_missing_documents_and_another_text_raise(
     assert f"{cached} holds hidden states of {text}" in line and f"the source is now {other}" in line
 
 
-def test_another_reference_dtype_or_tokenizer_raises(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_reference_dtype_or_tokenizer_raises(pair, text, cached, tmp_path, capsys):
     out = options(text=text, out=tmp_path / "run", reference_cache=cached, **WINDOWS)
     line = said(capsys, "measure", *options(policy=pair[0], reference=pair[0]), *out)
     assert f"{cached} holds hidden states of {pair[1]} (fingerprint" in line
@@ -320,9 +301,7 @@ def test_another_reference_dtype_or_tokenizer_raises(
     assert "the tokenizers differ in 2 tokens" in line
 
 
-def test_damaged_files_are_reported_by_name(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_are_reported_by_name(pair, text, cached, tmp_path, capsys):
     models = options(policy=pair[0], reference=pair[1], text=text, **WINDOWS)
     for name, expected in (
         ("part", "is damaged; delete"),
@@ -343,9 +322,7 @@ def test_damaged_files_are_reported_by_name(
     assert "of the 14 sequences" in line and "lacks" in line
 
 
-def test_a_cache_without_checksums_and_other_folders_raise(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_without_checksums_and_other_folders_raise(pair, text, tmp_path, capsys):
     words = options(reference=pair[1], text=text, **WINDOWS)
     old = tmp_path / "old"
     old.mkdir()
@@ -369,9 +346,7 @@ def test_a_cache_without_checksums_and_other_folders_raise(
     assert list(thesis.parent.iterdir()) == [thesis]
 
 
-def test_nan_hidden_states_are_not_stored(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nan_hidden_states_are_not_stored(pair, tmp_path, capsys):
     broken = tmp_path / "broken"
     shutil.copytree(pair[1], broken)
     weights = load_file(broken / "model.safetensors")
@@ -386,14 +361,11 @@ def test_nan_hidden_states_are_not_stored(
     assert not list((tmp_path / "cache").glob("part-*"))
 
 
-def test_a_full_disk_keeps_the_finished_shards_of_a_cache(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_full_disk_keeps_the_finished_shards_of_a_cache(pair, text, cached, tmp_path, capsys, monkeypatch):
     out = tmp_path / "cache"
     sync = kleash.store.atomic.os.fsync
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         if list(out.glob("part-*")):
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         sync(descriptor)
@@ -407,9 +379,7 @@ def test_a_full_disk_keeps_the_finished_shards_of_a_cache(
     assert {path.name for path in out.glob("part-*")} == {path.name for path in cached.glob("part-*")}
 
 
-def test_a_cache_has_one_writer_and_many_readers(
-    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_has_one_writer_and_many_readers(pair, text, cached, tmp_path, capsys):
     from filelock import FileLock
 
     words = options(reference=pair[1], text=text, **WINDOWS)
@@ -424,7 +394,7 @@ def test_a_cache_has_one_writer_and_many_readers(
     assert line.startswith(f"another process is writing {tmp_path / 'new'}; wait for it, or make the cache")
 
 
-def test_invalid_cache_options_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_cache_options_raise(tmp_path, capsys):
     line = said(capsys, "cache", "--reference", tmp_path)
     assert line == "say what the reference should read: --text or --responses"
     assert "--stride 9 would leave tokens out" in said(capsys, "cache", "--window", 8, "--stride", 9)

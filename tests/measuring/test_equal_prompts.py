@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +20,12 @@ COPIES = 4
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Path, Path]) -> dict[str, Any]:
+def job(pair):
     return {"policy": str(pair[0]), "reference": str(pair[1]), "max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
-def eight(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def eight(prompts, tmp_path_factory):
     """A file of eight prompts, and one that holds each of them ``COPIES`` times, in turn."""
     lines = prompts.read_text().split("\n")[:8]
     root = tmp_path_factory.mktemp("eight")
@@ -37,9 +35,7 @@ def eight(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 @pytest.fixture(scope="module")
-def runs(
-    job: dict[str, Any], eight: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def runs(job, eight, tmp_path_factory):
     """The same responses three times: samples of a prompt, copies of it, and a file with a prompt id for each."""
     root = tmp_path_factory.mktemp("runs")
     samples, copies, responses = root / "samples", root / "copies", root / "responses"
@@ -57,10 +53,8 @@ def runs(
     return {"samples": samples, "copies": copies, "responses": responses}
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
-)
-def test_sequences_of_one_id_or_one_prompt_belong_together(sequences: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_sequences_of_one_id_or_one_prompt_belong_together(sequences):
     """Against the connected components, joined pair by pair."""
     expected = list(range(len(sequences)))
     for one, (id_one, hash_one) in enumerate(sequences):
@@ -75,14 +69,14 @@ def test_sequences_of_one_id_or_one_prompt_belong_together(sequences: list[tuple
     assert sorted(set(labels.tolist())) == list(range(labels.max() + 1))
 
 
-def test_documents_are_equal_where_all_their_windows_are() -> None:
+def test_documents_are_equal_where_all_their_windows_are():
     documents, windows = np.repeat([0, 1, 2, 3, 4], [2, 2, 2, 1, 2]), np.array([0, 1, 0, 1, 0, 1, 0, 0, 1])
     hashes = np.array([7, -8, 7, -8, -8, 7, 7, 7, 9])
     labels = distinct_prompts(documents, windows, hashes, on_text=True)
     assert labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 3, 3]
 
 
-def test_copies_of_a_prompt_count_as_samples_of_it(runs: dict[str, Path]) -> None:
+def test_copies_of_a_prompt_count_as_samples_of_it(runs):
     measured = {name: Measurement.read(folder) for name, folder in runs.items()}
     expected = measured["samples"]
     assert expected.counts.clusters == 8 and not any("distinct" in note for note in expected.notes)
@@ -100,22 +94,20 @@ def test_copies_of_a_prompt_count_as_samples_of_it(runs: dict[str, Path]) -> Non
     assert copied.kl_policy_reference.ci95 == pytest.approx(total.kl_policy_reference.ci95, rel=1e-5)
 
 
-def test_a_measurement_notes_once_what_the_chat_template_leaves_as_it_is(runs: dict[str, Path]) -> None:
+def test_a_measurement_notes_once_what_the_chat_template_leaves_as_it_is(runs):
     for name, count in (("samples", 8), ("copies", 32), ("responses", 32)):
         plain = [note for note in Measurement.read(runs[name]).notes if "are plain text" in note]
         assert len(plain) == 1 and plain[0].startswith(f"the {count} prompts are plain text, read without")
 
 
-def test_copies_are_paired_with_samples(runs: dict[str, Path]) -> None:
+def test_copies_are_paired_with_samples(runs):
     comparison = compare([runs["samples"], runs["copies"], runs["responses"]])
     for difference in comparison.differences:
         assert difference.shared_prompts == 8 and difference.only_here == difference.only_there == 0
         assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
 
 
-def test_one_prompt_written_thirty_times_passes_no_gate(
-    job: dict[str, Any], eight: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_one_prompt_written_thirty_times_passes_no_gate(job, eight, tmp_path):
     (tmp_path / "one.txt").write_text("\n".join([eight[0].read_text().split("\n")[0]] * 30))
     one = measure(
         MeasureJob(**job, prompts=str(tmp_path / "one.txt"), at_most=5.0, out=str(tmp_path / "run"))
@@ -123,9 +115,7 @@ def test_one_prompt_written_thirty_times_passes_no_gate(
     assert one.counts.clusters == 1 and one.gate is not None and one.gate.verdict == "undecided"
 
 
-def test_copies_do_not_end_a_run_by_its_relative_error(
-    job: dict[str, Any], eight: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_copies_do_not_end_a_run_by_its_relative_error(job, eight, tmp_path):
     """64 clusters are needed, and 80 copies of 8 prompts are 8."""
     (tmp_path / "many.txt").write_text("\n".join(eight[0].read_text().split("\n") * 10))
     options = {**job, "max_new_tokens": 2, "batch_tokens": 32, "until_relative_error": 0.9}
@@ -133,9 +123,7 @@ def test_copies_do_not_end_a_run_by_its_relative_error(
     assert run.counts.sequences == 80 and run.counts.clusters == 8
 
 
-def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(pair, tmp_path):
     documents = [" ".join(f"Boat {n} went out {n * k + k} times;" for k in range(2)) for n in range(34)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents * 2))
     options = {"reference": str(pair[1]), "text": str(tmp_path / "text.txt")}
@@ -146,7 +134,7 @@ def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(
     assert result.clusters == 34
 
 
-def test_paddings_of_a_prompt_are_one_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_paddings_of_a_prompt_are_one_prompt(pair, tmp_path):
     models = load_pair(str(pair[0]), str(pair[1]))
     padding = models.tokenizer.pad_token_id
     assert padding is not None
@@ -166,7 +154,7 @@ def test_paddings_of_a_prompt_are_one_prompt(pair: tuple[Path, Path], tmp_path: 
     assert [prompt.copy for prompt in prompts[:3]] == [0, 1, 2]  # other responses are drawn for each
 
 
-def test_a_monitor_of_copies_has_the_error_of_samples() -> None:
+def test_a_monitor_of_copies_has_the_error_of_samples():
     draw = np.random.default_rng(0)
     exact = np.repeat(draw.lognormal(size=8), COPIES) * draw.lognormal(0, 0.1, 8 * COPIES)
     prompts = np.repeat(np.arange(8), COPIES)

@@ -1,17 +1,12 @@
 """``kleash measure`` as a process, against a brute-force computation in float64 over the whole vocabulary."""
 
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_models import double_logits, tiny_pair, tiny_tokenizer
-
-Kleash = Callable[..., subprocess.CompletedProcess[str]]
 
 PROMPTS = [
     "The sea was calm",
@@ -27,12 +22,12 @@ DOCUMENTS = [
 ]
 
 
-def read(folder: Path, kind: str) -> dict[str, np.ndarray]:
+def read(folder, kind):
     table = pq.read_table(folder / kind)
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
-def brute_force(logits_p: torch.Tensor, logits_q: torch.Tensor, token: int) -> dict[str, float]:
+def brute_force(logits_p, logits_q, token):
     """Every column of one position from both models' logits, by the textbook sums, in float64."""
     p, q = torch.softmax(logits_p, -1), torch.softmax(logits_q, -1)
     logp, logq = torch.log_softmax(logits_p, -1), torch.log_softmax(logits_q, -1)
@@ -54,19 +49,11 @@ def brute_force(logits_p: torch.Tensor, logits_q: torch.Tensor, token: int) -> d
     }
 
 
-def check_every_column(
-    out: Path,
-    policy: Path,
-    reference: Path,
-    contexts: dict[tuple[int, int], list[int]],
-    temperature: float,
-    *,
-    on_text: bool = False,
-) -> None:
+def check_every_column(out, policy, reference, contexts, temperature, *, on_text=False):
     """Compare the run's tokens with brute force; ``contexts`` gives what stood before each sequence."""
     tokens = read(out, "tokens")
     assert len(tokens["position"]) > 30
-    acceptance: dict[int, list[float]] = {}
+    acceptance = {}
     for (prompt, sample), context in contexts.items():
         rows = np.flatnonzero((tokens["prompt_id"] == prompt) & (tokens["sample_id"] == sample))
         assert len(rows)
@@ -100,9 +87,7 @@ def check_every_column(
 
 
 @pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gpt2", 0.7), ("gemma2", 1.3)])
-def test_every_column_and_mean_agrees_with_float64(
-    architecture: str, temperature: float, tmp_path: Path, kleash: Kleash
-) -> None:
+def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tmp_path, kleash):
     policy, reference = tiny_pair(tmp_path, architecture)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
@@ -139,7 +124,7 @@ def test_every_column_and_mean_agrees_with_float64(
     assert measured["top1_agreement"]["value"] == pytest.approx(agreement)
 
 
-def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, kleash: Kleash) -> None:
+def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path, kleash):
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
@@ -150,7 +135,7 @@ def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, klea
     )
     ids = [tiny_tokenizer()(text)["input_ids"] for text in DOCUMENTS]
     tokens = read(out, "tokens")
-    contexts: dict[tuple[int, int], list[int]] = {}
+    contexts = {}
     for document, whole in enumerate(ids):
         scored = tokens["token_id"][tokens["prompt_id"] == document].tolist()
         assert scored == whole[1:]
@@ -165,7 +150,7 @@ def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, klea
     assert "averages over tokens that the policy drew" in measured["estimators_note"]
 
 
-def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleash) -> None:
+def test_a_model_compared_with_itself_is_exactly_0(tmp_path, kleash):
     _, reference = tiny_pair(tmp_path, "gemma2")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
@@ -198,7 +183,7 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleas
     assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"
 
 
-def test_json_prints_only_measurement_json(tmp_path: Path, kleash: Kleash) -> None:
+def test_json_prints_only_measurement_json(tmp_path, kleash):
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ ROWS = "rows of a head that are no tokens have"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     """A reference of 320 rows for 300 tokens, a policy that differs in the other 20, and one without them."""
     root = tmp_path_factory.mktemp("padding")
     reference = save_tiny(root / "reference")
@@ -39,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, float]:
+def expected(models):
     """Means over the text's tokens, in float64."""
     ids = tiny_tokenizer()(TEXT)["input_ids"]
     p, q = (
@@ -52,9 +51,7 @@ def expected(models: dict[str, Path]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_a_measurement_has_both_numbers_everywhere(
-    models: dict[str, Path], expected: dict[str, float]
-) -> None:
+def test_a_measurement_has_both_numbers_everywhere(models, expected):
     job = MeasureJob(
         policy=str(models["policy"]), reference=str(models["reference"]), text=str(models["text"]),
         out=str(models["root"] / "run"),
@@ -85,7 +82,7 @@ def test_a_measurement_has_both_numbers_everywhere(
     assert f"ows of a head that are no tokens have {expected['policy']:.3g} of the policy" in page
 
 
-def test_generation_says_how_many_draws_are_no_tokens(models: dict[str, Path]) -> None:
+def test_generation_says_how_many_draws_are_no_tokens(models):
     job = MeasureJob(
         policy=str(models["policy"]), reference=str(models["reference"]), prompts=str(models["text"]),
         out=str(models["root"] / "drawn"), samples_per_prompt=20, max_new_tokens=8,
@@ -102,7 +99,7 @@ def test_generation_says_how_many_draws_are_no_tokens(models: dict[str, Path]) -
     assert f"; {drawn} of the {len(ids):,} scored tokens are such rows" in note
 
 
-def test_a_cache_and_a_sweep_say_it_too(models: dict[str, Path], expected: dict[str, float]) -> None:
+def test_a_cache_and_a_sweep_say_it_too(models, expected):
     root = models["root"]
     job = SweepJob(
         candidates=(str(models["policy"]), str(models["narrow"])), reference=str(models["reference"]),
@@ -131,7 +128,7 @@ def test_a_cache_and_a_sweep_say_it_too(models: dict[str, Path], expected: dict[
 
 
 @pytest.mark.parametrize("base", ["narrow", "reference"])
-def test_base_logits_say_it_too(models: dict[str, Path], base: str) -> None:
+def test_base_logits_say_it_too(models, base):
     root = models["root"]
     text = root / "long.txt"
     text.write_text(f"{TEXT} " * 12)

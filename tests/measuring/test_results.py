@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,26 +14,26 @@ from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import source_sequences
-from kleash.models import Model, Pair, TokenSequence, load_pair
+from kleash.models import Model, TokenSequence, load_pair
 from kleash.models.tokenizers import token_texts
 from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
 from kleash.uncertainty import quantiles
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Path, Path], prompts: Path) -> dict[str, Any]:
+def job(pair, prompts):
     return {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts), "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def own(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(job, tmp_path_factory):
     """A run over the policy's own responses."""
     out = tmp_path_factory.mktemp("own") / "run"
     measure(MeasureJob(**job, samples_per_prompt=4, out=str(out)))
     return out
 
 
-def as_responses(run: Path, path: Path, **changes: Any) -> Path:
+def as_responses(run, path, **changes):
     """The responses of a run as a file of responses with their log-probabilities."""
     tokens = next(RunFolder(run).parts("tokens", ["prompt_id", "sample_id", "token_id", "logp_sampled"]))
     prompts = {}
@@ -56,7 +54,7 @@ def as_responses(run: Path, path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
+def test_exact_and_sampled_estimates_agree_on_policy(own):
     measured = json.loads((own / "measurement.json").read_text())
     exact, total = measured["per_token"]["kl_policy_reference"], measured["per_sequence"]
     for name in ("k1", "k3"):
@@ -77,7 +75,7 @@ def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
 
 
-def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
+def test_shares_and_bins_add_up_to_the_whole(own):
     measured = json.loads((own / "measurement.json").read_text())
     for kind in ("by_position", "by_confidence"):
         assert sum(part["share_of_kl"] for part in measured[kind]) == pytest.approx(1.0)
@@ -97,7 +95,7 @@ def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
     )
 
 
-def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], tmp_path: Path) -> None:
+def test_quantiles_over_many_shards_have_clustered_errors(job, tmp_path):
     out = tmp_path / "run"
     measured = measure(MeasureJob(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=str(out)))
     assert measured.counts.shards > 3
@@ -114,9 +112,7 @@ def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], t
         assert quantile.ci95[0] < quantile.value < quantile.ci95[1]
 
 
-def test_the_same_responses_from_a_file_give_the_same_numbers(
-    job: dict[str, Any], own: Path, tmp_path: Path
-) -> None:
+def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path):
     source = as_responses(own, tmp_path / "responses.jsonl")
     settings = {**job, "prompts": None, "responses": str(source)}
     measured = measure(MeasureJob(**settings, out=str(tmp_path / "run")))
@@ -131,7 +127,7 @@ def test_the_same_responses_from_a_file_give_the_same_numbers(
     assert all("rows of a head that are no tokens" in warning for warning in measured.warnings)
 
 
-def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp_path: Path) -> None:
+def test_importance_weights_correct_another_temperature(job, tmp_path):
     """Responses drawn at 1.5 and scored at 1: weighted k1 is unbiased there, unweighted is found out."""
     hot = {**job, "temperature": 1.5, "samples_per_prompt": 8, "max_new_tokens": 6}
     measure(MeasureJob(**hot, out=str(tmp_path / "hot")))
@@ -155,7 +151,7 @@ def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp
     assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
 
 
-def test_truncated_and_greedy_runs_leave_out_estimators(job: dict[str, Any], tmp_path: Path) -> None:
+def test_truncated_and_greedy_runs_leave_out_estimators(job, tmp_path):
     for name, options in {"cut": {"top_k": 3}, "greedy": {"temperature": 0.0}}.items():
         measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))
         assert measured.per_sequence is None and measured.estimators == {}
@@ -171,7 +167,7 @@ def test_truncated_and_greedy_runs_leave_out_estimators(job: dict[str, Any], tmp
             assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
 
 
-def test_until_relative_error_stops_at_the_end_of_a_shard(job: dict[str, Any], tmp_path: Path) -> None:
+def test_until_relative_error_stops_at_the_end_of_a_shard(job, tmp_path):
     lines = tmp_path / "many.txt"
     lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
     options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
@@ -181,7 +177,7 @@ def test_until_relative_error_stops_at_the_end_of_a_shard(job: dict[str, Any], t
     assert 64 <= measured.counts.clusters < 200
 
 
-def test_few_documents_are_clustered_in_blocks_with_a_warning(job: dict[str, Any], tmp_path: Path) -> None:
+def test_few_documents_are_clustered_in_blocks_with_a_warning(job, tmp_path):
     text = tmp_path / "text.txt"
     documents = ("The sea was calm and the boat went out. ", "The boat was out and the sea went calm. ")
     text.write_text("\n\n".join(document * 40 for document in documents))
@@ -191,9 +187,7 @@ def test_few_documents_are_clustered_in_blocks_with_a_warning(job: dict[str, Any
     assert any("blocks of 8 neighbouring windows" in warning for warning in measured.warnings)
 
 
-def test_a_model_compared_with_itself_has_a_summary_without_shares(
-    job: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_compared_with_itself_has_a_summary_without_shares(job, tmp_path, capsys):
     words = [
         "--reference",
         job["reference"],
@@ -211,9 +205,7 @@ def test_a_model_compared_with_itself_has_a_summary_without_shares(
     assert "of the whole KL" not in body and "from NaN" not in body
 
 
-def test_report_and_compare_need_only_the_files(
-    job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_and_compare_need_only_the_files(job, own, prompts, tmp_path, capsys):
     before = (own / "report.html").read_text()
     (own / "report.html").unlink()
     assert main(["report", str(own)]) == 0
@@ -250,9 +242,7 @@ def test_report_and_compare_need_only_the_files(
     assert re.search(rf"^ *{label} +\d", capsys.readouterr().out, flags=re.MULTILINE)
 
 
-def test_draws_do_not_depend_on_the_order_of_prompts(
-    job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_draws_do_not_depend_on_the_order_of_prompts(job, own, prompts, tmp_path):
     """Draws depend on seed, prompt and sample alone, and runs are paired by prompt, not by place."""
     turned = tmp_path / "turned.txt"
     turned.write_text("\n".join(reversed(prompts.read_text().splitlines())))
@@ -265,7 +255,7 @@ def test_draws_do_not_depend_on_the_order_of_prompts(
     assert any("share only 10 prompts" in warning for warning in difference.warnings)
 
 
-def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
+def test_seed_and_sampling_options_change_the_draws(job, tmp_path):
     responses = {}
     for name, options in {"a": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
         measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
@@ -273,7 +263,7 @@ def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_pat
     assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
 
 
-def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, Any], tmp_path: Path) -> None:
+def test_alternatives_have_the_probabilities_at_the_temperature(job, tmp_path):
     measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
     names = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
     tokens = next(RunFolder(tmp_path / "run").parts("tokens", names))
@@ -292,11 +282,11 @@ def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, A
         )
 
 
-def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
+def likeliest_tokens(pair, sequence):
     """The five likeliest tokens of both models at each position, from hidden states of this sequence alone."""
     ids = torch.tensor([[*sequence.prompt_ids, *sequence.response_ids]])
     positions = len(sequence.response_ids)
-    columns: dict[str, Any] = {
+    columns = {
         "position": np.repeat(np.arange(positions), 5).tolist(),
         "place": np.tile(np.arange(5), positions).tolist(),
     }
@@ -309,7 +299,7 @@ def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
     return columns
 
 
-def test_alternatives_agree_with_scoring_the_sequences_again(job: dict[str, Any], own: Path) -> None:
+def test_alternatives_agree_with_scoring_the_sequences_again(job, own):
     """160 sequences in several shards, of which 50 are kept: as if both models had read these once more."""
     table = RunFolder(own).alternatives()
     worst = json.loads((own / "measurement.json").read_text())["worst_sequences"]
@@ -335,14 +325,12 @@ def test_alternatives_agree_with_scoring_the_sequences_again(job: dict[str, Any]
                 assert stored == list(values), name
 
 
-def test_rescoring_reads_a_small_share_of_the_tokens(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rescoring_reads_a_small_share_of_the_tokens(pair, tmp_path, monkeypatch):
     """Both models read each token once, and the reference a small share of them twice more for the noise floor."""
-    read: list[int] = []
+    read = []
     hidden = Model.hidden_states
 
-    def counted(self: Model, input_ids: Any, attention_mask: Any = None) -> Any:
+    def counted(self, input_ids, attention_mask=None):
         read.append(input_ids.numel())
         return hidden(self, input_ids, attention_mask)
 
@@ -358,8 +346,8 @@ def test_rescoring_reads_a_small_share_of_the_tokens(
     assert 2 * measured.counts.tokens <= sum(read) <= 2.15 * measured.counts.tokens
 
 
-def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path]) -> None:
-    def sequence(number: int, prompt: int, response: int) -> TokenSequence:
+def test_noise_sequences_are_cut_from_the_first_sequences(pair):
+    def sequence(number, prompt, response):
         ids = tuple(range(prompt + response))
         texts = {"prompt_text": "", "response_text": ""}
         return TokenSequence(
@@ -382,7 +370,7 @@ def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path
     assert len(noise_sequences((sequence(number, 2, 3) for number in range(10**6)), 10)) == 64
 
 
-def test_responses_end_at_the_shorter_context_of_both_models(job: dict[str, Any], tmp_path: Path) -> None:
+def test_responses_end_at_the_shorter_context_of_both_models(job, tmp_path):
     short = save_tiny(tmp_path / "short", max_position_embeddings=24)
     options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
     measure(MeasureJob(**options, out=str(tmp_path / "run")))
@@ -392,7 +380,7 @@ def test_responses_end_at_the_shorter_context_of_both_models(job: dict[str, Any]
         assert read == 24 if end == "length" else read <= 24
 
 
-def test_chat_template_and_token_ids_of_a_source_are_used(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_chat_template_and_token_ids_of_a_source_are_used(pair, tmp_path):
     source = tmp_path / "chat.jsonl"
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea?"}]}) + "\n")
     out = tmp_path / "run"

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,21 +14,21 @@ from kleash.records import Measurement
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Path:
+def run(tmp_path_factory, pair):
     """A finished run in a folder whose name not every terminal can show."""
     out = tmp_path_factory.mktemp("terminal") / "Ünïcödé 🙂"
     assert main([*measuring(pair, out), "--quiet"]) == 0
     return out
 
 
-def measuring(pair: tuple[Path, Path], out: Path) -> list[str]:
+def measuring(pair, out):
     source = out.parent / "text.txt"
     source.write_text("The sea was calm.\n\nA long road.\n\nIt is said that she counted the birds.")
     models = ["--policy", str(pair[0]), "--reference", str(pair[1])]
     return ["measure", *models, "--text", str(source), "--out", str(out)]
 
 
-def started(*words: object, **environment: str) -> "subprocess.Popen[bytes]":
+def started(*words, **environment):
     return subprocess.Popen(
         [sys.executable, "-m", "kleash", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -38,9 +37,7 @@ def started(*words: object, **environment: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def test_a_narrow_terminal_truncates_no_number(
-    pair: tuple[Path, Path], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     capsys.readouterr()
     assert main(measuring(pair, tmp_path / "narrow")) == 0
@@ -55,13 +52,13 @@ def test_a_narrow_terminal_truncates_no_number(
     assert "±" in output and "…" not in output
 
 
-def test_unencodable_characters_are_replaced(run: Path, tmp_path: Path) -> None:
+def test_unencodable_characters_are_replaced(run, tmp_path):
     process = started("compare", run, run, "--out", tmp_path / "c.html", PYTHONIOENCODING="ascii")
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, b"") and "\\u00b1" in out.decode("ascii")
 
 
-def test_json_output_does_not_depend_on_the_encoding(run: Path, tmp_path: Path) -> None:
+def test_json_output_does_not_depend_on_the_encoding(run, tmp_path):
     words = ["compare", run, run, "--json", "--out", tmp_path / "c.html"]
     process = started(*words, PYTHONIOENCODING="ascii")
     out, _ = process.communicate(timeout=300)
@@ -69,7 +66,7 @@ def test_json_output_does_not_depend_on_the_encoding(run: Path, tmp_path: Path) 
     assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
 
 
-def test_a_closed_pipe_ends_with_141(run: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_with_141(run, tmp_path):
     """As in ``kleash … | head``."""
     process = started("compare", run, run, "--json", "--out", tmp_path / "c.html")
     assert process.stdout is not None and process.stderr is not None
@@ -83,9 +80,7 @@ def test_a_closed_pipe_ends_with_141(run: Path, tmp_path: Path) -> None:
     ("words", "output", "reason"),
     [(["--help"], ">&-", "it is closed"), (["report"], "> /dev/full", "No space left on device")],
 )
-def test_unwritable_standard_output_is_one_error_line(
-    words: list[str], output: str, reason: str, run: Path
-) -> None:
+def test_unwritable_standard_output_is_one_error_line(words, output, reason, run):
     more = [str(run)] if words == ["report"] else []
     command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
     process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=300)
@@ -96,9 +91,7 @@ def test_unwritable_standard_output_is_one_error_line(
     )
 
 
-def test_a_run_whose_summary_cannot_be_printed_is_complete(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monkeypatch, capsys):
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(measuring(pair, tmp_path / "run")) == 2
@@ -109,17 +102,15 @@ def test_a_run_whose_summary_cannot_be_printed_is_complete(
     )
 
 
-def test_a_run_continues_if_its_progress_cannot_be_shown(run: Path, tmp_path: Path) -> None:
+def test_a_run_continues_if_its_progress_cannot_be_shown(run, tmp_path):
     words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
     command = f"{shlex.join(words)} 2> /dev/full"
     process = subprocess.run(["sh", "-c", command], capture_output=True, timeout=300)
     assert (process.returncode, process.stdout, process.stderr) == (2, b"", b"")
 
 
-def test_an_interruption_before_the_first_shard_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def stopped(command: object) -> int:
+def test_an_interruption_before_the_first_shard_is_reported(monkeypatch, capsys):
+    def stopped(command):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kleash.cli.dispatch.run", stopped)

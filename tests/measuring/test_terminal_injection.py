@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ SHOWN = "\\u001b]0;owned\\u0007\\u001b[2J\\u009b31m\\u007f\\u202e\\u2066\\u200b[
 Folders = tuple[Path, Path]
 
 
-def test_exactly_the_control_characters_are_escaped() -> None:
+def test_exactly_the_control_characters_are_escaped():
     assert printable(PLANT) == SHOWN + "/red]\\u000d"
     for code in (
         *range(0x20),
@@ -47,9 +46,7 @@ def test_exactly_the_control_characters_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("case", ["an option", "a line of a source", "an audited function"])
-def test_control_characters_in_errors_are_escaped(
-    case: str, pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_control_characters_in_errors_are_escaped(case, pair, tmp_path, monkeypatch, capsys):
     """All errors are printed at one place: those of the command line, of kleash, and of a function of others."""
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / f"{NAME}.jsonl"
@@ -71,7 +68,7 @@ def test_control_characters_in_errors_are_escaped(
 
 
 @pytest.fixture(scope="module")
-def planted_run(pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planted_run(pair, tmp_path_factory):
     """A finished run in a folder, over a file, with warnings and notes, that all hold the plant."""
     folder = tmp_path_factory.mktemp("planted")
     source, out = folder / f"{NAME}.txt", folder / NAME
@@ -86,13 +83,11 @@ def planted_run(pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def models(pair: Folders) -> list[str]:
+def models(pair):
     return ["--policy", str(pair[0]), "--reference", str(pair[1])]
 
 
-def test_control_characters_in_summaries_and_progress_are_escaped(
-    planted_run: Path, pair: Folders, tmp_path: Path, capsys: Any
-) -> None:
+def test_control_characters_in_summaries_and_progress_are_escaped(planted_run, pair, tmp_path, capsys):
     source = planted_run.with_name(f"{NAME}.txt")
     page = str(tmp_path / "c.html")
     capsys.readouterr()
@@ -109,9 +104,7 @@ def test_control_characters_in_summaries_and_progress_are_escaped(
     assert not UNSAFE.search(captured) and PLANT in json.loads(captured)["runs"][0]["warnings"]
 
 
-def test_a_name_with_a_line_break_makes_no_line_of_its_own(
-    planted_run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_name_with_a_line_break_makes_no_line_of_its_own(planted_run, tmp_path, capsys):
     """It could pass for a number or a verdict of kleash."""
     run = tmp_path / "run"
     shutil.copytree(planted_run, run)
@@ -130,7 +123,7 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(
     assert not any(line.startswith(forged) for line in captured.splitlines())
 
 
-def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: Path) -> None:
+def test_a_terminal_gets_only_kleash_s_own_colours(planted_run, tmp_path):
     """On a pseudo-terminal, where rich writes control sequences of its own."""
     ours, theirs = pty.openpty()
     words = ["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")]

@@ -3,8 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ WORDS = ("sea", "calm", "road", "long", "bird", "wire", "house", "town", "rain",
 
 
 @pytest.fixture(scope="module")
-def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(pair, tmp_path_factory):
     """Two runs over the same documents, the models the other way round in the second, which has fewer of them."""
     folder = tmp_path_factory.mktemp("texts")
     source = folder / "text.txt"
@@ -34,7 +32,7 @@ def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> t
     return first, second
 
 
-def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
+def losses(run, documents):
     """For each document, its tokens and the sums of both models' negative log-probabilities and of their difference."""
     sums = np.zeros((documents, 4))
     for part in RunFolder(run).parts("tokens", ["prompt_id", "logp_policy", "logp_reference"]):
@@ -44,13 +42,13 @@ def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
     return dict(zip(("tokens", *PERPLEXITIES), sums.T, strict=True))
 
 
-def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -> None:
+def test_perplexity_differences_have_jackknife_errors(runs):
     comparison = compare(runs)
     (difference,) = comparison.differences
     first, second = (losses(run, 9) for run in runs)
     for name in PERPLEXITIES:
 
-        def at(keep: np.ndarray, name: str = name) -> float:
+        def at(keep, name=name):
             here, there = (np.exp(s[name][keep].sum() / s["tokens"][keep].sum()) for s in (second, first))
             return float(here - there)
 
@@ -66,7 +64,7 @@ def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -
         assert of_run.value == pytest.approx(np.exp(whole[name].sum() / whole["tokens"].sum()), rel=1e-9)
 
 
-def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_comparison_on_text_counts_documents(runs, tmp_path, capsys):
     comparison = compare(runs)
     (difference,) = comparison.differences
     assert comparison.runs[0].source == "text"
@@ -85,7 +83,7 @@ def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
 
-def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair, tmp_path):
     """Equal documents are one document, and few documents are split into blocks."""
     draw = np.random.default_rng(3)
     repeated, tails = " ".join(draw.choice(WORDS, 23)), [" ".join(draw.choice(WORDS, 300)) for _ in range(2)]
@@ -100,7 +98,7 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Pa
     blocks = first.counts.clusters
     assert blocks > first.counts.prompts == difference.shared_prompts == 3
     sums = np.zeros((2, 2, blocks))  # run, (tokens, total), cluster
-    labels: dict[tuple[int, int], int] = {}
+    labels = {}
     for at in (0, 1):
         for part in RunFolder(tmp_path / str(at)).parts(
             "tokens", ["prompt_id", "sample_id", "kl_policy_reference"]
@@ -121,9 +119,7 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Pa
     assert not difference.warnings  # said of both runs already
 
 
-def test_every_warning_is_in_the_terminal_compare_and_json(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_every_warning_is_in_the_terminal_compare_and_json(runs, tmp_path, capsys):
     shown = json.loads((runs[0] / "measurement.json").read_text())
     numbers = [*shown["per_token"].values(), *shown["perplexity"].values(), shown["top1_agreement"]]
     warnings = {warning for number in numbers for warning in number["warnings"]} | set(shown["warnings"])
@@ -142,9 +138,7 @@ def test_every_warning_is_in_the_terminal_compare_and_json(
         assert kind in terminal and kind in compared and kind in report, kind
 
 
-def test_the_summary_begins_with_the_interval_and_names_the_models(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_the_summary_begins_with_the_interval_and_names_the_models(pair, tmp_path, capsys):
     source = tmp_path / "prompts.txt"
     source.write_text("The sea\nA long road\nIt is said")
     words = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(source)]
@@ -166,7 +160,7 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
     assert "nan" not in lines.lower() and "no interval: one cluster alone" in lines
 
 
-def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Path, capsys: Any) -> None:
+def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path, capsys):
     model = save_tiny(tmp_path / "model")
     source = tmp_path / "text.txt"
     source.write_text("The sea was calm")
@@ -191,7 +185,7 @@ def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Pa
         )
 
 
-def test_a_comparison_says_a_warning_of_several_runs_once() -> None:
+def test_a_comparison_says_a_warning_of_several_runs_once():
     """Also where its numerals differ, with their range, and what is said of a run is not repeated for a difference."""
     few, fewer = (f"only {count} clusters; below 30 the error itself is uncertain" for count in (12, 8))
     comparison = synthetic_comparison()

@@ -2,15 +2,13 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from drawn_charts import dots, drawn, legend, ticks
 from histories import healthy
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
-from kleash.records import Measurement, Number
+from kleash.records import Number
 from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
 from kleash.reports.drawing import format_tick, log_ticks
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns
@@ -31,19 +29,17 @@ from kleash.store.measurement_summary import all_warnings
         ((4.1, 4.3), []),  # no round number lies between
     ],
 )
-def test_a_logarithmic_axis_has_three_to_seven_round_ticks_where_possible(
-    ends: tuple[float, float], expected: list[float]
-) -> None:
+def test_a_logarithmic_axis_has_three_to_seven_round_ticks_where_possible(ends, expected):
     assert log_ticks(*ends) == pytest.approx(expected)
 
 
-def test_numbers_at_ticks_are_short() -> None:
+def test_numbers_at_ticks_are_short():
     assert [format_tick(value) for value in (0.1 + 0.2, 1e-5, 5e-12, -2.0, 250_000.0)] == [
         *("0.3", "10⁻⁵", "5 × 10⁻¹²", "−2", "250000")
     ]
 
 
-def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) -> None:
+def test_every_axis_of_every_chart_has_a_title(run):
     comparison = synthetic_comparison()
     all_charts = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
     all_charts += [*run_charts(healthy(20), target=3.0).values(), *sweep_charts(synthetic_sweep())]
@@ -63,7 +59,7 @@ def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) ->
     assert logarithmic >= 4
 
 
-def test_no_text_of_a_chart_lies_beyond_it(run: tuple[Path, Measurement]) -> None:
+def test_no_text_of_a_chart_lies_beyond_it(run):
     """Titles, labels of ticks and legends, with long names of runs and candidates."""
     long = replace(synthetic_sweep(("W" * 300, "q8")), reference="W" * 300)
     comparison = synthetic_comparison()
@@ -81,13 +77,13 @@ def test_no_text_of_a_chart_lies_beyond_it(run: tuple[Path, Measurement]) -> Non
         assert all(box.y0 > -1 and box.y1 < height + 1 for box in boxes), chart.name
 
 
-def on_text(run: tuple[Path, Measurement], **counts: int) -> Measurement:
+def on_text(run, **counts):
     measurement = run[1]
     job = {**measurement.job, "text": "t.txt"}
     return replace(measurement, job=job, counts=replace(measurement.counts, **counts))
 
 
-def test_the_noun_is_window_only_where_documents_were_split(run: tuple[Path, Measurement]) -> None:
+def test_the_noun_is_window_only_where_documents_were_split(run):
     whole = on_text(run, prompts=24, sequences=24, clusters=24)
     assert "window" not in " ".join(source_nouns(whole).values())
     assert describe_sample_size(whole) == "24 documents; 24 independent clusters"
@@ -102,7 +98,7 @@ def test_the_noun_is_window_only_where_documents_were_split(run: tuple[Path, Mea
     )
 
 
-def test_a_comparison_on_text_uses_the_noun_document() -> None:
+def test_a_comparison_on_text_uses_the_noun_document():
     comparison = synthetic_comparison()
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert differences_chart(texts).title.endswith("on shared documents")
@@ -112,8 +108,8 @@ def test_a_comparison_on_text_uses_the_noun_document() -> None:
     )
 
 
-def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path, Measurement]) -> None:
-    def warned(*warnings: str) -> Number:
+def test_warnings_of_single_numbers_are_merged_with_their_labels(run):
+    def warned(*warnings):
         return Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=warnings)
 
     many = {
@@ -125,12 +121,7 @@ def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path
             )
         },
     }
-    bare: dict[str, Any] = {
-        "estimators": {},
-        "noise_floor": None,
-        "per_sequence": None,
-        "warnings": ("whole",),
-    }
+    bare = {"estimators": {}, "noise_floor": None, "per_sequence": None, "warnings": ("whole",)}
     reported = all_warnings(replace(run[1], per_token=many, **bare))
     assert reported == [
         "whole",
@@ -139,7 +130,7 @@ def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path
     ]
 
 
-def test_axes_of_a_sweep_have_ticks_for_any_candidates() -> None:
+def test_axes_of_a_sweep_have_ticks_for_any_candidates():
     """Also for one size, for KLs within a power of ten, and for a KL of 0, which a logarithmic axis leaves out."""
     sweep = synthetic_sweep()
     first, second, *_ = sweep.candidates
@@ -162,7 +153,7 @@ def test_axes_of_a_sweep_have_ticks_for_any_candidates() -> None:
     assert [text.get_text() for text in rows.texts] == ["0"]
 
 
-def test_the_zero_of_all_candidates_leaves_a_linear_axis() -> None:
+def test_the_zero_of_all_candidates_leaves_a_linear_axis():
     sweep = synthetic_sweep(("q8",))
     zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
     candidates = (replace(sweep.candidates[0], numbers={sweep.rank_by: zero}),)
@@ -171,7 +162,7 @@ def test_the_zero_of_all_candidates_leaves_a_linear_axis() -> None:
         assert dots(drawn(chart)[0])[0][0][chart.name != "ranking"] == 0
 
 
-def test_a_sweep_is_drawn_by_size_with_its_pareto_front() -> None:
+def test_a_sweep_is_drawn_by_size_with_its_pareto_front():
     sweep = synthetic_sweep(("q8", "q6", "q4"))
     off_front = tuple(
         replace(candidate, is_on_pareto_front=candidate.name != "q6") for candidate in sweep.candidates
@@ -190,7 +181,7 @@ def test_a_sweep_is_drawn_by_size_with_its_pareto_front() -> None:
     assert sorted(text.get_text() for text in axes.texts) == ["1", "2", "3"]
 
 
-def test_labels_of_points_near_each_other_are_one() -> None:
+def test_labels_of_points_near_each_other_are_one():
     sweep = synthetic_sweep()
     first, *_ = sweep.candidates
     sizes = (1e9, 1.01e9, 2e9, 1e9, 1e9)
@@ -212,7 +203,7 @@ def test_labels_of_points_near_each_other_are_one() -> None:
     assert sorted(text.get_text() for text in axes.texts) == sorted(expected)
 
 
-def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> None:
+def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other():
     pair = synthetic_sweep().pairs[0]
     turned = replace(
         pair,
@@ -224,7 +215,7 @@ def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> N
 
 
 @pytest.mark.parametrize("steps", [1, 2, 40])
-def test_an_axis_of_steps_has_few_ticks_at_whole_steps(steps: int) -> None:
+def test_an_axis_of_steps_has_few_ticks_at_whole_steps(steps):
     (axes,) = drawn(run_charts(healthy(steps))["entropy"])
     at = ticks(axes.xaxis)
     assert len(set(at)) == len(at) <= 7 and all("." not in text for text in at)

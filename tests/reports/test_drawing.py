@@ -27,10 +27,10 @@ NAMES = (
 )
 
 
-def chart_of(*names: str, name: str = "one") -> Chart:
+def chart_of(*names, name="one"):
     """A chart with a row of each name, a band and a title."""
 
-    def panel(axes: object) -> None:
+    def panel(axes):
         band(axes, [0, 1], [0, 0], [1, 1])
         dots(axes, [(NUMBER, row) for row in range(len(names))], horizontal=True)
         name_rows(axes, names)
@@ -41,7 +41,7 @@ def chart_of(*names: str, name: str = "one") -> Chart:
     )
 
 
-def test_any_name_is_one_text_of_the_page() -> None:
+def test_any_name_is_one_text_of_the_page():
     svg = to_svg(chart_of(*NAMES))
     texts = [text.text for text in ET.fromstring(svg.replace("xlink:", "")).iter("text")]
     for name in (
@@ -59,7 +59,7 @@ def test_any_name_is_one_text_of_the_page() -> None:
     assert any("alert(1)</script>" in (text or "") for text in texts)
 
 
-def test_colours_are_those_of_the_page_s_theme() -> None:
+def test_colours_are_those_of_the_page_s_theme():
     svg = to_svg(chart_of("a"))
     assert {"var(--accent)", "var(--accent-band)", "var(--chart-ink)", "var(--chart-grid)"} <= set(
         re.findall(r"var\(--[\w-]+\)", svg)
@@ -75,7 +75,7 @@ def test_colours_are_those_of_the_page_s_theme() -> None:
             assert value[1] == colour
 
 
-def test_equal_charts_give_equal_bytes_and_ids_of_others_differ() -> None:
+def test_equal_charts_give_equal_bytes_and_ids_of_others_differ():
     first, again, other = (to_svg(chart_of("a", name=name)) for name in ("one", "one", "two"))
     assert first == again
     ids, others = (set(re.findall(r'id="([^"]+)"', svg)) for svg in (first, other))
@@ -84,7 +84,7 @@ def test_equal_charts_give_equal_bytes_and_ids_of_others_differ() -> None:
         assert f"#{name}" in first, "an id that nothing refers to"
 
 
-def test_the_user_s_settings_of_matplotlib_neither_matter_nor_change() -> None:
+def test_the_user_s_settings_of_matplotlib_neither_matter_nor_change():
     with matplotlib.rc_context({"axes.linewidth": 7.0, "text.usetex": True, "text.parse_math": True}):
         before = dict(matplotlib.rcParams)
         svg = to_svg(chart_of("$a$"))
@@ -95,7 +95,7 @@ def test_the_user_s_settings_of_matplotlib_neither_matter_nor_change() -> None:
 @pytest.mark.parametrize(
     "code", ["import kleash", "import kleash.reports", "from kleash.cli import main; main(['--help'])"]
 )
-def test_matplotlib_is_loaded_only_to_draw(code: str) -> None:
+def test_matplotlib_is_loaded_only_to_draw(code):
     check = f"import sys; {code}; assert 'matplotlib' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 from synthetic_run import HOSTILE, synthetic_comparison, write_synthetic_run
@@ -29,36 +26,36 @@ from kleash.store.measurement import PromptDrift, SequenceTotal
 class Outline(HTMLParser):
     """Tags with their attributes, and the text outside of scripts."""
 
-    def __init__(self, page: Path) -> None:
+    def __init__(self, page):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self.scripts: list[tuple[dict[str, str | None], str]] = []
         self.feed(page.read_text(encoding="utf-8"))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.cdata_elem == "script":
             self.scripts.append((self.tags[-1][1], data))
         elif self.cdata_elem is None:
             self.texts.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return re.sub(r"\s+", " ", "".join(self.texts))
 
-    def all(self, tag: str) -> Iterator[dict[str, str | None]]:
+    def all(self, tag):
         return (attributes for name, attributes in self.tags if name == tag)
 
 
 @pytest.fixture(scope="module")
-def outline(report: Path) -> Outline:
+def outline(report):
     return Outline(report)
 
 
-def test_the_page_has_the_headline_and_every_section(outline: Outline, run: tuple[Path, Measurement]) -> None:
+def test_the_page_has_the_headline_and_every_section(outline, run):
     measurement = run[1]
     number = measurement.per_token["kl_policy_reference"]
     assert number.rounded in outline.text
@@ -80,7 +77,7 @@ def test_the_page_has_the_headline_and_every_section(outline: Outline, run: tupl
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])
-def test_the_page_loads_no_other_resource(request: pytest.FixtureRequest, name: str) -> None:
+def test_the_page_loads_no_other_resource(request, name):
     page = Outline(request.getfixturevalue(name))
     assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed", "base")]
     for tag, attributes in page.tags:
@@ -90,7 +87,7 @@ def test_the_page_loads_no_other_resource(request: pytest.FixtureRequest, name: 
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])
-def test_only_our_scripts_may_run(request: pytest.FixtureRequest, name: str) -> None:
+def test_only_our_scripts_may_run(request, name):
     page = Outline(request.getfixturevalue(name))
     policy = next(
         tag["content"] for tag in page.all("meta") if tag.get("http-equiv") == "Content-Security-Policy"
@@ -107,7 +104,7 @@ def test_only_our_scripts_may_run(request: pytest.FixtureRequest, name: str) -> 
     assert set(data) == ({"application/json"} if name == "report" else set()), "the token view's"
 
 
-def test_untrusted_text_is_escaped(report: Path, outline: Outline) -> None:
+def test_untrusted_text_is_escaped(report, outline):
     assert not {"b", "img"} & {
         tag for tag, attributes in outline.tags if attributes.get("onerror") is not None
     }
@@ -118,18 +115,15 @@ def test_untrusted_text_is_escaped(report: Path, outline: Outline) -> None:
     assert "49" not in re.findall(r"\{\{ .*? \}\}|49(?= raw)", outline.text)
 
 
-def test_json_between_script_tags_survives_anything() -> None:
+def test_json_between_script_tags_survives_anything():
     value = {"texts": [*HOSTILE, "\ud800", "]]>"], "numbers": [math.inf, -math.inf, math.nan, 0.1]}
     text = script_json(value)
     assert not set("<>&\u2028\u2029") & set(text)
-    assert json.loads(text) == {
-        "texts": value["texts"],
-        "numbers": ["Infinity", "-Infinity", "NaN", 0.1],
-    }
+    assert json.loads(text) == {"texts": value["texts"], "numbers": ["Infinity", "-Infinity", "NaN", 0.1]}
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])
-def test_the_page_is_accessible_to_screen_readers(request: pytest.FixtureRequest, name: str) -> None:
+def test_the_page_is_accessible_to_screen_readers(request, name):
     page = Outline(request.getfixturevalue(name))
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -153,7 +147,7 @@ def test_the_page_is_accessible_to_screen_readers(request: pytest.FixtureRequest
     assert next(page.all("html"))["lang"] == "en"
 
 
-def test_a_rebuilt_report_is_the_same(run: tuple[Path, Measurement], report: Path) -> None:
+def test_a_rebuilt_report_is_the_same(run, report):
     before = report.read_bytes()
     report.unlink()
     assert write_report(run[0]) == report
@@ -162,7 +156,7 @@ def test_a_rebuilt_report_is_the_same(run: tuple[Path, Measurement], report: Pat
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_table_of_prompts_is_limited_and_says_so(tmp_path: Path) -> None:
+def test_the_table_of_prompts_is_limited_and_says_so(tmp_path):
     folder = tmp_path / "run"
     many = tuple(
         PromptDrift(prompt_id=at, prompt=f"prompt {at}", sequences=1, tokens=9, kl_per_token=1 / (at + 1),
@@ -179,13 +173,13 @@ def test_the_table_of_prompts_is_limited_and_says_so(tmp_path: Path) -> None:
     assert "prompt 500" not in page.text
 
 
-def changed(tmp_path: Path, **changes: Any) -> Outline:
+def changed(tmp_path, **changes):
     folder = tmp_path / "run"
     write_synthetic_run(folder, prompts=3, tokens=8, hostile=False, changes=changes)
     return Outline(write_report(folder))
 
 
-def test_infinite_and_nan_numbers_are_shown(tmp_path: Path) -> None:
+def test_infinite_and_nan_numbers_are_shown(tmp_path):
     endless = Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
     unknown = Number(value=math.nan, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
     steps = dict.fromkeys(("50", "max"), endless)
@@ -202,7 +196,7 @@ def test_infinite_and_nan_numbers_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_model_compared_with_itself_has_a_report(tmp_path: Path) -> None:
+def test_a_model_compared_with_itself_has_a_report(tmp_path):
     zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
     page = changed(
         tmp_path,
@@ -217,7 +211,7 @@ def test_a_model_compared_with_itself_has_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_path: Path) -> None:
+def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_path):
     page = changed(
         tmp_path,
         job={"text": "corpus.txt"},
@@ -233,7 +227,7 @@ def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_warnings_are_listed_once_before_the_table_of_means(tmp_path: Path) -> None:
+def test_warnings_are_listed_once_before_the_table_of_means(tmp_path):
     warning = "one prompt carries 31 % of the variance"
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=(warning,))
     total = Number(**{**vars(number), "warnings": (warning, "another")})
@@ -250,7 +244,7 @@ def test_warnings_are_listed_once_before_the_table_of_means(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_number_s_warnings_are_in_its_row(tmp_path: Path) -> None:
+def test_a_number_s_warnings_are_in_its_row(tmp_path):
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12))
     warned = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=("3 clusters",))
     page = changed(tmp_path, per_token={"kl_policy_reference": number, "jensen_shannon": warned})
@@ -258,12 +252,12 @@ def test_a_number_s_warnings_are_in_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_number_of_shortened_sequences_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_shortened_sequences_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("kleash.reports.heatmap.MAX_TOKENS_OF_SEQUENCE", 3)
     assert "6 of them only in part" in changed(tmp_path).text
 
 
-def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurement]) -> None:
+def test_a_token_row_has_its_context_and_probabilities(run):
     rows = {}
     names = ["prompt_id", "sample_id", "position", "text", "logp_policy", "logp_reference", "rank_reference"]
     for part in RunFolder(run[0]).parts("tokens", names):
@@ -286,7 +280,7 @@ def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurem
         assert token_row(drift, tokens, {(*key, drift.position)}).is_shown is True
 
 
-def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path: Path) -> None:
+def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path):
     """Also of few long sequences, of which many tokens are drawn beside the context of those with the largest KL."""
     measurement = write_synthetic_run(tmp_path, prompts=26, samples=1, tokens=1300, hostile=False)
     assert measurement.counts.tokens > 24_000
@@ -294,7 +288,7 @@ def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_an_unfinished_run_raises(tmp_path: Path) -> None:
+def test_an_unfinished_run_raises(tmp_path):
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder\?"):
         write_report(tmp_path)
     folder = tmp_path / "run"
@@ -306,7 +300,7 @@ def test_an_unfinished_run_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path):
     comparison = synthetic_comparison()
     run = type(comparison.runs[0])(**{**vars(comparison.runs[0]), "folder": os.fsdecode(b"caf\xe9")})
     page = Outline(
@@ -321,7 +315,7 @@ def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path: Path) -> None:
     assert "half \\udce9" in page.text
 
 
-def test_a_comparison_states_direction_and_shared_prompts(comparison_page: Path) -> None:
+def test_a_comparison_states_direction_and_shared_prompts(comparison_page):
     text = Outline(comparison_page).text
     assert "step 400: further from its reference: " in text
     assert "on 200 shared prompts" in text
@@ -330,7 +324,7 @@ def test_a_comparison_states_direction_and_shared_prompts(comparison_page: Path)
     assert "points" in text
 
 
-def test_a_report_is_made_without_torch(run: tuple[Path, Measurement]) -> None:
+def test_a_report_is_made_without_torch(run):
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path\nfrom kleash.reports import write_report\n"

@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +11,7 @@ from huggingface_hub.repocard_data import (
     model_index_to_eval_results,
 )
 
-from kleash.records import Measurement, Number
+from kleash.records import Number
 from kleash.reports.text_formats import card_section, model_card, published_name
 from kleash.store.measurement import ModelRecord
 
@@ -34,7 +32,7 @@ HOSTILE = (
 )
 
 
-def named(measurement: Measurement, policy: str, reference: str = "base/", **job: Any) -> Measurement:
+def named(measurement, policy, reference="base/", **job):
     models = {
         role: ModelRecord(**{**vars(model), "path": path})
         for (role, model), path in zip(measurement.models.items(), (policy, reference), strict=True)
@@ -43,14 +41,14 @@ def named(measurement: Measurement, policy: str, reference: str = "base/", **job
     return replace(measurement, models=models, job=job)
 
 
-def metadata_of(card: str) -> Any:
+def metadata_of(card):
     """The metadata of a card, as the hub splits them off."""
     first, block, rest = card.split("---\n", 2)
     assert first == "" and rest.startswith("\n## ")
     return yaml.safe_load(block)
 
 
-def test_the_hub_reads_every_metric_with_its_interval(run: tuple[Path, Measurement]) -> None:
+def test_the_hub_reads_every_metric_with_its_interval(run):
     measurement = named(run[1], "runs/7/tuned/", "org/base", text="data/corpus.txt")
     data = metadata_of(model_card(measurement))
     name, results = model_index_to_eval_results(data["model-index"])
@@ -77,7 +75,7 @@ def test_the_hub_reads_every_metric_with_its_interval(run: tuple[Path, Measureme
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_metadata_are_valid_for_any_name(name: str, run: tuple[Path, Measurement]) -> None:
+def test_metadata_are_valid_for_any_name(name, run):
     card = model_card(named(run[1], name, name, prompts=name, split=name))
     data = metadata_of(card)
     text = name.encode("utf-8", "replace").decode().replace("?", "\ufffd") if "\udc80" in name else name
@@ -90,7 +88,7 @@ def test_metadata_are_valid_for_any_name(name: str, run: tuple[Path, Measurement
     assert "<script" not in html and html.count("<pre>") == 1
 
 
-def test_a_section_says_what_was_measured_against_what(run: tuple[Path, Measurement]) -> None:
+def test_a_section_says_what_was_measured_against_what(run):
     card = model_card(named(run[1], "runs/7/tuned", "org/base", text="data/corpus.txt"))
     assert (
         "`tuned` was measured against `org/base` on the texts of `corpus.txt`: KL(policy ‖ reference) is "
@@ -112,7 +110,7 @@ def test_a_section_says_what_was_measured_against_what(run: tuple[Path, Measurem
     assert section.count("data/") == section.count("runs/") == 1  # in the command
 
 
-def test_bounds_are_named_as_bounds(run: tuple[Path, Measurement]) -> None:
+def test_bounds_are_named_as_bounds(run):
     low, high = (
         Number(value=value, unit="nats", standard_error=0.01, ci95=(value - 0.02, value + 0.02))
         for value in (0.1, 0.4)
@@ -126,7 +124,7 @@ def test_bounds_are_named_as_bounds(run: tuple[Path, Measurement]) -> None:
     assert "kl_policy_reference_lower" in types and "kl_policy_reference" not in types
 
 
-def test_what_is_unknown_is_left_out_and_infinity_stays(run: tuple[Path, Measurement]) -> None:
+def test_what_is_unknown_is_left_out_and_infinity_stays(run):
     unknown = Number(value=math.nan, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
     infinite = replace(unknown, value=math.inf)
     per_token = {**run[1].per_token, "jensen_shannon": unknown, "kl_reference_policy": infinite}
@@ -152,13 +150,11 @@ def test_what_is_unknown_is_left_out_and_infinity_stays(run: tuple[Path, Measure
         ("o" * 300 + "/" + "m" * 300, "m" * 300),
     ],
 )
-def test_a_path_is_published_by_its_last_part(path: str, name: str) -> None:
+def test_a_path_is_published_by_its_last_part(path, name):
     assert published_name(path) == name
 
 
-def test_a_folder_that_looks_like_a_name_on_the_hub_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_looks_like_a_name_on_the_hub_is_a_folder(tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert published_name("org/model") == "model"

@@ -4,15 +4,13 @@ import csv
 import io
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
-from kleash.records import Diagnosis, Measurement, MismatchRecord, Number
+from kleash.records import Diagnosis, MismatchRecord, Number
 from kleash.reports.formatting import make_visible
 from kleash.reports.text_formats import (
     CSV_COLUMNS,
@@ -53,7 +51,7 @@ HOSTILE = (
 )
 
 
-def number(value: float, **more: Any) -> Number:
+def number(value, **more):
     return Number(
         **{"value": value, "unit": "nats", "standard_error": 0.1, "ci95": (value - 0.2, value + 0.2), **more}
     )
@@ -89,12 +87,12 @@ DIAGNOSIS = Diagnosis(
 
 
 @pytest.fixture(scope="module")
-def results(run: tuple[Path, Measurement]) -> list[Any]:
+def results(run):
     comparison, sweep = synthetic_comparison(), synthetic_sweep(HOSTILE[:4], ("b|ad",))
     return [run[1], comparison, sweep, MISMATCH, DIAGNOSIS]
 
 
-def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results: list[Any]) -> None:
+def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results):
     for result in results:
         rows = number_rows(result)
         read = list(csv.DictReader(io.StringIO(to_csv(rows), newline=""), strict=True))
@@ -113,7 +111,7 @@ def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results: list[
             assert cells["warnings"] == "; ".join(row.warnings)
 
 
-def test_the_rows_of_a_measurement_are_the_numbers_of_its_json(run: tuple[Path, Measurement]) -> None:
+def test_the_rows_of_a_measurement_are_the_numbers_of_its_json(run):
     rows = {row.name: row for row in number_rows(run[1])}
     assert len(rows) == len(number_rows(run[1])), "a name stands for one number"
     data = run[1].to_dict()
@@ -138,7 +136,7 @@ def test_the_rows_of_a_measurement_are_the_numbers_of_its_json(run: tuple[Path, 
     assert written <= set(rows)
 
 
-def test_the_rows_of_a_sweep_have_both_intervals_of_a_pair_and_no_failed_candidate() -> None:
+def test_the_rows_of_a_sweep_have_both_intervals_of_a_pair_and_no_failed_candidate():
     rows = number_rows(synthetic_sweep())
     differences = [row for row in rows if row.minus]
     assert {(row.run, row.minus) for row in differences} == {("q8", "q6"), ("q8", "q4"), ("q6", "q4")}
@@ -149,7 +147,7 @@ def test_the_rows_of_a_sweep_have_both_intervals_of_a_pair_and_no_failed_candida
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t"])
-def test_names_are_no_formulas_in_a_spreadsheet(start: str) -> None:
+def test_names_are_no_formulas_in_a_spreadsheet(start):
     name = f"{start}HYPERLINK(1)"
     row = NumberRow(run=name, minus=name, name="n", value=-0.5, warnings=(name,))
     (read,) = csv.DictReader(io.StringIO(to_csv([row])))
@@ -158,7 +156,7 @@ def test_names_are_no_formulas_in_a_spreadsheet(start: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_numbers_that_are_not_finite_are_spelt_as_in_json(value: float) -> None:
+def test_numbers_that_are_not_finite_are_spelt_as_in_json(value):
     text = to_csv([NumberRow(run="r", name="n", value=value, ci95=(-math.inf, math.inf))])
     line = text.splitlines()[1]
     assert (
@@ -167,19 +165,19 @@ def test_numbers_that_are_not_finite_are_spelt_as_in_json(value: float) -> None:
     )
 
 
-def cells_of(markdown: str) -> list[list[str]]:
+def cells_of(markdown):
     """The texts of the cells of the first table, as a Markdown renderer that is not ours shows them."""
     html = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table").render(markdown)
     from html.parser import HTMLParser
 
     class Table(HTMLParser):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows: list[list[str]] = []
             self.tags: set[str] = set()
             self.in_cell = False
 
-        def handle_starttag(self, tag: str, attrs: Any) -> None:
+        def handle_starttag(self, tag, attrs):
             self.tags.add(tag)
             if tag == "tr":
                 self.rows.append([])
@@ -187,10 +185,10 @@ def cells_of(markdown: str) -> list[list[str]]:
                 self.rows[-1].append("")
                 self.in_cell = True
 
-        def handle_endtag(self, tag: str) -> None:
+        def handle_endtag(self, tag):
             self.in_cell &= tag not in ("td", "th")
 
-        def handle_data(self, data: str) -> None:
+        def handle_data(self, data):
             if self.in_cell:
                 self.rows[-1][-1] += data
 
@@ -202,13 +200,13 @@ def cells_of(markdown: str) -> list[list[str]]:
     return table.rows
 
 
-def shown(text: str) -> str:
+def shown(text):
     """What a reader sees of a text."""
     return make_visible(text)
 
 
 @pytest.mark.parametrize("kind", [Name, str])
-def test_hostile_texts_in_tables_are_shown_as_they_stand(kind: type) -> None:
+def test_hostile_texts_in_tables_are_shown_as_they_stand(kind):
     rows = tuple((kind(text), str(at)) for at, text in enumerate(HOSTILE))
     summary = Summary(headline="h", tables=(SummaryTable(header=("name", "n"), rows=rows),))
     read = cells_of(to_markdown(summary))
@@ -221,7 +219,7 @@ def test_hostile_texts_in_tables_are_shown_as_they_stand(kind: type) -> None:
 @settings(max_examples=100)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 @example(" a name that begins with a space")
-def test_any_text_stays_text_in_its_cell(text: str) -> None:
+def test_any_text_stays_text_in_its_cell(text):
     line = f"| a | b | c |\n| --- | --- | --- |\n| {markdown_code(text)} | {escape_text(text)} | 1 |\n"
     read = cells_of(line)
     expected = shown(text)
@@ -230,7 +228,7 @@ def test_any_text_stays_text_in_its_cell(text: str) -> None:
     assert read[1][1].replace("\u200b", "").split() == (expected.split() if text else [])
 
 
-def test_hostile_texts_outside_of_tables_are_shown_as_they_stand(run: tuple[Path, Measurement]) -> None:
+def test_hostile_texts_outside_of_tables_are_shown_as_they_stand(run):
     renderer = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
     summary = Summary(headline="h", facts=(("f", "<b>|*x*"),), warnings=HOSTILE)
     html = renderer.render(to_markdown(summary, ["# note"]))
@@ -245,17 +243,17 @@ def test_hostile_texts_outside_of_tables_are_shown_as_they_stand(run: tuple[Path
     )
 
 
-def test_a_mention_of_a_person_is_none() -> None:
+def test_a_mention_of_a_person_is_none():
     assert "@everyone" not in escape_text("@everyone") and "&#8203;" in escape_text("@everyone")
 
 
-def test_sentences_in_a_table_are_aligned_to_the_left() -> None:
+def test_sentences_in_a_table_are_aligned_to_the_left():
     rows = ((Name("q4"), "1.5", "the policy lacks 1 of its weights, which would be random: model.layers.0"),)
     lines = markdown_table(SummaryTable(header=("candidate", "KL", "reason"), rows=rows)).splitlines()
     assert lines[1] == "| --- | ---: | --- |"
 
 
-def test_every_kind_of_result_has_a_markdown_table(results: list[Any]) -> None:
+def test_every_kind_of_result_has_a_markdown_table(results):
     for result in results:
         text = to_markdown(summarize(result))
         rows = cells_of(text)
@@ -265,13 +263,13 @@ def test_every_kind_of_result_has_a_markdown_table(results: list[Any]) -> None:
     assert ["b|ad", "its weights are missing"] in sweep_rows
 
 
-def test_one_cluster_has_no_interval_in_a_table(run: tuple[Path, Measurement]) -> None:
+def test_one_cluster_has_no_interval_in_a_table(run):
     counts = replace(run[1].counts, clusters=1)
     summary = summarize(replace(run[1], counts=counts))
     assert {row[2] for row in summary.tables[0].rows} == {"unknown"}
     assert "unknown" not in {row[2] for row in summarize(run[1]).tables[0].rows}
 
 
-def test_what_is_no_result_has_no_summary() -> None:
+def test_what_is_no_result_has_no_summary():
     with pytest.raises(TypeError, match="int is no result"):
         summarize(3)

@@ -24,8 +24,8 @@ HEADER = RunHeader(
 )
 
 
-def tokens(rows: int = 3) -> dict[str, object]:
-    columns: dict[str, object] = {name: np.arange(rows) for name in TOKEN_COLUMNS}
+def tokens(rows=3):
+    columns = {name: np.arange(rows) for name in TOKEN_COLUMNS}
     return {
         **columns,
         "text": [f"<{row}>" for row in range(rows)],
@@ -33,13 +33,13 @@ def tokens(rows: int = 3) -> dict[str, object]:
     }
 
 
-def sequences(rows: int = 2) -> dict[str, object]:
+def sequences(rows=2):
     return {
         name: ["x"] * rows if kind == "string" else np.arange(rows) for name, kind in SEQUENCE_COLUMNS.items()
     }
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with folder.writing(HEADER, resume=False):
         folder.write_shard(0, tokens(3), sequences())
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert folder.header() == HEADER
 
 
-def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
+def test_a_shard_counts_once_its_sequences_are_there(tmp_path):
     folder = RunFolder(tmp_path)
     with folder.writing(HEADER, resume=False):
         folder.write_shard(0, tokens(), sequences())
@@ -78,9 +78,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
         ({"sampler": "b"}, "the sampler was '' and is now 'b'"),
     ],
 )
-def test_going_on_with_other_settings_is_refused(
-    tmp_path: Path, other: dict[str, object], message: str
-) -> None:
+def test_going_on_with_other_settings_is_refused(tmp_path, other, message):
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         folder.write_shard(0, tokens(), sequences())
     changed = replace(HEADER, **other)
@@ -89,7 +87,7 @@ def test_going_on_with_other_settings_is_refused(
     assert str(caught.value) == f"{tmp_path} holds another run: {message}; give another --out"
 
 
-def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_exists_is_left_alone(tmp_path):
     with RunFolder(tmp_path / "run").writing(HEADER, resume=False) as folder:
         folder.write_shard(0, tokens(), sequences())
     with pytest.raises(RunFolderError, match="holds a run already; go on with it with --resume"):
@@ -104,7 +102,7 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
         RunFolder(stranger / "thesis.tex").check(resume=False)
 
 
-def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path):
     with RunFolder(tmp_path).writing(HEADER, resume=False):
         pass
     other = replace(HEADER, settings={"seed": 1})
@@ -112,13 +110,13 @@ def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path: Path) -> Non
         assert folder.header() == other
 
 
-def test_resuming_where_nothing_is_begins(tmp_path: Path) -> None:
+def test_resuming_where_nothing_is_begins(tmp_path):
     with RunFolder(tmp_path / "new").writing(HEADER, resume=True) as folder:
         assert folder.finished_shards() == ()
     assert folder.header() == HEADER
 
 
-def test_what_a_killed_write_left_is_swept_up(tmp_path: Path) -> None:
+def test_what_a_killed_write_left_is_swept_up(tmp_path):
     with RunFolder(tmp_path).writing(HEADER, resume=False):
         pass
     left = tmp_path / "tokens" / ".writing-part-00000.parquet"
@@ -127,7 +125,7 @@ def test_what_a_killed_write_left_is_swept_up(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path: Path) -> None:
+def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path):
     context = multiprocessing.get_context("spawn")
     begun = context.Event()
     other = context.Process(target=hold_folder, args=(str(tmp_path), HEADER, begun))
@@ -148,11 +146,11 @@ def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path: Path) -> No
         assert folder.finished_shards() == ()
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "a.json"
     write_atomically(path, "old")
 
-    def full(unfinished: Path) -> None:
+    def full(unfinished):
         unfinished.write_text("ne")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -167,12 +165,12 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-def test_a_folder_that_is_none_is_said_so() -> None:
+def test_a_folder_that_is_none_is_said_so():
     with pytest.raises(RunFolderError, match="/dev/null/x cannot be written: Not a directory"):
         write_atomically(Path("/dev/null/x"), "content")
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path):
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         folder.write_shard(0, tokens(), sequences())
     part = tmp_path / "tokens" / "part-00000.parquet"
@@ -186,7 +184,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         folder.header()
 
 
-def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_a_measurement_says_what_to_do(tmp_path):
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder"):
         Measurement.read(tmp_path)
     with RunFolder(tmp_path).writing(HEADER, resume=False):

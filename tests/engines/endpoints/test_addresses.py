@@ -1,7 +1,5 @@
 """Addresses of servers: what may be given, and that no part of a password is shown."""
 
-from pathlib import Path
-
 import pytest
 
 from kleash.cli import main
@@ -14,7 +12,7 @@ KEY = "key-of-the-secret"
 @pytest.mark.parametrize(
     "end", ["", "/", "/v1", "/v1//", "/v1/completions", "/v1/chat/completions/", "/v1/models", "/generate"]
 )
-def test_an_address_may_end_with_a_path_of_the_api(end: str) -> None:
+def test_an_address_may_end_with_a_path_of_the_api(end):
     assert server_root(f"HTTPS://[::1]:8000/models{end}", "--policy") == "https://[::1]:8000/models"
 
 
@@ -35,16 +33,14 @@ def test_an_address_may_end_with_a_path_of_the_api(end: str) -> None:
         "http://127.0.0.1:1\\v1",
     ],
 )
-def test_what_is_more_or_less_than_an_address_is_refused_without_quoting_it(address: str) -> None:
+def test_what_is_more_or_less_than_an_address_is_refused_without_quoting_it(address):
     with pytest.raises(OptionError, match="--policy is not an address") as raised:
         server_root(address, "--policy", KEY)
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["localhost:8000", "127.0.0.1:8000/v1", "ws://localhost/v1", "http:/host"])
-def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(name, capsys):
     assert main(["measure", "--policy", name, "--text", "shipped:text", "--quiet"]) == 2
     assert "the address of a server, which begins with http://" in capsys.readouterr().err
 
@@ -59,9 +55,7 @@ def test_an_address_without_its_scheme_is_not_taken_for_a_folder_alone(
     ],
     ids=lambda words: words[0],
 )
-def test_a_refused_address_is_shown_without_its_password(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_address_is_shown_without_its_password(words, tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")]
     given = [word.replace("ADDRESS", "http://me:a/secret@127.0.0.1:1/v1") for word in words]
     assert main([*given, *out]) == 2
@@ -84,8 +78,8 @@ def test_a_refused_address_is_shown_without_its_password(
 )
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_an_address_where_a_folder_or_file_is_expected_is_refused_without_its_password(
-    words: list[str], scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    words, scheme, tmp_path, capsys
+):
     out = ["--out", str(tmp_path / "out")]
     address = f"{scheme}://me:secret@127.0.0.1:1/file.jsonl"
     assert main([*[word.replace("ADDRESS", address) for word in words], *out]) == 2

@@ -2,12 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -42,20 +39,20 @@ KEY = "sk-of-the-policy"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "text.txt"
     path.write_text(TEXT)
     return path
 
 
 @pytest.fixture(scope="module")
-def distributions() -> dict[str, Callable[[list[int]], torch.Tensor]]:
+def distributions():
     """Next-token log-probabilities of both shipped models in float64, by transformers alone."""
 
-    def of(name: str) -> Callable[[list[int]], torch.Tensor]:
+    def of(name):
         network = AutoModelForCausalLM.from_pretrained(shipped_folder(name), dtype=torch.float64).eval()
 
-        def log_probabilities(ids: list[int]) -> torch.Tensor:
+        def log_probabilities(ids):
             with torch.inference_mode():
                 return torch.log_softmax(network(torch.tensor([ids])).logits[0], dim=-1)
 
@@ -64,18 +61,16 @@ def distributions() -> dict[str, Callable[[list[int]], torch.Tensor]]:
     return {name: of(name) for name in ("policy", "reference")}
 
 
-def exact_divergences(
-    distributions: dict[str, Callable[[list[int]], torch.Tensor]], path: Path
-) -> dict[str, np.ndarray]:
+def exact_divergences(distributions, path):
     """The divergences at every token of the documents, by their definitions."""
     tokenizer = AutoTokenizer.from_pretrained(shipped_folder("reference"))
-    rows: dict[str, list[torch.Tensor]] = {}
+    rows = {}
     for document in path.read_text().strip().split("\n\n"):
         ids = tokenizer(document)["input_ids"]
         p, q = (distributions[name](ids)[:-1] for name in ("policy", "reference"))
         m = torch.log((p.exp() + q.exp()) / 2)
 
-        def kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        def kl(first, second):
             return (first.exp() * (first - second)).sum(-1)
 
         values = {
@@ -92,12 +87,12 @@ def exact_divergences(
     return {name: torch.cat(columns).numpy() for name, columns in rows.items()}
 
 
-def tokens_of(folder: Path) -> dict[str, np.ndarray]:
+def tokens_of(folder):
     table = parquet.read_table(folder / "tokens", partitioning=None)
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
-def assert_bounds_hold(tokens: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> None:
+def assert_bounds_hold(tokens, exact):
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         lower, upper = tokens[f"{name}_lower"], tokens[f"{name}_upper"]
         assert (lower <= exact[name]).all() and (exact[name] <= upper).all(), name
@@ -105,10 +100,10 @@ def assert_bounds_hold(tokens: dict[str, np.ndarray], exact: dict[str, np.ndarra
 
 
 @pytest.fixture(scope="module")
-def runs(server: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(server, text, tmp_path_factory):
     """A run with each dialect, one with the server as reference, and one with both models loaded."""
     folder = tmp_path_factory.mktemp("runs")
-    jobs: dict[str, dict[str, Any]] = {
+    jobs = {
         name: {"policy": f"{server}/{name}/none/v1", "reference": "shipped:reference"}
         for name in ("vllm", "sglang")
     }
@@ -120,9 +115,7 @@ def runs(server: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_the_bounds_hold_the_exact_divergences_at_every_token(
-    runs: dict[str, Path], text: Path, distributions: Any, name: str
-) -> None:
+def test_the_bounds_hold_the_exact_divergences_at_every_token(runs, text, distributions, name):
     exact, tokens = exact_divergences(distributions, text), tokens_of(runs[name])
     np.testing.assert_array_equal(tokens["position"], exact["position"])
     np.testing.assert_allclose(tokens["logp_policy"], exact["logp_policy"], atol=1e-4)
@@ -133,9 +126,7 @@ def test_the_bounds_hold_the_exact_divergences_at_every_token(
         assert np.isnan(tokens[column]).all()
 
 
-def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(
-    runs: dict[str, Path], text: Path, distributions: Any
-) -> None:
+def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(runs, text, distributions):
     exact = exact_divergences(
         {"policy": distributions["reference"], "reference": distributions["policy"]}, text
     )
@@ -148,7 +139,7 @@ def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(
     assert any("the reference is behind a server" in warning for warning in measurement.warnings)
 
 
-def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> None:
+def test_what_is_unknown_is_left_out_with_its_reason(runs):
     measurement, local = Measurement.read(runs["vllm"]), Measurement.read(runs["local"])
     assert set(measurement.per_token) >= {
         name for name in BOUND_COLUMNS if name.endswith(("_lower", "_upper"))
@@ -173,7 +164,7 @@ def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> N
     assert low < kl < high
 
 
-def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
+def test_a_gate_takes_the_range_of_both_bounds(runs):
     measurement = Measurement.read(runs["vllm"])
     by_default = gate_of_measurement(measurement, at_most=1e9)
     assert (by_default.quantity, by_default.ci95[1]) == ("per_token.kl_reference_policy", math.inf)
@@ -189,9 +180,7 @@ def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
     assert gate_of_measurement(served_reference, 1e9, name).ci95[1] == math.inf
 
 
-def test_report_summary_and_comparison_show_the_bounds(
-    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_summary_and_comparison_show_the_bounds(runs, capsys):
     page = write_report(runs["vllm"]).read_text()
     assert "KL(reference ‖ policy), lower bound per token" in page and "Upper bound" in page
     assert "lists 20 tokens at each position and not its whole distribution" in page
@@ -208,23 +197,23 @@ def test_report_summary_and_comparison_show_the_bounds(
     assert "unknown" in capsys.readouterr().out
 
 
-def drawn_responses(path: Path, distributions: Any) -> Path:
+def drawn_responses(path, distributions):
     """Responses that the policy draws, as token ids."""
     generator = torch.Generator().manual_seed(0)
-    lines: list[str] = []
+    lines = []
     for prompt in ([0, 40, 50], [0, 60, 70, 80], [0, 90, 100]):
         ids, drawn = list(prompt), []
         for _ in range(12):
             logp = distributions["policy"](ids)[-1]
             ids.append(int(torch.multinomial(logp.exp(), 1, generator=generator)))
             drawn.append(float(logp[ids[-1]]))
-        record: dict[str, Any] = {"prompt_token_ids": prompt, "response_token_ids": ids[len(prompt) :]}
+        record = {"prompt_token_ids": prompt, "response_token_ids": ids[len(prompt) :]}
         lines.append(json.dumps(record | {"logprobs": drawn}))
     path.write_text("\n".join(lines))
     return path
 
 
-def test_responses_have_sampled_estimates(server: str, distributions: Any, tmp_path: Path) -> None:
+def test_responses_have_sampled_estimates(server, distributions, tmp_path):
     responses = str(drawn_responses(tmp_path / "responses.jsonl", distributions))
     options = {"responses": responses, "quiet": True}
     served = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "served"), **options))
@@ -241,14 +230,8 @@ def test_responses_have_sampled_estimates(server: str, distributions: Any, tmp_p
 
 @pytest.mark.parametrize(("least", "warns"), [(3, True), (2559, False)])
 def test_listed_rows_that_are_no_tokens_are_named(
-    server: str,
-    text: Path,
-    distributions: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    least: int,
-    warns: bool,
-) -> None:
+    server, text, distributions, tmp_path, monkeypatch, least, warns
+):
     """With the rows from ``least`` on taken for rows that are no tokens."""
     monkeypatch.setattr(engine_module, "find_padding", lambda model: torch.arange(model.vocab_size) >= least)
     options = {"text": str(text), "limit": 1, "quiet": True}
@@ -266,7 +249,7 @@ def test_listed_rows_that_are_no_tokens_are_named(
     assert set(warnings) <= set(measurement.per_token["kl_policy_reference_lower"].warnings)
 
 
-def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
+def test_the_listed_terms_with_a_sampled_tail_are_unbiased():
     generator = torch.Generator().manual_seed(3)
     logp, logq = torch.log_softmax(2 * torch.randn(2, 50, generator=generator, dtype=torch.float64), -1)
     mu = torch.log_softmax(torch.randn(50, generator=generator, dtype=torch.float64), -1)
@@ -290,9 +273,7 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
         assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)
 
 
-def test_an_interrupted_run_goes_on_after_its_last_shard(
-    server: str, text: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_goes_on_after_its_last_shard(server, text, runs, tmp_path, capsys):
     words = ["measure", "--policy", f"{server}/vllm/later/v1", "--reference", "shipped:reference"]
     words += ["--text", str(text), "--out", str(tmp_path / "run"), "--batch-tokens", "8", "--quiet"]
     options = ["--endpoint-concurrency", "1", "--endpoint-retries", "0"]
@@ -318,9 +299,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(
     )
 
 
-def test_a_run_is_not_resumed_with_another_model_of_the_same_name(
-    server: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_not_resumed_with_another_model_of_the_same_name(server, text, tmp_path, capsys):
     """As of a server that a training run updates, or that was started again with another checkpoint."""
     words = ["measure", "--policy", f"{server}/vllm/retrained/v1", "--reference", "shipped:reference"]
     words += ["--text", str(text), "--out", str(tmp_path / "run"), "--batch-tokens", "8", "--quiet"]
@@ -331,9 +310,7 @@ def test_a_run_is_not_resumed_with_another_model_of_the_same_name(
     assert "holds another run: the server of the policy serves another model" in error
 
 
-def test_windows_leave_room_for_the_token_that_a_server_generates(
-    server: str, text: Path, tmp_path: Path
-) -> None:
+def test_windows_leave_room_for_the_token_that_a_server_generates(server, text, tmp_path):
     path = tmp_path / "one.txt"
     path.write_text(text.read_text().replace("\n\n", "\n"))
     job = MeasureJob(policy=f"{server}/vllm/full/v1", text=str(path), out=str(tmp_path / "run"), quiet=True)
@@ -342,9 +319,7 @@ def test_windows_leave_room_for_the_token_that_a_server_generates(
 
 
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and processes are threads here
-def test_several_processes_measure_what_one_measures(
-    server: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_measure_what_one_measures(server, text, tmp_path, monkeypatch):
     load_one_at_a_time(monkeypatch)
     models = {"policy": f"{server}/vllm/none/v1", "reference": "shipped:reference"}
     jobs = {
@@ -356,7 +331,7 @@ def test_several_processes_measure_what_one_measures(
     begin = Barrier(2)
 
     class Reporter(ProgressReporter):
-        def set_total(self, sequences: int | None) -> None:
+        def set_total(self, sequences):
             begin.wait(60)
 
     with ThreadPoolExecutor(2) as threads:
@@ -365,14 +340,7 @@ def test_several_processes_measure_what_one_measures(
             assert measured.left_out == alone.left_out
 
 
-def test_the_key_is_sent_and_written_nowhere(
-    server: str,
-    seen: Callable[[], dict[str, Any]],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_key_is_sent_and_written_nowhere(server, seen, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KLEASH_POLICY_API_KEY", KEY)
     words = [
         "measure",
@@ -416,14 +384,12 @@ def test_the_key_is_sent_and_written_nowhere(
         ({"text": "x", "endpoint_retries": -1}, "--endpoint-retries must be at least 0"),
     ],
 )
-def test_options_that_a_server_cannot_meet(options: dict[str, Any], message: str) -> None:
+def test_options_that_a_server_cannot_meet(options, message):
     with pytest.raises(OptionError, match=message):
         MeasureJob(policy="http://127.0.0.1:1/v1", **options)
 
 
-def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(tmp_path, capsys):
     rollout = {"prompt_token_ids": [1], "response_token_ids": [2]}
     rollout |= {"trainer_logprobs": [-1], "engine_logprobs": [-1]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout))
@@ -449,7 +415,7 @@ def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(
         assert "server" in error and "name" in error and error.count("\n") == 1, error
 
 
-def test_options_of_servers_without_one_do_nothing() -> None:
+def test_options_of_servers_without_one_do_nothing():
     job = MeasureJob(top_logprobs=5, tokenizer="t")
     assert "--top-logprobs does nothing without a server" in job.without_effect()
     assert "top_logprobs" not in job.settings()
