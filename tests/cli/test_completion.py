@@ -51,13 +51,11 @@ def fish(script, line):
         ("kleash mea", "measure"),
         ("kleash --ver", "--version"),
         ("kleash train gr", "grpo"),
-        ("kleash measure --unt", "--until-relative-error"),
         ("kleash measure --policy a --max", "--max-new-tokens"),
         ("kleash train ppo --no", "--no-whiten"),
         ("kleash train ppo --reward a --max-g", "--max-gradient-norm"),
         ("kleash measure --out ru", "runs"),
         ("kleash report ru", "runs"),
-        ("kleash compare ru", "runs"),
         ("kleash compare runs runs ru", "runs"),
     ],
 )

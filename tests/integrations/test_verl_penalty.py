@@ -135,9 +135,7 @@ def test_invalid_arguments_are_refused(unhooked):
         kl_penalty(x, x, "full")
     with pytest.raises(ShapeError, match=r"logprob is \(2, 3\) and ref_logprob \(2, 1\)"):
         kl_penalty(x, x[:, :1], "k1")
-    with pytest.raises(
-        UnknownNameError, match=r"no KL penalty of verl is called 'low_var'; there are kl, k1"
-    ):
+    with pytest.raises(UnknownNameError, match="no KL penalty of verl is called 'low_var'"):
         kl_penalty(x, x, "low_var")
     for empty in ("", "+", "k1++"):
         with pytest.raises(UnknownNameError):
@@ -188,14 +186,8 @@ def test_verl_ppo_loss_has_gradient_beyond_its_clamp(installed):
             batch_size=[1],
         )
         assign_non_tensor(data, dp_size=1, batch_num_tokens=2, global_batch_size=1)
-        config = ActorConfig(
-            strategy="fsdp",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=1,
-            use_kl_loss=True,
-            kl_loss_coef=1.0,
-            kl_loss_type="low_var_kl",
-        )
+        asked = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "low_var_kl"}
+        config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **asked)
         logprob = torch.tensor([-2.0, -5.0, 0.0], requires_grad=True)
         loss, _ = ppo_loss(config, {"log_probs": logprob}, data)
         (gradient,) = torch.autograd.grad(loss, logprob)
@@ -241,9 +233,7 @@ def test_masked_token_costs_nothing_in_verl_rewards(installed, name, plus, rewar
     assert rewards[0].tolist() == pytest.approx([reward, 0], rel=1e-5)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5)
     assert controller.value == pytest.approx(1e-3), "measured at its target"
-    assert data.batch["ref_log_prob"].isnan().tolist() == [[False, True]], (
-        "verl's own column is left as it is"
-    )
+    assert data.batch["ref_log_prob"].isnan().tolist() == [[False, True]], "verl's column is left as it is"
     unmasked, metrics, _ = charged(logprob, ref_logprob, torch.ones(1, 2), controller, name + plus)
     assert unmasked.isnan().tolist() == [[False, True]]
     assert metrics["actor/reward_kl_penalty"] != metrics["actor/reward_kl_penalty"]

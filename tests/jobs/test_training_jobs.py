@@ -25,35 +25,20 @@ def test_what_is_asked_by_default_means_something(kind):
     ("options", "said"),
     [
         ({"steps": 0}, "--steps must be at least 1; it is 0"),
-        ({"learning_rate": 0.0}, "--learning-rate must be a number above 0; it is 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be a number above 0; it is nan"),
         ({"lora_rank": -1}, "--lora-rank must be at least 0; it is -1"),
         ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, float64; it is 'int8'"),
         ({"on_hacking": "look"}, "--on-hacking must be one of warn, stop, halve-lr, tighten; it is 'look'"),
-        (
-            {"report_to": ("tensorboard", "neptune")},
-            "--report-to must be one of tensorboard, wandb, trackio, mlflow;",
-        ),
-        ({"metric_names": "openrlhf"}, "--metric-names must be one of kleash, verl, trl; it is 'openrlhf'"),
+        ({"report_to": ("tensorboard", "neptune")}, "--report-to must be one of tensorboard, wandb,"),
         ({"seed": -1}, "--seed must be a whole number from 0 to 2^63 - 1; it is -1"),
-        ({"prompts_per_step": 0}, "--prompts-per-step must be at least 1; it is 0"),
-        ({"temperature": 0.0}, "--temperature must be a number above 0; it is 0.0"),
         ({"policy": "mine", "reward": ("a:b",)}, "say what mine should answer: --prompts"),
         ({"policy": "mine", "prompts": "p.txt"}, "say what mine is rewarded for: --reward"),
         ({"kl": "k4"}, "--kl must be one of exact, k1, k2, k3; it is 'k4'"),
-        ({"kl_place": "both"}, "--kl-place must be one of loss, reward; it is 'both'"),
         ({"beta": -0.1}, "--beta must be a number of 0 or more; it is -0.1"),
         ({"beta": 0.0, "on_hacking": "tighten"}, "--on-hacking tighten doubles beta, and --beta is 0"),
         ({"controller": "pid"}, "the controller pid steers to a target; give --target-nats"),
-        ({"target_nats": -1.0}, "--target-nats must be a number above 0; it is -1.0"),
-        (
-            {"controller": "pid", "target_nats": 1.0, "beta": 20.0},
-            "--beta 20.0 does not lie between --beta-min 0.0001 and --beta-max 10.0",
-        ),
-        ({"clip_range": 0.0}, "--clip-range must be a number above 0; it is 0.0"),
+        ({"controller": "pid", "target_nats": 1.0, "beta": 20.0}, "--beta 20.0 does not lie between"),
         ({"gamma": 1.5}, "--gamma must be from 0 to 1; it is 1.5"),
-        ({"gae_lambda": -0.5}, "--gae-lambda must be from 0 to 1; it is -0.5"),
-        ({"vf_coef": -1.0}, "--vf-coef must be a number of 0 or more; it is -1.0"),
         ({"minibatches": 17}, "--minibatches 17 cannot be made of 16 responses"),
     ],
 )
@@ -67,21 +52,12 @@ def test_what_means_nothing_is_refused_in_a_sentence(options, said):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        *((lambda job=job: job(samples_per_prompt=1), "must be at least 2") for job in (GRPOJob, RLOOJob)),
-        *(
-            (
-                lambda job=job: job(kl="exact", kl_place="reward", kl_scope="sequence"),
-                "the exact KL as a reward of the whole response lacks the gradient of each token's own KL",
-            )
-            for job in (GRPOJob, RLOOJob)
-        ),
+        (lambda: GRPOJob(samples_per_prompt=1), "must be at least 2"),
+        (lambda: RLOOJob(samples_per_prompt=1), "must be at least 2"),
         (lambda: DPOJob(), "say what is preferred to what: --pairs"),
         (lambda: DPOJob(pairs="p", on_hacking="tighten"), "dpo has no beta that could be tightened"),
         (lambda: DPOJob(pairs="p", beta=0.0), "--beta must be a number above 0; it is 0.0"),
-        (
-            lambda: DistillJob(divergence="k3"),
-            "--divergence must be one of policy_teacher, teacher_policy, kl, rev",
-        ),
+        (lambda: DistillJob(divergence="k3"), "--divergence must be one of policy_teacher, teacher_policy"),
         (lambda: DistillJob(policy="mine", prompts="p"), "say which model mine learns from: --teacher"),
         (lambda: DistillJob(on_hacking="tighten"), "distill has no beta that could be tightened"),
     ],
@@ -120,7 +96,7 @@ def test_a_refused_kl_names_the_options_to_take_instead():
     with pytest.raises(OptionError, match=r"its mean is not .* take --kl exact, k1 or k3"):
         PPOJob(kl="k2", kl_scope="sequence")
     with pytest.raises(
-        OptionError, match=r"credited to earlier tokens too, .* take --kl-scope sequence, or --kl-place loss"
+        OptionError, match=r"earlier tokens too, .* take --kl-scope sequence, or --kl-place loss"
     ):
         PPOJob(kl_place="reward", kl_scope="token")
     with pytest.raises(OptionError, match="take --kl k1, or --kl-place loss"):
@@ -149,21 +125,15 @@ def test_two_runs_are_one_if_all_that_decides_the_result_agrees():
     same = replace(job, out="y", resume=True, quiet=True, json=True, steps=500, checkpoint_every=1)
     same = replace(same, report_to=("wandb",), metric_names="trl")
     assert same.settings() == job.settings()
-    for name, value in (
-        ("beta", 0.1),
-        ("reward", ("a:c",)),
-        ("on_hacking", "stop"),
-        ("seed", 1),
-        ("clip_range", 0.1),
-    ):
+    others = {"beta": 0.1, "reward": ("a:c",), "on_hacking": "stop", "seed": 1, "clip_range": 0.1}
+    for name, value in others.items():
         assert replace(job, **{name: value}).settings() != job.settings()
     assert set(job.settings()) - {"algorithm"} < {field.name for field in fields(job)}
 
 
 def test_settings_come_back_from_disk_as_they_were():
-    header = RunHeader(
-        kleash="1", settings=PPOJob(reward=("a:b", "0.5*c:d")).settings(), source_sha256="a", fingerprints={}
-    )
+    settings = PPOJob(reward=("a:b", "0.5*c:d")).settings()
+    header = RunHeader(kleash="1", settings=settings, source_sha256="a", fingerprints={})
     again = decode(RunHeader, json.loads(to_json(header)))
     assert header.differences(again) == []
     other = replace(header, settings=PPOJob(reward=("a:b",)).settings())
@@ -177,8 +147,10 @@ def test_a_resumed_run_must_be_of_the_same_algorithm():
 
 
 def test_an_option_means_the_same_in_measuring_and_in_training():
-    measuring = {field.name: field for field in fields(MeasureJob)}
-    for name in (
+    measuring, training = (
+        {field.name: field.default for field in fields(job)} for job in (MeasureJob, PPOJob)
+    )
+    shared = {
         "dtype",
         "device",
         "batch_tokens",
@@ -188,8 +160,8 @@ def test_an_option_means_the_same_in_measuring_and_in_training():
         "quiet",
         "json",
         "seed",
-    ):
-        assert {field.name: field for field in fields(PPOJob)}[name].default == measuring[name].default
+    }
+    assert {name: training[name] for name in shared} == {name: measuring[name] for name in shared}
 
 
 def test_asking_does_not_load_torch():

@@ -33,23 +33,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of forty prompts."""
-    words = [
-        "the",
-        "sea",
-        "was",
-        "calm",
-        "and",
-        "a",
-        "boat",
-        "went",
-        "out",
-        "before",
-        "dawn",
-        "came",
-        "up",
-        "so",
-        "far",
-    ]
+    text = "the sea was calm and a boat went out before dawn came up so far"
+    words = text.split()
     path = tmp_path_factory.mktemp("source") / "prompts.txt"
     path.write_text("\n".join(f"{words[n % 15]} {words[(3 * n + 1) % 15]} {n}" for n in range(40)))
     return path

@@ -33,7 +33,7 @@ def write_base_logits(**options):
 
 def measure_against(path, policy, out, **options):
     """The measurement of a policy against a file of base logits."""
-    return measure(MeasureJob(reference_cache=str(path), policy=str(policy), out=str(out), **options))
+    return measure(reference_cache=path, policy=policy, out=out, **options)
 
 
 def decode(rows, vocab):

@@ -14,7 +14,7 @@ from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
 import kleash.store.atomic
 from kleash.cli import main
-from kleash.measuring import CacheJob, MeasureJob, cache_reference, measure
+from kleash.measuring import CacheJob, cache_reference, measure
 
 DOCUMENTS = [
     "The sea was calm and the boat went out before the sun had come up.",
@@ -51,7 +51,7 @@ def plain(pair, text, tmp_path_factory):
 def measured(pair, text, out, **more):
     policy, reference = map(str, pair)
     options = {"policy": policy, "reference": reference, "text": str(text), **WINDOWS, **more}
-    return measure(MeasureJob(out=str(out), **options))
+    return measure(out=out, **options)
 
 
 def columns(out, kind="tokens"):

@@ -51,7 +51,6 @@ def runs(jobs):
     for name, job in jobs.items():
         reporter = LastKL()
         measured = measure(replace(job, until_relative_error=1e-6), reporter)
-        assert reporter.kl is not None
         assert reporter.kl.value == pytest.approx(measured.per_token[name].value, rel=1e-9)
     return {name: Path(str(job.out)) for name, job in jobs.items()}
 
@@ -117,10 +116,8 @@ def test_a_gate_limits_the_headline_or_the_direction_that_is_named(runs, tmp_pat
         result = json.loads(capsys.readouterr().out)
         assert result["headline"] == REFERENCE
         assert result["runs"][1]["gate"]["quantity"] == f"per_token.{name}"
-    assert [table.header[1] for table in summarize(compare([runs[REFERENCE]] * 2)).tables[:2]] == [
-        LABELS[REFERENCE],
-        LABELS[POLICY],
-    ]
+    tables = summarize(compare([runs[REFERENCE]] * 2)).tables
+    assert [table.header[1] for table in tables[:2]] == [LABELS[REFERENCE], LABELS[POLICY]]
 
 
 def test_a_resumed_run_may_name_another_direction(jobs, runs):
@@ -176,11 +173,7 @@ def limited(points, at_most, **changes):
 def test_the_smallest_candidate_within_a_limit(points, verdict, smallest, undecided):
     sweep = limited(points, 1.0)
     gate = sweep.gate
-    assert gate is not None and (gate.verdict, gate.smallest, gate.undecided) == (
-        verdict,
-        smallest,
-        undecided,
-    )
+    assert (gate.verdict, gate.smallest, gate.undecided) == (verdict, smallest, undecided)
     assert gate.exit_code == {"passed": 0, "failed": 1, "undecided": 3}[verdict]
     sentence = describe_sweep_gate(sweep)
     assert sentence.startswith(f"{verdict}: ") and LABELS[REFERENCE] in sentence
@@ -189,13 +182,13 @@ def test_the_smallest_candidate_within_a_limit(points, verdict, smallest, undeci
 
 def test_the_noise_floor_and_few_clusters_count_in_the_gate_of_a_sweep():
     points = [(9, 0.1, 0.001), (5, 0.5, 0.001)]
-    assert limited(points, 0.51).gate == replace(limited(points, 1.0).gate, at_most=0.51)  # type: ignore[type-var]
+    assert limited(points, 0.51).gate == replace(limited(points, 1.0).gate, at_most=0.51)
     few = limited(points, 1.0, clusters=20).gate
-    assert few is not None and (few.verdict, few.smallest, few.undecided) == ("undecided", None, (2, 1))
+    assert (few.verdict, few.smallest, few.undecided) == ("undecided", None, (2, 1))
     sweep = limited(points, 0.51)
     noisy = replace(sweep, candidates=tuple(replace(c, noise_floor=nats(0.02, 0)) for c in sweep.candidates))
     gate = gate_of_sweep(noisy, 0.51).gate
-    assert gate is not None and (gate.smallest, gate.undecided) == (1, (2,))
+    assert (gate.smallest, gate.undecided) == (1, (2,))
 
 
 def test_the_folder_of_a_sweep_answers_for_another_limit_and_direction(tmp_path, capsys):

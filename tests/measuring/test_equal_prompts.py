@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kleash.jobs import SweepJob
 from kleash.measuring import DriftPart, compare, drift_of, measure, sweep
 from kleash.measuring.sequence_clusters import distinct_prompts
 from kleash.models import load_pair
-from kleash.records import MeasureJob, Measurement, RunFolder
+from kleash.records import Measurement, RunFolder
 from kleash.sources.prompts import read_prompts
 from kleash.training.response_metrics import Response, response_metrics
 
@@ -39,8 +38,8 @@ def runs(job, eight, tmp_path_factory):
     """The same responses three times: samples of a prompt, copies of it, and a file with a prompt id for each."""
     root = tmp_path_factory.mktemp("runs")
     samples, copies, responses = root / "samples", root / "copies", root / "responses"
-    measure(MeasureJob(**job, prompts=str(eight[0]), samples_per_prompt=COPIES, out=str(samples)))
-    measure(MeasureJob(**job, prompts=str(eight[1]), out=str(copies)))
+    measure(**job, prompts=eight[0], samples_per_prompt=COPIES, out=samples)
+    measure(**job, prompts=eight[1], out=copies)
     lines = []
     tokens = next(RunFolder(copies).parts("tokens", ["prompt_id", "token_id"]))
     for part in RunFolder(copies).parts("sequences", ["prompt_id", "prompt"]):
@@ -49,7 +48,7 @@ def runs(job, eight, tmp_path_factory):
             lines.append(json.dumps({"prompt_id": prompt, "prompt": text, "response_token_ids": response}))
     (root / "responses.jsonl").write_text("\n".join(lines))
     models = {name: job[name] for name in ("policy", "reference")}
-    measure(MeasureJob(**models, responses=str(root / "responses.jsonl"), out=str(responses)))
+    measure(**models, responses=root / "responses.jsonl", out=responses)
     return {"samples": samples, "copies": copies, "responses": responses}
 
 
@@ -90,7 +89,6 @@ def test_copies_of_a_prompt_count_as_samples_of_it(runs):
         for level, number in expected.quantiles["kl_policy_reference"].items():
             assert one.quantiles["kl_policy_reference"][level].ci95 == pytest.approx(number.ci95, rel=1e-4)
     total, copied = (measured[name].per_sequence for name in ("samples", "copies"))
-    assert total is not None and copied is not None
     assert copied.kl_policy_reference.ci95 == pytest.approx(total.kl_policy_reference.ci95, rel=1e-5)
 
 
@@ -109,17 +107,15 @@ def test_copies_are_paired_with_samples(runs):
 
 def test_one_prompt_written_thirty_times_passes_no_gate(job, eight, tmp_path):
     (tmp_path / "one.txt").write_text("\n".join([eight[0].read_text().split("\n")[0]] * 30))
-    one = measure(
-        MeasureJob(**job, prompts=str(tmp_path / "one.txt"), at_most=5.0, out=str(tmp_path / "run"))
-    )
-    assert one.counts.clusters == 1 and one.gate is not None and one.gate.verdict == "undecided"
+    one = measure(**job, prompts=tmp_path / "one.txt", at_most=5.0, out=tmp_path / "run")
+    assert one.counts.clusters == 1 and one.gate.verdict == "undecided"
 
 
 def test_copies_do_not_end_a_run_by_its_relative_error(job, eight, tmp_path):
     """64 clusters are needed, and 80 copies of 8 prompts are 8."""
     (tmp_path / "many.txt").write_text("\n".join(eight[0].read_text().split("\n") * 10))
     options = {**job, "max_new_tokens": 2, "batch_tokens": 32, "until_relative_error": 0.9}
-    run = measure(MeasureJob(**options, prompts=str(tmp_path / "many.txt"), out=str(tmp_path / "run")))
+    run = measure(**options, prompts=tmp_path / "many.txt", out=tmp_path / "run")
     assert run.counts.sequences == 80 and run.counts.clusters == 8
 
 
@@ -127,25 +123,18 @@ def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(pair, tmp_
     documents = [" ".join(f"Boat {n} went out {n * k + k} times;" for k in range(2)) for n in range(34)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents * 2))
     options = {"reference": str(pair[1]), "text": str(tmp_path / "text.txt")}
-    one = measure(MeasureJob(policy=str(pair[0]), out=str(tmp_path / "run"), **options))
+    one = measure(policy=pair[0], out=tmp_path / "run", **options)
     assert one.counts.clusters == one.counts.prompts == 34
     assert any("34 of the 68 documents are distinct" in note for note in one.notes)
-    result = sweep(SweepJob(candidates=(str(pair[0]),), out=str(tmp_path / "sweep"), **options))
+    result = sweep(candidates=(str(pair[0]),), out=tmp_path / "sweep", **options)
     assert result.clusters == 34
 
 
 def test_paddings_of_a_prompt_are_one_prompt(pair, tmp_path):
     models = load_pair(str(pair[0]), str(pair[1]))
     padding = models.tokenizer.pad_token_id
-    assert padding is not None
-    ids = [
-        [7, 8, 9],
-        [padding, padding, 7, 8, 9],
-        [7, 8, 9, padding],
-        [7, padding, 9],
-        [padding],
-        [padding] * 2,
-    ]
+    ids = [[7, 8, 9], [padding, padding, 7, 8, 9], [7, 8, 9, padding]]
+    ids += [[7, padding, 9], [padding], [padding] * 2]
     lines = [json.dumps({"prompt_token_ids": prompt}) for prompt in ids]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     prompts = read_prompts(str(tmp_path / "prompts.jsonl"), models)
@@ -160,18 +149,15 @@ def test_a_monitor_of_copies_has_the_error_of_samples():
     prompts = np.repeat(np.arange(8), COPIES)
     part = DriftPart(prompts, np.full(len(exact), 5), exact, exact)
     assert drift_of([part]).per_token.clusters == 8
+    rest = {"parts": {}, "is_truncated": False, "prompt": "", "response": ""}
+    columns = ("token_kl", "token_logp", "token_logq", "entropy")
     responses = [
         Response(
             index=row,
             prompt_hash=f"{prompt:016x}",
             score=value,
-            parts={},
-            is_truncated=False,
-            tokens={
-                name: np.full(5, value / 5) for name in ("token_kl", "token_logp", "token_logq", "entropy")
-            },
-            prompt="",
-            response="",
+            tokens=dict.fromkeys(columns, np.full(5, value / 5)),
+            **rest,
         )
         for row, (prompt, value) in enumerate(zip(prompts.tolist(), exact.tolist(), strict=True))
     ]

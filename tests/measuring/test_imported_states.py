@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kleash.cli import main
 from kleash.errors import Interrupted
-from kleash.measuring import CacheJob, MeasureJob, cache_reference, measure
+from kleash.measuring import CacheJob, cache_reference, measure
 from kleash.measuring.imported_states import ImportedStates
 
 TEXTS = [
@@ -88,7 +88,7 @@ def without_logps(files):
 
 def measured(pair, responses, out, **more):
     job = {"policy": str(pair[0]), "reference": str(pair[1]), "responses": str(responses), **more}
-    return measure(MeasureJob(out=str(out), **job))
+    return measure(out=out, **job)
 
 
 def assert_equal_to_rounding(run, expected, rtol=2e-4, atol=2e-6):

@@ -72,10 +72,8 @@ def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_
     base = AutoModelForCausalLM.from_pretrained(pair[1]).eval()
     expected = mean_kl(adapted, base, tokenizer, TEXTS)
     assert measured.per_token["kl_policy_reference"].value == pytest.approx(expected, rel=1e-5)
-    assert [model.path.split("in memory")[1] for model in measured.models.values()] == [
-        ", adapter default",
-        ", without its adapters",
-    ]
+    paths = [model.path.split("in memory")[1] for model in measured.models.values()]
+    assert paths == [", adapter default", ", without its adapters"]
 
 
 def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pair, tokenizer, tmp_path):

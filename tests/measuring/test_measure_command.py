@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command_words import words
 from tiny_models import double_logits, tiny_pair, tiny_tokenizer
 
 PROMPTS = [
@@ -65,14 +66,9 @@ def check_every_column(out, policy, reference, contexts, temperature, *, on_text
             p, q = (torch.softmax(each, -1) for each in logits)
             # Speculative sampling draws x from p and accepts it with probability min(1, q(x) / p(x)).
             acceptance.setdefault(prompt, []).append((p * torch.clamp(q / p, max=1)).sum().item())
-            expected = brute_force(*logits, ids[place])
-            for name, value in expected.items():
-                assert tokens[name][row] == pytest.approx(value, rel=2e-4, abs=2e-5), (
-                    name,
-                    prompt,
-                    sample,
-                    place,
-                )
+            for name, value in brute_force(*logits, ids[place]).items():
+                where = (name, prompt, sample, place)
+                assert tokens[name][row] == pytest.approx(value, rel=2e-4, abs=2e-5), where
     assert sum(map(len, acceptance.values())) == len(tokens["position"])
     reported = json.loads((out / "measurement.json").read_text())["per_token"]
     rate = reported["acceptance_rate"]
@@ -92,10 +88,8 @@ def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tm
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     out = tmp_path / "run"
-    kleash(
-        *("measure", "--policy", policy, "--reference", reference, "--prompts", prompts, "--out", out),
-        *("--samples-per-prompt", "2", "--max-new-tokens", "9", "--temperature", temperature, "--quiet"),
-    )
+    models = {"policy": policy, "reference": reference, "prompts": prompts, "temperature": temperature}
+    kleash(*words("measure", out=out, **models, samples_per_prompt=2, max_new_tokens=9, quiet=True))
     prompt_ids = [tiny_tokenizer()(text)["input_ids"] for text in PROMPTS]
     contexts = {(prompt, sample): prompt_ids[prompt] for prompt in range(len(PROMPTS)) for sample in (0, 1)}
     check_every_column(out, policy, reference, contexts, temperature)
@@ -129,10 +123,8 @@ def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path, kleash):
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     out = tmp_path / "run"
-    kleash(
-        *("measure", "--policy", policy, "--reference", reference, "--text", source, "--out", out),
-        *("--window", 24, "--stride", 16, "--batch-tokens", 64, "--quiet"),
-    )
+    models = {"policy": policy, "reference": reference, "text": source}
+    kleash(*words("measure", out=out, **models, window=24, stride=16, batch_tokens=64, quiet=True))
     ids = [tiny_tokenizer()(text)["input_ids"] for text in DOCUMENTS]
     tokens = read(out, "tokens")
     contexts = {}
@@ -155,9 +147,7 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path, kleash):
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
     out = tmp_path / "run"
-    kleash(
-        "measure", "--policy", reference, "--reference", reference, "--text", source, "--out", out, "--quiet"
-    )
+    kleash(*words("measure", policy=reference, reference=reference, text=source, out=out, quiet=True))
     tokens = read(out, "tokens")
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         assert (tokens[name] == 0).all()
@@ -165,17 +155,10 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path, kleash):
     assert measured["per_token"]["kl_policy_reference"]["value"] == 0
     assert measured["top1_agreement"]["value"] == 1 == measured["per_token"]["acceptance_rate"]["value"]
     by_position = [part["kl"] for part in measured["by_position"]]
-    numbers = [
-        *(
-            measured["per_token"][name]
-            for name in ("kl_policy_reference", "jensen_shannon", "total_variation", "acceptance_rate")
-        )
-    ]
-    numbers += [
-        measured["top1_agreement"],
-        measured["perplexity"]["ratio"],
-        measured["probability_change"]["rms"],
-    ]
+    names = ("kl_policy_reference", "jensen_shannon", "total_variation", "acceptance_rate")
+    numbers = [measured["per_token"][name] for name in names]
+    numbers += [measured["perplexity"]["ratio"], measured["probability_change"]["rms"]]
+    numbers.append(measured["top1_agreement"])
     for number in (*numbers, *by_position, *measured["quantiles"]["kl_policy_reference"].values()):
         assert number["standard_error"] == 0
         assert all(warning.startswith("rows of a head that are no tokens") for warning in number["warnings"])
@@ -188,20 +171,7 @@ def test_json_prints_only_measurement_json(tmp_path, kleash):
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
     out = tmp_path / "run"
-    process = kleash(
-        *(
-            "measure",
-            "--policy",
-            policy,
-            "--reference",
-            reference,
-            "--text",
-            source,
-            "--out",
-            out,
-            "--json",
-            "--quiet",
-        )
-    )
+    models = {"policy": policy, "reference": reference, "text": source}
+    process = kleash(*words("measure", out=out, **models, json=True, quiet=True))
     assert process.stdout == (out / "measurement.json").read_text()
     assert process.stderr == ""

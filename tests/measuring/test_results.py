@@ -29,7 +29,7 @@ def job(pair, prompts):
 def own(job, tmp_path_factory):
     """A run over the policy's own responses."""
     out = tmp_path_factory.mktemp("own") / "run"
-    measure(MeasureJob(**job, samples_per_prompt=4, out=str(out)))
+    measure(**job, samples_per_prompt=4, out=out)
     return out
 
 
@@ -97,7 +97,7 @@ def test_shares_and_bins_add_up_to_the_whole(own):
 
 def test_quantiles_over_many_shards_have_clustered_errors(job, tmp_path):
     out = tmp_path / "run"
-    measured = measure(MeasureJob(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=str(out)))
+    measured = measure(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=out)
     assert measured.counts.shards > 3
     parts = list(RunFolder(out).parts("tokens", ["prompt_id", "kl_policy_reference"]))
     prompt, kl = (
@@ -115,7 +115,7 @@ def test_quantiles_over_many_shards_have_clustered_errors(job, tmp_path):
 def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path):
     source = as_responses(own, tmp_path / "responses.jsonl")
     settings = {**job, "prompts": None, "responses": str(source)}
-    measured = measure(MeasureJob(**settings, out=str(tmp_path / "run")))
+    measured = measure(**settings, out=tmp_path / "run")
     expected = json.loads((own / "measurement.json").read_text())
     value = measured.per_token["kl_policy_reference"].value
     assert value == pytest.approx(expected["per_token"]["kl_policy_reference"]["value"], rel=1e-5)
@@ -130,10 +130,10 @@ def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path
 def test_importance_weights_correct_another_temperature(job, tmp_path):
     """Responses drawn at 1.5 and scored at 1: weighted k1 is unbiased there, unweighted is found out."""
     hot = {**job, "temperature": 1.5, "samples_per_prompt": 8, "max_new_tokens": 6}
-    measure(MeasureJob(**hot, out=str(tmp_path / "hot")))
+    measure(**hot, out=tmp_path / "hot")
     source = as_responses(tmp_path / "hot", tmp_path / "hot.jsonl", temperature=1.5)
     settings = {**job, "prompts": None, "responses": str(source)}
-    weighted = measure(MeasureJob(**settings, out=str(tmp_path / "weighted")))
+    weighted = measure(**settings, out=tmp_path / "weighted")
     bias = weighted.estimators["k1"].bias
     assert abs(bias.value) < 4 * bias.standard_error
     assert any(
@@ -145,7 +145,7 @@ def test_importance_weights_correct_another_temperature(job, tmp_path):
     trusted.write_text(
         "\n".join(json.dumps({**line, "logprobs": None, "temperature": None}) for line in bare)
     )
-    blind = measure(MeasureJob(**{**settings, "responses": str(trusted)}, out=str(tmp_path / "blind")))
+    blind = measure(**{**settings, "responses": str(trusted)}, out=tmp_path / "blind")
     assert blind.per_sequence is None
     assert any("it cannot be checked" in warning for warning in blind.warnings)
     assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
@@ -153,7 +153,7 @@ def test_importance_weights_correct_another_temperature(job, tmp_path):
 
 def test_truncated_and_greedy_runs_leave_out_estimators(job, tmp_path):
     for name, options in {"cut": {"top_k": 3}, "greedy": {"temperature": 0.0}}.items():
-        measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))
+        measured = measure(**job, **options, limit=6, out=tmp_path / name)
         assert measured.per_sequence is None and measured.estimators == {}
         assert "left out, as is the KL between responses" in measured.estimators_note
         tokens = next(
@@ -171,7 +171,7 @@ def test_until_relative_error_stops_at_the_end_of_a_shard(job, tmp_path):
     lines = tmp_path / "many.txt"
     lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
     options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
-    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measured = measure(**options, out=tmp_path / "run")
     number = measured.per_token["kl_policy_reference"]
     assert number.standard_error <= 0.05 * number.value
     assert 64 <= measured.counts.clusters < 200
@@ -182,23 +182,15 @@ def test_few_documents_are_clustered_in_blocks_with_a_warning(job, tmp_path):
     documents = ("The sea was calm and the boat went out. ", "The boat was out and the sea went calm. ")
     text.write_text("\n\n".join(document * 40 for document in documents))
     options = {**job, "prompts": None, "text": str(text), "window": 16}
-    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measured = measure(**options, out=tmp_path / "run")
     assert measured.counts.prompts == 2 < measured.counts.clusters
     assert any("blocks of 8 neighbouring windows" in warning for warning in measured.warnings)
 
 
 def test_a_model_compared_with_itself_has_a_summary_without_shares(job, tmp_path, capsys):
-    words = [
-        "--reference",
-        job["reference"],
-        "--prompts",
-        job["prompts"],
-        "--max-new-tokens",
-        "4",
-        "--limit",
-        "1",
-    ]
-    assert main(["measure", "--policy", job["reference"], *words, "--out", str(tmp_path / "run")]) == 0
+    words = ["--reference", job["reference"], "--prompts", job["prompts"], "--max-new-tokens", "4"]
+    out = str(tmp_path / "run")
+    assert main(["measure", "--policy", job["reference"], *words, "--limit", "1", "--out", out]) == 0
     assert "largest 0 nats\n" in capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     body = page[page.index("<body") :]
@@ -212,7 +204,7 @@ def test_report_and_compare_need_only_the_files(job, own, prompts, tmp_path, cap
     assert capsys.readouterr().out.strip() == str(own / "report.html")
     assert (own / "report.html").read_text() == before
     other = tmp_path / "itself"
-    measure(MeasureJob(**{**job, "policy": job["reference"], "limit": 30}, out=str(other)))
+    measure(**{**job, "policy": job["reference"], "limit": 30}, out=other)
     comparison = compare([own, other])
     difference = comparison.differences[0]
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (30, 0, 10)
@@ -247,7 +239,7 @@ def test_draws_do_not_depend_on_the_order_of_prompts(job, own, prompts, tmp_path
     turned = tmp_path / "turned.txt"
     turned.write_text("\n".join(reversed(prompts.read_text().splitlines())))
     options = {**job, "prompts": str(turned), "samples_per_prompt": 4, "limit": 10, "batch_tokens": 100}
-    measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measure(**options, out=tmp_path / "run")
     difference = compare([own, tmp_path / "run"]).differences[0]
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (10, 0, 30)
     assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
@@ -258,13 +250,13 @@ def test_draws_do_not_depend_on_the_order_of_prompts(job, own, prompts, tmp_path
 def test_seed_and_sampling_options_change_the_draws(job, tmp_path):
     responses = {}
     for name, options in {"a": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
-        measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
+        measure(**{**job, "limit": 3, **options}, out=tmp_path / name)
         responses[name] = next(RunFolder(tmp_path / name).parts("tokens", ["token_id"]))["token_id"].tolist()
     assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
 
 
 def test_alternatives_have_the_probabilities_at_the_temperature(job, tmp_path):
-    measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
+    measure(**{**job, "limit": 3, "temperature": 0.5}, out=tmp_path / "run")
     names = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
     tokens = next(RunFolder(tmp_path / "run").parts("tokens", names))
     likeliest = {
@@ -340,7 +332,7 @@ def test_rescoring_reads_a_small_share_of_the_tokens(pair, tmp_path, monkeypatch
         "\n\n".join(f"{number} the sea was calm and a boat went out " * 12 for number in range(70))
     )
     options = {"policy": str(pair[0]), "reference": str(pair[1]), "text": str(path), "batch_tokens": 512}
-    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measured = measure(**options, out=tmp_path / "run")
     assert measured.counts.tokens > 8000 and len(measured.worst_sequences) == 50
     assert measured.noise_floor is not None
     assert 2 * measured.counts.tokens <= sum(read) <= 2.15 * measured.counts.tokens
@@ -373,24 +365,8 @@ def test_noise_sequences_are_cut_from_the_first_sequences(pair):
 def test_responses_end_at_the_shorter_context_of_both_models(job, tmp_path):
     short = save_tiny(tmp_path / "short", max_position_embeddings=24)
     options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
-    measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measure(**options, out=tmp_path / "run")
     tokens = next(RunFolder(tmp_path / "run").parts("sequences", ["tokens", "prompt", "finish_reason"]))
     for prompt, count, end in zip(tokens["prompt"], tokens["tokens"], tokens["finish_reason"], strict=True):
         read = len(tiny_tokenizer()(prompt)["input_ids"]) + count - 1
         assert read == 24 if end == "length" else read <= 24
-
-
-def test_chat_template_and_token_ids_of_a_source_are_used(pair, tmp_path):
-    source = tmp_path / "chat.jsonl"
-    source.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea?"}]}) + "\n")
-    out = tmp_path / "run"
-    measure(
-        MeasureJob(
-            policy=str(pair[0]), reference=str(pair[1]), prompts=str(source), max_new_tokens=3, out=str(out)
-        )
-    )
-    sequences = next(RunFolder(out).parts("sequences", ["prompt", "prompt_hash"]))
-    text = tiny_tokenizer().apply_chat_template(
-        [{"role": "user", "content": "The sea?"}], add_generation_prompt=True, tokenize=False
-    )
-    assert sequences["prompt"] == [text]

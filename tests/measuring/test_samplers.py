@@ -9,22 +9,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
 from kleash.measuring import compare, measure
-from kleash.records import MeasureJob
 from kleash.reports.text_formats import model_card
 from kleash.store.summary import summarize
 
 PROMPTS = "The sea was calm\nShe counted the birds\nA long road\n"
-CONFIGURATION = {
-    "do_sample": True,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 1.0,
-    "temperature": 0.7,
-    "top_k": 20,
-    "top_p": 1.0,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": [[5]],
-    "max_new_tokens": 7,
-}
+CONFIGURATION = {"repetition_penalty": 1.1, "presence_penalty": 1.0, "temperature": 0.7, "top_k": 20}
+CONFIGURATION |= {"top_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [[5]]}
+CONFIGURATION |= {"do_sample": True, "max_new_tokens": 7}
 
 
 def with_bias_alone(folder, probabilities):
@@ -50,11 +41,8 @@ def with_bias_alone(folder, probabilities):
 def measured(folder, policy, reference, **options):
     prompts = folder / "prompts.txt"
     prompts.write_text(PROMPTS)
-    job = MeasureJob(
-        policy=str(policy), reference=str(reference), prompts=str(prompts), out=str(folder / "run"),
-        max_new_tokens=12, **options,
-    )  # fmt: skip
-    return measure(job)
+    models = {"policy": policy, "reference": reference}
+    return measure(**models, prompts=prompts, out=folder / "run", max_new_tokens=12, **options)
 
 
 Q = {10: 0.5, 11: 0.3, 12: 0.15, 13: 0.05}
@@ -112,13 +100,8 @@ def test_a_generation_configuration_changes_no_draw_and_is_named(tmp_path):
     assert after.statistics() == before.statistics() and after.counts == before.counts
     (note,) = (note for note in after.notes if "generation configuration" in note)
     assert not any("generation configuration" in note for note in before.notes)
-    for part in (
-        "repetition_penalty 1.1",
-        "presence_penalty 1",
-        "temperature 0.7",
-        "top_k 20",
-        "bad_words_ids",
-    ):
+    named = ("repetition_penalty 1.1", "presence_penalty 1", "temperature 0.7", "top_k 20", "bad_words_ids")
+    for part in named:
         assert part in note
     for part in ("top_p", "no_repeat", "max_new_tokens", "do_sample"):
         assert part not in note.split(")")[0]

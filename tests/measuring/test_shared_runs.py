@@ -12,6 +12,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
+from command_words import words
 from single_loads import load_one_at_a_time
 
 from kleash.cli import main
@@ -189,25 +190,12 @@ def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(job, mod
     assert all(later <= 1.01 * earlier + 1 for earlier, later in pairwise(decisions))
 
 
-def words_of(job, out):
-    options = {
-        "--policy": job.policy,
-        "--reference": job.reference,
-        "--prompts": str(job.prompts),
-        "--out": str(out),
-    }
-    numbers = {"--max-new-tokens": job.max_new_tokens, "--batch-tokens": job.batch_tokens}
-    return [
-        "measure",
-        *(word for name, value in {**options, **numbers}.items() for word in (name, str(value))),
-    ]
-
-
 def test_three_commands_measure_what_one_measures_though_one_is_killed(job, alone, command_forks, tmp_path):
     """One prints the result and owns the exit code of the gate, another one ends with 0."""
     out = tmp_path / "run"
-    words = [*words_of(job, out), "--at-most", "1e-9"]
-    processes = [command_forks.start(words) for _ in range(3)]
+    options = {name: getattr(job, name) for name in ("prompts", "max_new_tokens", "batch_tokens")}
+    line = words("measure", policy=job.policy, reference=job.reference, out=out, at_most=1e-9, **options)
+    processes = [command_forks.start(line) for _ in range(3)]
     while not any((out / "sequences").glob("part-*")):
         assert any(process.poll() is None for process in processes)
         time.sleep(0.005)
@@ -274,13 +262,10 @@ def test_several_launched_processes_need_the_name_of_a_folder(job, monkeypatch):
         measure(replace(job, out=None))
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [(["measure", "--shard", "3/8"], "in every array task"), (["merge", "run"], "in every array task")],
-)
-def test_what_is_gone_is_refused_with_what_to_use_instead(words, advice, capsys):
+@pytest.mark.parametrize("words", [["measure", "--shard", "3/8"], ["merge", "run"]])
+def test_what_is_gone_is_refused_with_what_to_use_instead(words, capsys):
     assert main(words) == 2
-    assert advice in capsys.readouterr().err
+    assert "in every array task" in capsys.readouterr().err
     with pytest.raises(ImportError, match="call measure with one job"):
         from kleash.measuring import merge  # noqa: F401
 
@@ -310,10 +295,8 @@ def test_warnings_about_responses_are_about_those_that_were_scored(job, tmp_path
     records[-1]["temperature"] = 0.7
     file = tmp_path / "responses.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = replace(
-        job, prompts=None, responses=str(file), out=str(tmp_path / "run"), until_relative_error=stop
-    )
-    measurement = measure(given)
+    options = {"prompts": None, "responses": str(file), "until_relative_error": stop}
+    measurement = measure(replace(job, out=str(tmp_path / "run"), **options))
     sequences = measurement.counts.sequences
     assert (sequences == len(records)) is (stop is None)
     assert ("temperature 0.7" in " ".join(measurement.warnings)) is (stop is None)

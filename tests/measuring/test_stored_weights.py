@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 
 from kleash.measuring import measure
-from kleash.records import MeasureJob
 from kleash.reports.text_formats import card_section, card_sentence
 from kleash.store.measurement import describe_storage
 from kleash.store.summary import summarize
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "checkpoint_format": "gptq"}
 PACKED = "gptq int4, groups of 16 and F32"
+OVER_PACKED = f"an adapter over {{packed}}, stored as {PACKED}"
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +44,15 @@ def models(tmp_path_factory):
 
 
 def measured(models, policy, reference):
-    job = MeasureJob(
-        policy=str(models[policy]), reference=str(models[reference]), text=str(models["text"]),
-        out=str(models["root"] / f"{policy}-{reference}"), resume=True,
-    )  # fmt: skip
-    return measure(job)
+    options = {"policy": models[policy], "reference": models[reference], "text": models["text"]}
+    return measure(**options, out=models["root"] / f"{policy}-{reference}", resume=True)
 
 
 @pytest.mark.parametrize(
     ("policy", "reference", "storage"),
     [
-        (
-            "adapter",
-            "packed",
-            f"policy an adapter over {{packed}}, stored as {PACKED}; reference stored as {PACKED}",
-        ),
-        (
-            "adapter",
-            "base",
-            f"policy an adapter over {{packed}}, stored as {PACKED}; reference stored as F32",
-        ),
+        ("adapter", "packed", f"policy {OVER_PACKED}; reference stored as {PACKED}"),
+        ("adapter", "base", f"policy {OVER_PACKED}; reference stored as F32"),
         ("packed", "plain", f"policy stored as {PACKED}; reference an adapter over {{base}}, stored as F32"),
         ("half", "base", "policy stored as BF16; reference stored as F32"),
     ],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_words import words
 from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
@@ -15,7 +16,7 @@ from kleash.cli.printing import print_summary
 from kleash.errors import Interrupted, ModelError, OptionError, RunFolderError
 from kleash.jobs import SweepJob
 from kleash.jobs.sweep import slug
-from kleash.measuring import MeasureJob, compare, measure, sweep, sweep_run
+from kleash.measuring import compare, measure, sweep, sweep_run
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
@@ -65,7 +66,7 @@ def result(job):
 
 def test_a_candidate_has_the_numbers_of_its_own_measurement(job, result, folder):
     options = {"policy": job.candidates[0], "reference": job.reference, "text": job.text, **WINDOWS}
-    alone = measure(MeasureJob(out=str(folder / "alone"), **options))
+    alone = measure(out=folder / "alone", **options)
     candidate = result.candidates[0]
     for name in ("kl_policy_reference", "kl_reference_policy", "top1_agreement"):
         assert candidate.numbers[name].value == pytest.approx(alone.statistics()[name].value, rel=1e-6)
@@ -102,37 +103,25 @@ def test_a_candidate_with_another_tokenizer_is_named_and_the_others_are_kept(job
     assert "Not measured" in page and 'href="candidates/01-far/report.html"' in page
 
 
-def test_without_a_candidate_the_reference_is_not_run(folder, tmp_path):
-    job = SweepJob(
-        candidates=(str(folder / "q4.gguf"), str(folder / "q5" / "model")),
-        reference=str(folder / "base"),
-        text=str(folder / "text.txt"),
-        out=str(tmp_path / "none"),
-    )
+def test_without_a_candidate_the_reference_is_not_run(job, folder, tmp_path):
+    missing = (str(folder / "q4.gguf"), str(folder / "q5" / "model"))
     with pytest.raises(ModelError, match=r"no candidate can be found: .*q4\.gguf"):
-        sweep(job)
+        sweep(**{**vars(job), "candidates": missing, "out": tmp_path / "none"})
     assert not (tmp_path / "none" / "reference-cache").exists()
 
 
-def test_a_missing_candidate_is_named_before_the_reference_is_run(folder, tmp_path, monkeypatch):
+def test_a_missing_candidate_is_named_before_the_reference_is_run(job, folder, tmp_path, monkeypatch):
     notes = []
-
-    class Notes(ProgressReporter):
-        def note(self, sentence):
-            notes.append(sentence)
+    reporter = ProgressReporter()
+    monkeypatch.setattr(reporter, "note", notes.append)
 
     def stop(*_):
         raise OptionError("the reference would be run now")
 
     monkeypatch.setattr(sweep_run, "_cache_reference", stop)
-    job = SweepJob(
-        candidates=(str(folder / "base"), str(folder / "typo.gguf")),
-        reference=str(folder / "base"),
-        text=str(folder / "text.txt"),
-        out=str(tmp_path / "one"),
-    )
+    candidates = (str(folder / "base"), str(folder / "typo.gguf"))
     with pytest.raises(OptionError, match="would be run now"):
-        sweep(job, Notes())
+        sweep(replace(job, candidates=candidates, out=str(tmp_path / "one")), reporter)
     assert [note for note in notes if "typo.gguf" in note]
 
 
@@ -145,32 +134,33 @@ def test_a_resumed_sweep_keeps_what_is_finished_and_takes_more_candidates(job, r
         raise AssertionError("the reference was loaded although its cache is finished")
 
     monkeypatch.setattr("kleash.measuring.reference_cache.load_reference", load_again)
-    again = sweep(
-        SweepJob(**{**vars(job), "resume": True, "candidates": (*job.candidates, str(folder / "third"))})
-    )
+    again = sweep(**{**vars(job), "resume": True, "candidates": (*job.candidates, str(folder / "third"))})
     assert measured.stat().st_mtime_ns == written
     assert again.candidates[0].numbers == result.candidates[0].numbers
-    assert [Path(candidate.name).name for candidate in again.ranking] == [
-        "near",
-        "copy-of-near",
-        "third",
-        "far",
-    ]
+    names = [Path(candidate.name).name for candidate in again.ranking]
+    assert names == ["near", "copy-of-near", "third", "far"]
     other_weights = SweepJob(**{**vars(job), "resume": True, "candidates": (str(folder / "third"),)})
     assert other_weights.folder_of(1) != job.folder_of(1)
 
 
 @pytest.mark.parametrize(
-    ("options", "difference"),
-    [({"temperature": 0.5}, "--temperature was 1.0 and is now 0.5"), ({"text": "copy"}, "--text was")],
+    ("option", "difference"),
+    [
+        ("temperature", "--temperature was 1.0 and is now 0.5"),
+        ("text", "--text was"),
+        ("candidates", "--policy was"),
+    ],
 )
-def test_other_options_leave_the_sweep_as_it_is(job, result, tmp_path, options, difference):
+def test_other_options_leave_the_sweep_as_it_is(job, result, tmp_path, option, difference):
     """The cache of the reference fits these options, and no candidate's run does."""
-    if options.get("text"):
-        options = {"text": str(shutil.copy(str(job.text), tmp_path / "copy.txt"))}
+    others = {
+        "temperature": 0.5,
+        "text": str(shutil.copy(str(job.text), tmp_path / "copy.txt")),
+        "candidates": ("elsewhere/far", *job.candidates[1:]),
+    }
     written = (Path(str(job.out)) / "sweep.json").read_bytes()
     with pytest.raises(RunFolderError, match=f"01-far holds another run: {difference}.*give another --out"):
-        sweep(SweepJob(**{**vars(job), **options, "resume": True}))
+        sweep(**{**vars(job), option: others[option], "resume": True})
     assert (Path(str(job.out)) / "sweep.json").read_bytes() == written
 
 
@@ -186,16 +176,6 @@ def test_a_long_name_does_not_narrow_the_numbers_in_the_terminal(result, capsys)
     assert max(len(line) for line in lines if "rows of a head" not in line) < 180
 
 
-def test_candidates_of_one_last_name_in_another_order_leave_the_sweep_as_it_is(job, result, folder):
-    written = (Path(str(job.out)) / "sweep.json").read_bytes()
-    moved = (str(folder / "elsewhere" / "far"), *job.candidates[1:])
-    with pytest.raises(
-        RunFolderError, match=r"01-far holds another run: --policy was .*; give another --out"
-    ):
-        sweep(SweepJob(**{**vars(job), "candidates": moved, "resume": True}))
-    assert (Path(str(job.out)) / "sweep.json").read_bytes() == written
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [({}, True), ({"window": 64}, False), ({"temperature": 0.5}, False), ({"dtype": "float64"}, False)],
@@ -208,9 +188,9 @@ def test_a_cache_of_other_options_is_not_the_cache_of_a_sweep(job, result, optio
 def test_a_finished_candidate_whose_files_changed_is_not_kept(folder, result, job):
     save_tiny(folder / "moving", apart=0.05)
     options = {**vars(job), "candidates": (str(folder / "moving"),), "out": str(folder / "moved")}
-    sweep(SweepJob(**options))
+    sweep(**options)
     save_tiny(folder / "moving", apart=0.1)
-    (failed,) = sweep(SweepJob(**{**options, "resume": True})).candidates
+    (failed,) = sweep(**{**options, "resume": True}).candidates
     assert "fingerprint" in failed.failure
 
 
@@ -218,23 +198,16 @@ def test_a_finished_candidate_whose_files_changed_is_not_kept(folder, result, jo
 def test_a_folder_that_holds_something_else_is_refused(job, result, tmp_path, resume):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunFolderError, match="no sweep to resume" if resume else "holds other files"):
-        sweep(SweepJob(**{**vars(job), "out": str(tmp_path), "resume": resume}))
+        sweep(**{**vars(job), "out": str(tmp_path), "resume": resume})
     with pytest.raises(RunFolderError, match="--resume"):
         sweep(job)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_two_copies_of_the_reference_differ_by_exactly_0(folder):
+def test_two_copies_of_the_reference_differ_by_exactly_0(job, folder):
     copy = shutil.copytree(folder / "base", folder / "copy-of-base")
-    result = sweep(
-        SweepJob(
-            candidates=(str(folder / "base"), str(copy)),
-            reference=str(folder / "base"),
-            text=str(folder / "text.txt"),
-            out=str(folder / "copies"),
-            **WINDOWS,
-        )
-    )
+    candidates = (str(folder / "base"), str(copy))
+    result = sweep(**{**vars(job), "candidates": candidates, "out": folder / "copies"})
     (pair,) = result.pairs
     assert pair.is_tie and pair.simultaneous_ci95 == (0, 0) and not pair.difference.warnings
 
@@ -244,7 +217,7 @@ def test_a_candidate_whose_run_is_damaged_fails_and_the_others_are_ranked(job, r
     content = part.read_bytes()
     try:
         part.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
-        again = sweep(SweepJob(**{**vars(job), "resume": True}))
+        again = sweep(**{**vars(job), "resume": True})
         assert "is damaged" in again.candidates[1].failure
         assert [candidate.number for candidate in again.ranking] == [4, 1]
     finally:
@@ -257,13 +230,12 @@ def test_ctrl_c_names_the_command_that_resumes(job, tmp_path, monkeypatch):
 
     monkeypatch.setattr("kleash.measuring.sweep_run.cache_reference", interrupt)
     with pytest.raises(Interrupted, match=f"--resume --out {tmp_path / 'new'}"):
-        sweep(SweepJob(**{**vars(job), "out": str(tmp_path / "new")}))
+        sweep(**{**vars(job), "out": str(tmp_path / "new")})
 
 
 def test_the_command_exits_with_2_if_a_candidate_failed(job, result, capsys):
-    words = ["sweep", "--reference", job.reference, "--text", job.text, "--out", job.out, "--resume"]
-    words += [word for name, value in WINDOWS.items() for word in (f"--{name.replace('_', '-')}", value)]
-    assert main([*map(str, words), "--candidates", *job.candidates, "--json"]) == 2
+    line = words("sweep", reference=job.reference, text=job.text, out=job.out, resume=True, **WINDOWS)
+    assert main([*line, "--json", "--candidates", *job.candidates]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out)["candidates"][2]["failure"]
     assert "could not be measured" in printed.err
@@ -278,19 +250,8 @@ def test_a_process_that_another_one_ranked_for_ends_with_0(result, monkeypatch, 
 
 
 def test_two_commands_on_one_folder_rank_as_one_does(job, result, command_forks, tmp_path):
-    words = [
-        "sweep",
-        "--reference",
-        str(job.reference),
-        "--text",
-        str(job.text),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    words += [str(word) for name, value in WINDOWS.items() for word in (f"--{name.replace('_', '-')}", value)]
-    commands = [
-        command_forks.start([*words, "--json", "--candidates", *map(str, job.candidates)]) for _ in range(2)
-    ]
+    line = words("sweep", reference=job.reference, text=job.text, out=tmp_path / "out", json=True, **WINDOWS)
+    commands = [command_forks.start([*line, "--candidates", *job.candidates]) for _ in range(2)]
     ended = [(process.communicate(), process.returncode) for process in commands]
     assert sorted(code for _, code in ended) == [0, 2], ended
     assert [bool(output) for (output, _), code in ended if code == 0] == [False]
@@ -383,7 +344,7 @@ def test_a_sweep_goes_on_in_another_place(job, result, own_sweep):
     (unfinished / "measurement.json").unlink()
     kept = [own_sweep / result.candidates[at].folder / "measurement.json" for at in (0, 3)]
     written = [path.read_bytes() for path in kept]
-    again = sweep(SweepJob(**{**vars(job), "out": str(own_sweep), "resume": True}))
+    again = sweep(**{**vars(job), "out": str(own_sweep), "resume": True})
     assert [path.read_bytes() for path in kept] == written
     assert again.candidates[0].numbers == result.candidates[0].numbers
     assert again.candidates[1].numbers == result.candidates[1].numbers

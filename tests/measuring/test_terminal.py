@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_words import words
 
 from kleash.cli import main
 from kleash.records import Measurement
@@ -24,8 +25,7 @@ def run(tmp_path_factory, pair):
 def measuring(pair, out):
     source = out.parent / "text.txt"
     source.write_text("The sea was calm.\n\nA long road.\n\nIt is said that she counted the birds.")
-    models = ["--policy", str(pair[0]), "--reference", str(pair[1])]
-    return ["measure", *models, "--text", str(source), "--out", str(out)]
+    return words("measure", policy=pair[0], reference=pair[1], text=source, out=out)
 
 
 def started(*words, **environment):
@@ -52,24 +52,20 @@ def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch,
     assert "±" in output and "…" not in output
 
 
-def test_unencodable_characters_are_replaced(run, tmp_path):
-    process = started("compare", run, run, "--out", tmp_path / "c.html", PYTHONIOENCODING="ascii")
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_unencodable_characters_are_escaped(run, tmp_path, option):
+    process = started("compare", run, run, *option, "--out", tmp_path / "c.html", PYTHONIOENCODING="ascii")
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, b"") and "\\u00b1" in out.decode("ascii")
-
-
-def test_json_output_does_not_depend_on_the_encoding(run, tmp_path):
-    words = ["compare", run, run, "--json", "--out", tmp_path / "c.html"]
-    process = started(*words, PYTHONIOENCODING="ascii")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
+    assert (process.returncode, err) == (0, b"")
+    if option:
+        assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
+    else:
+        assert "\\u00b1" in out.decode("ascii")
 
 
 def test_a_closed_pipe_ends_with_141(run, tmp_path):
     """As in ``kleash … | head``."""
     process = started("compare", run, run, "--json", "--out", tmp_path / "c.html")
-    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
@@ -84,11 +80,8 @@ def test_unwritable_standard_output_is_one_error_line(words, output, reason, run
     more = [str(run)] if words == ["report"] else []
     command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
     process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=300)
-    assert process.returncode == 2
-    assert (
-        process.stderr
-        == f"kleash: standard output cannot be written ({reason}); files that were written stay\n"
-    )
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert process.stderr.startswith(f"kleash: standard output cannot be written ({reason}")
 
 
 def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monkeypatch, capsys):

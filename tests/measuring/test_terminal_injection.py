@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -25,19 +24,11 @@ NAME = PLANT.replace("/", "")
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069]")
 SHOWN = "\\u001b]0;owned\\u0007\\u001b[2J\\u009b31m\\u007f\\u202e\\u2066\\u200b[red]x["
 
-Folders = tuple[Path, Path]
-
 
 def test_exactly_the_control_characters_are_escaped():
     assert printable(PLANT) == SHOWN + "/red]\\u000d"
-    for code in (
-        *range(0x20),
-        *range(0x7F, 0xA0),
-        *range(0x202A, 0x202F),
-        *range(0x2066, 0x206A),
-        0x2028,
-        0xE0041,
-    ):
+    codes = [*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+    for code in (*codes, 0x2028, 0xE0041):
         is_printed = chr(code) in "\n\t"
         assert (printable(chr(code)) == chr(code)) is is_printed, hex(code)
         assert json.loads(f'"{printable(chr(code))}"', strict=False) == chr(code)
@@ -127,12 +118,9 @@ def test_a_terminal_gets_only_kleash_s_own_colours(planted_run, tmp_path):
     """On a pseudo-terminal, where rich writes control sequences of its own."""
     ours, theirs = pty.openpty()
     words = ["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kleash", *words],
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
-    )
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "kleash", *words]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     output = b""
     while True:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from command_words import words
 from synthetic_run import synthetic_comparison
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
-from kleash.records import MeasureJob, RunFolder
+from kleash.records import RunFolder
 from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import PERPLEXITIES
 
@@ -27,8 +28,8 @@ def runs(pair, tmp_path_factory):
     source.write_text("\n\n".join(" ".join(draw.choice(WORDS, 9)) for _ in range(12)))
     first, second = folder / "first", folder / "second"
     models = [{"policy": str(pair[at]), "reference": str(pair[1 - at])} for at in (0, 1)]
-    measure(MeasureJob(**models[0], text=str(source), window=24, stride=24, out=str(first)))
-    measure(MeasureJob(**models[1], text=str(source), window=24, stride=24, limit=9, out=str(second)))
+    measure(**models[0], text=source, window=24, stride=24, out=first)
+    measure(**models[1], text=source, window=24, stride=24, limit=9, out=second)
     return first, second
 
 
@@ -91,7 +92,7 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair, tmp_path):
     source.write_text("\n\n".join([repeated, repeated, *tails]))
     for at in (0, 1):
         models = {"policy": str(pair[at]), "reference": str(pair[1 - at])}
-        measure(MeasureJob(**models, text=str(source), window=24, out=str(tmp_path / str(at))))
+        measure(**models, text=source, window=24, out=tmp_path / str(at))
     comparison = compare([tmp_path / "0", tmp_path / "1"])
     first, (difference,) = comparison.runs[0], comparison.differences
     number = difference.differences["kl_policy_reference"]
@@ -128,9 +129,9 @@ def test_every_warning_is_in_the_terminal_compare_and_json(runs, tmp_path, capsy
     assert kinds
     report = (runs[0] / "report.html").read_text(encoding="utf-8")
     job = shown["job"]
-    words = ["--policy", job["policy"], "--reference", job["reference"], "--text", job["text"]]
+    options = {name: job[name] for name in ("policy", "reference", "text", "window", "stride")}
     capsys.readouterr()
-    assert main(["measure", *words, "--window", "24", "--stride", "24", "--out", str(tmp_path / "run")]) == 0
+    assert main(words("measure", **options, out=tmp_path / "run")) == 0
     terminal = capsys.readouterr().out
     assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--out", str(tmp_path / "c.html")]) == 0
     compared = "\n".join(json.loads(capsys.readouterr().out)["runs"][0]["warnings"])
@@ -141,9 +142,9 @@ def test_every_warning_is_in_the_terminal_compare_and_json(runs, tmp_path, capsy
 def test_the_summary_begins_with_the_interval_and_names_the_models(pair, tmp_path, capsys):
     source = tmp_path / "prompts.txt"
     source.write_text("The sea\nA long road\nIt is said")
-    words = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(source)]
+    options = {"policy": pair[0], "reference": pair[1], "prompts": source, "max_new_tokens": 3}
     out = tmp_path / "run"
-    assert main(["measure", *words, "--max-new-tokens", "3", "--out", str(out)]) == 0
+    assert main(words("measure", **options, out=out)) == 0
     lines = capsys.readouterr().out.splitlines()
     measured = json.loads((out / "measurement.json").read_text())
     assert lines[1].startswith("KL(policy ‖ reference) per token: ") and "(95 % interval " in lines[1]
@@ -152,10 +153,7 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(pair, tmp_pat
     assert f"{measured['counts']['truncated_sequences']} of them truncated" in text
     for name in ("Perplexity of the policy", "Perplexity of the reference", "Δp of the observed token, mean"):
         assert name in text
-    assert (
-        main(["measure", *words, "--limit", "1", "--max-new-tokens", "3", "--out", str(tmp_path / "one")])
-        == 0
-    )
+    assert main(words("measure", **options, limit=1, out=tmp_path / "one")) == 0
     lines = capsys.readouterr().out
     assert "nan" not in lines.lower() and "no interval: one cluster alone" in lines
 
@@ -166,23 +164,11 @@ def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path, ca
     source.write_text("The sea was calm")
     assert len(tiny_tokenizer()) < 1000
     for role, other in (("policy", "reference"), ("reference", "policy")):
-        words = [
-            "measure",
-            f"--{role}",
-            str(model),
-            "--text",
-            str(source),
-            "--out",
-            str(tmp_path / "run"),
-            "--quiet",
-        ]
-        if role == "reference":
-            words += ["--policy", "shipped:policy"]
-        assert main(words) == 2
+        policy = {} if role == "policy" else {"policy": "shipped:policy"}
+        models = {role: model, **policy}
+        assert main(words("measure", **models, text=source, out=tmp_path / "run", quiet=True)) == 2
         error = capsys.readouterr().err
-        assert "the tokenizers differ" in error and error.strip().endswith(
-            f"ships with kleash: give --{other}"
-        )
+        assert "the tokenizers differ" in error and error.endswith(f"ships with kleash: give --{other}\n")
 
 
 def test_a_comparison_says_a_warning_of_several_runs_once():

@@ -1,12 +1,11 @@
 """The page of an audit: every number, every sentence, and nothing that runs but kleash's own scripts."""
 
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from drawn_charts import curves, drawn, legend
+from page_text import Page
 from synthetic_audit import HOSTILE, drawn_audit, plain_audit, synthetic_audit
 
 from kleash.auditing import audit
@@ -14,63 +13,23 @@ from kleash.reports import write_audits
 from kleash.reports.audit import curve_charts
 
 
-class Text(HTMLParser):
-    """What a reader sees, and the tags it is made of."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.parts: list[str] = []
-        self.tags: list[str] = []
-        self.feed(page.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-
-    def handle_data(self, data):
-        if self.cdata_elem is None:
-            self.parts.append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", " ".join(self.parts))
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return write_audits(
-        tmp_path_factory.mktemp("audits") / "audit.html",
-        [synthetic_audit(), plain_audit()],
-        "kleash audit 'a b'",
-    )
+    path = tmp_path_factory.mktemp("audits") / "audit.html"
+    return Page(write_audits(path, [synthetic_audit(), plain_audit()], "kleash audit 'a b'"))
 
 
 def test_the_page_contains_every_row(page):
-    text = Text(page).text
-    for seen in (
-        "2 functions audited",
-        "Backpropagated it follows KL(q ‖ p).",
-        "wrong_gradient wrong",
-        "It follows KL(q ‖ p).",
-        "0.01235",
-        "∞",
-        "below -2.61",
-        "above 11",
-        "between -1 and 1.5",
-        "0.4000",
-        "q rules the token out",
-        "gradient is NaN",
-        "kleash audit 'a b'",
-        "No findings.",
-        "3.000 × 10⁻¹⁷",
-    ):
-        assert seen in text, seen
+    words = ["2 functions audited", "Backpropagated it follows KL(q ‖ p).", "wrong_gradient wrong"]
+    words += ["It follows KL(q ‖ p).", "q rules the token out", "gradient is NaN", "No findings."]
+    words += ["below -2.61", "above 11", "between -1 and 1.5", "kleash audit 'a b'"]
+    for seen in (*words, "0.01235", "∞", "0.4000", "3.000 × 10⁻¹⁷"):
+        assert seen in page.words, seen
 
 
 def test_untrusted_text_is_escaped(page):
-    parsed = Text(page)
-    assert "img" not in parsed.tags
-    assert "script" not in parsed.tags
-    assert HOSTILE in " ".join(parsed.parts)
+    assert not {"img", "script"} & set(page.names)
+    assert HOSTILE in " ".join(page.texts)
 
 
 def shaded(axes):
@@ -120,23 +79,22 @@ def test_curves_have_points_enough_to_be_drawn_without_kinks(name, convention):
 def test_findings_are_not_repeated_in_the_verdict(tmp_path):
     audit = drawn_audit()
     audit = replace(audit, verdict=("Its value is right.", *(f.sentence for f in audit.findings)))
-    text = Text(write_audits(tmp_path / "one.html", [audit])).text
+    text = Page(write_audits(tmp_path / "one.html", [audit])).words
     assert text.count("It follows KL(q ‖ p).") == 1
     assert "Use another" in text, "what to change"
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_many_functions_are_collapsed(tmp_path):
-    parsed = Text(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
-    folded = Text(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
-    assert parsed.tags.count("details") - folded.tags.count("details") >= 4
-    assert parsed.text.count("wrong_gradient") == 3, (
-        "in the table of all, at its name and where it is explained"
-    )
+    parsed = Page(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
+    folded = Page(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
+    assert parsed.names.count("details") - folded.names.count("details") >= 4
+    # in the table of all, at its name and where it is explained
+    assert parsed.words.count("wrong_gradient") == 3
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_single_audit_has_no_table_of_all_functions(tmp_path):
-    text = Text(write_audits(tmp_path / "one.html", [plain_audit()])).text
+    text = Page(write_audits(tmp_path / "one.html", [plain_audit()])).words
     assert "All functions" not in text
     assert "Verdict" in text

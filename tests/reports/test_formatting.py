@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -93,61 +94,40 @@ def measured(value, error, unit="nats"):
 
 def test_bytes_have_the_largest_decimal_unit_that_fits():
     sizes = (0, 999, 1_000, 8_270_000, 4_900_000_000, 3_210_000_000_000)
-    assert [format_bytes(size) for size in sizes] == [
-        "0 bytes",
-        "999 bytes",
-        "1.00 kB",
-        "8.27 MB",
-        "4.90 GB",
-        "3.21 TB",
-    ]
+    expected = ["0 bytes", "999 bytes", "1.00 kB", "8.27 MB", "4.90 GB", "3.21 TB"]
+    assert [format_bytes(size) for size in sizes] == expected
     assert format_bytes(None) == UNKNOWN
 
 
-def test_a_number_is_rounded_to_its_error():
-    text = format_number(measured(0.218312, 0.0095))
-    assert (text.value, text.error, text.interval, text.unit) == (
-        "0.2183",
-        "0.0095",
-        "0.1993 to 0.2373",
-        "nats",
-    )
-
-
-def test_a_probability_is_shown_in_percent():
-    text = format_number(measured(0.9123, 0.0031, "probability"))
-    assert (text.value, text.error, text.interval, text.unit) == ("91.23", "0.31", "90.61 to 91.85", "%")
-
-
-def test_infinite_and_nan_numbers_are_shown():
-    infinite = format_number(
-        Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
-    )
-    assert (infinite.value, infinite.error, infinite.interval) == ("∞", "–", "–")
-    unknown = format_number(
-        Number(value=math.nan, unit="none", standard_error=math.inf, ci95=(0.1, math.inf))
-    )
-    assert (unknown.value, unknown.error, unknown.interval) == ("NaN", "∞", "0.1 to ∞")
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (measured(0.218312, 0.0095), ("0.2183", "0.0095", "0.1993 to 0.2373", "nats")),
+        (measured(0.9123, 0.0031, "probability"), ("91.23", "0.31", "90.61 to 91.85", "%")),
+        (measured(math.inf, math.nan), ("∞", "–", "–", "nats")),
+        (replace(measured(math.nan, math.inf), ci95=(0.1, math.inf)), ("NaN", "∞", "0.1 to ∞", "nats")),
+    ],
+)
+def test_a_number_is_rounded_to_its_error(number, expected):
+    text = format_number(number)
+    assert (text.value, text.error, text.interval, text.unit) == expected
 
 
 def test_the_command_has_the_options_that_differ_from_their_defaults():
     job = MeasureJob(policy="my models/p", reference="r", text="it's.txt", top_p=0.9, resume=True, quiet=True)
     words = shlex.split(measure_command({**job.settings(), "resume": True, "quiet": True, "unknown": 3}))
-    assert words == (
-        [
-            "kleash",
-            "measure",
-            "--policy",
-            "my models/p",
-            "--reference",
-            "r",
-            "--text",
-            "it's.txt",
-            "--top-p",
-            "0.9",
-            "--quiet",
-        ]
-    )
+    options = [
+        "--policy",
+        "my models/p",
+        "--reference",
+        "r",
+        "--text",
+        "it's.txt",
+        "--top-p",
+        "0.9",
+        "--quiet",
+    ]
+    assert words == ["kleash", "measure", *options]
     assert measure_command({}) == "kleash measure"
 
 

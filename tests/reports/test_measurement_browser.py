@@ -112,14 +112,8 @@ def test_hovering_over_a_token_shows_both_models(driver, report, run):
     assert selected(driver) == 0
     text = panel(driver)
     assert "position 0" in text
-    for row in (
-        "Probability",
-        "Entropy, nats",
-        "Reference's rank",
-        "KL(policy ‖ reference)",
-        "Jensen–Shannon",
-    ):
-        assert row in text
+    rows = ("Probability", "Entropy, nats", "Reference's rank", "KL(policy ‖ reference)", "Jensen–Shannon")
+    assert all(row in text for row in rows)
     assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .alternatives li")) == 10
     row = {
         name: worst_sequence(run, name)[0]

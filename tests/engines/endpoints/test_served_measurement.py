@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from command_words import words
 from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,7 +111,7 @@ def runs(server, text, tmp_path_factory):
     jobs["reference"] = {"policy": "shipped:reference", "reference": f"{server}/vllm/none/v1/"}
     jobs["local"] = {"policy": "shipped:policy", "reference": "shipped:reference"}
     for name, options in jobs.items():
-        measure(MeasureJob(text=str(text), out=str(folder / name), quiet=True, **options))
+        measure(text=text, out=folder / name, quiet=True, **options)
     return {name: folder / name for name in jobs}
 
 
@@ -127,9 +128,8 @@ def test_the_bounds_hold_the_exact_divergences_at_every_token(runs, text, distri
 
 
 def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(runs, text, distributions):
-    exact = exact_divergences(
-        {"policy": distributions["reference"], "reference": distributions["policy"]}, text
-    )
+    turned = {"policy": distributions["reference"], "reference": distributions["policy"]}
+    exact = exact_divergences(turned, text)
     tokens = tokens_of(runs["reference"])
     assert_bounds_hold(tokens, exact)
     assert np.isinf(tokens["kl_policy_reference_upper"]).all()
@@ -141,9 +141,8 @@ def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(
 
 def test_what_is_unknown_is_left_out_with_its_reason(runs):
     measurement, local = Measurement.read(runs["vllm"]), Measurement.read(runs["local"])
-    assert set(measurement.per_token) >= {
-        name for name in BOUND_COLUMNS if name.endswith(("_lower", "_upper"))
-    }
+    bounds = {name for name in BOUND_COLUMNS if name.endswith(("_lower", "_upper"))}
+    assert set(measurement.per_token) >= bounds
     for name in ("kl_policy_reference", "total_variation", "acceptance_rate", "entropy_policy"):
         assert name not in measurement.per_token
         assert "lists 20 tokens" in measurement.left_out[name]
@@ -216,8 +215,8 @@ def drawn_responses(path, distributions):
 def test_responses_have_sampled_estimates(server, distributions, tmp_path):
     responses = str(drawn_responses(tmp_path / "responses.jsonl", distributions))
     options = {"responses": responses, "quiet": True}
-    served = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "served"), **options))
-    local = measure(MeasureJob(out=str(tmp_path / "local"), **options))
+    served = measure(policy=f"{server}/vllm/none/v1", out=tmp_path / "served", **options)
+    local = measure(out=tmp_path / "local", **options)
     assert set(served.estimators) == {*local.estimators, LISTED_AND_SAMPLED}
     for name, record in local.estimators.items():
         assert served.estimators[name].value == pytest.approx(record.value, abs=1e-5)
@@ -235,7 +234,7 @@ def test_listed_rows_that_are_no_tokens_are_named(
     """With the rows from ``least`` on taken for rows that are no tokens."""
     monkeypatch.setattr(engine_module, "find_padding", lambda model: torch.arange(model.vocab_size) >= least)
     options = {"text": str(text), "limit": 1, "quiet": True}
-    measurement = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "run"), **options))
+    measurement = measure(policy=f"{server}/vllm/none/v1", out=tmp_path / "run", **options)
     ids = AutoTokenizer.from_pretrained(shipped_folder("reference"))(TEXT.partition("\n")[0])["input_ids"]
     reference = float(distributions["reference"](ids)[:-1, least:].exp().sum(-1).mean())
     (note,) = [note for note in measurement.notes if "rows of a head that are no tokens" in note]
@@ -342,16 +341,8 @@ def test_several_processes_measure_what_one_measures(server, text, tmp_path, mon
 
 def test_the_key_is_sent_and_written_nowhere(server, seen, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KLEASH_POLICY_API_KEY", KEY)
-    words = [
-        "measure",
-        "--policy",
-        f"{server}/vllm/none/v1",
-        "--text",
-        str(text),
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    assert main([*words, "--endpoint-concurrency", "2"]) == 0
+    options = {"policy": f"{server}/vllm/none/v1", "text": text, "out": tmp_path / "run"}
+    assert main(words("measure", **options, endpoint_concurrency=2)) == 0
     captured = capsys.readouterr()
     assert KEY not in captured.out + captured.err
     assert f"Bearer {KEY}" in seen()["keys"]
@@ -363,23 +354,13 @@ def test_the_key_is_sent_and_written_nowhere(server, seen, text, tmp_path, monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"prompts": "x.jsonl"},
-            "draw responses with its own client first, keep their token ids, and give them with --resp",
-        ),
+        ({"prompts": "x.jsonl"}, "draw responses with its own client first"),
         ({"text": "x", "reference": "https://there/v1"}, "both behind servers"),
-        (
-            {"text": "x", "temperature": 0.7},
-            "--temperature is 0.7, and servers give log-probabilities of prompts at 1",
-        ),
+        ({"text": "x", "temperature": 0.7}, "servers give log-probabilities of prompts at 1"),
         ({"text": "x", "reference_cache": "c"}, "--reference-cache holds a loaded reference's hidden states"),
         ({"text": "x", "until_relative_error": 0.1}, "--until-relative-error needs the exact KL"),
-        (
-            {"text": "x", "reference_model": "r"},
-            "--reference-model is a model's name on a server, and --reference",
-        ),
+        ({"text": "x", "reference_model": "r"}, "--reference-model is a model's name on a server"),
         ({"text": "x", "top_logprobs": 0}, "--top-logprobs must be at least 1"),
-        ({"text": "x", "endpoint_concurrency": 0}, "--endpoint-concurrency must be at least 1"),
         ({"text": "x", "endpoint_timeout": math.nan}, "--endpoint-timeout must be a number above 0"),
         ({"text": "x", "endpoint_retries": -1}, "--endpoint-retries must be at least 0"),
     ],
@@ -393,24 +374,14 @@ def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(tmp_path, caps
     rollout = {"prompt_token_ids": [1], "response_token_ids": [2]}
     rollout |= {"trainer_logprobs": [-1], "engine_logprobs": [-1]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout))
-    out, server = ["--out", str(tmp_path / "run")], "http://127.0.0.1:1/v1"
-    for words in (
-        ["doctor", str(tmp_path / "rollouts.jsonl"), "--policy", server, "--reference", "shipped:reference"],
-        ["train", "rloo", "--policy", server, "--prompts", "shipped:prompts", "--reward", "math.fsum", *out],
-        [
-            "train",
-            "distill",
-            "--policy",
-            "shipped:policy",
-            "--teacher",
-            server,
-            "--prompts",
-            "shipped:prompts",
-            *out,
-        ],
-        ["cache", "--reference", server, "--text", "shipped:text", *out],
+    out, server, prompts = tmp_path / "out", "http://127.0.0.1:1/v1", "shipped:prompts"
+    for line in (
+        words("doctor", tmp_path / "rollouts.jsonl", policy=server, reference="shipped:reference"),
+        words("train", "rloo", policy=server, prompts=prompts, reward="math.fsum", out=out),
+        words("train", "distill", policy="shipped:policy", teacher=server, prompts=prompts, out=out),
+        words("cache", reference=server, text="shipped:text", out=out),
     ):
-        assert main(words) == 2
+        assert main(line) == 2
         error = capsys.readouterr().err
         assert "server" in error and "name" in error and error.count("\n") == 1, error
 
