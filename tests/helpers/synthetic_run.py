@@ -1,5 +1,6 @@
 """Run folders whose numbers look real and whose text is hostile, made without any model."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,28 +33,15 @@ from kleash.store.measurement import (
 )
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 
-HOSTILE = (
+SCRIPTS = (
     "<script>window.__pwned=1;alert(1)</script>",
     "</script><img src=x onerror=alert(2)>",
     "<!--<script>",
-    "{{ 7*7 }}{% raw %}",
-    '"><b onmouseover=alert(3)>',
-    "\n",
-    "\n\n",
-    "\t",
-    "   ",
-    "",
-    " שלום",
-    "مرحبا",
-    "\u202eevil\u202c",
-    "👩‍👩‍👧‍👦",
-    " e\u0301",
-    "\ufffd",
-    "\x00\x1b[31m",
-    "\u2028",
-    "&amp;",
-    "supercalifragilistic" * 5,
 )
+MARKUP = ("{{ 7*7 }}{% raw %}", '"><b onmouseover=alert(3)>')
+SPACES = ("\n", "\n\n", "\t", "   ", "")
+UNICODE = (" שלום", "مرحبا", "\u202eevil\u202c", "👩‍👩‍👧‍👦", " e\u0301", "\ufffd", "\x00\x1b[31m", "\u2028")
+HOSTILE = (*SCRIPTS, *MARKUP, *SPACES, *UNICODE, "&amp;", "supercalifragilistic" * 5)
 PROSE = (
     "It was the first warm evening of the year, and nobody in the house could be persuaded to stay indoors. "
     "The lamps were carried out to the terrace, the chairs were carried after them, and by nine o'clock the "
@@ -142,15 +130,8 @@ def add_sequence(
     }
     for name, values in drawn.items():
         run.tokens.setdefault(name, []).extend(values if isinstance(values, list) else values.tolist())
-    row = {
-        "prompt_id": key[0],
-        "sample_id": key[1],
-        "prompt_hash": f"{key[0]:08x}",
-        "prompt": prompt,
-        "response": "".join(pieces),
-        "finish_reason": "stop",
-        "tokens": size,
-    }
+    row = {"prompt_id": key[0], "sample_id": key[1], "prompt_hash": f"{key[0]:08x}", "prompt": prompt}
+    row |= {"response": "".join(pieces), "finish_reason": "stop", "tokens": size}
     for name, value in row.items():
         run.sequences.setdefault(name, []).append(value)
 
@@ -174,14 +155,11 @@ def write_synthetic_run(
     cuts = [round(at * prompts / shards) for at in range(shards + 1)]
     with target.writing(header, resume=False):
         for shard in range(shards):
-            target.write_shard(
-                shard,
-                between(run.tokens, cuts[shard], cuts[shard + 1]),
-                between(run.sequences, cuts[shard], cuts[shard + 1]),
-            )
+            low, high = cuts[shard], cuts[shard + 1]
+            target.write_shard(shard, between(run.tokens, low, high), between(run.sequences, low, high))
         measurement = measurement_of(run, prompts, samples, shards, hostile)
         if changes:
-            measurement = Measurement(**{**vars(measurement), **changes})
+            measurement = replace(measurement, **changes)
         target.write_alternatives(alternatives(run, measurement, seed, hostile))
         target.write_measurement(measurement)
     return measurement
@@ -230,14 +208,8 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
         sums[key] = sums.get(key, 0.0) + float(value)
     total = np.asarray(list(sums.values()))
     name = "shipped:policy" if not hostile else "runs/<script>alert('path')</script>/policy"
-    model = ModelRecord(
-        path="shipped:reference",
-        revision=None,
-        dtype="float32",
-        parameters=2_359_680,
-        vocabulary=4096,
-        fingerprint="5d41402abc4b2a76",
-    )
+    sizes = {"dtype": "float32", "parameters": 2_359_680, "vocabulary": 4096}
+    model = ModelRecord(path="shipped:reference", revision=None, fingerprint="5d41402abc4b2a76", **sizes)
     return Measurement(
         kleash="0.1.0",
         estimand="KL(policy ‖ reference) in nats per token: the exact next-token divergence, averaged over "
@@ -245,7 +217,7 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
         job={"policy": name, "reference": "shipped:reference", "prompts": "it's prompts.jsonl", "seed": 3,
              "samples_per_prompt": samples, "resume": True, "out": "drift"},
         source_sha256="ab" * 32,
-        models={"policy": ModelRecord(**{**vars(model), "path": name}), "reference": model},
+        models={"policy": replace(model, path=name), "reference": model},
         counts=Counts(prompts=prompts, sequences=len(sums), tokens=len(kl), clusters=prompts,
                       truncated_sequences=3, shards=shards),
         per_token={n: number(v, unit_of(n)) for n, v in token.items() if n not in IDS},
@@ -304,14 +276,11 @@ def quantiles(values: Any) -> dict[str, Number]:
     found = {}
     for level in ("50", "75", "90", "95", "99", "99.9", "max"):
         value = float(values.max() if level == "max" else np.quantile(values, float(level) / 100))
-        error = math_nan if level == "max" else value / 12
+        error = math.nan if level == "max" else value / 12
         found[level] = Number(
             value=value, unit="nats", standard_error=error, ci95=(value - 2 * error, value + 2 * error)
         )
     return found
-
-
-math_nan = float("nan")
 
 
 def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
@@ -396,43 +365,32 @@ def write_sweep_folder(folder: Path, sweep: Sweep) -> Sweep:
 def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[str] = ("torn",)) -> Sweep:
     """Candidates of falling size and rising KL, each one different from the others, and some that failed."""
     draw = np.random.default_rng(7)
-    measured = tuple(
-        SweepCandidate(
-            number=at + 1,
-            name=name,
-            folder=f"candidates/{at + 1:02d}",
-            numbers={
-                **compared(draw, 0.01 * 4 ** (at % 10)),
-                "kl_policy_reference_99.9": number(draw.normal(0.5 * 4 ** (at % 10), 0.1, 300)),
-            },
-            bytes_on_disk=8_000_000_000 // (at + 1),
-            bits_per_weight=8.0 / (at + 1),
-            letters="abcdefghij"[at % 10],
-            is_on_pareto_front=True,
+    measured = []
+    for at, name in enumerate(names):
+        numbers = compared(draw, 0.01 * 4 ** (at % 10))
+        numbers["kl_policy_reference_99.9"] = number(draw.normal(0.5 * 4 ** (at % 10), 0.1, 300))
+        sizes = {"bytes_on_disk": 8_000_000_000 // (at + 1), "bits_per_weight": 8.0 / (at + 1)}
+        place = {"number": at + 1, "name": name, "folder": f"candidates/{at + 1:02d}"}
+        letters = "abcdefghij"[at % 10]
+        measured.append(
+            SweepCandidate(**place, **sizes, numbers=numbers, letters=letters, is_on_pareto_front=True)
         )
-        for at, name in enumerate(names)
-    )
     torn = tuple(
         SweepCandidate(number=len(names) + at + 1, name=name, folder="x", failure="its weights are missing")
         for at, name in enumerate(failed)
     )
-    pairs = tuple(
-        SweepPair(
-            first=first,
-            second=second,
-            difference=number(draw.normal(-0.1 * (second - first), 0.05, 300)),
-            simultaneous_ci95=(-1.0, -0.01),
-            is_tie=False,
-        )
-        for first, second in combinations(range(1, len(names) + 1), 2)
-    )
+    pairs = []
+    for first, second in combinations(range(1, len(names) + 1), 2):
+        difference = number(draw.normal(-0.1 * (second - first), 0.05, 300))
+        ends = {"simultaneous_ci95": (-1.0, -0.01), "is_tie": False}
+        pairs.append(SweepPair(first=first, second=second, difference=difference, **ends))
     return Sweep(
         kleash="0.1.0",
         reference="base",
         rank_by="kl_policy_reference",
         job={},
         candidates=(*measured, *torn),
-        pairs=pairs,
+        pairs=tuple(pairs),
         clusters=300,
         tokens=50_000,
         critical_value=2.4,

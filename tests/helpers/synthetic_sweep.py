@@ -47,33 +47,21 @@ def attribution(grouping: str) -> Attribution:
 def synthetic_sweep() -> Sweep:
     """Three candidates that were measured, one that was not, and one that could not be attributed."""
     names = ("q8.gguf", HOSTILE_NAME, "q4.gguf")
-    measured = [
-        SweepCandidate(
-            number=number,
-            name=name,
-            folder=f"candidates/{number:02d}-q",
-            numbers={
-                "kl_policy_reference": nats(kl, kl / 40),
-                "kl_reference_policy": nats(kl, kl / 40),
-                "kl_policy_reference_99.9": nats(30 * kl, kl),
-            },
-            bytes_on_disk=(9 - number) * 10**9,
-            bits_per_weight=10.0 - 2 * number,
-            letters="abc"[number - 1],
-            is_on_pareto_front=True,
+    measured = []
+    for number, (name, kl) in enumerate(zip(names, KLS, strict=True), 1):
+        numbers = {name: nats(kl, kl / 40) for name in ("kl_policy_reference", "kl_reference_policy")}
+        numbers["kl_policy_reference_99.9"] = nats(30 * kl, kl)
+        sizes = {"bytes_on_disk": (9 - number) * 10**9, "bits_per_weight": 10.0 - 2 * number}
+        place = {"number": number, "name": name, "folder": f"candidates/{number:02d}-q"}
+        letters = "abc"[number - 1]
+        measured.append(
+            SweepCandidate(**place, **sizes, numbers=numbers, letters=letters, is_on_pareto_front=True)
         )
-        for number, (name, kl) in enumerate(zip(names, KLS, strict=True), 1)
-    ]
-    pairs = [
-        SweepPair(
-            first=first,
-            second=second,
-            difference=nats(KLS[first - 1] - KLS[second - 1], 1e-4),
-            simultaneous_ci95=(-0.03, -1e-4),
-            is_tie=False,
-        )
-        for first, second in ((1, 2), (1, 3), (2, 3))
-    ]
+    pairs = []
+    for first, second in ((1, 2), (1, 3), (2, 3)):
+        difference = nats(KLS[first - 1] - KLS[second - 1], 1e-4)
+        ends = {"simultaneous_ci95": (-0.03, -1e-4), "is_tie": False}
+        pairs.append(SweepPair(first=first, second=second, difference=difference, **ends))
     failed = SweepCandidate(number=4, name="other/", folder="candidates/04-other", failure="<b>no</b>")
     failure = Attribution(candidate=3, grouping="layers", failure="<b>another architecture</b>")
     return Sweep(

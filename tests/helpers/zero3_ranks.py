@@ -44,17 +44,10 @@ def engine_of(network: Any, *, accumulation: int = 1, **zero: Any) -> Any:
     """DeepSpeed's engine around a network, with weights of more than 40 elements on both ranks."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 40, **zero}
     trained = [x for x in network.parameters() if x.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=network,
-        optimizer=torch.optim.SGD(trained, lr=0.1),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": 0.0,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-        },
-    )
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
+    config |= {"gradient_clipping": 0.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
     return engine
 
 
@@ -69,12 +62,8 @@ def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
         networks = [engine_of(network).module.eval() for network in networks]
         head = networks[0].lm_head.weight
         with largest_message() as sizes:
-            same(
-                alone,
-                ranks.drift(
-                    *networks, kind=kind, prompts=FEW_PROMPTS, batch_tokens=20 if kind == "llama" else 200
-                ),
-            )
+            batch_tokens = 20 if kind == "llama" else 200
+            same(alone, ranks.drift(*networks, kind=kind, prompts=FEW_PROMPTS, batch_tokens=batch_tokens))
         assert head.numel() == 0, "the network's own weights are where they were"
         if kind == "llama":
             assert max(sizes.values()) < head.ds_numel / 2, sizes

@@ -9,19 +9,8 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    *(
-        ROOT / name
-        for name in (
-            "README.md",
-            "DESIGN.md",
-            "CONTRIBUTING.md",
-            "CHANGELOG.md",
-            "src/kleash/shipped/data/README.md",
-        )
-    ),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+NAMES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "src/kleash/shipped/data/README.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCED_BLOCK = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)

@@ -53,11 +53,7 @@ def test_anchors_that_are_compared_have_one_direction_and_rise():
 @pytest.mark.parametrize(
     ("job", "nats", "expected"),
     [
-        (
-            {"text": "t"},
-            0.02,
-            "KL(reference ‖ policy) per token is above 0.0127 (Llama 2 7B in Q4_K_M) and below 0.0313",
-        ),
+        ({"text": "t"}, 0.02, "KL(reference ‖ policy) per token is above 0.0127 (Llama 2 7B in Q4_K_M) and"),
         ({"text": "t"}, 0.0, "KL(reference ‖ policy) per token is below 0.000369 (Llama 2 7B in Q8_0);"),
         ({"text": "t"}, math.inf, "KL(reference ‖ policy) per token is above 0.445 (Llama 3 8B in Q2_K);"),
         ({"responses": "r"}, 0.6, "KL(policy ‖ reference) per token is above 0.556 (Qwen2.5-1.5B after SFT"),

@@ -71,6 +71,8 @@ def test_a_shard_counts_with_all_its_files_and_their_checksums_only(tmp_path, ki
     assert folder.finished_shards() == (0,)
     with pytest.raises(RunFolderError, match=rf"{kind}/part-00001\.parquet is missing"):
         folder.require_shards(2)
+    with RunFolder(tmp_path).joined(resume=True) as folder:
+        assert not folder.has(1)
 
 
 def test_each_process_has_its_own_checksums_and_readers_take_all(tmp_path):
@@ -206,13 +208,3 @@ def test_shards_beyond_the_stop_do_not_count_and_its_record_cannot_be_lost(tmp_p
     (tmp_path / "stop.json").unlink()
     with pytest.raises(RunFolderError, match=r"stop\.json cannot be read"):
         folder.finished_shards()
-
-
-@pytest.mark.parametrize("kind", ["tokens", "alternatives"])
-def test_a_shard_of_which_a_file_is_lost_is_scored_again(tmp_path, kind):
-    top = {name: np.array([1]) for name in TOP_COLUMNS}
-    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
-        folder.write_shard(0, COLUMNS, COLUMNS, top)
-    (tmp_path / kind / "part-00000.parquet").unlink()
-    with RunFolder(tmp_path).joined(resume=True) as folder:
-        assert not folder.has(0)
