@@ -83,10 +83,8 @@ def test_the_first_shard_shows_what_is_generated_and_the_time_left():
             progress.add_scored(24, 2400)
     first, *lines = file.getvalue().splitlines()
     assert first == "measuring: 96 sequences to do" and len(lines) > 15
-    found = [
-        re.match(r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s", at) for at in lines
-    ]
-    shares = [(int(match[1]), int(match[2])) for match in found if match]
+    told = r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s"
+    shares = [tuple(map(int, pair)) for pair in re.findall(told, "\n".join(lines))]
     assert len(shares) > 15
     assert all(share == pytest.approx(100 * generated / 96, abs=2) for generated, share in shares)
     assert any(line.endswith("about 2 min left") for line in lines[:8])
@@ -137,10 +135,5 @@ def test_a_number_without_an_error_is_not_followed_by_nan():
 
 
 def test_lengths_of_time():
-    assert [format_duration(seconds) for seconds in (4.2, 89, 91, 3600, 7200)] == [
-        "4 s",
-        "89 s",
-        "2 min",
-        "60 min",
-        "2.0 h",
-    ]
+    expected = {4.2: "4 s", 89: "89 s", 91: "2 min", 3600: "60 min", 7200: "2.0 h"}
+    assert {seconds: format_duration(seconds) for seconds in expected} == expected

@@ -16,12 +16,8 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/*.md")),
 ]
 API = ROOT / "docs" / "reference" / "api"
-PACKAGES = [
-    "kleash",
-    *re.findall(
-        r"^\.\. automodule:: (kleash\S+)$", "\n".join(p.read_text() for p in sorted(API.glob("*.md"))), re.M
-    ),
-]
+REFERENCE = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
+PACKAGES = ["kleash", *re.findall(r"^\.\. automodule:: (kleash\S+)$", REFERENCE, re.M)]
 ABOUT = {"reference/trl.md": "trl", "kleash.integrations.trl": "trl"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

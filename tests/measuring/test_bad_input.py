@@ -63,7 +63,11 @@ def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
         ("--prompts", '{"prompt": "a"', "line 2: expected a JSON object"),
         ("--text", '{"body": "a"}', "line 2: expected a field 'text' and found 'body'"),
         ("--responses", '{"prompt": "a", "response": ""}', "line 2: the response has no tokens"),
-        ("--responses", '{"prompt": "a", "response_token_ids": [99999]}', "'response_token_ids'"),
+        (
+            "--responses",
+            '{"prompt": "a", "response_token_ids": [99999]}',
+            "line 2: expected 'response_token_ids'",
+        ),
     ],
 )
 def test_a_malformed_line_is_reported_with_its_number(option, line, message, failing, tmp_path):

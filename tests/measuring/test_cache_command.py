@@ -1,6 +1,5 @@
 """``kleash cache``: what it keeps, that measuring with it is measuring without it, and what it refuses."""
 
-import errno
 import json
 import shutil
 import time
@@ -10,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
+from tiny_models import double_logits, tiny_pair, tiny_tokenizer
 
-import kleash.store.atomic
 from kleash.cli import main
 from kleash.measuring import CacheJob, cache_reference, measure
 
@@ -282,7 +280,7 @@ def test_missing_documents_and_another_text_raise(pair, text, cached, tmp_path, 
     assert f"{cached} holds hidden states of {text}" in line and f"the source is now {other}" in line
 
 
-def test_another_reference_dtype_or_tokenizer_raises(pair, text, cached, tmp_path, capsys):
+def test_another_reference_or_dtype_raises(pair, text, cached, tmp_path, capsys):
     out = options(text=text, out=tmp_path / "run", reference_cache=cached, **WINDOWS)
     line = said(capsys, "measure", *options(policy=pair[0], reference=pair[0]), *out)
     assert f"{cached} holds hidden states of {pair[1]} (fingerprint" in line
@@ -292,13 +290,6 @@ def test_another_reference_dtype_or_tokenizer_raises(pair, text, cached, tmp_pat
     assert ", float32) and the reference is" in line and ", bfloat16); give that reference" in line
     line = said(capsys, "cache", *options(reference=pair[0], text=text, out=cached, **WINDOWS))
     assert f"{cached} holds hidden states of {pair[1]}" in line
-    other = save_tiny(tmp_path / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["Ġthe"], vocabulary["Ġand"] = vocabulary["Ġand"], vocabulary["Ġthe"]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    line = said(capsys, "measure", *options(policy=other, reference=pair[1]), *out)
-    assert "the tokenizers differ in 2 tokens" in line
 
 
 def test_damaged_files_are_reported_by_name(pair, text, cached, tmp_path, capsys):
@@ -359,24 +350,6 @@ def test_nan_hidden_states_are_not_stored(pair, tmp_path, capsys):
         f"the reference gives NaN or infinite hidden states for prompt 1, sample 0 ({source}"
     )
     assert not list((tmp_path / "cache").glob("part-*"))
-
-
-def test_a_full_disk_keeps_the_finished_shards_of_a_cache(pair, text, cached, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "cache"
-    sync = kleash.store.atomic.os.fsync
-
-    def full(descriptor):
-        if list(out.glob("part-*")):
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-        sync(descriptor)
-
-    monkeypatch.setattr(kleash.store.atomic.os, "fsync", full)
-    words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS)]
-    assert "no space is left to write" in said(capsys, *words)
-    assert len(list(out.glob("part-*"))) == 1 and not list(out.glob(".writing*"))
-    monkeypatch.undo()
-    assert main([*words, "--quiet"]) == 0
-    assert {path.name for path in out.glob("part-*")} == {path.name for path in cached.glob("part-*")}
 
 
 def test_a_cache_has_one_writer_and_many_readers(pair, text, cached, tmp_path, capsys):

@@ -15,13 +15,6 @@ from kleash.measuring.cluster_sums import (
     token_quantities,
 )
 from kleash.measuring.estimand import estimand_of, weight_warnings
-from kleash.measuring.sequence_clusters import (
-    clusters_of,
-    distinct_prompts,
-    mean_of_sequences,
-    sequence_starts,
-    sum_sequences,
-)
 from kleash.records import MeasureJob
 from kleash.store.tables import TOKEN_COLUMNS
 
@@ -41,14 +34,6 @@ def test_shards_add_up_within_clusters():
     assert Y not in sums and (sums[Y] == 0).all()
 
 
-def test_a_column_that_first_appears_in_a_later_shard_is_0_before_it():
-    sums = ClusterSums(6)
-    sums.add(np.array([0, 1, 2]), {X: np.ones(3)})
-    sums.add(np.array([2, 5]), {X: np.ones(2), Y: np.ones(2)})
-    assert sums[X].tolist() == [1, 1, 2, 0, 0, 1]
-    assert sums[Y].tolist() == [0, 0, 1, 0, 0, 1]
-
-
 def test_beyond_the_maximum_neighbouring_clusters_share_a_sum():
     count = 3 * MAX_GROUPS + 1
     values = np.random.default_rng(1).normal(size=count)
@@ -58,18 +43,6 @@ def test_beyond_the_maximum_neighbouring_clusters_share_a_sum():
     assert sums.group_size == 4 and len(sums[X]) == -(-count // 4) <= MAX_GROUPS
     np.testing.assert_allclose(sums[X][:-1], values[: count // 4 * 4].reshape(-1, 4).sum(1), atol=1e-12)
     assert sums[X].sum() == pytest.approx(values.sum())
-
-
-def test_an_empty_shard_has_no_sums_and_no_sequences():
-    sums = ClusterSums(0)
-    sums.add(np.zeros(0, dtype=np.int64), {X: np.zeros(0)})
-    assert len(sums[X]) == 0
-    assert len(sequence_starts(np.zeros(0), np.zeros(0))) == 0
-
-
-def test_sequences_begin_where_prompt_or_sample_changes():
-    prompt, sample = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 1, 1])
-    assert sequence_starts(prompt, sample).tolist() == [0, 2, 3, 5]
 
 
 def part_of(rows=400, seed=0):
@@ -162,14 +135,6 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting):
     assert weights == pytest.approx(1.0)
 
 
-def test_sequence_terms_are_summed_per_sequence():
-    part = part_of()
-    terms = sequence_terms(part, part["kl_policy_reference"].astype(float), "unweighted")
-    by_hand = part["kl_policy_reference"].astype(float).reshape(20, 20).sum(1)
-    np.testing.assert_allclose(terms.exact, by_hand)
-    assert terms.weight.tolist() == [1.0] * 20
-
-
 def test_an_exact_term_is_weighted_by_the_ratio_of_its_prefix():
     """Including its own token in the weight would have the same mean and more variance."""
     part = part_of(3)
@@ -199,29 +164,3 @@ def test_a_small_effective_sample_size_is_a_warning(weights, warned):
     if warned:
         assert "an effective sample size of 1.1 out of 3" in warnings[0]
     assert weight_warnings(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
-
-
-def test_the_running_kl_is_the_mean_over_all_tokens():
-    shards = []
-    kl = np.random.default_rng(2).lognormal(-20, 1, 60).astype(np.float32)
-    for part in np.array_split(np.arange(60), 4):
-        tokens = {"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]}
-        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
-        hashes = [f"{prompt:x}" for prompt in tokens["prompt_id"][starts]]
-        shards.append(sum_sequences(tokens, hashes, "kl_policy_reference"))
-    estimate = mean_of_sequences(shards, on_text=False)
-    assert estimate.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
-    assert estimate.clusters == 12
-
-
-def test_clusters_are_blocks_of_windows_with_few_documents_and_documents_with_many():
-    few, many = (
-        distinct_prompts(document, window, np.arange(len(document)), on_text=True)
-        for document, window in ((np.zeros(20), np.arange(20)), (np.arange(60) // 2, np.arange(60) % 2))
-    )
-    few_clusters, many_clusters = (
-        clusters_of(few, np.arange(20), on_text=True),
-        clusters_of(many, np.arange(60) % 2, on_text=True),
-    )
-    assert few_clusters.count == 3 and few_clusters.warnings
-    assert many_clusters.count == 30 and not many_clusters.warnings

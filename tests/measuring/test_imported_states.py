@@ -142,14 +142,8 @@ def test_bfloat16_files_are_compared_in_bfloat16(pair, requests, responses, tmp_
     files = write_vllm(tmp_path / "files", pair[1], requests, dtype=torch.bfloat16)
     assert "are in bfloat16 and --dtype is float32; leave --dtype out" in refusal(files, "--dtype", "float32")
     out = tmp_path / "cache"
-    job = CacheJob(
-        reference=str(pair[1]),
-        responses=str(responses),
-        out=str(out),
-        from_hidden_states=str(files),
-        layers="1,2",
-    )
-    contents = cache_reference(job)
+    given = {"reference": str(pair[1]), "responses": str(responses), "out": str(out), "layers": "1,2"}
+    contents = cache_reference(CacheJob(**given, from_hidden_states=str(files)))
     assert any("was not verified" in note for note in contents.notes)
     result = measured(pair, responses, tmp_path / "run", reference_cache=str(out), dtype="bfloat16")
     expected = measured(pair, responses, tmp_path / "expected", dtype="bfloat16")
@@ -195,11 +189,8 @@ def test_states_before_the_norm_in_the_layout_of_sglang_are_refused(
     lines = [json.dumps(sglang_response(pair[1], ids, 5, column)) for ids in requests]
     (tmp_path / "responses.jsonl").write_text("\n".join(lines))
     line = refusal(tmp_path, layers=None)
-    assert (
-        f"are not the hidden states of {pair[1]}" in line
-        and "line 1" in line
-        and "after the final norm" in line
-    )
+    assert f"are not the hidden states of {pair[1]}" in line
+    assert "line 1" in line and "after the final norm" in line
 
 
 @pytest.mark.parametrize(
@@ -259,13 +250,12 @@ def test_single_wrong_log_probabilities_are_named(files, refusal):
     assert "by up to 2 nats (response token 3 of prompt 3, sample 0" in line
 
 
-def set_row(states, value):
-    states[7, -1, 3] = value
-    return states
-
-
 def test_non_finite_rows_are_named(files, refusal):
-    path = edit(files, lambda states: set_row(states, float("inf")), 1)
+    def spoil(states):
+        states[7, -1, 3] = float("inf")
+        return states
+
+    path = edit(files, spoil, 1)
     assert f"{path} holds NaN, infinities or only zeros in row 7" in refusal(files)
 
 
@@ -279,6 +269,10 @@ def test_a_row_of_zeros_is_named_in_any_file(files, refusal, monkeypatch):
 
     path = edit(without_logps(files), clear, 2)
     assert f"{path} holds NaN, infinities or only zeros in row 11" in refusal(files)
+
+
+def write_logprobs(path, logprobs):
+    (path.parent / "a.jsonl").write_text(f'{{"token_ids": [1, 2], "logprobs": {logprobs}}}')
 
 
 def save(path, states, tokens, **more):
@@ -301,14 +295,8 @@ def save(path, states, tokens, **more):
         (lambda p: save_file({"states": torch.zeros(2)}, p), "is no whole file of vLLM"),
         (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is no response of SGLang"),
         (lambda p: (p.parent / "a.jsonl").write_text("{}"), "has neither 'meta_info'"),
-        (
-            lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null]}'),
-            "a.jsonl, line 1 is no response of SGLang",
-        ),
-        (
-            lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null, NaN]}'),
-            "has nan as the log-probability of token 1",
-        ),
+        (lambda p: write_logprobs(p, "[null]"), "a.jsonl, line 1 is no response of SGLang"),
+        (lambda p: write_logprobs(p, "[null, NaN]"), "has nan as the log-probability of token 1"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_named(damage, message, files, refusal):
@@ -354,15 +342,8 @@ def test_folders_without_the_source_are_named(pair, requests, files, tmp_path, r
     (files / "cmpl-003.safetensors").unlink()
     line = refusal(files)
     assert "no hidden states of 1 of the 5 sequences" in line and "the first being prompt 3, sample 0" in line
-    assert "--layers says what the files of --from-hidden-states hold" in refusal_without_files(
-        tmp_path, pair
-    )
-
-
-def refusal_without_files(tmp_path, pair):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="--layers says what the files of --from-hidden-states hold"):
         CacheJob(reference=str(pair[1]), text=str(tmp_path), layers="1,2")
-    return str(error.value)
 
 
 def test_copies_must_agree(files, refusal):

@@ -111,15 +111,6 @@ def test_an_interruption_whose_message_a_library_drops_is_described(number, caus
     assert capsys.readouterr().err == f"kleash: {expected}\n"
 
 
-def test_resume_with_other_settings_raises_with_their_names(pair, prompts, kleash, undisturbed):
-    process = kleash(*words(pair, prompts, undisturbed), "--resume", "--seed", "7", expect=2)
-    assert process.stderr.strip() == (
-        f"kleash: {undisturbed} holds another run: --seed was 0 and is now 7; give another --out"
-    )
-    process = kleash(*words(pair, prompts, undisturbed), expect=2)
-    assert "holds a run already; go on with it with --resume, or give another --out" in process.stderr
-
-
 def test_a_process_that_hangs_is_waited_for_by_name(tmp_path):
     """Its claim is freed at last, as when it is killed, and the other one does its part."""
     missing, notes = {"shard-00000"}, list[str]()

@@ -17,7 +17,7 @@ from single_loads import load_one_at_a_time
 
 from kleash.cli import main
 from kleash.engines import LocalEngine
-from kleash.errors import OptionError, RunFolderError
+from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.measuring import Measurement, measure, model_pair, shard_scoring
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import measure_together, on_device_of_rank
@@ -311,3 +311,14 @@ def test_files_of_two_processes_that_do_not_fit_are_refused(job, alone, tmp_path
     write_checked(out, path, encode_table(columns, TOKEN_COLUMNS))
     with pytest.raises(RunFolderError, match="different processes"):
         measure(replace(job, out=str(out), resume=True))
+
+
+@pytest.mark.parametrize("device_map", ["fsdp", "tensor"])
+def test_a_model_over_several_processes_is_refused_in_one(device_map, tmp_path):
+    with pytest.raises(
+        OptionError, match=f"--device-map {device_map} spreads a model over several processes"
+    ):
+        measure(limit=2, device_map=device_map, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(CannotRunError, match=f"--device-map {device_map}.*this is one process"):
+        load_pair("shipped:policy", "shipped:reference", device_map=device_map)

@@ -100,12 +100,3 @@ def test_a_run_continues_if_its_progress_cannot_be_shown(run, tmp_path):
     command = f"{shlex.join(words)} 2> /dev/full"
     process = subprocess.run(["sh", "-c", command], capture_output=True, timeout=300)
     assert (process.returncode, process.stdout, process.stderr) == (2, b"", b"")
-
-
-def test_an_interruption_before_the_first_shard_is_reported(monkeypatch, capsys):
-    def stopped(command):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kleash.cli.dispatch.run", stopped)
-    assert main(["report", "somewhere"]) == 130
-    assert capsys.readouterr().err == "kleash: interrupted\n"

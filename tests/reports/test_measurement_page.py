@@ -99,7 +99,7 @@ def test_the_page_is_accessible_to_screen_readers(request, name):
     for attributes in page.all("div"):
         if attributes.get("class") == "plot":
             assert attributes["role"] == "img"
-            assert lenattributes["aria-label"] > 40
+            assert len(attributes["aria-label"]) > 40
     for attributes in page.all("section"):
         assert attributes.get("aria-labelledby") in ids or attributes.get("aria-label")
     links = {attributes["href"] for attributes in page.all("a")}

@@ -25,7 +25,7 @@ from kleash.store.number_rows import NumberRow, number_rows
 from kleash.store.rollout_results import LABELS, LikelyCause
 from kleash.store.summary import Name, Summary, SummaryTable, summarize
 
-TABLES = ("a|b", "a\\|b", "a\\", "line\nbreak | and more", "--- | ---", 'quote " and, comma', "", " spaces ")
+TABLES = ("a|b", "a\\|b", "a\\", "--- | ---", "line\nbreak | and more", 'quote " and, comma', "", " spaces ")
 MARKUP = ("`code`", "``", "*bold* _under_ ~~gone~~", "# title", "1. item", "- item", "$x^2$", "@everyone")
 HTML = ("<img src=x onerror=alert(1)>", "&lt;b&gt;", "[link](javascript:alert(1))", "![](http://x/y.png)")
 HOSTILE = (*TABLES, *MARKUP, *HTML, "\u202eevil", "a\u2028b", "=HYPERLINK(1)")

@@ -1,7 +1,6 @@
 """Temporary files that no link can lead elsewhere, that no other process has, and that a kill leaves to be swept up."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import TEMPORARY, is_disk_full, remove_leftovers, temporary_name, write_atomically
-from kleash.store.codec import to_json
 
 WRITER = """
 import sys
@@ -83,9 +81,3 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     (tmp_path / "whole").write_text("whole")
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
-
-
-def test_a_path_that_is_not_utf8_comes_back_out_of_json(tmp_path):
-    name = os.fsdecode(b"out-\xff")
-    write_atomically(tmp_path / "a.json", to_json({"out": name}))
-    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"out": name}

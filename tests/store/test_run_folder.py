@@ -3,7 +3,6 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from kleash.records import Measurement, RunFolder
 from kleash.store.atomic import write_atomically
 from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
-from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, encode_table, read_columns
+from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, read_columns
 
 HEADER = RunHeader(
     kleash="1",
@@ -47,15 +46,6 @@ def test_what_is_written_is_read_back(tmp_path):
     assert parts[0]["logp_sampled"].dtype == np.float32
     assert np.isnan(parts[0]["logp_sampled"][0]) and parts[0]["logp_sampled"][1] == -1.5
     assert folder.header() == HEADER
-
-
-def test_a_shard_counts_once_its_sequences_are_there(tmp_path):
-    folder = RunFolder(tmp_path)
-    with folder.writing(HEADER, resume=False):
-        folder.write_shard(0, tokens(), sequences())
-        folder.write_shard(2, tokens(), sequences())
-        write_atomically(tmp_path / "tokens" / "part-00001.parquet", encode_table(tokens(), TOKEN_COLUMNS))
-    assert folder.finished_shards() == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +81,6 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
     assert [found.name for found in stranger.iterdir()] == ["thesis.tex"]
     with pytest.raises(RunFolderError, match="is a file; --out names a folder"):
         RunFolder(stranger / "thesis.tex").check(resume=False)
-
-
-def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path):
-    with RunFolder(tmp_path).writing(HEADER, resume=False):
-        pass
-    other = replace(HEADER, settings={"seed": 1})
-    with RunFolder(tmp_path).writing(other, resume=False) as folder:
-        assert folder.header() == other
 
 
 def test_resuming_where_nothing_is_begins(tmp_path):
@@ -154,11 +136,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     assert path.read_text() == "old"
-
-
-def test_a_folder_that_is_none_is_said_so():
-    with pytest.raises(RunFolderError, match="/dev/null/x cannot be written: Not a directory"):
-        write_atomically(Path("/dev/null/x"), "content")
 
 
 def test_damaged_files_are_named(tmp_path):

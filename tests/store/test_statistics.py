@@ -4,21 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from synthetic_run import write_synthetic_run
 
 from kleash.linear import TokenStatistics
 from kleash.models import scoring
-from kleash.records import STATISTICS, Measurement
-from kleash.store.statistics import (
-    COMPARED,
-    EXP_MEAN,
-    PERPLEXITIES,
-    from_fields,
-    label_of,
-    log_ratio,
-    stored_column,
-    to_fields,
-)
+from kleash.records import STATISTICS
+from kleash.store.statistics import from_fields, log_ratio, stored_column, to_fields
 from kleash.store.tables import TOKEN_COLUMNS
 
 
@@ -40,13 +30,6 @@ def test_every_column_of_the_engine_is_a_field_of_token_statistics_and_is_stored
     assert set(scoring.STATISTICS) <= set(TOKEN_COLUMNS)
     computed = {column for statistic in STATISTICS.values() for column in statistic.columns}
     assert computed <= set(scoring.STATISTICS)
-
-
-def test_labels_are_unique_and_each_statistic_is_explained():
-    labels = [statistic.label for statistic in STATISTICS.values()]
-    assert len(set(labels)) == len(labels)
-    assert all(statistic.explanation for statistic in STATISTICS.values())
-    assert label_of("kl_policy_reference") == "KL(policy ‖ reference)" and label_of("unknown") == "unknown"
 
 
 def test_values_lie_within_their_bounds_and_identical_models_have_the_known_value():
@@ -134,15 +117,3 @@ def test_fields_of_the_file_and_names_in_the_table_are_inverse():
     }
     assert fields["top1_agreement"] == numbers["top1_agreement"]
     assert from_fields(fields) == numbers
-
-
-def test_statistics_have_the_order_of_the_table(tmp_path):
-    measurement = write_synthetic_run(tmp_path / "run")
-    found = Measurement.read(tmp_path / "run").statistics()
-    assert [name for name in found if name in STATISTICS] == [name for name in STATISTICS if name in found]
-    assert found["perplexity_ratio"].value == measurement.perplexity["ratio"].value
-    assert found["kl_policy_reference"].value == measurement.per_token["kl_policy_reference"].value
-    assert set(COMPARED) & set(measurement.per_token) <= set(found)
-    assert set(PERPLEXITIES) == {
-        name for name, statistic in STATISTICS.items() if statistic.reduction is EXP_MEAN
-    }

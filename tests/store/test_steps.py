@@ -155,12 +155,6 @@ def test_another_run_is_not_gone_on_with(tmp_path):
         folder.writing(other, resume=True).__enter__()
 
 
-def test_a_stranger_s_folder_is_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunFolderError, match=r"is not a run of kleash \(it holds thesis\.tex\)"):
-        TrainingFolder(tmp_path).check(resume=False)
-
-
 def test_the_result_is_there_once_the_run_has_ended(tmp_path):
     folder = TrainingFolder(tmp_path)
     assert folder.result() is None

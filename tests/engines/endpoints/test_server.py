@@ -105,9 +105,7 @@ def test_another_model_behind_the_same_name_is_noticed(connected):
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_another_tokenizer_is_refused(connected, dialect):
-    with pytest.raises(
-        TokenizerMismatchError, match=r"has another tokenizer: .* is 'wrong' there and '.*' here"
-    ):
+    with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .* is 'wrong' there"):
         connected(dialect, "texts")
 
 
@@ -193,9 +191,8 @@ def test_a_closed_client_sends_no_more(connected):
 
 def test_a_key_that_no_header_can_hold():
     with pytest.raises(OptionError, match="KLEASH_POLICY_API_KEY has characters") as raised:
-        JSONClient(
-            url="http://x", subject="s", key_variable="KLEASH_POLICY_API_KEY", api_key="sk\nInjected: 1"
-        )
+        variable = "KLEASH_POLICY_API_KEY"
+        JSONClient(url="http://x", subject="s", key_variable=variable, api_key="sk\nInjected: 1")
     assert "Injected" not in str(raised.value)
 
 
