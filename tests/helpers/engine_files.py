@@ -80,17 +80,9 @@ def write_logps(
 def sglang_response(model: Path, token_ids: Sequence[int], prompt: int, column: int = -1) -> dict[str, Any]:
     """A response of ``/generate`` whose first ``prompt`` tokens were the prompt, with ``return_logprob``."""
     states = layer_outputs(model, token_ids)[:, column].tolist()
-    entries = [
-        [logp, token, None] for logp, token in zip(token_logps(model, token_ids), token_ids, strict=True)
-    ]
-    return {
-        "text": "",
-        "output_ids": list(token_ids[prompt:]),
-        "meta_info": {
-            "prompt_tokens": prompt,
-            "completion_tokens": len(token_ids) - prompt,
-            "hidden_states": [states[:prompt], *states[prompt:-1]],
-            "input_token_logprobs": entries[:prompt],
-            "output_token_logprobs": entries[prompt:],
-        },
-    }
+    logps = token_logps(model, token_ids)
+    entries = [[logp, token, None] for logp, token in zip(logps, token_ids, strict=True)]
+    meta: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": len(token_ids) - prompt}
+    meta |= {"input_token_logprobs": entries[:prompt], "output_token_logprobs": entries[prompt:]}
+    meta["hidden_states"] = [states[:prompt], *states[prompt:-1]]
+    return {"text": "", "output_ids": list(token_ids[prompt:]), "meta_info": meta}

@@ -1,42 +1,19 @@
 """RolloutDump in real runs of TRL's trainers on a tiny model, read back by mismatch and doctor."""
 
 import json
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
-from trl_batches import make
+from trl_batches import TRL_MARKS, make
 
 from kleash.cli import main
 from kleash.diagnosis import diagnose, measure_mismatch, read_rollouts
 from kleash.errors import OptionError
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-        from kleash.integrations.trl import LeashedGRPOTrainer, RolloutDump
-    classes = (GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, LeashedGRPOTrainer, RolloutDump)
-    return SimpleNamespace(**{each.__name__: each for each in classes})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+pytestmark = TRL_MARKS
 
 
 @pytest.mark.parametrize(

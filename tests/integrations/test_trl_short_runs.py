@@ -2,40 +2,21 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import save_tiny, tiny_adapter
+from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM
-from trl_batches import PROMPT, TIME, batch, config, counted, make, moved, score, whole_logp
+from trl_batches import PROMPT, TIME, TRL_MARKS, batch, config, counted, make, moved, score, whole_logp
 
 from kleash.errors import CannotRunError, ModelError, OptionError
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    # What TRL and PEFT read that transformers has renamed.
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 
 
 K1_REWARD = {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-
-
-@pytest.fixture(scope="module")
-def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl as package
-
-        import kleash.integrations.trl as ours
-
-    names = ("GRPOConfig", "RLOOConfig", "GRPOTrainer", "RLOOTrainer")
-    return SimpleNamespace(**{name: getattr(package, name) for name in names}, **vars(ours))
 
 
 @pytest.fixture
@@ -50,11 +31,6 @@ def made(trl, folder, tmp_path):
         )
 
     return build
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

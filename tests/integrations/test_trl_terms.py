@@ -1,43 +1,20 @@
 """The KL that TRL's trainers train, against dense recomputation and against TRL's own code."""
 
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny
-from trl_batches import batch, counted, gradients, logged, make, moved, score, whole_logp
+from trl_batches import TRL_MARKS, batch, counted, gradients, logged, make, moved, score, whole_logp
 
 from kleash.errors import CannotRunError, OptionError, UnknownNameError
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    # TRL reads an attribute that transformers has renamed.
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 
 TYPES = ["grpo", "sapo", "bnpo", "dapo", "cispo", "vespo", "dr_grpo", "luspo"]
 SUMS = ["bnpo", "dapo", "dr_grpo", "luspo"]
 TEMPERATURE, LENGTH = 0.7, 7
-
-
-@pytest.fixture(scope="module")
-def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl as package
-
-        import kleash.integrations.trl as ours
-        from kleash.integrations.trl.kl_mixin import KLMixin, rows_by_prompt
-    theirs = {name: getattr(package, name) for name in ("GRPOTrainer", "GRPOConfig", "RLOOConfig")}
-    return SimpleNamespace(KLMixin=KLMixin, rows_by_prompt=rows_by_prompt, **theirs, **vars(ours))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -407,6 +384,8 @@ def clustered_errors(token_kl, mask, labels):
 
 def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     """Responses to equal prompts are one cluster, however they are padded and on whichever rank they lie."""
+    from kleash.integrations.trl.kl_mixin import KLMixin, rows_by_prompt
+
     draw = torch.Generator().manual_seed(0)
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 1, 3, 2, 0])
     token_kl = torch.rand(12, LENGTH, generator=draw) + labels[:, None] / 2
@@ -415,12 +394,12 @@ def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     prompts = torch.stack([labels, labels, 7 + labels], -1)
     padded = torch.cat([torch.full((12, 2), 2), prompts], -1)
     prompt_mask = torch.tensor([[0, 0, 1, 1, 1]]).expand(12, 5)
-    first = trl.rows_by_prompt(token_kl[:6], mask[:6], prompts[:6], torch.ones(6, 3, dtype=torch.int64))
-    second = trl.rows_by_prompt(token_kl[6:], mask[6:], padded[6:], prompt_mask[6:])
+    first = rows_by_prompt(token_kl[:6], mask[:6], prompts[:6], torch.ones(6, 3, dtype=torch.int64))
+    second = rows_by_prompt(token_kl[6:], mask[6:], padded[6:], prompt_mask[6:])
     logs = {}
     rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, *second])
-    mean = trl.KLMixin._log_kl_rows(rank, first)
+    mean = KLMixin._log_kl_rows(rank, first)
     assert mean == logs["kl/per_sequence"] == pytest.approx(token_kl[mask].sum().item() / 12, rel=1e-5)
     assert logs["kl/per_token"] == pytest.approx(token_kl[mask].mean().item(), rel=1e-5)
     per_sequence, per_token = clustered_errors(token_kl.double().numpy(), mask.numpy(), labels.numpy())

@@ -14,17 +14,11 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig
 from server_process import serving
-from tiny_models import save_tiny
-from trl_batches import make
+from trl_batches import TRL_MARKS, make
 
 from kleash.leash import mismatch
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 SERVER = Path(__file__).parents[1] / "helpers" / "vllm_server.py"
 TEMPERATURE = 0.7
 ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -38,11 +32,6 @@ class PostedWeights:
         content = io.BytesIO()
         torch.save([(name, tensor.detach().clone()) for name, tensor in iterator], content)
         requests.post(f"{trainer_args.group}/stand_in/weights", data=content.getvalue()).raise_for_status()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -194,14 +194,13 @@ def test_prompts_and_padding_are_not_read(parts):
 def test_head_with_softcap_or_scale(parts, other):
     from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {
-        "vocab_size": 13,
-        "hidden_size": 8,
-        "intermediate_size": 8,
+    sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "pad_token_id": 0}
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "initializer_range": 1.5,
         "num_hidden_layers": 1,
-        "head_dim": 4,
     }
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 1.5, "pad_token_id": 0}
     torch.manual_seed(4)
     eager = {"attn_implementation": "eager", "eos_token_id": 1, "bos_token_id": 2}
     if other == "soft":

@@ -386,14 +386,6 @@ def test_hostile_files_are_refused(written, tmp_path, layout, offset, value, rea
         open_base_logits(path).read(0, 0, 15)
 
 
-def test_a_file_that_ends_within_its_header_is_refused(written, tmp_path):
-    path = tmp_path / "base.kld"
-    for length in (8, 15, 19):
-        path.write_bytes(written[2].read_bytes()[:length])
-        with pytest.raises(SourceError, match=f"ends within its header of 20 bytes, after {length}"):
-            open_base_logits(path)
-
-
 def test_a_file_of_holes_takes_no_memory(tmp_path):
     """31 GB of zeros that no disk holds: tokens are read a chunk at a time."""
     context, vocab, chunks = 4, 1, 1_100_000_000

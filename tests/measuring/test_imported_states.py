@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command_words import words
 from engine_files import sglang_response, write_logps, write_vllm
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_tokenizer
@@ -55,18 +56,15 @@ def files(engine, tmp_path):
 
 
 @pytest.fixture
-def refusal(pair, responses, tmp_path, capsys):
+def refusal(pair, responses, tmp_path, refused):
     """Runs ``kleash cache`` on files and returns the one line that it ends with."""
 
     def run(files, *more, layers="1,2", reference=pair[1]):
-        capsys.readouterr()
         out = tmp_path / "cache"
-        words = ["cache", "--reference", reference, "--responses", responses, "--from-hidden-states", files]
-        words += ["--out", out, *(["--layers", layers] if layers else []), *more]
-        assert main([*map(str, words), "--quiet"]) == 2
-        line = capsys.readouterr().err
-        assert line.count("\n") == 1 and not (out / "contents.json").exists(), line
-        return line.removeprefix("kleash: ").strip()
+        given = {"reference": reference, "responses": responses, "from_hidden_states": files}
+        line = refused(*words("cache", **given, out=out, layers=layers), *more)
+        assert not (out / "contents.json").exists(), line
+        return line
 
     return run
 
@@ -119,8 +117,8 @@ def test_a_cache_of_engine_files_gives_the_same_measurement(
         lines = [json.dumps(sglang_response(pair[1], ids, 5 + n)) for n, ids in enumerate(requests)]
         (engine / "responses.jsonl").write_text("\n".join(lines))
     cache = tmp_path / "cache"
-    words = ["cache", "--reference", pair[1], "--responses", responses, "--out", cache, *layers]
-    assert main([*map(str, words), "--from-hidden-states", str(engine)]) == 0
+    given = {"reference": pair[1], "responses": responses, "from_hidden_states": engine}
+    assert main([*words("cache", **given, out=cache), *layers]) == 0
     assert "--dtype float32" in capsys.readouterr().out
     own = tmp_path / "own"
     cache_reference(CacheJob(reference=str(pair[1]), responses=str(responses), out=str(own)))

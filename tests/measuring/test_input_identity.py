@@ -1,25 +1,14 @@
 """What a resumed run and a cache depend on is compared to the last byte."""
 
 import json
-import shutil
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
 from kleash.store.checksums import record_checksums
 
 SOURCE = "The sea was calm and a boat went out before dawn.\n\nIt came back.\n"
-
-
-@pytest.fixture
-def models(pair, tmp_path):
-    """Copies of the pair, to be changed."""
-    policy, reference = tmp_path / "policy", tmp_path / "reference"
-    for source, copy in zip(pair, (policy, reference), strict=True):
-        shutil.copytree(source, copy)
-    return policy, reference
 
 
 def changed_between_samples(folder):

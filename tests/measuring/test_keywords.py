@@ -145,14 +145,9 @@ def numbers(measurement):
 def test_prompts_in_memory_give_the_numbers_of_a_file(pair, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    both = {"policy": pair[0], "reference": pair[1]}
     of_file, of_list = (
-        kleash.measure(
-            policy=pair[0],
-            reference=pair[1],
-            prompts=prompts,
-            max_new_tokens=4,
-            out=tmp_path / f"run-{place}",
-        )
+        kleash.measure(**both, prompts=prompts, max_new_tokens=4, out=tmp_path / f"run-{place}")
         for place, prompts in enumerate([path, TEXTS])
     )
     assert numbers(of_list) == pytest.approx(numbers(of_file), nan_ok=True)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-DAMAGES = 24
+DAMAGES = 16
 
 
 @pytest.fixture(scope="module")

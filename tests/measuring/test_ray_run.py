@@ -35,15 +35,9 @@ def cluster():
 @pytest.fixture(scope="module")
 def job(pair, prompts, tmp_path_factory):
     """About a dozen shards, measured by this process."""
-    policy, reference = map(str, pair)
-    job = MeasureJob(
-        policy=policy,
-        reference=reference,
-        prompts=str(prompts),
-        max_new_tokens=6,
-        batch_tokens=8,
-        out=str(tmp_path_factory.mktemp("alone") / "run"),
-    )
+    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
+    out = str(tmp_path_factory.mktemp("alone") / "run")
+    job = MeasureJob(**models, max_new_tokens=6, batch_tokens=8, out=out)
     measure(job)
     return job
 

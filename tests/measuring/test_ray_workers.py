@@ -1,6 +1,5 @@
 """Workers of Ray: what they answer, and differences between them."""
 
-import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,23 +16,9 @@ from kleash.measuring.ray_workers import (
     connected_cluster,
     reserved,
     start_actors,
-    without_networks,
 )
-from kleash.models import Pair, load_pair
 from kleash.records import MeasureJob
 from kleash.store.job_folder import RunHeader
-
-
-def test_a_described_pair_says_whether_both_are_one_model():
-    """Without weights and tokenizers, so that it can be sent; what is compared of networks is whether they are one."""
-    pair = load_pair("shipped:policy", "shipped:reference")
-    described = pickle.loads(pickle.dumps(without_networks(pair)))
-    assert not described.is_one_model and described.policy.record() == pair.policy.record()
-    assert described.context_length == pair.context_length and described.notes == pair.notes
-    same = SimpleNamespace(**{**vars(pair), "reference": pair.policy})
-    assert pickle.loads(pickle.dumps(without_networks(Pair(**vars(same))))).is_one_model
-    assert len(pickle.dumps(without_networks(pair))) < 10_000
-
 
 HEADER = RunHeader(kleash="1", settings={}, source_sha256="", fingerprints={"policy": "p"})
 

@@ -38,15 +38,9 @@ HEADER = RunHeader(kleash="1", settings={}, source_sha256="a" * 64, fingerprints
 @pytest.fixture(scope="module")
 def job(pair, prompts, tmp_path_factory):
     """About a dozen shards."""
-    policy, reference = map(str, pair)
-    return MeasureJob(
-        policy=policy,
-        reference=reference,
-        prompts=str(prompts),
-        max_new_tokens=6,
-        batch_tokens=8,
-        out=str(tmp_path_factory.mktemp("alone") / "run"),
-    )
+    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
+    out = str(tmp_path_factory.mktemp("alone") / "run")
+    return MeasureJob(**models, max_new_tokens=6, batch_tokens=8, out=out)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A file that another program truncates while it is read: an error message and exit code 2, no signal of the kernel."""
 
 import os
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -68,19 +67,11 @@ def exit_code_and_errors(words, prepare, folder):
 
 
 @pytest.fixture
-def measured(pair, tmp_path):
+def measured(models, tmp_path):
     """Options of a measurement of several shards on copies of the pair."""
-    for source, name in zip(pair, ("policy", "reference"), strict=True):
-        shutil.copytree(source, tmp_path / name)
     (tmp_path / "text.txt").write_text("\n\n".join(LINES))
-    names = {name: tmp_path / name for name in ("policy", "reference", "text.txt")}
-    return {
-        "--policy": names["policy"],
-        "--reference": names["reference"],
-        "--text": names["text.txt"],
-        "--batch-tokens": 20,
-        "--out": tmp_path / "run",
-    }
+    models = {f"--{role}": tmp_path / role for role in ("policy", "reference")}
+    return {**models, "--text": tmp_path / "text.txt", "--batch-tokens": 20, "--out": tmp_path / "run"}
 
 
 def words_of(command, options):

@@ -9,7 +9,7 @@ from histories import healthy
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
 from kleash.records import Number
-from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
+from kleash.reports.comparison import differences_chart, runs_chart
 from kleash.reports.drawing import format_tick, log_ticks
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns
 from kleash.reports.sweep import nearer_minus_farther, sweep_charts
@@ -91,16 +91,6 @@ def test_the_noun_is_window_only_where_documents_were_split(run):
     counts = replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
     told = "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
     assert describe_sample_size(replace(run[1], counts=counts)) == told
-
-
-def test_a_comparison_on_text_uses_the_noun_document():
-    comparison = synthetic_comparison()
-    texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
-    assert differences_chart(texts).title.endswith("on shared documents")
-    assert differences_chart(comparison).title.endswith("on shared prompts")
-    assert describe_difference(comparison.differences[0], "kl_policy_reference", "documents").endswith(
-        "on 200 shared documents"
-    )
 
 
 def test_warnings_of_single_numbers_are_merged_with_their_labels(run):

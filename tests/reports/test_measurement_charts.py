@@ -108,12 +108,6 @@ def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest():
     assert convergence_chart([]) is None
 
 
-def test_an_infinite_running_mean_has_a_chart():
-    chart = convergence_chart([ConvergencePoint(tokens=2, mean=math.inf, ci95=(math.nan, math.nan))])
-    drawn(chart)
-    assert chart.rows == (("2", "∞", "NaN to NaN"),)
-
-
 def test_the_chart_of_means_has_the_estimators_below_what_they_estimate(run):
     exact, other = number(0.2, 0.15, 0.25), number(0.3, 0.2, 0.4)
     records = {

@@ -160,14 +160,9 @@ def test_infinite_and_nan_numbers_are_shown(tmp_path):
 @pytest.mark.usefixtures("undrawn")
 def test_a_model_compared_with_itself_has_a_report(tmp_path):
     zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
-    page = changed(
-        tmp_path,
-        per_token={"kl_policy_reference": zero},
-        quantiles={"kl_policy_reference": dict.fromkeys(("50", "99", "max"), zero)},
-        worst_tokens=(),
-        worst_sequences=(),
-        noise_floor=zero,
-    )
+    numbers = {"per_token": {"kl_policy_reference": zero}, "noise_floor": zero}
+    numbers["quantiles"] = {"kl_policy_reference": dict.fromkeys(("50", "99", "max"), zero)}
+    page = changed(tmp_path, **numbers, worst_tokens=(), worst_sequences=())
     assert "no rounding difference" in page.text
     assert "Shown: the" not in page.text
 

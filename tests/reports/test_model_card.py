@@ -15,17 +15,8 @@ from kleash.records import Number
 from kleash.reports.text_formats import card_section, model_card, published_name
 from kleash.store.measurement import ModelRecord
 
-YAML = (
-    "a: b\n- c",
-    "--- ",
-    "'quoted' \"twice\"",
-    "{{ jinja }} %",
-    "&anchor *alias !tag",
-    "yes",
-    "1e3",
-    "# comment",
-)
-MARKDOWN = ("`" * 4 + "<script>|", "x\n```\n<script>")
+YAML = ("a: b\n- c", "--- ", "'quoted' \"twice\"", "&anchor *alias !tag", "yes", "1e3", "# comment")
+MARKDOWN = ("{{ jinja }} %", "`" * 4 + "<script>|", "x\n```\n<script>")
 UNICODE = ("line\u2028break \x00\x1b \u202eevil", "\udc80undecodable", "👩‍👩‍👧 שלום")
 
 

@@ -38,23 +38,6 @@ def test_probabilities_of_zero_and_one_are_read():
     assert answer.listed_logp.tolist() == [[0.0, -math.inf, -math.inf]]
 
 
-@pytest.mark.parametrize(
-    ("entries", "token", "message"),
-    [
-        (LISTED, 4, "lacks the log-probability of token 4"),
-        ({7: -0.5, 3: -1.5}, 3, "lists 2 tokens where 3 were asked for"),
-        ({**LISTED, 1: -3.0, 2: -4.0}, 3, "lists 5 tokens where 3 were asked for"),
-        ({**LISTED, 50: -2.0}, 50, "leaves a token out"),
-        ({**LISTED, 3: math.nan}, 3, "has nan as a log-probability"),
-        ({**LISTED, 3: 0.5}, 3, "has 0.5 as a log-probability"),
-        ({7: -0.5, 3: -1.5, 100: -2.5}, 3, "of another model"),
-    ],
-)
-def test_what_are_no_listed_log_probabilities_is_refused(entries, token, message):
-    with pytest.raises(AnswerError, match=message):
-        listed(entries, token)
-
-
 QUERY = Query(token_ids=(0, 7), scored=1, top=1, model="m", vocab_size=100)
 
 
