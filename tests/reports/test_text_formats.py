@@ -25,7 +25,7 @@ from kleash.store.number_rows import NumberRow, number_rows
 from kleash.store.rollout_results import LABELS, LikelyCause
 from kleash.store.summary import Name, Summary, SummaryTable, summarize
 
-TABLES = ("a|b", "a\\|b", "a\\", "--- | ---", "line\nbreak | and more", 'quote " and, comma', "", " spaces ")
+TABLES = ("a|b", "a\\|b", "a\\", 'quote " and, comma', "--- | ---", "line\nbreak | and more", "", " spaces ")
 MARKUP = ("`code`", "``", "*bold* _under_ ~~gone~~", "# title", "1. item", "- item", "$x^2$", "@everyone")
 HTML = ("<img src=x onerror=alert(1)>", "&lt;b&gt;", "[link](javascript:alert(1))", "![](http://x/y.png)")
 HOSTILE = (*TABLES, *MARKUP, *HTML, "\u202eevil", "a\u2028b", "=HYPERLINK(1)")
@@ -66,12 +66,8 @@ def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results):
         read = list(csv.DictReader(io.StringIO(to_csv(rows), newline=""), strict=True))
         assert len(read) == len(rows) > 0 and tuple(read[0]) == CSV_COLUMNS
         for row, cells in zip(rows, read, strict=True):
-            assert [cells[n] for n in ("run", "minus", "name", "unit")] == [
-                row.run,
-                row.minus,
-                row.name,
-                row.unit,
-            ]
+            told = (cells["run"], cells["minus"], cells["name"], cells["unit"])
+            assert told == (row.run, row.minus, row.name, row.unit)
             low, high = row.ci95 if row.ci95 is not None else (None, None)
             for name, value in (
                 *(("value", row.value), ("standard_error", row.standard_error)),
