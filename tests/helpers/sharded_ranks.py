@@ -7,11 +7,9 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +17,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -54,14 +51,14 @@ PROMPTS = [
 SAMPLING = Sampling(max_new_tokens=4, samples_per_prompt=2, temperature=0.8)
 KINDS = ("llama", "gpt2", "gemma2")
 """Architectures: a head of its own; another layout of layers; a tied head, a scaled embedding and a softcap."""
-ZERO3_KINDS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"vocab_size": 321}}
+ZERO3_KINDS = {"llama": {}, "qwen3": {"vocab_size": 321}}
 """The same for ZeRO-3, with configurations; the rows of the tied head are shared unevenly."""
 PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama")
 PRELOADED += ("trl.trainer.grpo_trainer", "trl.trainer.dpo_trainer")
 MEASURED = "measured"
 """Folder of the runs of checks."""
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
-CHECKS: dict[str, Callable[["Ranks"], object]] = {}
+CHECKS = {}
 
 
 def check(function):
@@ -69,7 +66,7 @@ def check(function):
     return function
 
 
-def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
+def make_models(folder, kinds=None):
     """Policy and reference of each architecture, and an adapter."""
     for kind, config in (kinds or {name: {} for name in (*KINDS, "qwen3")}).items():
         for role, seed in (("policy", 1), ("reference", 2)):
@@ -77,7 +74,7 @@ def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
     tiny_adapter(folder / "adapter", folder / "llama-policy")
 
 
-def reported(folder: Path, done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+def reported(folder, done):
     """What each of two ranks of a script like this one, which has ended, reports of its checks."""
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-4000:]
@@ -87,23 +84,21 @@ def reported(folder: Path, done: "subprocess.CompletedProcess[str]") -> list[dic
 class Ranks:
     """This process, and the folder of the models."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank, folder):
         self.rank, self.folder = rank, folder
         self.mesh = init_device_mesh("cpu", (2,))
 
-    def network(self, name: str) -> Any:
+    def network(self, name):
         return AutoModelForCausalLM.from_pretrained(self.folder / name).eval()
 
-    def sharded(self, name: str, **more: Any) -> Any:
+    def sharded(self, name, **more):
         """A network with a unit for each layer and one for the rest, as FSDP2's tutorial shards it."""
         return shard(self.network(name), mesh=self.mesh, **more)
 
-    def tokenizer(self, name: str) -> Any:
+    def tokenizer(self, name):
         return AutoTokenizer.from_pretrained(self.folder / name)
 
-    def drift(
-        self, policy: Any, reference: Any, *, alone: bool = False, kind: str = "llama", **more: Any
-    ) -> Any:
+    def drift(self, policy, reference, *, alone=False, kind="llama", **more):
         """What a DriftMonitor measures: all prompts on this process if ``alone``."""
         settings = {"prompts": PROMPTS, "sampling": SAMPLING, "batch_tokens": 200, **more}
         monitor = DriftMonitor(reference=reference, **settings)
@@ -119,7 +114,7 @@ class Ranks:
             return monitor.measure()
 
 
-def shard(network: Any, *, mesh: Any, layers: bool = True, **more: Any) -> Any:
+def shard(network, *, mesh, layers=True, **more):
     base = network.get_base_model() if hasattr(network, "get_base_model") else network
     blocks = base.transformer.h if hasattr(base, "transformer") else base.model.layers
     for layer in blocks if layers else ():
@@ -128,13 +123,13 @@ def shard(network: Any, *, mesh: Any, layers: bool = True, **more: Any) -> Any:
 
 
 @contextmanager
-def largest_message() -> Iterator[Counter[str]]:
+def largest_message():
     """The largest number of elements that a rank receives in one call of each collective."""
     names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
     names = tuple(name for name in (*names, "all_to_all_single", "all_reduce") if hasattr(dist, name))
     originals = {name: getattr(dist, name) for name in names}
-    functional: Any = torch.ops._c10d_functional.all_gather_into_tensor
-    sizes: Counter[str] = Counter()
+    functional = torch.ops._c10d_functional.all_gather_into_tensor
+    sizes = Counter()
 
     def counted(name):
         def call(tensor, *args, **kwargs):
@@ -163,14 +158,14 @@ def largest_message() -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def small_messages() -> Iterator[Counter[str]]:
+def small_messages():
     """``largest_message``; at the end, none has half the size of the head."""
     with largest_message() as sizes:
         yield sizes
     assert max(sizes.values()) < HEAD_SIZE / 2, sizes
 
 
-def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+def same(one, other, tolerance=1e-6):
     for unit in ("token", "sequence"):
         a, b = one.per(unit), other.per(unit)
         assert abs(a.value - b.value) <= tolerance * max(1.0, abs(a.value)), (unit, a, b)
@@ -231,14 +226,14 @@ def no_message_has_the_size_of_the_head(ranks):
 def compiled_networks_are_measured_as_they_are_written(ranks):
     """What ``torch.compile`` wraps, as TrainingArguments' ``torch_compile`` does, and what it compiles in place."""
 
-    def compiled_modules(network: Any) -> Any:
+    def compiled_modules(network):
         for number, layer in enumerate(network.model.layers):
             network.model.layers[number] = torch.compile(layer, backend="eager")
         network.lm_head = torch.compile(network.lm_head, backend="eager")
         network.model.embed_tokens = torch.compile(network.model.embed_tokens, backend="eager")
         return network
 
-    def compiled_in_place(network: Any) -> Any:
+    def compiled_in_place(network):
         for module in (network, network.lm_head, *network.model.layers):
             module.compile(backend="eager")
         return network
@@ -322,9 +317,7 @@ def a_training_run_of_trl_equals_that_of_one_process(ranks):
     first_step_in_bfloat16(ranks.folder, "llama", sharding, log)
 
 
-def exact_loss(
-    ranks: Ranks, make: Any, kind: str, inputs: dict[str, Any], rows: slice, reshards: bool | None
-) -> tuple[float, list[Any]]:
+def exact_loss(ranks, make, kind, inputs, rows, reshards):
     """The mean over the ranks of the loss of a trainer with a sharded model, twice accumulated, and its gradient.
 
     ``reshards=None`` is one process with a whole model.
@@ -441,7 +434,7 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
     refusal_of(asked, "training mode|refuses its arguments")
 
 
-def refusal_of(call: Callable[[], Any], words: str) -> None:
+def refusal_of(call, words):
     try:
         call()
     except KleashError as error:
@@ -450,21 +443,14 @@ def refusal_of(call: Callable[[], Any], words: str) -> None:
         raise AssertionError(f"nothing was refused: {words}")
 
 
-def import_what_checks_use() -> None:
+def import_what_checks_use():
     """Import what the checks import when they need it, before the ranks fork."""
     for name in PRELOADED:
         import_module(name)
     draw_charts(False)
 
 
-def main(
-    rank: int,
-    store: str,
-    folder: Path,
-    only: list[str],
-    checks: dict[str, Callable[[Any], object]] = CHECKS,
-    kind: Callable[[int, Path], Any] = Ranks,
-) -> None:
+def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {
@@ -476,7 +462,7 @@ def main(
     from accelerate import PartialState
 
     PartialState(cpu=True)
-    results: dict[str, object] = {}
+    results = {}
     ranks = kind(rank, folder)
     for name, function in checks.items():
         if only and name not in only:

@@ -2,11 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +66,7 @@ class Synthetic:
     sequences: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def number(values: Any, unit: str = "nats", **more: Any) -> Number:
+def number(values, unit="nats", **more):
     """The mean of ``values`` with its plain standard error."""
     values = np.asarray(values, dtype=np.float64)
     mean, error = float(values.mean()), float(values.std() / np.sqrt(max(1, values.size)))
@@ -77,7 +75,7 @@ def number(values: Any, unit: str = "nats", **more: Any) -> Number:
     )
 
 
-def columns(prompts: int, samples: int, tokens: int, seed: int, scale: float, hostile: bool) -> Synthetic:
+def columns(prompts, samples, tokens, seed, scale, hostile):
     """Token and sequence columns; drift falls with the position and differs from prompt to prompt."""
     draw = np.random.default_rng(seed)
     run = Synthetic()
@@ -97,9 +95,7 @@ def columns(prompts: int, samples: int, tokens: int, seed: int, scale: float, ho
     return run
 
 
-def add_sequence(
-    run: Synthetic, draw: Any, key: tuple[int, int], prompt: str, pieces: list[str], level: float
-) -> None:
+def add_sequence(run, draw, key, prompt, pieces, level):
     """One sequence's columns, appended to ``run``."""
     size = len(pieces)
     at = np.arange(size)
@@ -137,17 +133,8 @@ def add_sequence(
 
 
 def write_synthetic_run(
-    folder: Path,
-    *,
-    prompts: int = 40,
-    samples: int = 2,
-    tokens: int = 96,
-    seed: int = 0,
-    scale: float = 0.25,
-    hostile: bool = True,
-    shards: int = 2,
-    changes: Mapping[str, Any] | None = None,
-) -> Measurement:
+    folder, *, prompts=40, samples=2, tokens=96, seed=0, scale=0.25, hostile=True, shards=2, changes=None
+):
     """Write a run folder, ``changes`` replacing fields of its measurement; the measurement is returned."""
     run = columns(prompts, samples, tokens, seed, scale, hostile)
     target = RunFolder(folder)
@@ -165,17 +152,17 @@ def write_synthetic_run(
     return measurement
 
 
-def between(table: Mapping[str, list[Any]], low: int, high: int) -> dict[str, list[Any]]:
+def between(table, low, high):
     """The rows whose prompt lies in ``[low, high)``."""
     keep = [low <= prompt < high for prompt in table["prompt_id"]]
     return {name: [v for v, k in zip(values, keep, strict=True) if k] for name, values in table.items()}
 
 
-def alternatives(run: Synthetic, measurement: Measurement, seed: int, hostile: bool) -> dict[str, list[Any]]:
+def alternatives(run, measurement, seed, hostile):
     """Five tokens of each model at every position of the worst sequences."""
     draw = np.random.default_rng(seed + 1)
     worst = {(found.prompt_id, found.sample_id) for found in measurement.worst_sequences}
-    table: dict[str, list[Any]] = {name: [] for name in ALTERNATIVES}
+    table = {name: [] for name in ALTERNATIVES}
     words = [*PIECES[:60], *(HOSTILE if hostile else ())]
     rows = zip(run.tokens["prompt_id"], run.tokens["sample_id"], run.tokens["position"], strict=True)
     for row, (prompt, sample, position) in enumerate(rows):
@@ -198,12 +185,12 @@ ALTERNATIVES = (
 )  # fmt: skip
 
 
-def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, hostile: bool) -> Measurement:
+def measurement_of(run, prompts, samples, shards, hostile):
     """The measurement of such columns; means are right, errors are plain."""
     token = {name: np.asarray(v) for name, v in run.tokens.items() if name != "text"}
     kl = token["kl_policy_reference"]
     keys = list(zip(run.tokens["prompt_id"], run.tokens["sample_id"], strict=True))
-    sums: dict[tuple[int, int], float] = {}
+    sums = {}
     for key, value in zip(keys, kl, strict=True):
         sums[key] = sums.get(key, 0.0) + float(value)
     total = np.asarray(list(sums.values()))
@@ -253,7 +240,7 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
 IDS = ("prompt_id", "sample_id", "position", "token_id", "top1_policy", "top1_reference", "logp_sampled")
 
 
-def unit_of(name: str) -> str:
+def unit_of(name):
     """The unit of a column's mean."""
     if name in STATISTICS:
         return STATISTICS[name].unit
@@ -262,7 +249,7 @@ def unit_of(name: str) -> str:
     return "none" if name.startswith("rank") else "nats"
 
 
-def estimators(token: Mapping[str, Any]) -> dict[str, EstimatorRecord]:
+def estimators(token):
     ratio = token["logp_policy"] - token["logp_reference"]
     kl = token["kl_policy_reference"]
     values = {"k1": ratio, "abs": np.abs(ratio), "k2": ratio**2 / 2, "k3": np.expm1(-ratio) + ratio}
@@ -272,7 +259,7 @@ def estimators(token: Mapping[str, Any]) -> dict[str, EstimatorRecord]:
     }
 
 
-def quantiles(values: Any) -> dict[str, Number]:
+def quantiles(values):
     found = {}
     for level in ("50", "75", "90", "95", "99", "99.9", "max"):
         value = float(values.max() if level == "max" else np.quantile(values, float(level) / 100))
@@ -283,7 +270,7 @@ def quantiles(values: Any) -> dict[str, Number]:
     return found
 
 
-def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
+def bins(by, kl, edges):
     found = []
     for low, high in pairwise(edges):
         inside = (by >= low) & ((by < high) | ((high == edges[-1]) & (by == high)))
@@ -294,7 +281,7 @@ def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
     return tuple(found)
 
 
-def running(kl: Any) -> tuple[ConvergencePoint, ...]:
+def running(kl):
     found = []
     for tokens in np.unique(np.linspace(max(2, len(kl) // 40), len(kl), 40).astype(int)):
         now = number(kl[:tokens])
@@ -302,7 +289,7 @@ def running(kl: Any) -> tuple[ConvergencePoint, ...]:
     return tuple(found)
 
 
-def worst_tokens(run: Synthetic, kl: Any) -> tuple[Drifted, ...]:
+def worst_tokens(run, kl):
     return tuple(
         Drifted(prompt_id=run.tokens["prompt_id"][at], sample_id=run.tokens["sample_id"][at], kl=float(kl[at]),
                 position=run.tokens["position"][at], text=run.tokens["text"][at])
@@ -310,12 +297,12 @@ def worst_tokens(run: Synthetic, kl: Any) -> tuple[Drifted, ...]:
     )  # fmt: skip
 
 
-def worst_sequences(sums: Mapping[tuple[int, int], float], keys: list[Any]) -> tuple[Drifted, ...]:
+def worst_sequences(sums, keys):
     ordered = sorted(sums, key=lambda key: -sums[key])[:50]
     return tuple(Drifted(prompt_id=k[0], sample_id=k[1], kl=sums[k], tokens=keys.count(k)) for k in ordered)
 
 
-def by_prompt(run: Synthetic, kl: Any) -> tuple[PromptDrift, ...]:
+def by_prompt(run, kl):
     of = np.asarray(run.tokens["prompt_id"])
     texts = dict(zip(run.sequences["prompt_id"], run.sequences["prompt"], strict=True))
     found = []
@@ -327,7 +314,7 @@ def by_prompt(run: Synthetic, kl: Any) -> tuple[PromptDrift, ...]:
     return tuple(sorted(found, key=lambda p: -p.kl_per_token)[:500])
 
 
-def synthetic_comparison() -> Comparison:
+def synthetic_comparison():
     """Three runs, the last of which shares few prompts with the first."""
     draw = np.random.default_rng(5)
     names = ("step 100", "step 400", "<script>alert('run')</script>")
@@ -349,9 +336,9 @@ def synthetic_comparison() -> Comparison:
     return Comparison(kleash="0.1.0", runs=runs, differences=differences, warnings=("sources differ",))
 
 
-def write_sweep_folder(folder: Path, sweep: Sweep) -> Sweep:
+def write_sweep_folder(folder, sweep):
     """Write the folder of a sweep, whose candidates' measurements are empty files; the sweep as it is there."""
-    candidates: list[SweepCandidate] = []
+    candidates = []
     for each in sweep.candidates:
         path = folder / each.folder / "measurement.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -362,7 +349,7 @@ def write_sweep_folder(folder: Path, sweep: Sweep) -> Sweep:
     return written
 
 
-def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[str] = ("torn",)) -> Sweep:
+def synthetic_sweep(names=("q8", "q6", "q4"), failed=("torn",)):
     """Candidates of falling size and rising KL, each one different from the others, and some that failed."""
     draw = np.random.default_rng(7)
     measured = []
@@ -397,7 +384,7 @@ def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[
     )
 
 
-def compared(draw: Any, scale: float) -> dict[str, Number]:
+def compared(draw, scale):
     units = {"kl_policy_reference": "nats", "kl_reference_policy": "nats", "jensen_shannon": "nats",
              "total_variation": "probability", "entropy_policy": "nats", "entropy_reference": "nats",
              "top1_agreement": "probability"}  # fmt: skip

@@ -9,7 +9,6 @@ from synthetic_run import HOSTILE
 from kleash.records import (
     DPOJob,
     HackingAlert,
-    Number,
     PPOJob,
     Sample,
     StepRecord,
@@ -62,7 +61,3 @@ def write_pairs_run(folder: Path) -> Path:
         for step in range(1, 4)
     ]
     return write_run(folder, history, DPOJob(pairs="p.jsonl"), finished=False)
-
-
-def number(value: float, unit: str) -> Number:
-    return Number(value=value, unit=unit, standard_error=0.1, ci95=(value - 0.2, value + 0.2))
