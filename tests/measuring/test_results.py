@@ -12,8 +12,9 @@ from kleash.cli import main
 from kleash.cli.printing import print_summary
 from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
+from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import source_sequences
-from kleash.models import Model, load_pair
+from kleash.models import Model, TokenSequence, load_pair
 from kleash.models.tokenizers import token_texts
 from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
 from kleash.uncertainty import quantiles
@@ -335,6 +336,25 @@ def test_rescoring_reads_a_small_share_of_the_tokens(pair, tmp_path, monkeypatch
     assert measured.counts.tokens > 8000 and len(measured.worst_sequences) == 50
     assert measured.noise_floor is not None
     assert 2 * measured.counts.tokens <= sum(read) <= 2.15 * measured.counts.tokens
+
+
+def test_noise_sequences_are_cut_from_the_first_sequences():
+    def sequence(prompt, response):
+        ids, texts = tuple(range(prompt + response)), {"prompt_text": "", "response_text": ""}
+        parts = {"prompt_ids": ids[:prompt], "response_ids": ids[prompt:]}
+        return TokenSequence(prompt_id=0, sample_id=0, **parts, **texts)
+
+    for prompt, response in ((1, 5000), (5000, 1), (700, 700), (3, 3)):
+        for length in (2, 32, 100):
+            piece = shortened_to(sequence(prompt, response), length)
+            assert piece.num_input_tokens <= length or prompt == 3
+            joined = (*piece.prompt_ids, *piece.response_ids)
+            assert joined == tuple(range(joined[0], joined[0] + len(joined)))
+            assert piece.prompt_ids and piece.response_ids[0] == prompt
+    for scored, budget in ((10, 256), (50_000, 1000), (10**7, 8192)):
+        assert noise_tokens(scored) == budget
+        chosen = noise_sequences((sequence(1, 3000) for _ in range(10**6)), scored)
+        assert len(chosen) == 8 and abs(sum(each.num_input_tokens for each in chosen) - budget) <= 8
 
 
 def test_responses_end_at_the_shorter_context_of_both_models(job, tmp_path):

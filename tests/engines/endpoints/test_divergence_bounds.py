@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
-from kleash.engines.endpoints.listed_logprobs import AnswerError, ListedLogprobs, require_float32
+from kleash.engines.endpoints.listed_logprobs import (
+    AnswerError,
+    ListedLogprobs,
+    check_totals,
+    require_float32,
+)
 from kleash.linear import Head
 
 VOCABULARY, TOKENS = 40, 300
@@ -129,3 +134,11 @@ def test_probabilities_that_sum_to_more_than_one_have_no_bounds():
     columns = bounds_of(local_logits, answer)
     assert np.isnan(columns["kl_policy_reference_lower"][3])
     assert not np.isnan(columns["kl_policy_reference_lower"][:3]).any()
+
+
+def test_decimal_logarithms_are_no_distribution():
+    *_, answer = case(20)
+    names = ("token_logp", "listed_logp", "unlisted_most")
+    other = replace(answer, **{name: getattr(answer, name) / math.log(10) for name in names})
+    with pytest.raises(AnswerError, match=r"sum to at least 1[0-9.]+ at scored token"):
+        check_totals(other, VOCABULARY)

@@ -38,6 +38,15 @@ def test_probabilities_of_zero_and_one_are_read():
     assert answer.listed_logp.tolist() == [[0.0, -math.inf, -math.inf]]
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({1: -3.0, 2: -4.0}, "lists 5 tokens where 3"), ({3: -2.0}, "leaves a token out")],
+)
+def test_lists_of_other_tokens_than_the_likeliest_are_refused(more, message):
+    with pytest.raises(AnswerError, match=message):
+        listed({7: -0.5, 5: -1.5, 9: -2.5, **more}, 3 if 3 in more else 7)
+
+
 QUERY = Query(token_ids=(0, 7), scored=1, top=1, model="m", vocab_size=100)
 
 
