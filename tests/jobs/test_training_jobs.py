@@ -95,9 +95,7 @@ def test_a_kl_is_accepted_if_its_gradient_is_the_named_one(job, kl, place, scope
 def test_a_refused_kl_names_the_options_to_take_instead():
     with pytest.raises(OptionError, match=r"its mean is not .* take --kl exact, k1 or k3"):
         PPOJob(kl="k2", kl_scope="sequence")
-    with pytest.raises(
-        OptionError, match=r"earlier tokens too, .* take --kl-scope sequence, or --kl-place loss"
-    ):
+    with pytest.raises(OptionError, match="take --kl-scope sequence, or --kl-place loss"):
         PPOJob(kl_place="reward", kl_scope="token")
     with pytest.raises(OptionError, match="take --kl k1, or --kl-place loss"):
         PPOJob(kl="k3", kl_place="reward")

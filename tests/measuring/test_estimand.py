@@ -9,8 +9,7 @@ def test_on_policy_samples_allow_estimators_and_sequence_kl():
     assert estimand.weighting == "unweighted" and estimand.has_sequence_kl and not estimand.warnings
     assert "KL(policy ‖ reference) in nats per token" in estimand.description
     assert (
-        "the policy's own responses to shipped:prompts, of up to 256 tokens, drawn from its whole"
-        in estimand.description
+        "own responses to shipped:prompts, of up to 256 tokens, drawn from its whole" in estimand.description
     )
     assert "both at temperature 1," in estimand.description
 

@@ -58,9 +58,8 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path):
     assert first.text == f"t{kl.max():.3f}"
     totals = kl.astype(float).sum(1)
     order = np.argsort(-totals)
-    assert [(each.prompt_id, each.sample_id) for each in largest.sequences.drifted()] == [
-        (n // 2, n % 2) for n in order[:50]
-    ]
+    sequences = [(each.prompt_id, each.sample_id) for each in largest.sequences.drifted()]
+    assert sequences == [(n // 2, n % 2) for n in order[:50]]
     prompts = largest.worst_prompts(folder, on_text=False)
     means = kl.astype(float).reshape(SEQUENCES // 2, -1).mean(1)
     assert [each.prompt_id for each in prompts] == np.argsort(-means).tolist()

@@ -96,9 +96,8 @@ def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tm
     tokens, measured = read(out, "tokens"), json.loads((out / "measurement.json").read_text())
     np.testing.assert_allclose(tokens["logp_sampled"], tokens["logp_policy"], atol=1e-4)
     for name in ("kl_policy_reference", "jensen_shannon", "entropy_reference", "logp_policy"):
-        assert measured["per_token"][name]["value"] == pytest.approx(
-            tokens[name].astype(float).mean(), rel=1e-9
-        )
+        mean = tokens[name].astype(float).mean()
+        assert measured["per_token"][name]["value"] == pytest.approx(mean, rel=1e-9)
     u = tokens["logp_policy"].astype(float) - tokens["logp_reference"]
     exact = tokens["kl_policy_reference"].astype(float)
     for name, values in {"k1": u, "abs": abs(u), "k2": u**2 / 2, "k3": np.exp(-u) - 1 + u}.items():
@@ -108,9 +107,8 @@ def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tm
         assert record["spread"] == pytest.approx((values - exact).std(), rel=1e-6)
     p, q = np.exp(tokens["logp_policy"].astype(float)), np.exp(tokens["logp_reference"].astype(float))
     assert measured["probability_change"]["mean"]["value"] == pytest.approx((p - q).mean(), rel=1e-6)
-    assert measured["probability_change"]["rms"]["value"] == pytest.approx(
-        ((p - q) ** 2).mean() ** 0.5, rel=1e-6
-    )
+    rms = ((p - q) ** 2).mean() ** 0.5
+    assert measured["probability_change"]["rms"]["value"] == pytest.approx(rms, rel=1e-6)
     assert measured["perplexity"]["policy"]["value"] == pytest.approx(np.exp(-np.log(p).mean()), rel=1e-6)
     assert measured["perplexity"]["reference"]["value"] == pytest.approx(np.exp(-np.log(q).mean()), rel=1e-6)
     assert measured["perplexity"]["ratio"]["value"] == pytest.approx(np.exp(-u.mean()), rel=1e-6)

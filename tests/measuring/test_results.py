@@ -61,14 +61,11 @@ def test_exact_and_sampled_estimates_agree_on_policy(own):
         bias = measured["estimators"][name]["bias"]
         assert abs(bias["value"]) < 4 * bias["standard_error"]
     assert measured["estimators"]["k2"]["bias"]["value"] > 0
-    assert (
-        measured["estimators"]["abs"]["bias"]["value"]
-        > 10 * measured["estimators"]["abs"]["bias"]["standard_error"]
-    )
+    bias = measured["estimators"]["abs"]["bias"]
+    assert bias["value"] > 10 * bias["standard_error"]
     assert total["exact_terms"]["value"] == pytest.approx(12 * exact["value"], rel=0.05)
-    assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(
-        total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
-    )
+    errors = [total[name]["standard_error"] for name in ("monte_carlo", "exact_terms")]
+    assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(errors)
     assert all("rows of a head that are no tokens" in warning for warning in measured["warnings"])
     ends = next(RunFolder(own).parts("sequences", ["finish_reason"]))["finish_reason"]
     assert measured["counts"]["truncated_sequences"] == ends.count("length") > 0
@@ -90,9 +87,8 @@ def test_shares_and_bins_add_up_to_the_whole(own):
     for rung in ("50", "90", "99.9"):
         expected = np.quantile(kl, float(rung) / 100, method="inverted_cdf")
         assert ladder[rung]["value"] == pytest.approx(float(expected))
-    assert measured["convergence"][-1]["mean"] == pytest.approx(
-        measured["per_token"]["kl_policy_reference"]["value"]
-    )
+    mean = measured["per_token"]["kl_policy_reference"]["value"]
+    assert measured["convergence"][-1]["mean"] == pytest.approx(mean)
 
 
 def test_quantiles_over_many_shards_have_clustered_errors(job, tmp_path):
@@ -119,10 +115,8 @@ def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path
     expected = json.loads((own / "measurement.json").read_text())
     value = measured.per_token["kl_policy_reference"].value
     assert value == pytest.approx(expected["per_token"]["kl_policy_reference"]["value"], rel=1e-5)
-    assert measured.per_sequence is not None
-    assert measured.per_sequence.kl_policy_reference.value == pytest.approx(
-        expected["per_sequence"]["kl_policy_reference"]["value"], rel=1e-4
-    )
+    total = expected["per_sequence"]["kl_policy_reference"]["value"]
+    assert measured.per_sequence.kl_policy_reference.value == pytest.approx(total, rel=1e-4)
     assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
     assert all("rows of a head that are no tokens" in warning for warning in measured.warnings)
 
@@ -296,14 +290,11 @@ def test_alternatives_agree_with_scoring_the_sequences_again(job, own):
     table = RunFolder(own).alternatives()
     worst = json.loads((own / "measurement.json").read_text())["worst_sequences"]
     order = dict.fromkeys(zip(table["prompt_id"].tolist(), table["sample_id"].tolist(), strict=True))
-    assert (
-        list(order) == [(sequence["prompt_id"], sequence["sample_id"]) for sequence in worst]
-        and len(order) == 50
-    )
+    assert list(order) == [(sequence["prompt_id"], sequence["sample_id"]) for sequence in worst]
+    assert len(order) == 50
     pair = load_pair(job["policy"], job["reference"])
-    source = source_sequences(
-        MeasureJob(**{**job, "prompts": None}, responses=str(as_responses(own, own / "r.jsonl"))), pair
-    )
+    responses = str(as_responses(own, own / "r.jsonl"))
+    source = source_sequences(MeasureJob(**{**job, "prompts": None}, responses=responses), pair)
     for sequence in [
         sequence for sequence in source if (sequence.prompt_id, sequence.sample_id) in list(order)[::9]
     ]:

@@ -90,9 +90,8 @@ def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monke
         assert main(measuring(pair, tmp_path / "run")) == 2
         monkeypatch.undo()
     assert "standard output cannot be written (No space left" in capsys.readouterr().err
-    assert (
-        Measurement.read(tmp_path / "run").counts.prompts == 3 and (tmp_path / "run" / "report.html").exists()
-    )
+    assert Measurement.read(tmp_path / "run").counts.prompts == 3
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_run_continues_if_its_progress_cannot_be_shown(run, tmp_path):

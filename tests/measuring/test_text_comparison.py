@@ -113,9 +113,8 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair, tmp_path):
     means = totals.sum(-1) / tokens.sum(-1)
     influence = np.diff((totals - means[:, None] * tokens) / tokens.sum(-1)[:, None], axis=0)[0]
     assert number.value == pytest.approx(means[1] - means[0], rel=1e-9)
-    assert number.standard_error == pytest.approx(
-        np.sqrt(blocks / (blocks - 1) * (influence**2).sum()), rel=1e-6
-    )
+    error = np.sqrt(blocks / (blocks - 1) * (influence**2).sum())
+    assert number.standard_error == pytest.approx(error, rel=1e-6)
     assert sum("blocks of 8 neighbouring windows" in warning for warning in first.warnings) == 1
     assert not difference.warnings  # said of both runs already
 

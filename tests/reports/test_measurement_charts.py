@@ -186,9 +186,8 @@ def test_only_the_chart_of_differences_has_a_line_at_zero():
     ]
     assert lines == [[0], []]
     assert runs.get_xlim()[0] <= 0 < differences.get_xlim()[1]
-    assert [x for x, _ in dots(runs)[1]] == [
-        run.numbers["kl_reference_policy"].value for run in comparison.runs
-    ]
+    kls = [run.numbers["kl_reference_policy"].value for run in comparison.runs]
+    assert [x for x, _ in dots(runs)[1]] == kls
     assert ticks(runs.yaxis)[2] == "…t>alert('run')</script>"
 
 

@@ -127,9 +127,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         unfinished.write_text("ne")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(
-        RunFolderError, match=r"no space is left to write .*a\.json .*; what was finished is kept"
-    ):
+    with pytest.raises(RunFolderError, match=r"no space is left to write .*a\.json"):
         write_atomically(path, full)
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
@@ -143,9 +141,7 @@ def test_damaged_files_are_named(tmp_path):
         folder.write_shard(0, tokens(), sequences())
     part = tmp_path / "tokens" / "part-00000.parquet"
     part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(
-        RunFolderError, match=r"part-00000.parquet cannot be read .*delete it and run again with --resume"
-    ):
+    with pytest.raises(RunFolderError, match=r"part-00000.parquet cannot be read .*delete it and run again"):
         read_columns(part, ["kl_policy_reference"])
     (tmp_path / "run.json").write_text('{"kleash": ')
     with pytest.raises(RunFolderError, match=r"run.json is damaged"):

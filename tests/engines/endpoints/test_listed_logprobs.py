@@ -23,9 +23,8 @@ def test_a_token_among_the_likeliest_is_listed_once():
 
 def test_a_token_that_is_appended_is_not_among_the_likeliest():
     answer = listed({**LISTED, 50: -9.0}, 50)
-    assert answer.listed_ids.tolist() == [
-        list(LISTED)
-    ]  # whether a token is listed must not depend on the scored one
+    # Whether a token is listed must not depend on the scored one.
+    assert answer.listed_ids.tolist() == [list(LISTED)]
     assert (answer.token_logp[0], answer.unlisted_most[0], answer.rank[0]) == (-9.0, -2.5, -1)
 
 
