@@ -16,30 +16,26 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/*.md")),
 ]
 API = ROOT / "docs" / "reference" / "api"
-PACKAGES = [
-    "kleash",
-    *re.findall(
-        r"^\.\. automodule:: (kleash\S+)$", "\n".join(p.read_text() for p in sorted(API.glob("*.md"))), re.M
-    ),
-]
+REFERENCE = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
+PACKAGES = ["kleash", *re.findall(r"^\.\. automodule:: (kleash\S+)$", REFERENCE, re.M)]
 ABOUT = {"reference/trl.md": "trl", "how-to/trl_snippets.md": "trl", "kleash.integrations.trl": "trl"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     """The path of a page within the documentation, or within the project."""
     return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
-def about_peers(case: object, name: str) -> object:
+def about_peers(case, name):
     """The case called ``name``, which is left out where the package that it is about is not installed."""
     return pytest.param(case, id=name, marks=pytest.mark.peers(ABOUT[name]) if name in ABOUT else ())
 
 
 @pytest.mark.parametrize("page", [about_peers(page, name_of(page)) for page in PAGES])
-def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
+    namespace = {"__name__": "docs"}
     text = page.read_text(encoding="utf-8")
     for block in FENCE.finditer(text):
         line = text.count("\n", 0, block.start(1))
@@ -48,7 +44,7 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "__name__" in namespace
 
 
-def test_the_reference_has_every_package_with_public_names() -> None:
+def test_the_reference_has_every_package_with_public_names():
     """Sphinx lists all names of a package that a page of docs/reference/api names."""
     assert len(PACKAGES) > 20
     index = (API / "index.md").read_text(encoding="utf-8")
@@ -56,7 +52,7 @@ def test_the_reference_has_every_package_with_public_names() -> None:
 
 
 @pytest.mark.parametrize("package", [about_peers(name, name) for name in PACKAGES])
-def test_every_public_name_is_documented(package: str) -> None:
+def test_every_public_name_is_documented(package):
     module = importlib.import_module(package)
     names = getattr(module, "__all__", None) or [
         n for n, v in vars(module).items() if getattr(v, "__module__", "") == package

@@ -98,7 +98,7 @@ def test_a_pickled_adapter_is_not_read(over, base):
         ({"experts_implementation": {"": "someone/kernel"}}, "whose code would be fetched"),
         ({"transformers_weights": "adapter_model.bin"}, "takes its weights from"),
         ({"transformers_weights": "../else.safetensors"}, "takes its weights from"),
-        ({"num_hidden_layers": 10**9}, "a network of [0-9]+ parts and more,"),
+        ({"num_hidden_layers": 10**9}, "layers by its settings, and its files hold [0-9]+ tensors"),
         ({"vocab_size": 10**12}, "describes in its settings a network"),
         ({"hidden_size": 10**4}, "describes in its settings a network"),
         ({"head_dim": 0}, "cannot be|other shapes|lacks"),
