@@ -1,6 +1,6 @@
 """How often the alerts of a training are right, on simulated runs: good ones, and some with a planted fault.
 
-python benchmarks/alert_runs.py                      # the table of docs/reference/training.md: unseen seeds 100 to 119
+python benchmarks/alert_runs.py                      # the table of docs/reference/evidence.md: unseen seeds 100 to 119
 python benchmarks/alert_runs.py --seeds 0 20         # the seeds that the thresholds were chosen on
 python benchmarks/alert_runs.py --runs leashes/good  # what the alerts say of real runs (folders of kleash train)
 

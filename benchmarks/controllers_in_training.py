@@ -8,7 +8,7 @@ responses a step and a reward for "she" and "her". The others have one right ans
 share of tokens that are in their right place: a small network sorts four of eight letters (``sort``; in the answers
 that its reference was trained on 40 % of the letters are random) or adds two digits (``sums``; 70 %). ``sums`` is
 trained by kleash's plug-in for TRL, whose learning rate falls to 0. Figures are the mean KL of the second half of the
-steps over the target, and the highest step over it. The table of docs/explanation/beta.md is printed from
+steps over the target, and the highest step over it. docs/reference/evidence.md sums them up from
 ``results/controllers_in_training.json``.
 """
 

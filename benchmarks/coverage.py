@@ -5,7 +5,7 @@ The true value is 1 nat per token. Each cell of the first tables is the share of
 contains it, for three intervals: plain (1.96 standard errors, samples treated as independent), clustered (1.96
 cluster-robust standard errors), and kleash's. The last table has the coverage by what the sample shows, from which the
 limits of warnings are chosen: on one set of distributions, and on another to see whether they hold.
-The tables are printed as docs/explanation/intervals.md has them.
+docs/reference/evidence.md has some of these figures.
 """
 
 import argparse
@@ -228,7 +228,7 @@ def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
 
 
 def tables(figures: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/explanation/intervals.md by name: coverage in percent, by clusters."""
+    """The tables by name: coverage in percent, by clusters."""
     rows: list[dict[str, Any]] = figures["means"]
     first_spread = [row for row in rows if row["spread"] == SPREAD]
     other_spreads = [row for row in rows if row["spread"] != SPREAD]

@@ -2,7 +2,7 @@
 
 ``doctor_plants.py`` draws the rollouts of 20 planted causes and of clean runs; ``kleash.diagnosis.diagnose`` gets them
 with and without the models, and of its answer ``findings[*].cause`` and ``.probability`` are read. A cause is named
-rightly if the first finding is one of those accepted for the plant. docs/reference/doctor.md has the tables.
+rightly if the first finding is one of those accepted for the plant. docs/reference/evidence.md has the figures.
 
 What was drawn is kept in a temporary folder, or in that of $KLEASH_DOCTOR_TRIALS.
 """

@@ -1,7 +1,7 @@
 """False passes and failures of the gate --at-most by simulation: python benchmarks/gates.py
 
 Measurements of clusters whose true mean is 1 nat per token, against limits around it. At a limit of 1 every "passed" is
-a false one. docs/reference/measuring.md has the table.
+a false one. docs/reference/measuring.md has some of the figures.
 """
 
 import argparse

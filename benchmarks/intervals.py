@@ -167,7 +167,7 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
 
 
 def tables(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of docs/explanation/intervals.md by name, from the figures."""
+    """The tables by name, from the figures."""
 
     def percent(share: float | None) -> str:
         return "–" if share is None else f"{100 * share:.1f}"

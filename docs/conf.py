@@ -1,9 +1,14 @@
 """The site: `make docs` builds it in build/docs, which needs no network to be made or read."""
 
+import os
 import re
 from pathlib import Path
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
 from kleash import __version__
+from kleash.cli.parsing import RECORDS, parser_of
 
 project = "kleash"
 author = "The kleash maintainers"
@@ -110,7 +115,25 @@ def name_files(app: object, docname: str, source: list[str]) -> None:
     source[0] = LINK.sub(text, source[0])
 
 
+class Commands(Directive):
+    """A section for each command, with the help that has all of its options."""
+
+    def run(self) -> list[nodes.Node]:
+        """The sections, in the order of the commands."""
+        os.environ["COLUMNS"] = "100"
+        sections: list[nodes.Node] = []
+        for name in RECORDS:
+            title = f"kleash {name}"
+            section = nodes.section(ids=[title.replace(" ", "-")], names=[title])
+            section += nodes.title(title, title)
+            text = parser_of(name).help_of_all()
+            section += nodes.literal_block(text, text, language="text")
+            sections.append(section)
+        return sections
+
+
 def setup(app) -> None:
-    """Connect what converts docstrings, before napoleon reads their sections."""
+    """Add the page of commands, and connect what converts docstrings before napoleon reads their sections."""
+    app.add_directive("kleash-commands", Commands)
     app.connect("source-read", name_files)
     app.connect("autodoc-process-docstring", as_markup, priority=400)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kleash.cli import entry, main
-from kleash.cli.parsing import RECORDS, SYNONYMS, parser_of, read_words
+from kleash.cli.parsing import EXAMPLES, RECORDS, SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, PPOJob
 from kleash.jobs.option_groups import OPTION_HEADINGS
@@ -143,6 +143,9 @@ def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
     monkeypatch.setenv("COLUMNS", "80")
     for name in RECORDS:
         assert main([*name.split(), "--help"]) == 0
+        essential = capsys.readouterr().out
+        assert len(essential.splitlines()) < 90 and EXAMPLES[name] in " ".join(essential.split())
+        assert main([*name.split(), "--help-all"]) == 0
         told = capsys.readouterr().out
         assert told.startswith(f"usage: kleash {name}") and "None" not in told.replace("None for no", "")
         assert "%" not in told and "SUPPRESS" not in told and max(map(len, told.splitlines())) <= 80

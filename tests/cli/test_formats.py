@@ -45,7 +45,6 @@ def test_report_prints_every_format_and_writes_the_page(runs: list[Path], capsys
     as_json = printed(capsys, "report", runs[0], "--json")
     assert json.loads(as_json) == measurement.to_dict()
     assert (runs[0] / "report.html").exists()
-    assert printed(capsys, "report", runs[0], "--json", "--format", "json") == as_json
     rows = read_csv(printed(capsys, "report", runs[0], "--format", "csv"))
     assert float(rows[0]["value"]) == measurement.per_token["kl_policy_reference"].value
     assert printed(capsys, "report", runs[0], "--format", "markdown").startswith("**KL(policy ‖ reference)")
@@ -102,14 +101,14 @@ def test_a_gate_decides_the_exit_code_in_every_format(
 def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(
     runs: list[Path], tmp_path: Path, capsys: Any
 ) -> None:
-    words = ["compare", *runs, "--out", tmp_path / "c.html", "--format"]
-    rows = read_csv(printed(capsys, *words, "csv"))
-    data = json.loads(printed(capsys, *words, "json"))
+    words = ["compare", *runs, "--out", tmp_path / "c.html"]
+    rows = read_csv(printed(capsys, *words, "--format", "csv"))
+    data = json.loads(printed(capsys, *words, "--json"))
     (difference,) = [row for row in rows if row["minus"] == "a" and row["name"] == "kl_policy_reference"]
     assert (
         float(difference["value"]) == (data["differences"][0]["differences"]["kl_policy_reference"]["value"])
     )
-    assert "| `b` |" in printed(capsys, *words, "markdown")
+    assert "| `b` |" in printed(capsys, *words, "--format", "markdown")
     rollout = {
         "prompt_token_ids": [1],
         "response_token_ids": [2, 3],
@@ -118,7 +117,7 @@ def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(
     }
     (tmp_path / "rollouts.jsonl").write_text("\n".join(json.dumps(rollout) for _ in range(3)))
     file = tmp_path / "rollouts.jsonl"
-    json.loads(printed(capsys, "mismatch", file, "--format", "json"))
+    json.loads(printed(capsys, "mismatch", file, "--json"))
     assert "rollouts.jsonl" in printed(capsys, "mismatch", file, "--format", "markdown")
     assert printed(capsys, "doctor", file, "--format", "csv").startswith("run,minus,name,value")
 
@@ -148,13 +147,14 @@ def test_a_training_folder_has_no_format(tmp_path: Path, capsys: Any) -> None:
     [
         (
             "report x --format xml",
-            "--format must be one of json, csv, markdown, model-card, llama.cpp; it is 'xml'",
+            "--format must be one of csv, markdown, model-card, llama.cpp; it is 'xml'",
         ),
         (
             "compare a b --format model-card",
-            "--format must be one of json, csv, markdown; it is 'model-card'",
+            "--format must be one of csv, markdown; it is 'model-card'",
         ),
-        ("report x --json --format csv", "--json is --format json; give it or --format csv, not both"),
+        ("report x --json --format csv", "--json prints JSON; give it or --format csv, not both"),
+        ("report x --format json", "--format json is --json now; give that"),
         ("measure --json --format markdown", "not both"),
         ("sweep --json --format csv --candidates a", "not both"),
         ("mismatch x --json --format csv", "not both"),
@@ -182,7 +182,7 @@ def test_the_commands_with_formats_and_their_help_agree(capsys: Any) -> None:
     assert have == {"measure", "sweep", "report", "compare", "mismatch", "doctor"}
     for name in have:
         formats = MEASUREMENT_FORMATS if issubclass(RECORDS[name], MeasurementFormatOption) else FORMATS
-        text = " ".join(printed(capsys, name, "--help").partition("--format FORMAT")[2].split())
+        text = " ".join(printed(capsys, name, "--help-all").partition("--format FORMAT")[2].split())
         named = {
             word
             for word in MEASUREMENT_FORMATS

@@ -282,10 +282,10 @@ def test_token_exports_of_prime_rl_are_split_at_the_first_token_of_the_loss(tmp_
     ],
 )
 def test_names_of_fields_are_those_of_the_installed_frameworks(module: str, column: int, root: Path) -> None:
-    """The table of docs/reference/mismatch.md, against what the frameworks call their tensors."""
+    """The table of docs/reference/doctor.md, against what the frameworks call their tensors."""
     rows = [
         [re.findall(r"`(\w+)`", cell) for cell in line.strip("|\n ").split("|")]
-        for line in (root / "docs/reference/mismatch.md").read_text().splitlines()
+        for line in (root / "docs/reference/doctor.md").read_text().splitlines()
         if re.match(r"\| `\w+`( \(optional\))? \| `", line)
     ]
     assert len(rows) == 6

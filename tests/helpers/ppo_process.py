@@ -12,7 +12,7 @@ import numpy as np
 from accelerate.state import AcceleratorState
 from ppo_cases import tiny_job
 
-from kleash.training import ppo
+from kleash.training import ppo, train
 
 genuine = ppo.draw
 
@@ -36,7 +36,7 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
 
     ppo.draw = draw
     try:
-        ppo.train_ppo(job_of(folder, out, **more))
+        train(job_of(folder, out, **more))
     finally:
         ppo.draw = genuine
 

@@ -22,7 +22,7 @@ PACKAGES = [
         r"^\.\. automodule:: (kleash\S+)$", "\n".join(p.read_text() for p in sorted(API.glob("*.md"))), re.M
     ),
 ]
-ABOUT = {"reference/trl.md": "trl", "kleash.integrations.trl": "trl"}
+ABOUT = {"reference/trl.md": "trl", "how-to/trl_snippets.md": "trl", "kleash.integrations.trl": "trl"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

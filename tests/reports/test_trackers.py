@@ -71,7 +71,7 @@ def test_what_a_tracker_prints_is_no_output_of_the_command(
 ) -> None:
     service = PrintingService()
     monkeypatch.setitem(sys.modules, "trackio", service.as_module("trackio"))
-    code = main(["report", str(run[0]), "--format", "json", "--report-to", "trackio"])
+    code = main(["report", str(run[0]), "--json", "--report-to", "trackio"])
     printed = capsys.readouterr()
     assert code == 0 and json.loads(printed.out)["counts"]["tokens"] == run[1].counts.tokens
     assert [line for line in printed.err.splitlines() if line.startswith("*")] == [

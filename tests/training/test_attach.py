@@ -74,10 +74,12 @@ def monitor(folder, **more):
 
 def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path, capsys):
     trainer = grpo(trl, folder, tmp_path, max_steps=3)
-    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out=tmp_path / "run")
+    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out=tmp_path / "run", rollouts_every=2)
     trainer.train()
     steps = read_steps(tmp_path / "run")
     assert [step.step for step in steps] == [1, 2, 3]
+    written = sorted(path.name for path in (tmp_path / "run" / "rollouts").iterdir())
+    assert written == ["step-000000-rank-0.jsonl", "step-000002-rank-0.jsonl"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for step, entry in zip(steps, logged, strict=True):
         assert step.metrics["kl/exact_per_token"] == pytest.approx(entry["kl/per_token"], rel=1e-5, abs=1e-9)
@@ -228,21 +230,10 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     from datasets import Dataset
 
     held_out = Dataset.from_dict({"prompt": ["the sea was", "when the rain"]})
-    trainer = grpo(
-        trl,
-        folder,
-        tmp_path,
-        max_steps=4,
-        logging_steps=3,
-        learning_rate=3e-2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        save_total_limit=1,
-        per_device_eval_batch_size=4,
-        more={"eval_dataset": held_out},
-    )
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    settings = {"logging_steps": 3, "learning_rate": 3e-2, **evaluated, **saved}
+    trainer = grpo(trl, folder, tmp_path, max_steps=4, **settings, more={"eval_dataset": held_out})
     log = kleash.attach(trainer, out=tmp_path / "run")
     seen = []
     compute = trainer._compute_loss
@@ -274,6 +265,14 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     assert f"held-out reward {result.held_out['eval/reward']:.2f}"[:-1] in summarize(result).headline
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.index("Held-out reward") < page.index(">Reward<") and f"checkpoint-{best}" in page
+    longer = grpo(trl, folder, tmp_path, max_steps=6, **settings, more={"eval_dataset": held_out})
+    kleash.attach(longer, out=tmp_path / "run")
+    longer.train(resume_from_checkpoint=True)
+    last = read_steps(tmp_path / "run")[-1].metrics
+    best_before = max(one["eval/reward"] for one in evaluated)
+    assert last["eval/reward_change"] == pytest.approx(last["eval/reward"] - best_before), (
+        "after a resume, too"
+    )
 
 
 class Mixing(Trainer):

@@ -319,9 +319,7 @@ def test_held_out_prompts_are_answered_and_measured(steps: Any, tmp_path: Path) 
     assert 0 < first["eval_kl/per_token"] < second["eval_kl/per_token"]
     assert trained[0]["kl/exact_per_token"] == 0, "evaluation is after the update, and changes no step"
     assert {sample.sample.prompt for sample in read_samples(steps.out)} == {"the sea was"}
-    with pytest.raises(
-        OptionError, match=r"--set eval_strategy needs prompts that are held out: --eval-prompts"
-    ):
+    with pytest.raises(OptionError, match=r"--set eval_strategy needs what is held out: --eval-prompts"):
         steps("eval_strategy=steps")
 
 

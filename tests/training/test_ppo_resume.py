@@ -17,8 +17,7 @@ from kleash.records import read_steps
 from kleash.reports.folder_report import write_report_of
 from kleash.store.checksums import seal_folder
 from kleash.store.training_folder import last_checkpoint
-from kleash.training import checkpoints
-from kleash.training.ppo import train_ppo
+from kleash.training import checkpoints, train
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def killed_while_writing(folder, out):
     if process == 0:
         try:
             checkpoints.seal_folder = dying
-            train_ppo(tiny_job(folder, **settings(out)))
+            train(tiny_job(folder, **settings(out)))
         finally:
             os._exit(1)
     os.close(told)
@@ -92,26 +91,26 @@ def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread):
     killed_while_writing(folder, broken)
     assert len(read_steps(broken)) == 3, "the third step is in the run log, and in no checkpoint"
     assert last_checkpoint(broken).name == "checkpoint-2"
-    uninterrupted = train_ppo(tiny_job(folder, **settings(whole)))
-    resumed = train_ppo(tiny_job(folder, **settings(broken, resume=True)))
+    uninterrupted = train(tiny_job(folder, **settings(whole)))
+    resumed = train(tiny_job(folder, **settings(broken, resume=True)))
     assert equal(whole, broken) and resumed.beta == uninterrupted.beta and resumed.steps == 4
     assert [path.name for path in (broken / "checkpoints").iterdir()] == ["checkpoint-4"]
 
 
 def test_resumed_adapter_run_is_identical(folder, tmp_path, one_thread):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_ppo(tiny_job(folder, **settings(whole, lora_rank=2)))
-    train_ppo(tiny_job(folder, **settings(broken, lora_rank=2, steps=2)))
-    train_ppo(tiny_job(folder, **settings(broken, lora_rank=2, resume=True)))
+    train(tiny_job(folder, **settings(whole, lora_rank=2)))
+    train(tiny_job(folder, **settings(broken, lora_rank=2, steps=2)))
+    train(tiny_job(folder, **settings(broken, lora_rank=2, resume=True)))
     assert equal(whole, broken)
 
 
 def test_finished_run_resumes_with_more_steps(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1)
-    train_ppo(job)
-    result = train_ppo(replace(job, steps=2, resume=True))
+    train(job)
+    result = train(replace(job, steps=2, resume=True))
     assert result.steps == 2 and [record.step for record in read_steps(tmp_path)] == [1, 2]
-    again = train_ppo(replace(job, steps=2, resume=True))
+    again = train(replace(job, steps=2, resume=True))
     assert again.metrics == result.metrics and len(read_steps(tmp_path)) == 2
 
 
@@ -145,7 +144,7 @@ def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "seal_folder", full)
     with pytest.raises(RunFolderError, match=r"no space is left to write .*checkpoint-2"):
-        train_ppo(job)
+        train(job)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-1"]
 
 
@@ -154,7 +153,7 @@ def finished(folder, tmp_path_factory):
     """A run of two steps, and its job."""
     out = tmp_path_factory.mktemp("finished") / "run"
     job = tiny_job(folder, out=str(out), steps=2, checkpoint_every=1, reward=("ppo_cases:moody",))
-    train_ppo(job)
+    train(job)
     return job
 
 
@@ -169,7 +168,7 @@ def test_run_started_from_python_has_all_report_inputs(copied):
     assert write_report_of(root) == root / "report.html"
     assert json.loads((root / "training.json").read_text())["steps"] == 2
     with pytest.raises(RunFolderError, match="--seed was 0 and is now 1"):
-        train_ppo(replace(copied, seed=1))
+        train(replace(copied, seed=1))
 
 
 def test_other_files_among_checkpoints_are_ignored(copied):
@@ -181,7 +180,7 @@ def test_other_files_among_checkpoints_are_ignored(copied):
     shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-10")
     assert last_checkpoint(Path(copied.out)).name == "checkpoint-10", "compared as numbers"
     shutil.rmtree(folder / "checkpoint-10")
-    train_ppo(replace(copied, steps=3))
+    train(replace(copied, steps=3))
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoint-3", "checkpoint-99", "checkpoint-zzz"]
 
@@ -192,7 +191,7 @@ def test_unreadable_progress_is_refused(copied, text):
     (checkpoint / "progress.json").write_text(text)
     seal_folder(checkpoint)
     with pytest.raises(RunFolderError, match=r"progress\.json cannot be read as the progress of a run: "):
-        train_ppo(copied)
+        train(copied)
 
 
 @pytest.mark.parametrize(
@@ -206,20 +205,20 @@ def test_checkpoint_with_a_flipped_bit_is_refused(copied, name):
     with pytest.raises(
         RunFolderError, match=r"delete the checkpoint, and --resume goes on from the one before"
     ):
-        train_ppo(copied)
+        train(copied)
 
 
 def test_an_earlier_checkpoint_that_a_kill_left_goes_when_the_run_goes_on(copied):
     folder = Path(copied.out) / "checkpoints"
     shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-1")
-    train_ppo(replace(copied, steps=2))
+    train(replace(copied, steps=2))
     assert [path.name for path in folder.iterdir()] == ["checkpoint-2"]
 
 
 def test_a_checkpoint_without_checksums_is_refused(copied):
     (last_checkpoint(Path(copied.out)) / "checksums.jsonl").unlink()
     with pytest.raises(RunFolderError, match="has lost its checksums"):
-        train_ppo(copied)
+        train(copied)
 
 
 def test_generators_that_are_not_restored_are_refused(copied, monkeypatch):
@@ -230,13 +229,13 @@ def test_generators_that_are_not_restored_are_refused(copied, monkeypatch):
 
     with monkeypatch.context() as patched, pytest.raises(RunFolderError, match="generators in"):
         patched.setattr(torch, "set_rng_state", fail)
-        train_ppo(copied)
+        train(copied)
     checkpoint = last_checkpoint(Path(copied.out))
     progress = json.loads((checkpoint / "progress.json").read_text())
     (checkpoint / "progress.json").write_text(json.dumps({**progress, "processes": 2}))
     seal_folder(checkpoint)
     with pytest.raises(RunFolderError, match="is of 2 processes"):
-        train_ppo(copied)
+        train(copied)
 
 
 @pytest.mark.parametrize("lines", [0, 1, None])
@@ -249,6 +248,6 @@ def test_missing_steps_are_refused(copied, lines):
     with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
         write_report_of(path.parent)
     with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
-        train_ppo(copied)
+        train(copied)
     with pytest.raises(RunFolderError, match="holds a run already"):
-        train_ppo(replace(copied, resume=False))
+        train(replace(copied, resume=False))

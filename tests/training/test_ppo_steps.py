@@ -17,9 +17,10 @@ from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionErro
 from kleash.models import load_pair
 from kleash.records import HackingAlert, read_steps
 from kleash.store.checksums import seal_folder
+from kleash.training import train
 from kleash.training.checkpoints import TrainingState
 from kleash.training.job_schedule import leash_of, tightened
-from kleash.training.ppo import apply_advice, one_step, require_replicas, train_ppo
+from kleash.training.ppo import apply_advice, one_step, require_replicas
 from kleash.training.run_log import Advice
 
 
@@ -43,7 +44,7 @@ def started(job):
 def test_first_importance_ratio_is_exactly_1(folder, tmp_path):
     """MicroBatch-batches of different widths, values learnt: an update is compared with what it was scored as."""
     job = tiny_job(folder, "qwen3", epochs=1, minibatches=1, steps=1, out=str(tmp_path), samples_per_prompt=2)
-    metrics = train_ppo(job).metrics
+    metrics = train(job).metrics
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
     assert metrics["policy/clip_share"] == metrics["value/clip_share"] == 0.0
     assert metrics["kl/update"] > 0 and metrics["policy/updates"] == 1
@@ -88,14 +89,14 @@ def test_adapter_reference_is_its_base_without_adapter(folder, tmp_path):
     after = weights(run.networks)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if "lora_" in name or name.startswith("value.")}
-    train_ppo(job)
+    train(job)
     pair = load_pair(f"{tmp_path}/policy", job.policy)
     assert any("adapter" in note for note in pair.notes)
 
 
 def test_saved_policy_equals_trained_policy(folder, tmp_path):
     job = tiny_job(folder, "qwen3", out=str(tmp_path), steps=1)
-    result = train_ppo(job)
+    result = train(job)
     assert result.policy == str(tmp_path / "policy") and result.steps == 1 and result.stopped is None
     found = AutoModelForCausalLM.from_pretrained(result.policy)
     run, prompts = ready(job)
@@ -172,7 +173,7 @@ def test_update_kl_is_exact(folder):
 def test_gradients_are_clipped_to_maximum_norm(folder, tmp_path):
     """Adam's first moment is a tenth of the first gradient that it is given."""
     job = tiny_job(folder, out=str(tmp_path), steps=1, epochs=1, minibatches=1, max_gradient_norm=0.01)
-    metrics = train_ppo(job).metrics
+    metrics = train(job).metrics
     state = torch.load(tmp_path / "checkpoints/checkpoint-1/optimizer.bin")["state"]
     moments = [moment["exp_avg"].square().sum() for moment in state.values()]
     assert len(moments) > 20 and sum(moments).sqrt().item() == pytest.approx(0.001, rel=1e-3)
@@ -191,8 +192,8 @@ def test_two_steps_draw_different_responses_to_the_same_prompts(folder):
 
 def test_updates_stop_early_at_kl_limit(folder, tmp_path):
     far = tiny_job(folder, steps=1, epochs=4, minibatches=1, learning_rate=1e-2)
-    free = train_ppo(replace(far, out=str(tmp_path / "free")))
-    held = train_ppo(replace(far, out=str(tmp_path / "held"), early_stop_nats=1e-3))
+    free = train(replace(far, out=str(tmp_path / "free")))
+    held = train(replace(far, out=str(tmp_path / "held"), early_stop_nats=1e-3))
     assert free.metrics["policy/updates"] == 4 and held.metrics["policy/updates"] == 1
     assert 0 < held.metrics["kl/update"] < free.metrics["kl/update"]
     (event,) = read_steps(tmp_path / "held")[0].events
@@ -204,7 +205,7 @@ def test_controller_updates_beta_from_measured_kl(folder, tmp_path, per, target)
     job = tiny_job(
         folder, out=str(tmp_path), controller="pid", target_nats=target, target_per=per, beta=0.1, steps=2
     )
-    result = train_ppo(job)
+    result = train(job)
     first, second = read_steps(tmp_path)
     measured, errors = (
         [record.metrics[f"kl/exact_per_{per}{suffix}"] for record in (first, second)]
@@ -251,7 +252,7 @@ def test_halved_learning_rate_is_used(folder):
 
 def test_diverged_update_stops_and_keeps_the_checkpoint(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1, checkpoint_every=1)
-    train_ppo(job)
+    train(job)
     checkpoint = tmp_path / "checkpoints/checkpoint-1/progress.json"
     checkpoint.write_text(json.dumps(json.loads(checkpoint.read_text()) | {"learning_rate": 1e18}))
     seal_folder(checkpoint.parent)
@@ -259,7 +260,7 @@ def test_diverged_update_stops_and_keeps_the_checkpoint(folder, tmp_path):
     with pytest.raises(
         NonFiniteError, match=r"in step 2, epoch \d, minibatch \d: .*lower the learning rate, 1e\+18"
     ):
-        train_ppo(replace(job, steps=2, resume=True))
+        train(replace(job, steps=2, resume=True))
     assert {path.name: path.read_bytes() for path in checkpoint.parent.glob("*.*")} == kept
 
 

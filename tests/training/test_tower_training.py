@@ -13,7 +13,6 @@ from tiny_towers import load_composite, save_tower
 from kleash.models import load_pair
 from kleash.records import GRPOJob, PPOJob
 from kleash.training import train
-from kleash.training.ppo import train_ppo
 
 
 def tower_job(folder, family, kind, **settings):
@@ -54,7 +53,7 @@ def test_exact_kl_of_a_rollout_is_that_of_the_composite_models(tmp_path, family)
 
 def test_a_trained_tower_is_saved_as_a_whole_composite_model(tmp_path):
     job = tower_job(tmp_path, "llava", PPOJob)
-    result = train_ppo(job)
+    result = train(job)
     trained, before = load_composite(result.policy), load_composite(tmp_path / "policy")
     changed = {
         name.split(".")[1]

@@ -18,6 +18,7 @@ from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderErro
 from kleash.models import load_pair
 from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.store.metrics import METRICS, PART
+from kleash.store.steps import held_out as held_out_metrics
 from kleash.store.training_folder import last_checkpoint
 from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
@@ -179,6 +180,28 @@ def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path):
     again, same_steps = go(trl.train_dpo, replace(job, resume=True), tmp_path / "run")
     assert result.beta == 0.1 and again.steps == 3 and same_steps == steps
     assert weights.read_bytes() == trained
+
+
+def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_path, capfd):
+    pairs, held_out = tmp_path / "pairs.jsonl", tmp_path / "held_out.jsonl"
+    for path, chosen, rejected in ((pairs, " kind", " cold"), (held_out, " cold", " kind")):
+        rows = [
+            {"prompt": f"{who} was", "chosen": chosen, "rejected": rejected} for who in ("She", "He", "Emma")
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"pairs_per_step": 3, "checkpoint_every": 1, "learning_rate": 1e-3}
+    job = DPOJob(pairs=str(pairs), eval_pairs=str(held_out), steps=2, **options)
+    result, steps = go(trl.train_dpo, job, tmp_path / "run")
+    losses = [step.metrics["eval/loss"] for step in steps]
+    assert np.log(2) < losses[0] < losses[1], "what is learned is the opposite of what is held out"
+    assert steps[1].metrics["eval/accuracy"] == 0 > steps[1].metrics["eval/margin"]
+    assert held_out_metrics(steps)["eval/loss"] == losses[1] and result.best is not None
+    assert Path(result.best).name == "checkpoint-1"
+    # with two passes over the pairs, that of the reference is made once
+    config = torch.load(
+        tmp_path / "run" / "checkpoints" / "checkpoint-2" / "training_args.bin", weights_only=False
+    )
+    assert config.precompute_ref_log_probs and "log probs" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from kleash.store import WrittenLogits
 from kleash.store.cache import read_label
 from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
+from kleash.store.training_comparison import TrainingComparison
 
 SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
@@ -105,8 +106,8 @@ def _report(job: ReportJob) -> int:
 
     folder, is_printed = job.folder.expanduser(), job.output_format is None
     if not is_printed:
-        is_general = job.output_format in FORMATS
-        require_measurement(folder, f"--format {job.output_format}", or_sweep=is_general)
+        option = "--json" if job.json else f"--format {job.output_format}"
+        require_measurement(folder, option, or_sweep=job.json or job.output_format in FORMATS)
     for option, value in (("--picture", job.picture), ("--report-to", job.report_to)):
         if value:
             require_measurement(folder, option, or_sweep=True)
@@ -135,12 +136,16 @@ def _report(job: ReportJob) -> int:
 def _compare(job: CompareJob) -> int:
     """Run ``kleash compare`` and return its exit code."""
     from kleash.measuring.comparison import compare
-    from kleash.reports import write_comparison
+    from kleash.reports import write_comparison, write_training_comparison
 
     if len(job.folders) < 2:
         raise OptionError(f"compare takes two or more run folders; {len(job.folders)} was given")
     comparison = compare(job.folders, at_most=job.at_most, direction=job.direction)
-    _print_result(comparison, job, write_comparison(job.out.expanduser(), comparison))
+    page = job.out.expanduser()
+    if isinstance(comparison, TrainingComparison):
+        _print_result(comparison, job, write_training_comparison(page, comparison))
+        return 0
+    _print_result(comparison, job, write_comparison(page, comparison))
     return exit_code_of(run.gate for run in comparison.runs)
 
 

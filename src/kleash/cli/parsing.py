@@ -8,8 +8,10 @@ from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, HelpFormat
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
+from kleash.cli.config_files import options_of_file
 from kleash.cli.parser_arguments import PATHS, arguments_of
 from kleash.errors import OptionError
 from kleash.extras import import_extra
@@ -48,9 +50,31 @@ DESCRIPTIONS: Mapping[str, str] = {
 EPILOGS: Mapping[str, str] = {
     "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the small "
     "models that ship with kleash.",
-    "train": "kleash train ALGORITHM --help shows the options of an algorithm. The shortest command with a reward of "
-    "yours: kleash train ppo --policy P --prompts prompts.jsonl --reward my_rewards:helpful",
+    "train": "kleash train ALGORITHM --help shows the options of an algorithm.",
 }
+EXAMPLES: Mapping[str, str] = {
+    "measure": "kleash measure --policy tuned/ --reference base/ --prompts prompts.jsonl --limit 64 --out drift/",
+    "sweep": "kleash sweep --reference base/ --candidates q8/ q4.gguf --text corpus.txt --at-most 0.02",
+    "report": "kleash report drift/ --format markdown",
+    "compare": "kleash compare before/ after/",
+    "mismatch": "kleash mismatch rollouts.jsonl --at-most 0.001",
+    "doctor": "kleash doctor rollouts.jsonl --policy tuned/ --reference base/",
+    "cache": "kleash cache --reference base/ --text corpus.txt --out cache/",
+    "audit": "kleash audit my_losses:kl_penalty --convention loss --fail-on fault",
+    "env": "kleash env",
+    "train": "kleash train grpo --policy P --prompts prompts.jsonl --reward my_rewards:helpful --target-nats 4 "
+    "--controller pid",
+    **{
+        f"train {name}": f"kleash train {name} --policy P --prompts prompts.jsonl --reward my_rewards:helpful "
+        "--target-nats 4 --controller pid --out run/"
+        for name in ("ppo", "grpo", "rloo")
+    },
+    "train dpo": "kleash train dpo --policy P --pairs pairs.jsonl --eval-pairs held_out.jsonl --out run/",
+    "train distill": "kleash train distill --policy P --teacher T --prompts prompts.jsonl --out run/",
+}
+"""Command -> a first call of it."""
+FEW_OPTIONS = 16
+"""Options up to which --help shows them all."""
 SHELLS = ("bash", "zsh", "fish")
 SYNONYMS = {
     **dict.fromkeys(("--model", "--candidate", "--target-model"), "--policy"),
@@ -123,7 +147,9 @@ class CommandParser(ArgumentParser):
         super().__init__(
             prog=f"kleash {name}".strip(),
             description=DESCRIPTIONS[name],
-            epilog=EPILOGS.get(name),
+            epilog="\n\n".join(
+                filter(None, (EPILOGS.get(name), f"Example: {EXAMPLES[name]}" if name in EXAMPLES else ""))
+            ),
             formatter_class=ParagraphFormatter,
             add_help=False,
             allow_abbrev=False,
@@ -147,6 +173,15 @@ class CommandParser(ArgumentParser):
         self.usage = " ".join([self.prog, *map(str, words), "[options]"])
         options = self.group("options")
         options.add_argument("-h", "--help", action="help", help="Show the help of kleash or of a command.")
+        if name in RECORDS:
+            options.add_argument("--help-all", action=ShowAll, nargs=0, help="Show all options.")
+            options.add_argument(
+                "--config",
+                type=Path,
+                metavar="FILE",
+                help="A file with options, as limit: 64 on a line (YAML), JSON, or the run.json of a run. Options that "
+                "are given here win.",
+            )
         if not name:
             version = f"kleash {__version__}"
             options.add_argument(
@@ -164,6 +199,28 @@ class CommandParser(ArgumentParser):
         if title not in self.groups:
             self.groups[title] = self.add_argument_group(title)
         return self.groups[title]
+
+    def format_help(self) -> str:
+        """The help, of many options with the essential ones."""
+        return self._formatted_help(hides=len(self.options) > FEW_OPTIONS)
+
+    def help_of_all(self) -> str:
+        """The help with all options."""
+        return self._formatted_help(hides=False)
+
+    def _formatted_help(self, *, hides: bool) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        for title, group in self.groups.items():
+            if not hides or title in ("arguments", "essentials", "options"):
+                formatter.start_section(title)
+                formatter.add_arguments(group._group_actions)
+                formatter.end_section()
+        if hides:
+            formatter.add_text(f"{self.prog} --help-all shows all {len(self.options)} options.")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def _add_record(self, record: type) -> None:
         """Add the options and positional arguments of a record."""
@@ -226,6 +283,18 @@ class CommandParser(ArgumentParser):
         (file or sys.stdout).write(message)
 
 
+class ShowAll(Action):
+    """The action that prints the help with all options and exits."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Any, values: Any, option_string: Any = None
+    ) -> None:
+        """Print the help."""
+        if isinstance(parser, CommandParser):
+            sys.stdout.write(parser.help_of_all())
+        parser.exit()
+
+
 class ShowCompletion(Action):
     """The action that prints the completion script of a shell and exits."""
 
@@ -255,6 +324,10 @@ def read_words(words: Sequence[str]) -> Command:
         name = _subcommand(name, rest.pop(0))
     rest = ["--help"] if name in SUBCOMMANDS and not rest else rest
     values = parser_of(name).read(rest)
+    if (config := values.pop("config", None)) is not None:
+        actions = parser_of(name).options.values()
+        converters = {action.dest: action.type for action in actions if callable(action.type)}
+        values = {**options_of_file(config, name, RECORDS[name], converters), **values}
     if values.get("resume") and values.get("out") is None:
         raise OptionError("--resume continues the run in a folder; give the folder as --out")
     return RECORDS[name](**values)

@@ -72,7 +72,7 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
         width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
         Terminal(width=max(width, console.width)).print(Padding(columns, (1, 0)))
     if len(table.rows) > MAX_ROWS:
-        say(console, f"{len(table.rows) - MAX_ROWS} more rows: --format json", style="dim")
+        say(console, f"{len(table.rows) - MAX_ROWS} more rows: --json", style="dim")
 
 
 def _cell(text: str) -> str:

@@ -270,7 +270,7 @@ def write_rollouts(path: str | Path, batch: Mapping[str, Any], **of_each: int | 
 
     Args:
         path: the file; its folder is made.
-        batch: columns [responses, time] under the names of ``kleash mismatch`` (docs/reference/mismatch.md): a batch of
+        batch: columns [responses, time] under the names of ``kleash mismatch`` (docs/reference/doctor.md): a batch of
             TRL, verl's ``DataProto.batch``, or ``vars`` of an ``Experience`` of OpenRLHF. Other entries are left out.
         **of_each: further fields of each line, such as ``version=step``.
 

@@ -125,6 +125,9 @@ class DPOJob(TrainJob, DatasetOptions):
     """JSONL, a JSON array, CSV, Parquet or Arrow with "prompt", "chosen" and "rejected": texts, or lists of messages; a
     data set's folder or user/name on the hub; - is standard input. Without "prompt" it is what the two answers begin
     with alike."""
+    eval_pairs: str | None = None
+    """Pairs that are held out, in any format of --pairs: every --checkpoint-every steps, and where --set eval_steps
+    says so, loss, accuracy and margin on them are logged, and the checkpoint with the smallest loss is kept."""
     beta: Positive = 0.1
     """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
     pairs_per_step: Count = 16

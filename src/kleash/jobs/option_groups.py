@@ -36,12 +36,12 @@ REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoi
 """Options of how an inference server is asked, which change no number."""
 POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
-    "essentials": "policy candidates reference teacher prompts text responses pairs reward steps rounding out",
-    "what is read": "limit split dataset_config prompt_column response_column text_column chat_template "
-    "until_relative_error prompts_per_step pairs_per_step eval_prompts",
-    "KL and beta": "kl kl_place kl_scope divergence mix tail beta controller target_nats target_per horizon beta_min "
-    "beta_max early_stop_nats",
-    "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
+    "essentials": "policy candidates reference teacher prompts text responses pairs reward steps limit "
+    "max_new_tokens beta controller target_nats rounding at_most out resume",
+    "what is read": "split dataset_config prompt_column response_column text_column chat_template "
+    "until_relative_error prompts_per_step pairs_per_step eval_prompts eval_pairs",
+    "KL and beta": "kl kl_place kl_scope divergence mix tail target_per horizon beta_min beta_max early_stop_nats",
+    "sampling": "samples_per_prompt temperature top_p top_k min_p seed",
     "text that is read": "window stride max_tokens",
     "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
     "vf_coef clip_range_value ent_coef",
@@ -52,8 +52,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "endpoint_retries",
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "workers of a Ray cluster": "engine address workers resources_per_worker",
-    "running and output": "resume checkpoint_every on_hacking report_to metric_names at_most direction json "
-    "format picture quiet",
+    "running and output": "checkpoint_every on_hacking report_to metric_names direction json format picture quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 

@@ -9,8 +9,8 @@ from kleash.errors import OptionError
 from kleash.jobs.options import Limit, Options, one_of
 from kleash.jobs.reading import SourceKind
 
-FORMATS = ("json", "csv", "markdown")
-"""Formats of every result."""
+FORMATS = ("csv", "markdown")
+"""Formats of every result, besides ``--json``."""
 MEASUREMENT_FORMATS = (*FORMATS, "model-card", "llama.cpp")
 """Those of a measurement."""
 PICTURES = (".png", ".svg")
@@ -30,16 +30,18 @@ class FormatOption(Options):
     """In which format a result is printed."""
 
     json: bool = False
-    """Print the result as JSON instead of a summary: the same as --format json."""
+    """Print the result as JSON instead of a summary."""
     format: Annotated[str, one_of(FORMATS)] | None = None
-    """Print the result in this format instead of a summary: json; csv, a row for each number; or markdown, tables for
+    """Print the result in this format instead of a summary: csv, a row for each number; or markdown, tables for
     an issue or a page."""
 
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
+        if self.format == "json":
+            raise OptionError("--format json is --json now; give that")
         super().__post_init__()
-        if self.json and self.format not in (None, "json"):
-            raise OptionError(f"--json is --format json; give it or --format {self.format}, not both")
+        if self.json and self.format is not None:
+            raise OptionError(f"--json prints JSON; give it or --format {self.format}, not both")
 
     @property
     def output_format(self) -> str | None:
@@ -52,7 +54,7 @@ class MeasurementFormatOption(FormatOption):
     """In which format a measurement is printed."""
 
     format: Annotated[str, one_of(MEASUREMENT_FORMATS)] | None = None
-    """Print the result in this format instead of a summary: json; csv, a row for each number; markdown, tables for an
+    """Print the result in this format instead of a summary: csv, a row for each number; markdown, tables for an
     issue or a page; model-card, metadata and a section for the README of a model on the Hugging Face hub; or
     llama.cpp, the statistics that llama-perplexity prints."""
 

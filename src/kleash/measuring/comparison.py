@@ -17,6 +17,8 @@ from kleash.measuring.sequence_clusters import (
     hashes_as_ints,
     sequence_starts,
 )
+from kleash.measuring.training_comparison import compare_training
+from kleash.reports.folder_report import kind_of_folder, require_measurement
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, RunDifference, RunFolder
 from kleash.store.measurement_summary import all_warnings
@@ -28,6 +30,8 @@ from kleash.store.statistics import (
     PERPLEXITIES,
     columns_of,
 )
+from kleash.store.steps import STEPS
+from kleash.store.training_comparison import TrainingComparison
 from kleash.uncertainty import Estimate, paired_difference
 from kleash.version import __version__
 
@@ -41,20 +45,24 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window"
 
 def compare(
     folders: Sequence[Path | str], *, at_most: float | None = None, direction: str | None = None
-) -> Comparison:
-    """The differences of finished runs from the first one, paired by prompt.
+) -> Comparison | TrainingComparison:
+    """The differences of measurements, or of training runs, from the first one, paired by prompt.
 
     Two runs share a prompt if its token ids are the same; on text, n-th copies of a window are a pair. The clusters are
     those of ``measure``: prompts, or documents, or blocks of windows where documents are few. The difference of a mean
     per token is the difference of two ratios over the shared prompts, and its error accounts for the pairing.
 
+    Training runs are compared by reward, KL and held-out reward over the second half of the steps that all have taken
+    (``compare_training``).
+
     Args:
-        folders: two or more folders of finished runs.
+        folders: two or more folders of finished measurements, or of training runs.
         at_most: a limit in nats for the KL of every run but the first, which then has a ``gate``.
         direction: of that KL, "policy-reference" or "reference-policy"; None for that of the first run's headline.
 
     Raises:
-        OptionError: if there are fewer than two, or the limit is not a number of at least 0.
+        OptionError: if there are fewer than two, some are measurements and some training runs, or the limit is not a
+            number of at least 0 or is for training runs.
         RunFolderError: if a run is not finished or damaged, or shares no prompt with the first.
 
     >>> texts = ["The sea was calm.", "A boat went out."]
@@ -68,7 +76,19 @@ def compare(
         raise OptionError(f"two or more run folders can be compared, not {count}; give a list of them")
     gate = GateOptions(at_most=at_most, direction=direction)
     paths = [Path(folder).expanduser() for folder in folders]
-    runs, names = [_read(path) for path in paths], _short_names(paths)
+    names = _short_names(paths)
+    are_training = [kind_of_folder(path) == STEPS for path in paths]
+    if any(are_training):
+        if not all(are_training):
+            odd = paths[are_training.index(not are_training[0])]
+            raise OptionError(
+                f"{odd} and {paths[0]} are not of one kind: one is a measurement, the other a training run; compare "
+                "runs of one kind"
+            )
+        if at_most is not None:
+            require_measurement(paths[0], "--at-most")
+        return compare_training(paths, names)
+    runs = [_read(path) for path in paths]
     first = runs[0]
     limited = gate.gated_statistic or first.measurement.headline
     differences = tuple(

@@ -4,10 +4,12 @@ from kleash.reports.audit import write_audits
 from kleash.reports.comparison import write_comparison
 from kleash.reports.measurement import write_report
 from kleash.reports.training import write_training_report
+from kleash.reports.training_comparison import write_training_comparison
 
 __all__ = [
     "write_audits",
     "write_comparison",
     "write_report",
+    "write_training_comparison",
     "write_training_report",
 ]

@@ -243,6 +243,19 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "eval/kl_per_sequence_error": Metric(
             unit="nats", meaning="standard error of eval/kl_per_sequence, clustered by prompt"
         ),
+        "eval/accuracy": Metric(
+            unit="probability",
+            meaning="pairs/accuracy on held-out pairs, after the step",
+            trl="eval_rewards/accuracies",
+        ),
+        "eval/margin": Metric(
+            unit="nats",
+            meaning="pairs/margin on held-out pairs, after the step",
+            trl="eval_rewards/margins",
+        ),
+        "eval/loss": Metric(
+            unit="none", meaning="the loss on held-out pairs, after the step", trl="eval_loss"
+        ),
         "time/rollout": Metric(
             unit="seconds", meaning="generating, rewarding and scoring the step's responses"
         ),

@@ -8,8 +8,9 @@ from kleash.store.comparison import Comparison
 from kleash.store.measurement import Measurement
 from kleash.store.rollout_results import Diagnosis, MismatchRecord
 from kleash.store.sweep import Sweep, SweepCandidate
+from kleash.store.training_comparison import ComparedTraining, TrainingComparison
 
-NumericResult = Measurement | Comparison | Sweep | MismatchRecord | Diagnosis
+NumericResult = Measurement | Comparison | TrainingComparison | Sweep | MismatchRecord | Diagnosis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def number_rows(result: NumericResult) -> list[NumberRow]:
     match result:
         case Measurement():
             return list(_of_measurement(result))
-        case Comparison():
+        case Comparison() | TrainingComparison():
             return list(_of_comparison(result))
         case Sweep():
             return list(_of_sweep(result))
@@ -90,8 +91,11 @@ def _of_measurement(measurement: Measurement) -> Iterator[NumberRow]:
             yield _row(run, name, each.kl, tokens=each.tokens)
 
 
-def _of_comparison(comparison: Comparison) -> Iterator[NumberRow]:
+def _of_comparison(comparison: Comparison | TrainingComparison) -> Iterator[NumberRow]:
     for run in comparison.runs:
+        if isinstance(run, ComparedTraining):
+            yield from (_row(run.name, name, number) for name, number in run.numbers.items())
+            continue
         for name, number in run.numbers.items():
             yield _row(run.name, name, number, tokens=run.counts.tokens, clusters=run.counts.clusters)
         if run.noise_floor is not None:

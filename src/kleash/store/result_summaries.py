@@ -40,6 +40,7 @@ from kleash.store.summary import (
     with_interval,
 )
 from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate
+from kleash.store.training_comparison import PAIRED, SHOWN, TrainingComparison
 from kleash.store.training_folder import TrainingResult
 
 EXTREMES = (
@@ -47,6 +48,20 @@ EXTREMES = (
     ("largest_log_ratio", "largest log ratio", "{:.4g} nats"),
 )
 """Values of a mismatch that its summary has: name, label and format."""
+TRAINING_LABELS = {
+    "reward/score": "reward",
+    "kl/exact_per_sequence": "KL(policy ‖ reference) per sequence",
+    "eval/reward": "held-out reward",
+    "eval/kl_per_sequence": "held-out KL per sequence",
+    "kl/exact_per_token": "KL per token",
+    "kl/target": "target",
+    "beta": "beta",
+    "policy/entropy": "entropy",
+    "response/length": "length",
+    "pairs/accuracy": "accuracy",
+    "teacher/divergence": "divergence from the teacher",
+}
+"""Metric of a training run -> heading of its column."""
 ALIKE = (
     'causes joined by "or": the log-probabilities alone cannot tell these apart; --policy and --reference can'
 )
@@ -146,6 +161,69 @@ def _(comparison: Comparison) -> Summary:
     )
 
 
+@summarize.register
+def _(comparison: TrainingComparison) -> Summary:
+    differences: list[RunDifference | None] = [None, *comparison.differences]
+    pairs = list(zip(comparison.runs, differences, strict=True))
+    tables = [
+        SummaryTable(
+            header=(
+                "run",
+                TRAINING_LABELS[metric],
+                "95 % interval",
+                "difference from the first",
+                "95 % interval",
+            ),
+            rows=tuple(
+                (
+                    Name(run.name),
+                    *_number_cells(run.numbers.get(metric)),
+                    *_difference_cells(difference, metric),
+                )
+                for run, difference in pairs
+            ),
+        )
+        for metric in PAIRED
+        if any(metric in run.numbers for run in comparison.runs)
+    ]
+    shown = [name for name in SHOWN if any(name in run.numbers for run in comparison.runs)]
+    shown_table = SummaryTable(
+        header=("run", *(TRAINING_LABELS[name] for name in shown), "alerts", "steps"),
+        rows=tuple(
+            (
+                Name(run.name),
+                *(f"{run.numbers[name].value:.4g}" if name in run.numbers else "" for name in shown),
+                str(run.alerts),
+                f"{run.steps}, {run.ended}",
+            )
+            for run in comparison.runs
+        ),
+    )
+    return Summary(
+        headline=f"{len(comparison.runs)} training runs compared over steps {comparison.first_step} to "
+        f"{comparison.last_step}, paired by prompt; a difference whose interval contains 0 is not significant",
+        facts=tuple(
+            (f"{run.name} has", ", ".join(f"{name} {text}" for name, text in run.settings.items()))
+            for run in comparison.runs
+            if run.settings
+        ),
+        tables=(*tables, shown_table),
+        warnings=tuple(
+            dict.fromkeys(
+                [*comparison.warnings, *(text for each in comparison.differences for text in each.warnings)]
+            )
+        ),
+    )
+
+
+def _number_cells(number: Estimate | None) -> tuple[str, str]:
+    """A number with its error, and its interval; empty where there is none."""
+    if number is None:
+        return "", ""
+    interval = cells(number)[1] if any(map(math.isfinite, number.ci95)) else ""
+    return with_error(number), interval or UNKNOWN_INTERVAL
+
+
 def comparison_warnings(comparison: Comparison) -> list[str]:
     """The warnings about the comparison, its differences and its runs.
 
@@ -186,9 +264,7 @@ def _difference_cells(difference: RunDifference | None, name: str) -> tuple[str,
     if difference is None:
         return "", ""
     number = difference.differences.get(name)
-    if number is None:
-        return "unknown", "unknown"
-    return with_error(number), cells(number)[1] or UNKNOWN_INTERVAL
+    return ("unknown", "unknown") if number is None else _number_cells(number)
 
 
 @summarize.register

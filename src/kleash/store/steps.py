@@ -1,14 +1,17 @@
 """The steps of a training run as they lie on disk: a line each, that is there whole or is not read.
 
-After each step the folder's checksums have the total of both files: the size and the SHA-256 of all lines so far. The
+After each step the folder's checksums have the total of each file: the size and the SHA-256 of all lines so far. The
 files must begin with what the last total says; lines after it are those of a step that a kill interrupted.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 from kleash.errors import RunFolderError
@@ -16,7 +19,7 @@ from kleash.store.atomic import cannot_write
 from kleash.store.checksums import Checksums, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
-STEPS, SAMPLES = "steps.jsonl", "samples.jsonl"
+STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,19 @@ class SampleRecord:
     sample: Sample
 
 
-T = TypeVar("T", bound=StepRecord | SampleRecord)
+@dataclass(frozen=True, kw_only=True)
+class PromptRecord:
+    """A line of ``prompts.jsonl``: what a step measured on each prompt, by which runs are compared in pairs."""
+
+    step: int
+    means: Mapping[str, Mapping[str, float]]
+    """Metric -> hash of a prompt's text -> mean over the responses to it that have the number."""
+
+
+LineRecord = StepRecord | SampleRecord | PromptRecord
+KINDS: Mapping[str, type[LineRecord]] = {STEPS: StepRecord, SAMPLES: SampleRecord, PROMPTS: PromptRecord}
+"""File -> the kind of its lines."""
+T = TypeVar("T", bound=LineRecord)
 
 BROKEN = "go on from a copy of the folder, or begin again in another one"
 
@@ -91,20 +106,64 @@ def read_samples(folder: Path) -> tuple[SampleRecord, ...]:
     return tuple(_decoded(folder / SAMPLES, SampleRecord))
 
 
+def read_prompt_means(folder: Path) -> tuple[PromptRecord, ...]:
+    """The means by prompt that a run's folder holds.
+
+    Raises:
+        RunFolderError: if a line but the last is damaged, or one is missing.
+    """
+    return tuple(_decoded(folder / PROMPTS, PromptRecord))
+
+
+def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Metric -> hash of the prompt -> mean, of a step's responses and of those to held-out prompts.
+
+    A response without a reward, or without a KL, does not count to its mean.
+    """
+    numbers = {
+        "reward/score": [(each.prompt, each.reward) for each in samples],
+        "kl/exact_per_sequence": [(each.prompt, each.kl) for each in samples],
+        "eval/reward": [(each.prompt, each.reward) for each in held_out],
+        "eval/kl_per_sequence": [(each.prompt, each.kl) for each in held_out],
+    }
+    means: dict[str, dict[str, float]] = {}
+    for metric, pairs in numbers.items():
+        values: dict[str, list[float]] = {}
+        for prompt, value in pairs:
+            if not math.isnan(value):
+                hashed = sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+                values.setdefault(hashed, []).append(value)
+        if values:
+            means[metric] = {prompt: fmean(each) for prompt, each in values.items()}
+    return means
+
+
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:
-    """The metrics of the last evaluation on held-out prompts; empty if there was none."""
-    evaluated = [record.metrics for record in history if "eval/reward" in record.metrics]
-    return {name: x for name, x in evaluated[-1].items() if name.startswith("eval/")} if evaluated else {}
+    """The metrics of the last evaluation on held-out prompts or pairs; empty if there was none."""
+    for record in reversed(history):
+        metrics = {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
+        if metrics:
+            return metrics
+    return {}
 
 
-def append_step(folder: Path, record: StepRecord, samples: Sequence[Sample]) -> None:
-    """Add a step and its samples; when this returns they are on the disk.
+def append_step(
+    folder: Path,
+    record: StepRecord,
+    samples: Sequence[Sample],
+    means: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    """Add a step, some of its responses and its means by prompt; when this returns they are on the disk.
 
     Raises:
         RunFolderError: if they cannot be written.
     """
-    sample_records = [SampleRecord(step=record.step, sample=sample) for sample in samples]
-    files = {SAMPLES: sample_records, STEPS: [record]} if samples else {STEPS: [record]}
+    files: dict[str, Sequence[LineRecord]] = {}
+    if samples:
+        files[SAMPLES] = [SampleRecord(step=record.step, sample=sample) for sample in samples]
+    if means:
+        files[PROMPTS] = [PromptRecord(step=record.step, means=means)]
+    files[STEPS] = [record]  # last: with its line the step is there
     try:
         for name, records in files.items():
             _append(folder / name, records)
@@ -119,7 +178,8 @@ def keep_steps(folder: Path, last: int) -> None:
     Raises:
         RunFolderError: if a line but the last is damaged, or the files cannot be written.
     """
-    for path, kind in ((folder / STEPS, StepRecord), (folder / SAMPLES, SampleRecord)):
+    for name, kind in KINDS.items():
+        path = folder / name
         if path.exists():
             records = _decoded(path, kind)
             lines = zip(_lines(path), records, strict=True)
@@ -152,7 +212,7 @@ def _lines(path: Path) -> list[bytes]:
     return [line + b"\n" for line in whole.split(b"\n")[:-1]]
 
 
-def _append(path: Path, records: Iterable[StepRecord | SampleRecord]) -> None:
+def _append(path: Path, records: Iterable[LineRecord]) -> None:
     lines = [json.dumps(encode(record), allow_nan=False, ensure_ascii=False) + "\n" for record in records]
     with path.open("ab") as file:
         file.write("".join(lines).encode("utf-8", "backslashreplace"))

@@ -1,10 +1,25 @@
 """``train``: runs a training job with the trainer of its algorithm."""
 
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+
 from kleash.errors import OptionError
-from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
+from kleash.jobs import TrainJob
 from kleash.store import TrainingResult
 from kleash.training.run_log import Display
-from kleash.training.runner import Trainer, run_job
+from kleash.training.runner import run_job
+
+TRAINERS: Mapping[str, str] = MappingProxyType(
+    {
+        "ppo": "ppo:train_ppo",
+        "grpo": "with_trl.online:train_grpo",
+        "rloo": "with_trl.online:train_rloo",
+        "dpo": "with_trl.preferences:train_dpo",
+        "distill": "with_trl.distillation:train_distill",
+    }
+)
+"""Algorithm of a job -> module and function that trains by it, imported when it is needed."""
 
 
 def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
@@ -30,33 +45,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
             dependency is missing.
         Interrupted: at Ctrl-C.
     """
-    return run_job(job, trainer_of(job), display)
-
-
-def trainer_of(job: TrainJob) -> Trainer:
-    """The training function of a job."""
-    match job:
-        case PPOJob():
-            from kleash.training.ppo import train_ppo
-
-            return train_ppo
-        case GRPOJob():
-            from kleash.training.with_trl.online import train_grpo
-
-            return train_grpo
-        case RLOOJob():
-            from kleash.training.with_trl.online import train_rloo
-
-            return train_rloo
-        case DPOJob():
-            from kleash.training.with_trl.preferences import train_dpo
-
-            return train_dpo
-        case DistillJob():
-            from kleash.training.with_trl.distillation import train_distill
-
-            return train_distill
-        case _:
-            raise OptionError(
-                f"nothing trains a {type(job).__name__}; give a PPOJob, GRPOJob, RLOOJob, DPOJob or DistillJob"
-            )
+    if job.algorithm not in TRAINERS:
+        raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
+    module, _, function = TRAINERS[job.algorithm].partition(":")
+    return run_job(job, getattr(import_module(f"kleash.training.{module}"), function), display)

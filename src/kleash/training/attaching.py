@@ -52,6 +52,7 @@ def attach(
     monitor: "DriftMonitor | str | Sequence[Any] | None" = None,
     on_hacking: str = "warn",
     report_to: Sequence[str] = (),
+    rollouts_every: int | None = None,
 ) -> "FolderLog":
     """Add a run log with alerts and a report to a trainer of TRL or transformers, and measure and control its KL.
 
@@ -79,6 +80,8 @@ def attach(
         monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``.
         on_hacking: the response to alerts: "warn", "stop", "halve-lr" or "tighten".
         report_to: trackers of the steps by kleash's names, beside those of the trainer.
+        rollouts_every: steps between the batches of GRPO and RLOO that are written to ``out/rollouts`` with the columns
+            of trainer and engine, for ``kleash doctor``; None for none.
 
     Returns:
         The callback that writes the folder; its ``result_of_run`` is the result once training has ended.
@@ -105,6 +108,10 @@ def attach(
         described=_settings(trainer, algorithm, leash),
     )
     recorder = _measure(trainer, algorithm, drift_monitor, leash)
+    if rollouts_every is not None:
+        from kleash.integrations.trl.rollout_dump import RolloutDump
+
+        RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
     log = FolderLog(Path(out), options, algorithm, recorder=recorder)
     log.attach(trainer)
     return log

@@ -147,9 +147,10 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
         OptionError, UnknownNameError: as ``config_fields``; OptionError also if TRL refuses the values.
     """
     settings = {**arguments, **config_fields(job)}
-    if settings.get("eval_strategy", "no") != "no" and getattr(job, "eval_prompts", None) is None:
+    held_out = [name for name in ("eval_prompts", "eval_pairs") if getattr(job, name, None) is not None]
+    if settings.get("eval_strategy", "no") != "no" and not held_out:
         raise OptionError(
-            "--set eval_strategy needs prompts that are held out: --eval-prompts (grpo and rloo)"
+            "--set eval_strategy needs what is held out: --eval-prompts (grpo and rloo) or --eval-pairs (dpo)"
         )
     try:
         return _configuration(job)(**settings)

@@ -23,7 +23,6 @@ from torch import Tensor
 from kleash.errors import CannotRunError, NonFiniteError
 from kleash.extras import import_extra
 from kleash.jobs import PPOJob
-from kleash.launch_environment import launched_rank
 from kleash.leash import beta_from_dict, beta_reason
 from kleash.linear import Head, linear_kl, linear_objective
 from kleash.models import Prompt, Sampling, TokenSequence, generate, read_prompts
@@ -54,13 +53,12 @@ from kleash.training.response_metrics import (
 )
 from kleash.training.rewards import Rewards, check_rewards, load_rewards
 from kleash.training.run_log import Advice, RunLog, stopped_by
-from kleash.training.runner import run_job
 from kleash.version import __version__
 
 __all__ = ["train_ppo"]
 
 
-def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
+def train_ppo(job: PPOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by PPO with a KL penalty to its reference.
 
     With ``resume=True`` an interrupted run continues from its last checkpoint; on a CPU in float32 with the numbers of
@@ -68,7 +66,7 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
 
     Args:
         job: the training job.
-        run_log: records the steps, on rank 0. Without it there, the whole run folder is written.
+        run_log: records the steps; None on ranks other than 0.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
@@ -76,8 +74,6 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
         RunFolderError: if a checkpoint cannot be written or read.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
-    if run_log is None and launched_rank() == 0:
-        return run_job(job, train_ppo)
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     run = set_up(job)
     prompts = read_prompts(job.source, run.networks.pair, limit=job.limit, columns=True, reading=job)

@@ -15,7 +15,7 @@ from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.metrics import metric_of, spelt
-from kleash.store.steps import STEPS, append_step, keep_steps
+from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 
 SAMPLES_KEPT = 4
@@ -87,7 +87,8 @@ class RunLog:
         run_log.close()
 
     Every step is a line of ``steps.jsonl``, on disk when ``step`` returns; a few of its responses are lines of
-    ``samples.jsonl``. When a run resumes from a checkpoint, ``begin`` removes later and incomplete lines.
+    ``samples.jsonl``, and its means by prompt a line of ``prompts.jsonl``. When a run resumes from a checkpoint,
+    ``begin`` removes later and incomplete lines.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class RunLog:
         samples: Sequence[Sample] = (),
         events: Sequence[str] = (),
         beta_reason: str | None = None,
+        held_out: Sequence[Sample] = (),
     ) -> Advice:
         """Write and show a step; returns the response to its alerts.
 
@@ -155,6 +157,7 @@ class RunLog:
             samples: all its responses; some are kept.
             events: what else happened, in words.
             beta_reason: why beta is moved after this step, where it is.
+            held_out: the responses of an evaluation after the step.
 
         Raises:
             UnknownNameError: if ``METRICS`` does not have a metric.
@@ -171,7 +174,7 @@ class RunLog:
         alerts = self.monitor.check([*self.history, record])
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).unlink_result()
-        append_step(self.folder, record, spread_sample(samples))
+        append_step(self.folder, record, spread_sample(samples), means_by_prompt(samples, held_out))
         self.history.append(record)
         for warning in () if self._warned else step_warnings(values):
             self.note(warning)

@@ -10,7 +10,8 @@ from typing import Any
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
-from kleash.jobs import DistillJob, TrainJob
+from kleash.jobs import DistillJob, DPOJob, TrainJob
+from kleash.jobs.algorithms import GroupJob
 from kleash.jobs.reading import DatasetOptions
 from kleash.jobs.train import OnlineJob
 from kleash.launch_environment import launched_rank, launched_world_size
@@ -117,6 +118,10 @@ def header_of(job: TrainJob) -> RunHeader:
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
         fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
+    if isinstance(job, GroupJob) and job.eval_prompts is not None:
+        fingerprints["held-out prompts"] = find_source(job.eval_prompts, "prompts", job).sha256()
+    if isinstance(job, DPOJob) and job.eval_pairs is not None:
+        fingerprints["held-out pairs"] = find_source(job.eval_pairs, "pairs", job).sha256()
     if isinstance(job, DistillJob) and job.teacher_cache is not None:
         fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
     for _, reward in map(weight_of, getattr(job, "rewards", ())):

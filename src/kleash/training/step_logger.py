@@ -10,7 +10,7 @@ from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.jobs import TrainJob
-from kleash.store import TrainingFolder, TrainingResult, read_steps
+from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
@@ -147,7 +147,7 @@ class StepLogger(AttachedCallback):
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
     ) -> None:
         """Record the step that was evaluated, with the rewards and the KL of the evaluation's responses."""
-        evaluation = {} if self.recorder is None else self.recorder.pop_evaluation()
+        evaluation, responses = ({}, []) if self.recorder is None else self.recorder.pop_evaluation()
         if metrics is not None and "eval/reward" in evaluation:
             metrics["eval_reward"] = evaluation[
                 "eval/reward"
@@ -155,9 +155,9 @@ class StepLogger(AttachedCallback):
         if self._awaits_evaluation:
             self._awaits_evaluation = False
             self._logged |= evaluation
-            self._record(state, control)
+            self._record(state, control, held_out=responses)
 
-    def _record(self, state: Any, control: Any) -> None:
+    def _record(self, state: Any, control: Any, *, held_out: Sequence[Sample] = ()) -> None:
         """Write the step to the run log, and carry out the response to its alerts. A collective."""
         metrics, self._logged = {**self._logged, **self.pop_metrics()}, {}
         target, advice = getattr(self.job, "target_nats", None), None
@@ -169,7 +169,7 @@ class StepLogger(AttachedCallback):
             if controller is not None and controller.since > self._trl_step:
                 reason = controller.reason
                 events = [] if controller.controller.event is None else [controller.controller.event]
-            advice = self.run_log.step(self.step, metrics, samples, events, reason)
+            advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out)
         self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(_of_first_process(advice) or Advice(), control)
 

@@ -44,7 +44,7 @@ from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.online import data_set, in_step_order
-from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
+from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, suppress_output
 from kleash.uncertainty.ratios import mean_per_token
 
 REVERSE_KL = DIVERGENCES["reverse_kl"]
@@ -247,15 +247,15 @@ def read_given(job: DistillJob, networks: Networks, stored: StoredReference | No
     return responses
 
 
-@silent_trainer
-def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy to imitate a teacher, by TRL's distillation trainer with kleash's divergences.
 
     They are exact, over the whole vocabulary, without holding all logits; from top-k lists, lower bounds or unbiased.
 
     Args:
         job: the training job; ``out`` is set.
-        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
+        run_log: records the steps; None on ranks other than 0.
 
     Raises:
         SourceError, ModelError, OptionError: if an input or an option of the job is invalid.

@@ -17,14 +17,20 @@ from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
-from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, silent_trainer
+from kleash.training.with_trl.runs import (
+    PROMPT_COLUMN,
+    held_out_arguments,
+    run_trainer,
+    shared_arguments,
+    suppress_output,
+)
 
 MAX_ROWS = 10**7
 """Largest number of rows of the data set, which has the prompts of all steps."""
 
 
-@silent_trainer
-def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_grpo(job: GRPOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by TRL's GRPO with a KL term to its reference.
 
     TRL generates, computes advantages and updates; rewards, KL term, beta and run log are kleash's. The loss is TRL's
@@ -33,7 +39,7 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
 
     Args:
         job: the training job; ``out`` is set.
-        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
+        run_log: records the steps; None on ranks other than 0.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
@@ -49,8 +55,8 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
     return _train(job, run_log, LeashedGRPOTrainer, settings)
 
 
-@silent_trainer
-def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_rloo(job: RLOOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by TRL's RLOO with a KL term to its reference; arguments and errors as ``train_grpo``.
 
     The baseline of each response is the mean of the other responses to its prompt; advantages are not rescaled.
@@ -118,18 +124,11 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
         "temperature": job.temperature,
         "num_iterations": job.epochs,
         "beta": job.beta,
-        **({} if job.eval_prompts is None else _evaluation(job)),
-    }
-
-
-def _evaluation(job: GRPOJob | RLOOJob) -> dict[str, Any]:
-    """The arguments by which held-out prompts are answered; the checkpoint of the largest held-out reward is kept."""
-    return {
-        "eval_strategy": "steps",
-        "eval_steps": job.checkpoint_every * job.epochs,
-        "per_device_eval_batch_size": job.samples_per_prompt,
-        "metric_for_best_model": "eval_reward",
-        "greater_is_better": True,
+        **(
+            {}
+            if job.eval_prompts is None
+            else held_out_arguments(job, rows=job.samples_per_prompt, updates=job.epochs, best="eval_reward")
+        ),
     }
 
 

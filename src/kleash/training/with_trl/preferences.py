@@ -1,5 +1,7 @@
 """DPO by TRL's trainer, with the exact KL to the reference measured during training."""
 
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,14 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
-from kleash.training.with_trl.runs import run_trainer, shared_arguments, silent_trainer
+from kleash.training.with_trl.runs import held_out_arguments, run_trainer, shared_arguments, suppress_output
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""
 
 
-@silent_trainer
-def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
+@suppress_output()
+def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     """Train a policy by TRL's DPO, from pairs of a chosen and a rejected response.
 
     The log ratios that DPO logs are on responses of the data set and estimate no KL. So every ``checkpoint_every``
@@ -32,7 +34,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
 
     Args:
         job: the training job; ``out`` is set.
-        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
+        run_log: records the steps; None on ranks other than 0.
 
     Raises:
         SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
@@ -43,17 +45,25 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
+    held_out = None if job.eval_pairs is None else read_pairs(job.eval_pairs, limit=None, options=job)
     networks = load_networks(job, job.reference_name, device=job.device)
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
-    trainer = trl.DPOTrainer(
-        model=networks.policy,
-        ref_model=networks.frozen,
-        args=trl_config(job, **arguments, beta=job.beta, max_length=job.max_tokens),
-        train_dataset=import_extra("datasets", "trl").Dataset.from_list(rows),
-        processing_class=networks.pair.tokenizer,
-        peft_config=networks.lora,
-    )
+    if held_out is not None:
+        arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
+    # the reference does not change, so that its pass over each pair is made once where pairs are read again
+    arguments["precompute_ref_log_probs"] = job.steps * job.pairs_per_step > len(rows)
+    datasets = import_extra("datasets", "trl")
+    with redirect_stderr(StringIO()):  # a progress bar of the reference's passes
+        trainer = trl.DPOTrainer(
+            model=networks.policy,
+            ref_model=networks.frozen,
+            args=trl_config(job, **arguments, beta=job.beta, max_length=job.max_tokens),
+            train_dataset=datasets.Dataset.from_list(rows),
+            eval_dataset=None if held_out is None else datasets.Dataset.from_list(held_out),
+            processing_class=networks.pair.tokenizer,
+            peft_config=networks.lora,
+        )
     prompts: dict[str, Any] = {str(row["prompt"]): row["prompt"] for row in rows}
     DriftMonitor(
         prompts=list(prompts.values()),

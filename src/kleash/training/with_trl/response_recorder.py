@@ -1,6 +1,6 @@
 """The responses that TRL's GRPO and RLOO learn from, measured in the passes of the trainer's own loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from kleash.estimators import sampled_kl
 from kleash.integrations.trl.grpo import PENALTY
 from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin, prompt_hashes, response_mask
 from kleash.store import Sample
+from kleash.store.steps import means_by_prompt
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import require_scored
-from kleash.uncertainty import clustered_mean
+from kleash.uncertainty import Estimate, clustered_mean
 
 ROW, BEFORE_LOGP = "kleash_row", "kleash_before_logps"
 """Entries that are added to a generated batch: a response's number in it, and its tokens' log-probabilities then."""
@@ -76,7 +77,7 @@ class ResponseRecorder:
         """Sum over tokens of the KL of the updates since they were generated, and number of tokens."""
         self._passes: list[tuple[Tensor, Tensor]] = []
         self._samples: list[Sample] = []
-        self._best: dict[str, float] | None = None
+        self._best: Mapping[str, float] | None = None
         """Prompt -> mean reward in the best evaluation."""
         for replacement in (
             self._calculate_rewards,
@@ -98,27 +99,35 @@ class ResponseRecorder:
         samples, self._samples = self._samples, []
         return samples
 
-    def pop_evaluation(self) -> dict[str, float]:
-        """Metrics of the responses of an evaluation, and the paired change from the best one before. A collective."""
+    def pop_evaluation(self) -> tuple[dict[str, float], list[Sample]]:
+        """Metrics of an evaluation with the paired change from the best one before, and its responses. A collective."""
         local, self._responses["eval"] = self._responses["eval"], []
         responses = gather_object(local)
         if not responses:
-            return {}
+            return {}, []
         measured = response_metrics(responses, self.trainer.beta)
         metrics = {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured}
-        if "eval/reward" not in metrics:
-            return metrics
-        rewards = _rewards_by_prompt(responses)
-        if self._best is not None:
-            shared = [prompt for prompt in rewards if prompt in self._best]
-            changes = np.array([rewards[prompt] - self._best[prompt] for prompt in shared])
-            if len(changes):
-                change = clustered_mean(changes, np.arange(len(changes)), unit="none")
-                metrics["eval/reward_change"] = change.value
-                metrics["eval/reward_change_error"] = change.standard_error
-        if metrics.get("eval/reward_change", 1.0) > 0:
+        samples = to_samples(responses)
+        rewards = means_by_prompt([], samples).get("eval/reward")
+        if rewards is not None and (change := self.change_from_best(rewards)) is not None:
+            metrics |= {
+                "eval/reward_change": change.value,
+                "eval/reward_change_error": change.standard_error,
+            }
+        return metrics, samples
+
+    def change_from_best(self, rewards: Mapping[str, float]) -> Estimate | None:
+        """The paired change of the held-out reward from the best evaluation so far; None without one.
+
+        Args:
+            rewards: prompt -> mean reward of the responses to it. They are the best so far unless they have fallen.
+        """
+        best = self._best or {}
+        changes = np.array([rewards[prompt] - best[prompt] for prompt in rewards if prompt in best])
+        change = clustered_mean(changes, np.arange(len(changes)), unit="none") if len(changes) else None
+        if change is None or change.value > 0:
             self._best = rewards
-        return metrics
+        return change
 
     def _calculate_rewards(
         self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
@@ -247,12 +256,3 @@ def _is_truncated(inputs: dict[str, Any], end_tokens: Any) -> list[bool]:
 def _text(turns: Any) -> str:
     """A text, or the contents of messages."""
     return turns if isinstance(turns, str) else "\n".join(str(turn.get("content", "")) for turn in turns)
-
-
-def _rewards_by_prompt(responses: list[Response]) -> dict[str, float]:
-    """The mean reward of the responses to each prompt, without those to which no reward applies."""
-    scores: dict[str, list[float]] = {}
-    for response in responses:
-        if not np.isnan(response.score):
-            scores.setdefault(response.prompt_hash, []).append(response.score)
-    return {prompt: float(np.mean(values)) for prompt, values in scores.items()}

@@ -1,9 +1,9 @@
 """Runs a trainer of TRL with the options of a job to the end, from the last checkpoint when resuming."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,14 +13,11 @@ import torch
 from kleash.errors import OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
-from kleash.launch_environment import launched_rank
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import Checksums
 from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoint_number, last_checkpoint
-from kleash.training.run_log import RunLog
-from kleash.training.runner import Trainer, run_job
 from kleash.training.step_logger import StepLogger
 
 PROMPT_COLUMN = "kleash_prompt"
@@ -38,7 +35,7 @@ FIXED_ARGUMENTS = MappingProxyType(
 
 @contextmanager
 def suppress_output() -> Iterator[None]:
-    """Context without progress bars and warnings of transformers, datasets and kleash's callbacks."""
+    """Context or decorator without progress bars and warnings of transformers, datasets and kleash's callbacks."""
     utils = import_extra("datasets.utils", "trl")
     bars = utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
@@ -52,23 +49,6 @@ def suppress_output() -> Iterator[None]:
         callbacks.setLevel(level)
         if not bars:
             utils.enable_progress_bars()
-
-
-def silent_trainer(trainer: Trainer) -> Callable[..., TrainingResult]:
-    """Return ``trainer`` with the output of the libraries suppressed.
-
-    Without a run log, on rank 0, the returned function runs the whole job (``run_job``): that makes the run folder and
-    the run log, and calls it again with the log. On other ranks there is no run log, and it only trains.
-    """
-
-    @wraps(trainer)
-    def train_silently(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
-        if run_log is None and launched_rank() == 0:
-            return run_job(job, train_silently)
-        with suppress_output():
-            return trainer(job, run_log)
-
-    return train_silently
 
 
 def run_trainer(
@@ -135,6 +115,24 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "use_cpu": device.type == "cpu",
         "gradient_checkpointing": device.type != "cpu",
         **FIXED_ARGUMENTS,
+    }
+
+
+def held_out_arguments(job: TrainJob, *, rows: int, best: str, updates: int = 1) -> dict[str, Any]:
+    """The arguments by which held-out rows are evaluated with each checkpoint, of which the best is kept.
+
+    Args:
+        job: the training job.
+        rows: held-out rows of a batch on one process.
+        best: the metric of the evaluation that tells the best checkpoint: a loss, or a reward.
+        updates: optimiser updates per step.
+    """
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": job.checkpoint_every * updates,
+        "per_device_eval_batch_size": rows,
+        "metric_for_best_model": best,
+        "greater_is_better": not best.endswith("loss"),
     }
 
 

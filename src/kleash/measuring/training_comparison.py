@@ -1,0 +1,152 @@
+"""Differences between training runs, paired by prompt, from their files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from kleash.errors import RunFolderError
+from kleash.store.comparison import RunDifference
+from kleash.store.job_folder import RunHeader
+from kleash.store.metrics import metric_of
+from kleash.store.steps import STEPS, PromptRecord, StepRecord, read_prompt_means
+from kleash.store.summary import bare_number
+from kleash.store.training_comparison import PAIRED, SHOWN, ComparedTraining, TrainingComparison
+from kleash.store.training_folder import TrainingFolder, TrainingResult
+from kleash.uncertainty import Estimate, clustered_mean, paired_difference
+from kleash.version import __version__
+
+NOT_COMPARED = ("steps", "report_to", "seed")
+"""Options that do not make a run another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainingRun:
+    folder: Path
+    name: str
+    header: RunHeader
+    history: Sequence[StepRecord]
+    prompts: Sequence[PromptRecord]
+    result: TrainingResult | None
+
+    def by_prompt(self, metric: str, steps: range) -> dict[str, float]:
+        """Hash of a prompt -> mean of a metric over those of the steps that have it."""
+        values: dict[str, list[float]] = {}
+        for record in self.prompts:
+            if record.step in steps:
+                for prompt, value in record.means.get(metric, {}).items():
+                    values.setdefault(prompt, []).append(value)
+        return {prompt: fmean(each) for prompt, each in values.items()}
+
+
+def compare_training(folders: Sequence[Path], names: Sequence[str]) -> TrainingComparison:
+    """The differences of training runs from the first one over the second half of the steps that all have taken.
+
+    Rewards and KL are means over prompts of each prompt's mean over these steps. Two runs are paired by the prompts
+    that both answered, so that what makes a prompt easy cancels. The errors are those of responses and prompts: runs
+    of another seed may differ by more.
+
+    Args:
+        folders: of two or more training runs, finished or not.
+        names: short names of the runs.
+
+    Raises:
+        RunFolderError: if a folder holds no step, or is damaged.
+    """
+    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    last = min(run.history[-1].step for run in runs)
+    steps = range(last // 2 + 1, last + 1)
+    return TrainingComparison(
+        kleash=__version__,
+        first_step=steps.start,
+        last_step=last,
+        runs=tuple(_compared(run, runs[0], steps) for run in runs),
+        differences=tuple(_difference(run, runs[0], steps) for run in runs[1:]),
+        warnings=tuple(
+            f"{run.name} has another reference than {names[0]}"
+            for run in runs[1:]
+            if run.header.fingerprints.get("reference") != runs[0].header.fingerprints.get("reference")
+        ),
+    )
+
+
+def _read(folder: Path, name: str) -> _TrainingRun:
+    files = TrainingFolder(folder)
+    header, history = files.header(), files.history()
+    if not history:
+        raise RunFolderError(f"{folder / STEPS} has no step yet; compare runs that have taken one")
+    return _TrainingRun(
+        folder=folder,
+        name=name,
+        header=header,
+        history=history,
+        prompts=read_prompt_means(folder),
+        result=files.result(),
+    )
+
+
+def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedTraining:
+    """A run's entry in the comparison."""
+    numbers = {
+        metric: clustered_mean(np.array([*values.values()]), np.arange(len(values)), unit=_unit(metric))
+        for metric in PAIRED
+        if (values := run.by_prompt(metric, steps))
+    }
+    for metric in SHOWN:
+        values = [
+            record.metrics[metric]
+            for record in run.history
+            if record.step in steps and metric in record.metrics
+        ]
+        if values:
+            numbers[metric] = bare_number(fmean(values), float("nan"))
+    settings, first_settings = run.header.settings, first.header.settings
+    result = run.result
+    return ComparedTraining(
+        name=run.name,
+        folder=str(run.folder),
+        algorithm=str(settings.get("algorithm", "")),
+        steps=run.history[-1].step,
+        numbers=numbers,
+        settings={
+            option: f"{settings.get(option)} for {first_settings.get(option)}"
+            for option in dict.fromkeys([*settings, *first_settings])
+            if settings.get(option) != first_settings.get(option) and option not in NOT_COMPARED
+        },
+        alerts=sum(len(record.alerts) for record in run.history),
+        ended="running or interrupted" if result is None else result.stopped or "finished",
+    )
+
+
+def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDifference:
+    """The differences of a run from the first one, over the prompts that both have answered."""
+    differences: dict[str, Estimate] = {}
+    answered, answered_first = set[str](), set[str]()
+    for metric in PAIRED:
+        means, first_means = (each.by_prompt(metric, steps) for each in (run, first))
+        if shared := sorted(means.keys() & first_means.keys()):
+            minuend, subtrahend = (
+                np.array([side[prompt] for prompt in shared]) for side in (means, first_means)
+            )
+            counts = np.ones(len(shared))
+            differences[metric] = paired_difference(minuend, counts, subtrahend, counts, unit=_unit(metric))
+        answered |= means.keys()
+        answered_first |= first_means.keys()
+    shared_prompts = len(answered & answered_first)
+    warning = f"{run.name} and {first.name} share no prompt in these steps, so they are not compared in pairs"
+    return RunDifference(
+        name=run.name,
+        minus=first.name,
+        shared_prompts=shared_prompts,
+        only_here=len(answered) - shared_prompts,
+        only_there=len(answered_first) - shared_prompts,
+        differences=differences,
+        warnings=(warning,) if answered and answered_first and not shared_prompts else (),
+    )
+
+
+def _unit(metric: str) -> str:
+    """The unit of a metric's estimate: rewards have none."""
+    return "nats" if metric_of(metric).unit == "nats" else "none"

@@ -1,0 +1,137 @@
+"""``kleash compare`` of training runs: paired means against numpy and scipy, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from synthetic_training import EVIL, header_of
+
+import kleash
+from kleash.cli import main
+from kleash.errors import OptionError, RunFolderError
+from kleash.records import GRPOJob, Sample, StepRecord, TrainingFolder, read_steps
+from kleash.store.steps import append_step, keep_steps, means_by_prompt, read_prompt_means
+
+
+def samples(values: np.ndarray, prompt: str) -> list[Sample]:
+    """Responses to each prompt: ``values`` are [prompt, response, (reward, KL)]."""
+    return [
+        Sample(prompt=f"{prompt} {number}", response="r", reward=reward, kl=kl)
+        for number, row in enumerate(values.tolist())
+        for reward, kl in row
+    ]
+
+
+def write(
+    folder: Path, values: np.ndarray, job: GRPOJob, *, reference: str = "q", prompt: str = "prompt"
+) -> Path:
+    """A run whose step t drew ``values[t]``, and which answered held-out prompts in its last step."""
+    files = TrainingFolder(folder)
+    header = replace(header_of(job), fingerprints={"policy": "p", "reference": reference})
+    with files.writing(header, resume=False):
+        for step, drawn in enumerate(values, 1):
+            held_out = samples(drawn + 1, prompt) if step == len(values) else []
+            record = StepRecord(step=step, metrics={"reward/score": drawn[..., 0].mean(), "beta": 0.1 * step})
+            append_step(folder, record, [], means_by_prompt(samples(drawn, prompt), held_out))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[np.ndarray, np.ndarray]:
+    """[step, prompt, response, (reward, KL)] of two runs, with much that makes a prompt easy in both."""
+    random = np.random.default_rng(0)
+    easy = random.normal(size=(1, 40, 1, 2))
+    return easy + random.normal(size=(7, 40, 3, 2)), easy + 0.5 + random.normal(size=(9, 40, 3, 2))
+
+
+@pytest.fixture(scope="module")
+def folders(drawn, tmp_path_factory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    first = write(root / "first", drawn[0], GRPOJob(beta=0.1))
+    return first, write(root / "second", drawn[1], GRPOJob(beta=0.2, kl="k3"), reference="other")
+
+
+def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, folders):
+    comparison = kleash.compare(folders)
+    assert (comparison.first_step, comparison.last_step) == (4, 7)
+    (difference,) = comparison.differences
+    assert difference.shared_prompts == 40 and difference.only_here == difference.only_there == 0
+    for at, metric in enumerate(("reward/score", "kl/exact_per_sequence")):
+        means = [values[3:7, ..., at].mean(axis=(0, 2)) for values in drawn]
+        expected = stats.ttest_rel(means[1], means[0])
+        number = difference.differences[metric]
+        assert number.value == pytest.approx(np.mean(means[1] - means[0]), rel=1e-12)
+        assert number.standard_error == pytest.approx(number.value / expected.statistic, rel=1e-9)
+        assert number.unit == ("nats" if at else "none")
+        own = comparison.runs[0].numbers[metric]
+        assert own.value == pytest.approx(means[0].mean(), rel=1e-12)
+        assert own.standard_error == pytest.approx(stats.sem(means[0]), rel=1e-9)
+        unpaired = np.hypot(*(stats.sem(each) for each in means))
+        assert number.standard_error < 0.5 * unpaired
+    assert [run.numbers["beta"].value for run in comparison.runs] == pytest.approx([0.55, 0.55])
+    assert "eval/reward" not in difference.differences, "the second run answered no held-out prompt by step 7"
+    assert "eval/reward" in comparison.runs[0].numbers
+    assert comparison.runs[1].settings == {"beta": "0.2 for 0.1", "kl": "k3 for exact"}
+    assert comparison.warnings == (f"{folders[1].name} has another reference than {folders[0].name}",)
+
+
+def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 training runs compared over steps 4 to 7" in printed and "k3 for exact" in printed
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 2 and "KL(policy ‖ reference) per sequence" in text, (
+        "reward and beta are drawn"
+    )
+    assert main(["compare", *map(str, folders), "--out", str(page), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["differences"][0]["differences"].keys() == {"reward/score", "kl/exact_per_sequence"}
+    assert main(["compare", *map(str, folders), "--out", str(page), "--format", "csv"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert sum(row.startswith("second,first,") for row in rows) == 2
+
+
+def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):
+    first = write(tmp_path / "first", drawn[0], GRPOJob())
+    second = write(tmp_path / f"second {EVIL[:8]}", drawn[1], GRPOJob(), prompt="another")
+    (difference,) = kleash.compare([first, second]).differences
+    assert not difference.differences and difference.only_here == 40
+    assert "share no prompt" in difference.warnings[0]
+    page = tmp_path / "page.html"
+    assert main(["compare", str(first), str(second), "--out", str(page)]) == 0
+    assert "<script>" not in page.read_text(encoding="utf-8").partition("</style>")[2]
+
+
+def test_what_cannot_be_compared_is_refused(folders, drawn, tmp_path):
+    with pytest.raises(OptionError, match="not of one kind"):
+        kleash.compare([folders[0], tmp_path])
+    with pytest.raises(OptionError, match="--at-most is for measurements"):
+        kleash.compare(folders, at_most=0.1)
+    empty = write(tmp_path / "empty", drawn[0][:0], GRPOJob())
+    with pytest.raises(RunFolderError, match="no step yet"):
+        kleash.compare([folders[0], empty])
+    damaged = write(tmp_path / "damaged", drawn[0], GRPOJob())
+    lines = damaged / "prompts.jsonl"
+    lines.write_bytes(lines.read_bytes().replace(b"0.", b"1.", 1))
+    with pytest.raises(RunFolderError, match=r"prompts\.jsonl"):
+        kleash.compare([folders[0], damaged])
+
+
+def test_means_leave_out_what_has_no_number_and_go_with_their_steps(tmp_path):
+    nan = float("nan")
+    rewards, kls = [1.0, nan, 4.0], [nan, nan, nan]
+    drawn = [Sample(prompt="p", response="", reward=r, kl=k) for r, k in zip(rewards, kls, strict=True)]
+    ((metric, means),) = means_by_prompt(drawn, []).items()
+    assert metric == "reward/score" and list(means.values()) == [2.5]
+    with TrainingFolder(tmp_path).writing(header_of(GRPOJob()), resume=False):
+        for step in (1, 2, 3):
+            append_step(tmp_path, StepRecord(step=step, metrics={}), [], means_by_prompt(drawn, drawn))
+        keep_steps(tmp_path, 2)
+    assert [record.step for record in read_prompt_means(tmp_path)] == [1, 2] and len(
+        read_steps(tmp_path)
+    ) == 2
+    assert read_prompt_means(tmp_path)[0].means.keys() == {"reward/score", "eval/reward"}
