@@ -1,7 +1,7 @@
 """The noise of each KL loss, by enumeration of all 256 responses of a toy model.
 
-The table of docs/reference/losses.md: the standard deviation of a single response's value, and of its gradient, relative
-to the size of what is estimated.
+The table of docs/reference/losses.md: the standard deviation of a single response's value, and of its gradient,
+relative to the size of what is estimated.
 """
 
 import torch

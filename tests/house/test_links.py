@@ -21,6 +21,7 @@ PAGES = [
         )
     ),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")),
 ]
 
 FENCED_BLOCK = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
